@@ -1,0 +1,40 @@
+"""Loads the C++ kernels, or declares the same ops for the naive ones where nothing was compiled."""
+
+import logging
+import re
+from pathlib import Path
+
+import torch
+
+_logger = logging.getLogger("meshrec")
+_HERE = Path(__file__).parent
+_KERNELS = _HERE.parent / "libmeshrec.so"
+
+
+def schemas() -> list[str]:
+    """The schemas of all ops in the namespace ``meshrec``, as ``schemas.inc`` lists them."""
+    text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())
+    calls = re.findall(r"SCHEMA\(((?:\s*\"[^\"]*\")+)\s*\)", text)
+    return ["".join(re.findall(r"\"([^\"]*)\"", call)) for call in calls]
+
+
+def _load() -> torch.library.Library | None:
+    if _KERNELS.exists():
+        torch.ops.load_library(str(_KERNELS))
+        return None
+    _logger.warning(
+        "no compiled kernels at %s: the plain torch kernels serve, at a fraction of the speed. "
+        "Install a C++20 compiler and reinstall meshrec to get them.",
+        _KERNELS.name,
+    )
+    library = torch.library.Library("meshrec", "DEF")
+    for schema in schemas():
+        library.define(schema)
+    return library
+
+
+# Kept alive: a Library takes its ops with it when it is collected.
+_library = _load()
+
+has_kernels: bool = _library is None
+"""Whether the compiled CPU kernels serve; otherwise the naive ones do."""
