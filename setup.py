@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+ISA_FLAGS = {
+    "kernels_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+    "kernels_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mbmi2"]
+    + ["-mprefer-vector-width=512"],
+}
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch that the binary serves
 
 
@@ -44,8 +50,7 @@ class BuildKernels(build_ext):
         assert torch is not None
         cxx = os.environ.get("CXX", "c++").split()
         flags = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
-        flags += ["-Wno-unused-parameter", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
-        # GCC 12 takes the shape of unused template paths for out-of-range accesses.
+        flags += ["-fno-math-errno", "-fno-trapping-math", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
         flags += ["-isystem", str(torch / "include")]
         flags += ["-isystem", str(torch / "include/torch/csrc/api/include"), f"-I{ROOT / 'src/meshrec/ops'}"]
         flags += os.environ.get("CXXFLAGS", "").split()
@@ -55,9 +60,14 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         jobs = [(source, objects / (Path(source).stem + ".o")) for source in ext.sources]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(lambda job: self.spawn([*cxx, *flags, "-c", job[0], "-o", str(job[1])]), jobs))
+            list(pool.map(lambda job: self.compile([*cxx, *flags], *job), jobs))
         link = ["-shared", *(str(obj) for _, obj in jobs), "-o", str(target), f"-L{torch / 'lib'}", "-ltorch_cpu"]
         self.spawn([*cxx, *link, *os.environ.get("LDFLAGS", "").split()])
+
+
+    def compile(self, command: list[str], source: str, target: Path) -> None:
+        isa = ISA_FLAGS.get(target.stem, []) if platform.machine() in ("x86_64", "AMD64") else []
+        self.spawn([*command, *isa, "-c", source, "-o", str(target)])
 
 
 class PlatformWheel(bdist_wheel):
