@@ -91,7 +91,7 @@ def tbe_update(
 
     ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then
     slot 1). Codes, formulas, ``hyper`` (float64 [12]) and rounding: ``naive_update.py``. ``row_stats``: fp32
-    [N, 3] per id, only for NONE with distinct ids per table: the whole row's sums for tables split by columns.
+    [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of column-split tables.
     """
     _check_inputs(values, offsets, per_sample_weights)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
