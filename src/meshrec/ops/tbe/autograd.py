@@ -1,7 +1,7 @@
 """Shapes for tracing (fakes) and the gradient of ``tbe_forward``, for all kernels alike."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import SymInt, Tensor
@@ -10,8 +10,14 @@ import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist before fakes are
 
 # F features, T tables, N ids
 
+_F = TypeVar("_F", bound=Callable[..., object])
 
-@torch.library.register_fake("meshrec::tbe_forward")
+# Typed here, because torch's own decorators are not.
+_register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fake
+_register_autograd: Callable[..., None] = torch.library.register_autograd
+
+
+@_register_fake("meshrec::tbe_forward")
 def _forward_fake(
     weights: list[Tensor],
     values: Tensor,
@@ -32,12 +38,12 @@ def _forward_fake(
     return values.new_empty(shape, dtype=out_dtype)
 
 
-@torch.library.register_fake("meshrec::tbe_update")
+@_register_fake("meshrec::tbe_update")
 def _update_fake(*args: Any) -> None:
     return None
 
 
-@torch.library.register_fake("meshrec::tbe_sparse_grad")
+@_register_fake("meshrec::tbe_sparse_grad")
 def _sparse_grad_fake(
     grad: Tensor,
     values: Tensor,
@@ -63,17 +69,17 @@ def _sparse_grad_fake(
     return result
 
 
-@torch.library.register_fake("meshrec::tbe_dense_grad")
+@_register_fake("meshrec::tbe_dense_grad")
 def _dense_grad_fake(grad: Tensor, weights: list[Tensor], *args: Any) -> list[Tensor]:
     return [weight.new_empty(weight.shape) for weight in weights]
 
 
-@torch.library.register_fake("meshrec::tbe_sample_weight_grad")
+@_register_fake("meshrec::tbe_sample_weight_grad")
 def _sample_weight_grad_fake(grad: Tensor, weights: list[Tensor], values: Tensor, *args: Any) -> Tensor:
     return values.new_empty(values.shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("meshrec::clamp_ids")
+@_register_fake("meshrec::clamp_ids")
 def _clamp_ids_fake(
     values: Tensor, offsets: Tensor, segments: Tensor | None, num_keys: int, keys: list[int], *args: Any
 ) -> tuple[Tensor, Tensor]:
@@ -90,21 +96,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     values, offsets, per_sample_weights, segments, *weights = ctx.saved_tensors
-    layout = (values, offsets)
     weights_grad: list[Tensor | None] = [None] * len(weights)
     sample_grad = None
     if any(ctx.needs_input_grad[0]):
         dense = torch.ops.meshrec.tbe_dense_grad(
-            grad, weights, *layout, per_sample_weights, segments, *ctx.lookups, ctx.dims
+            grad, weights, values, offsets, per_sample_weights, segments, *ctx.lookups, ctx.dims
         )
         needed = ctx.needs_input_grad[0]
         weights_grad = [gradient if need else None for gradient, need in zip(dense, needed, strict=True)]
     if ctx.needs_input_grad[3]:
         sample_grad = torch.ops.meshrec.tbe_sample_weight_grad(
-            grad, weights, *layout, segments, *ctx.lookups, ctx.dims
+            grad, weights, values, offsets, segments, *ctx.lookups, ctx.dims
         ).to(per_sample_weights.dtype)
     return (weights_grad, None, None, sample_grad, *[None] * 10)
 
 
-_register_autograd: Callable[..., None] = torch.library.register_autograd
 _register_autograd("meshrec::tbe_forward", _backward, setup_context=_save)

@@ -1,9 +1,10 @@
 """Where each feature's ids, bags and output rows lie: the bookkeeping that the plain torch kernels share.
 
-Bags come segment-major: segment ``s = block * K + key`` holds the bags of one key of one block (a block is what
-one source rank sent; a single process has one block). ``segments_S`` says where each segment starts.
+Bags come segment-major: segment ``s = block * K + key`` holds the bags of one key of one block (a block is
+what one source rank sent; a single process has one block). ``segments`` says where each segment starts.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -52,9 +53,7 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
     """Raises ValueError unless the offsets start at 0, never decrease, and end at ``num_ids``."""
     advice = "Call validate() on the KeyedJaggedTensor to see which key and sample is wrong."
     if offsets.dim() != 1 or offsets.numel() == 0:
-        raise ValueError(
-            f"offsets must be one-dimensional and not empty, got shape {list(offsets.shape)}. {advice}"
-        )
+        raise ValueError(f"offsets must be 1-D and not empty, got shape {list(offsets.shape)}. {advice}")
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"offsets must start at 0, got {first}. {advice}")
@@ -73,7 +72,7 @@ def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> lis
     """The first bag of each segment, and the end of the last one (R*K + 1 numbers)."""
     if segments is not None:
         bounds: list[int] = segments.tolist()
-        ordered = all(low <= high for low, high in zip(bounds, bounds[1:], strict=False))
+        ordered = all(low <= high for low, high in pairwise(bounds))
         if (len(bounds) - 1) % num_keys != 0 or bounds[0] != 0 or bounds[-1] != num_bags or not ordered:
             raise ValueError(
                 f"segments must rise from 0 to the number of bags, {num_bags}, with one entry for each of "
@@ -101,12 +100,12 @@ def make_layout(
     """Lays out every feature of every block.
 
     Raises:
-        ValueError: for NONE beside other poolings or in a 2-D output, and where a 2-D output would need different
-            numbers of bags from the features of one block.
+        ValueError: for NONE beside other poolings or in a 2-D output, and where a 2-D output would need
+            different numbers of bags from the features of one block.
     """
     if NONE in pooling and (not flat or any(mode != NONE for mode in pooling)):
         raise ValueError(
-            f"pooling NONE needs flat=True and NONE for all features, got flat={flat} and pooling codes {pooling}."
+            f"pooling NONE needs flat=True and NONE for all features, got flat={flat} and codes {pooling}."
         )
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     pieces: list[Piece] = []
@@ -115,8 +114,8 @@ def make_layout(
         num_bags = {bounds[first_segment + key + 1] - bounds[first_segment + key] for key in keys}
         if not flat and len(num_bags) > 1:
             raise ValueError(
-                f"a 2-D output needs the same number of bags from every feature of a block, got {sorted(num_bags)}. "
-                "Use flat=True when batch sizes differ between keys."
+                "a 2-D output needs the same number of bags from every feature of a block, "
+                f"got {sorted(num_bags)}. Use flat=True when batch sizes differ between keys."
             )
         end_row = first_row + max(num_bags, default=bounds[first_segment + 1] - bounds[first_segment])
         column = 0

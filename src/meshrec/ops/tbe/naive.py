@@ -2,10 +2,11 @@
 
 What the ops share (F features, K keys, T tables, N ids, S segments, B bags of one segment, D width):
 
-- ``values_N``: ids, int32 or int64; ``offsets``: where each bag starts, and N; int32 or int64. Bags come segment-major,
-  see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one block with equally many bags per key.
-- Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In the update
-  and gradient ops a table of -1 skips the feature. ``dims[f]`` is the feature's width.
+- ``values_N``: ids, int32 or int64. ``offsets``: where each bag starts, and N; int32 or int64. Bags come
+  segment-major, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one block with equally
+  many bags per key.
+- Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In the
+  update and gradient ops a table of -1 skips the feature. ``dims[f]`` is the feature's width.
 - Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, the blocks one after the other.
   ``flat=True``: 1-D; for block, for feature: ``[B, D]`` (NONE: ``[ids, D]``), row-major, one after the other.
 - SUM: ``out[b] = sum_i w_i * x_i``; MEAN: that, divided by the number of ids, and 0 for an empty bag;
@@ -46,7 +47,8 @@ def tbe_forward(
     ``names``: uint8, UTF-8 text ``"table\\tfeature\\n"`` per feature, for messages.
 
     Raises:
-        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and NaN weights.
+        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and weights
+            that are NaN.
     """
     _check_inputs(values, offsets, per_sample_weights)
     dims = [weights[table].shape[1] for table in tables]
@@ -85,19 +87,19 @@ def tbe_update(
     hyper: Tensor,
     row_stats: Tensor | None,
 ) -> None:
-    """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay as they are.
+    """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay.
 
-    ``weights``: T tensors, fp32, fp16 or bf16; ``state``: fp32, slot-major (slot 0 of all tables, then slot 1);
-    codes, formulas, ``hyper`` (float64 [12]) and rounding: ``naive_update.py``. ``row_stats``: fp32 [N, 3] per id,
-    only for NONE with distinct ids per table: the whole row's sums for tables split by columns.
+    ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then
+    slot 1). Codes, formulas, ``hyper`` (float64 [12]) and rounding: ``naive_update.py``. ``row_stats``: fp32
+    [N, 3] per id, only for NONE with distinct ids per table: the whole row's sums for tables split by columns.
     """
     _check_inputs(values, offsets, per_sample_weights)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     numbers = Hyper.from_tensor(hyper)
     if len(state) != num_slots(optimizer) * len(weights):
         raise ValueError(
-            f"optimizer code {optimizer} keeps {num_slots(optimizer)} state tensors for each of {len(weights)} "
-            f"tables, got {len(state)} in total."
+            f"optimizer code {optimizer} keeps {num_slots(optimizer)} state tensors for each of "
+            f"{len(weights)} tables, got {len(state)} in total."
         )
     gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims)
     for table, parts in enumerate(_by_table(gradients, len(weights))):
@@ -125,10 +127,10 @@ def tbe_sparse_grad(
     dims: list[int],
     num_rows: list[int],
 ) -> list[Tensor]:
-    """The gradient of T = len(num_rows) tables as touched rows: 2T tensors ``rows_0, grads_0, rows_1, ...``.
+    """The gradient of T = len(num_rows) tables by touched rows: ``rows_0, grads_0, rows_1, ...``.
 
-    ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. A table that no feature reads gets
-    U_t = 0 and D_t = 0.
+    ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. A table that no feature reads
+    gets U_t = 0 and D_t = 0.
     """
     _check_inputs(values, offsets, per_sample_weights)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
@@ -178,7 +180,7 @@ def tbe_sample_weight_grad(
     flat: bool,
     dims: list[int],
 ) -> Tensor:
-    """fp32 [N]: the gradient of the per-sample weights; features that share a key add up; 0 where nothing reads."""
+    """The gradient of the per-sample weights, fp32 [N]. Features of one key add up; unread ids get 0."""
     _check_inputs(values, offsets, None)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
@@ -198,7 +200,8 @@ def clamp_ids(
 ) -> tuple[Tensor, Tensor]:
     """A copy of the ids with those outside their table set to 0, and int64 [F]: how many each feature had.
 
-    ``num_rows``: per table. An id of a key that several features read is set to 0 if it is outside any of their tables.
+    ``num_rows``: per table. An id of a key that several features read is set to 0 if it is outside any of
+    their tables.
     """
     _check_inputs(values, offsets, None)
     layout = make_layout(offsets, segments, num_keys, keys, [1] * len(keys), [0] * len(keys), True)
@@ -236,11 +239,11 @@ def _paired(
     pooling: Sequence[int],
     dims: Sequence[int],
 ) -> Iterator[tuple[Piece, _Gradient]]:
-    """For each piece that is not skipped the gradient row of every id, scaled by its weight and by 1/length (MEAN)."""
+    """For each piece that is not skipped the gradient of every id, scaled by weight and 1/length (MEAN)."""
     if grad.shape[0] != layout.out_size or (grad.dim() == 2 and grad.shape[1] != sum(dims)):
         raise ValueError(
-            f"grad must be shaped like the output, {layout.out_size} rows or elements and {sum(dims)} columns if 2-D, "
-            f"got {list(grad.shape)}."
+            f"grad must be shaped like the output, {layout.out_size} rows or elements and {sum(dims)} "
+            f"columns if 2-D, got {list(grad.shape)}."
         )
     for piece in layout.pieces:
         table, mode = tables[piece.feature], pooling[piece.feature]
@@ -277,7 +280,7 @@ def _by_table(gradients: Iterator[_Gradient], num_tables: int) -> list[list[_Gra
 
 
 def _summed(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct rows [U], ascending; their summed gradients [U, D]; and for each id its place in them [n]."""
+    """The distinct rows [U], ascending; their summed gradients [U, D]; for each id its place in them [n]."""
     rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
     gradient_nD = torch.cat([part.gradient_nD for part in parts])
     total_UD = gradient_nD.new_zeros(rows_U.numel(), gradient_nD.shape[1])
@@ -305,13 +308,13 @@ def _check_ids(
         if (at := _first(_outside(ids, num_rows))) is not None:
             table, feature = _names(names, piece.feature)
             raise ValueError(
-                f"table '{table}': id {int(ids[at])} of feature '{feature}' (sample {int(piece.bag_of_id()[at])}) is "
-                f"outside [0, {num_rows}). Raise num_embeddings, or hash the ids."
+                f"table '{table}': id {int(ids[at])} of feature '{feature}' "
+                f"(sample {int(piece.bag_of_id()[at])}) is outside [0, {num_rows}). "
+                "Raise num_embeddings, or hash the ids."
             )
-        if (
-            per_sample_weights is not None
-            and (at := _first(per_sample_weights[piece.ids].isnan())) is not None
-        ):
+        if per_sample_weights is None:
+            continue
+        if (at := _first(per_sample_weights[piece.ids].isnan())) is not None:
             table, feature = _names(names, piece.feature)
             raise ValueError(
                 f"table '{table}': the weight of id {int(ids[at])} of feature '{feature}' "

@@ -2,8 +2,8 @@
 
 Every formula works in fp32 on the touched rows only. ``g`` is the summed gradient of a row and ``w`` the row.
 With L2 decay (mode 1) ``g += weight_decay * w`` comes first. With decoupled decay (mode 2)
-``w *= 1 - lr * weight_decay`` comes before the gradient step and independent of it: norms of ``w`` are those of
-the row as it was. LAMB and LARS bring their own place for the decay, see there.
+``w *= 1 - lr * weight_decay`` comes before the gradient step and independent of it: norms of ``w`` are those
+of the row as it was. LAMB and LARS have their own place for the decay, see there.
 
 Norms and means are over the whole row. For a table that is split by columns ``stats_U3`` supplies
 ``[sum of g^2, sum of w^2, sum of r^2]`` of the whole row: ``g`` as the formula squares it (after the L2 term;
@@ -48,10 +48,10 @@ class Hyper(NamedTuple):
         """Reads a float64 tensor of 12 numbers."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
             raise ValueError(
-                f"hyper must be float64 of shape [{HYPER_SIZE}], got {hyper.dtype} of shape {list(hyper.shape)}. "
-                "Use hyper() of the spec in meshrec.optim."
+                f"hyper must be float64 of shape [{HYPER_SIZE}], got {hyper.dtype} of shape "
+                f"{list(hyper.shape)}. Use hyper() of the spec in meshrec.optim."
             )
-        lr, eps, weight_decay, mode, beta1, beta2, momentum, trust, step, seed, row_dim, _ = hyper.tolist()
+        lr, eps, weight_decay, mode, beta1, beta2, momentum, trust, *counts, _ = hyper.tolist()
         return cls(
             lr,
             eps,
@@ -61,9 +61,7 @@ class Hyper(NamedTuple):
             beta2,
             momentum,
             trust,
-            int(step),
-            int(seed),
-            int(row_dim),
+            *map(int, counts),
         )
 
 
@@ -138,7 +136,7 @@ def _adam(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _lamb(rows: Rows, h: Hyper) -> Tensor:
-    """r = Adam's step (+ weight_decay * w when decoupled); w -= lr * |w|/|r| * r; the ratio is 1 if a norm is 0."""
+    """r = Adam's step (+ weight_decay * w if decoupled); w -= lr * |w|/|r| * r; ratio 1 if a norm is 0."""
     r = _moments_step(rows, h)
     if h.decay_mode == DECOUPLED_DECAY:
         r = r + h.weight_decay * rows.weight
@@ -152,8 +150,8 @@ def _lamb(rows: Rows, h: Hyper) -> Tensor:
 def _lars(rows: Rows, h: Hyper) -> Tensor:
     """m = momentum * m + local_lr * (g + decay * w); w -= m.
 
-    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w|), and lr where a norm is 0; decay is the weight decay
-    if it is L2, else 0.
+    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w|), and lr where a norm is 0; decay is the
+    weight decay if it is L2, else 0.
     """
     g, (m,) = rows.gradient, rows.slots
     decay = h.weight_decay if h.decay_mode == L2_DECAY else 0.0
@@ -221,11 +219,11 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def random_bits(rows_U: Tensor, num_columns: int, seed: int, step: int) -> Tensor:
-    """int64 [U, D]: 16 random bits for every element, from a counter alone: the order of updates does not matter.
+    """int64 [U, D]: 16 random bits for every element, from a counter: the order of updates does not matter.
 
     ``x = row * 0x9E3779B97F4A7C15 + column * 0xC2B2AE3D27D4EB4F + seed * 0x165667B19E3779F9 + step *
-    0x27D4EB2F165667C5`` modulo 2^64 goes through the finalizer of splitmix64 (Steele, Lea, Flood: "Fast splittable
-    pseudorandom number generators", 2014), and the low 16 bits remain.
+    0x27D4EB2F165667C5`` modulo 2^64 goes through the finalizer of splitmix64 (Steele, Lea, Flood: "Fast
+    splittable pseudorandom number generators", 2014), and the low 16 bits remain.
     """
     columns_D = torch.arange(num_columns, device=rows_U.device)
     start = _signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
@@ -238,9 +236,9 @@ def random_bits(rows_U: Tensor, num_columns: int, seed: int, step: int) -> Tenso
 def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """Rounds fp32 up or down, with a chance proportional to the nearness, so that the mean is right.
 
-    bf16: adds the 16 random bits below the precision, then cuts them off. fp16: likewise with their low 13 bits in
-    the range of normal numbers (2^-14 to 65504). Everything else (fp16 subnormals and overflow, inf, nan) is
-    rounded to nearest.
+    bf16: adds the 16 random bits below the precision, then cuts them off. fp16: likewise with their low 13
+    bits in the range of normal numbers (2^-14 to 65504). Everything else (fp16 subnormals and overflow, inf,
+    nan) is rounded to nearest.
     """
     raw = x.view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:
