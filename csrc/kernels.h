@@ -100,7 +100,8 @@ struct SumArgs {
   bool dense;
 };
 
-constexpr int64_t kScratchRows = 4;
+constexpr int kMaxBatch = 16;  // runs whose rows are worked on together
+constexpr int64_t kScratchRows = kMaxBatch + 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 struct Kernels {

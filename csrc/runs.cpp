@@ -107,10 +107,17 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
   size_t bytes = 0;
   for (TableRuns& table : tables) {
     table.scaled = batch.sample_weights != nullptr;
+    bool strided = false;
     for (int64_t l : table.lookups) {
-      table.scaled |= batch.lookups[l].pooling == kMean;
-      table.num_slots += table.slot_per_id ? batch.lookups[l].num_ids : batch.lookups[l].num_bags;
+      const Lookup& lookup = batch.lookups[l];
+      table.scaled |= lookup.pooling == kMean;
+      table.num_slots += table.slot_per_id ? lookup.num_ids : lookup.num_bags;
+      table.num_grads += lookup.num_bags;
+      strided |= lookup.pooling != kNone && lookup.out_stride > lookup.dim;
     }
+    // A gradient row that many ids share is read many times; at a wide stride such rows fight for a few cache sets.
+    table.pack = strided && table.num_pairs > 2 * table.num_grads;
+    if (table.pack) bytes += Arena::bytes<float>(table.num_grads * table.dim);
     bytes += 2 * Arena::bytes<Pair>(table.num_pairs) + Arena::bytes<float*>(table.num_slots) +
              (table.scaled ? Arena::bytes<float>(table.num_slots) : 0) +
              (row_stats != nullptr ? Arena::bytes<float*>(table.num_slots) : 0);
@@ -120,6 +127,7 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     table.pairs = arena_->take<Pair>(table.num_pairs);
     table.spare = arena_->take<Pair>(table.num_pairs);
     table.grads = arena_->take<const float*>(table.num_slots);
+    if (table.pack) table.packed = arena_->take<float>(table.num_grads * table.dim);
     if (table.scaled) table.scales = arena_->take<float>(table.num_slots);
     if (row_stats != nullptr) table.row_stats = arena_->take<const float*>(table.num_slots);
   }
@@ -145,7 +153,7 @@ std::vector<Runs::Chunk> Runs::chunks(const Batch& batch) const {
   std::vector<Chunk> result;
   for (size_t t = 0; t < tables.size(); ++t) {
     const TableRuns& table = tables[t];
-    int64_t pair = 0, slot = 0;
+    int64_t pair = 0, slot = 0, grad = 0;
     for (int64_t l : table.lookups) {
       const Lookup& lookup = batch.lookups[l];
       const int64_t end_bag = lookup.first_bag + lookup.num_bags;
@@ -153,7 +161,8 @@ std::vector<Runs::Chunk> Runs::chunks(const Batch& batch) const {
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t first = lookup.first_bag + lookup.num_bags * part / parts;
         const int64_t last = part + 1 == parts ? end_bag : lookup.first_bag + lookup.num_bags * (part + 1) / parts;
-        result.push_back({int64_t(t), l, first, last, pair, slot});
+        result.push_back({int64_t(t), l, first, last, pair, slot, grad});
+        grad += last - first;
         pair += batch.bags[last] - batch.bags[first];
         slot += table.slot_per_id ? batch.bags[last] - batch.bags[first] : last - first;
       }
@@ -182,6 +191,10 @@ bool Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const
     const int64_t first = batch.bags[bag], last = batch.bags[bag + 1];
     const float scale = lookup.pooling == kMean && last > first ? 1.0f / float(last - first) : 1.0f;
     const float* row = grad + lookup.out_offset + (bag - lookup.first_bag) * lookup.out_stride;
+    if (table.packed != nullptr) {
+      float* copy = table.packed + (chunk.first_grad + bag - chunk.first_bag) * table.dim;
+      row = static_cast<const float*>(std::memcpy(copy, row, table.dim * sizeof(float)));
+    }
     if (!table.slot_per_id) {
       table.grads[slot] = row;
       if (table.scales != nullptr) table.scales[slot] = scale;

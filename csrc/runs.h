@@ -36,11 +36,12 @@ class Arena {
 struct TableRuns {
   int64_t table, num_rows, dim;
   std::vector<int64_t> lookups = {};
-  int64_t num_pairs = 0, num_slots = 0;
-  bool slot_per_id = false, scaled = false;
+  int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
+  bool slot_per_id = false, scaled = false, pack = false;
   Pair* pairs = nullptr;    // sorted once its range is done
   Pair* spare = nullptr;    // as long again
-  const float** grads = nullptr;
+  const float** grads = nullptr;  // by slot
+  float* packed = nullptr;        // the gradient rows side by side, or null: used where they lie
   float* scales = nullptr;  // null: all 1
   const float** row_stats = nullptr;
 };
@@ -66,7 +67,7 @@ class Runs {
  private:
   struct Chunk {
     int64_t table, lookup, first_bag, last_bag;
-    int64_t first_pair, first_slot;
+    int64_t first_pair, first_slot, first_grad;
   };
   std::vector<Chunk> chunks(const Batch& batch) const;
   bool fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
