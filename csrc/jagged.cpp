@@ -27,16 +27,17 @@ constexpr int64_t kGrainBytes = 1 << 17;  // the same for bytes that are copied
 
 std::string str(int64_t number) { return std::to_string(number); }
 
-// Calls f with a null pointer of the tensor's integer type.
+// Calls f with a null pointer of the type of a tensor that passed check_integers.
 template <class F>
-auto with_integers(const Tensor& tensor, const std::string& what, F&& f) {
+auto with_integers(const Tensor& tensor, F&& f) {
   if (tensor.scalar_type() == ScalarType::Int) return f(static_cast<int32_t*>(nullptr));
-  if (tensor.scalar_type() == ScalarType::Long) return f(static_cast<int64_t*>(nullptr));
-  fail(what + " must be int32 or int64");
+  return f(static_cast<int64_t*>(nullptr));
 }
 
-void check_vector(const Tensor& tensor, const std::string& what) {
+void check_integers(const Tensor& tensor, const std::string& what) {
   if (tensor.dim() != 1) fail(what + " must have 1 dimension, got " + str(tensor.dim()));
+  if (tensor.scalar_type() != ScalarType::Int && tensor.scalar_type() != ScalarType::Long)
+    fail(what + " must be int32 or int64");
 }
 
 Tensor new_like(const Tensor& like, std::vector<int64_t> sizes) {
@@ -84,11 +85,11 @@ void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
 }
 
 Tensor lengths_to_offsets(const Tensor& lengths) {
-  check_vector(lengths, "lengths_to_offsets: lengths");
+  check_integers(lengths, "lengths_to_offsets: lengths");
   const Tensor input = torch::stable::contiguous(lengths);
   const int64_t count = input.numel();
   Tensor offsets = new_like(input, {count + 1});
-  with_integers(input, "lengths_to_offsets: lengths", [&](auto* type) {
+  with_integers(input, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     prefix_sums(input.const_data_ptr<T>(), count, offsets.mutable_data_ptr<T>());
   });
@@ -177,7 +178,7 @@ std::vector<int64_t> first_ids(const Tensor& lengths, const std::vector<int64_t>
   const std::string op = "permute_jagged";
   const int64_t num_keys = static_cast<int64_t>(bags.size()) - 1;
   std::vector<int64_t> ids(bags.size(), 0);
-  with_integers(lengths, op + ": lengths", [&](auto* type) {
+  with_integers(lengths, [&](auto* type) {
     const auto* data = lengths.const_data_ptr<std::remove_pointer_t<decltype(type)>>();
     for (int64_t key = 0; key < num_keys; ++key) {
       int64_t sum = 0;
@@ -208,7 +209,7 @@ std::tuple<Tensor, Tensor, Tensor> permute_jagged(std::vector<int64_t> order, in
                                                   std::optional<Tensor> segments, int64_t num_bags,
                                                   int64_t num_values) {
   const std::string op = "permute_jagged";
-  check_vector(lengths_any, op + ": lengths");
+  check_integers(lengths_any, op + ": lengths");
   const Tensor lengths = torch::stable::contiguous(lengths_any);
   const int64_t num_ids = num_rows(values, op + ": values");
   if (weights && num_rows(*weights, op + ": weights") != num_ids)
@@ -384,8 +385,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_jagged(const Tensor& length
                                                             std::optional<Tensor> segments,
                                                             const Tensor& boundaries_any) {
   const std::string op = "bucketize_jagged";
-  check_vector(lengths_any, op + ": lengths");
-  check_vector(values_any, op + ": values");
+  check_integers(lengths_any, op + ": lengths");
+  check_integers(values_any, op + ": values");
   const Tensor lengths = torch::stable::contiguous(lengths_any);
   const Tensor values = torch::stable::contiguous(values_any);
   const Tensor boundaries = torch::stable::contiguous(boundaries_any);
@@ -394,8 +395,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_jagged(const Tensor& length
     fail(op + ": weights must be one per value, got " + str(weights->numel()) + " for " +
          str(values.numel()) + " values");
   auto bags = first_bags(segments, boundaries.size(0), lengths.numel(), op);
-  auto [new_lengths, new_values, positions] = with_integers(lengths, op + ": lengths", [&](auto* length) {
-    return with_integers(values, op + ": values", [&](auto* id) {
+  auto [new_lengths, new_values, positions] = with_integers(lengths, [&](auto* length) {
+    return with_integers(values, [&](auto* id) {
       using Length = std::remove_pointer_t<decltype(length)>;
       using Id = std::remove_pointer_t<decltype(id)>;
       return bucketize<Length, Id>(lengths, values, boundaries, bags);

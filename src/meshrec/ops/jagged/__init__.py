@@ -1,7 +1,7 @@
 """Ops on jagged data: offsets from lengths, keys in another order, ids split by row interval.
 
-Each is ``torch.ops.meshrec.<name>`` too. ``naive.py`` documents the tensors; it serves on every device that has
-no kernel of its own.
+Each is ``torch.ops.meshrec.<name>`` too. ``naive.py`` documents the tensors; it serves on every device
+without a kernel of its own.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Permuted(NamedTuple):
 
 
 class Bucketized(NamedTuple):
-    """Result of :func:`bucketize_jagged`, bucket-major; ``positions`` are the new places of the input's ids."""
+    """Result of :func:`bucketize_jagged`, bucket-major; ``positions``: the new places of the input's ids."""
 
     lengths: Tensor
     values: Tensor

@@ -1,8 +1,8 @@
 """The jagged ops in plain torch: the truth for the kernels, and what serves where there is none.
 
 Shape legend: B bags (of all keys), K keys, M keys of a result, N ids, P buckets. Bags are key-major: those of
-key 0, then those of key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag of each key and B at
-its end; None stands for B / K bags per key.
+key 0, then those of key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag of each key and
+B at its end; None stands for B / K bags per key.
 """
 
 import torch
@@ -95,8 +95,8 @@ def bucketize_jagged(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Splits every bag by row intervals and makes its ids local to their interval.
 
-    The result is bucket-major: all bags of bucket 0 (key by key), then those of bucket 1, ... Within a new bag
-    ids keep their order.
+    The result is bucket-major: all bags of bucket 0 (key by key), then those of bucket 1, ... Ids keep their
+    order within a new bag.
 
     Args:
         lengths_B: int32 or int64.
@@ -108,8 +108,8 @@ def bucketize_jagged(
 
     Returns:
         Lengths [P*B], ids [N] (the interval's start subtracted), weights [N] (without weights: [0]), and
-        positions int64 [N]: the place in the result of each id of the input, so that ``result[positions]`` is in
-        the input's order.
+        positions int64 [N]: the place in the result of each id of the input, so that ``result[positions]``
+        has the input's order.
 
     Raises:
         ValueError: An id lies outside its key's intervals, a length is negative, or the lengths do not sum
