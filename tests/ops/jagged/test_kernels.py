@@ -22,7 +22,7 @@ def test_opcheck_of_offsets(dtype):
 
 
 def opcheck(op, args):
-    """opcheck; its last test cannot add up integer and float results, so compiled gradients stand in for it."""
+    """opcheck; its last test cannot add up integer and float results, so compiled gradients stand in."""
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     differentiable = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     torch.library.opcheck(op, args, test_utils=tests[:3] if differentiable else tests)
