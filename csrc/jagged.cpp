@@ -1,31 +1,22 @@
 // Kernels on jagged data: ids in `values`, cut into bags by `lengths`, bags grouped by key (K keys).
 // The arguments and results are documented in src/meshrec/ops/jagged/naive.py, which is the truth.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <optional>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
-namespace {
+#include "stable_abi.h"
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+namespace meshrec {
+
+namespace {
 
 constexpr int64_t kGrainBags = 1 << 16;   // bags per thread below which a thread costs more than it saves
 constexpr int64_t kGrainIds = 1 << 13;    // the same for ids that are searched and scattered
 constexpr int64_t kGrainBytes = 1 << 17;  // the same for bytes that are copied
-
-[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
-
-std::string str(int64_t number) { return std::to_string(number); }
 
 // Calls f with a null pointer of the type of a tensor that passed check_integers.
 template <class F>
@@ -35,9 +26,9 @@ auto with_integers(const Tensor& tensor, F&& f) {
 }
 
 void check_integers(const Tensor& tensor, const std::string& what) {
-  if (tensor.dim() != 1) fail(what + " must have 1 dimension, got " + str(tensor.dim()));
+  if (tensor.dim() != 1) fail(what, " must have 1 dimension, got ", tensor.dim());
   if (tensor.scalar_type() != ScalarType::Int && tensor.scalar_type() != ScalarType::Long)
-    fail(what + " must be int32 or int64");
+    fail(what, " must be int32 or int64");
 }
 
 Tensor new_like(const Tensor& like, std::vector<int64_t> sizes) {
@@ -86,7 +77,7 @@ void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
 
 Tensor lengths_to_offsets(const Tensor& lengths) {
   check_integers(lengths, "lengths_to_offsets: lengths");
-  const Tensor input = torch::stable::contiguous(lengths);
+  const Tensor input = as_contiguous(lengths);
   const int64_t count = input.numel();
   Tensor offsets = new_like(input, {count + 1});
   with_integers(input, [&](auto* type) {
@@ -99,30 +90,29 @@ Tensor lengths_to_offsets(const Tensor& lengths) {
 // The first bag of each key, and the number of bags at the end.
 std::vector<int64_t> first_bags(const std::optional<Tensor>& segments, int64_t num_keys, int64_t num_bags,
                                 const std::string& op) {
-  if (num_keys < 0) fail(op + ": num_keys must be 0 or more, got " + str(num_keys));
+  if (num_keys < 0) fail(op, ": num_keys must be 0 or more, got ", num_keys);
   std::vector<int64_t> firsts(num_keys + 1);
   if (!segments) {
     const int64_t bags = num_keys ? num_bags / num_keys : 0;
     if (bags * num_keys != num_bags)
-      fail(op + ": " + str(num_bags) + " bags do not divide evenly among " + str(num_keys) +
+      fail(op, ": ", num_bags, " bags do not divide evenly among ", num_keys,
            " keys; pass segments, the first bag of each key");
     for (int64_t key = 0; key <= num_keys; ++key) firsts[key] = key * bags;
     return firsts;
   }
   if (segments->scalar_type() != ScalarType::Long || segments->dim() != 1 || !segments->is_cpu())
-    fail(op + ": segments must be an int64 vector on the CPU");
+    fail(op, ": segments must be an int64 vector on the CPU");
   if (segments->numel() != num_keys + 1)
-    fail(op + ": segments must have num_keys + 1 = " + str(num_keys + 1) + " elements, got " +
-         str(segments->numel()));
-  const Tensor input = torch::stable::contiguous(*segments);
+    fail(op, ": segments must have num_keys + 1 = ", num_keys + 1, " elements, got ", segments->numel());
+  const Tensor input = as_contiguous(*segments);
   std::copy_n(input.const_data_ptr<int64_t>(), num_keys + 1, firsts.begin());
   if (firsts.front() != 0 || firsts.back() != num_bags || !std::is_sorted(firsts.begin(), firsts.end()))
-    fail(op + ": segments must rise from 0 to the number of bags, " + str(num_bags));
+    fail(op, ": segments must rise from 0 to the number of bags, ", num_bags);
   return firsts;
 }
 
 int64_t num_rows(const Tensor& values, const std::string& what) {
-  if (values.dim() < 1) fail(what + " must have at least 1 dimension");
+  if (values.dim() < 1) fail(what, " must have at least 1 dimension");
   return values.size(0);
 }
 
@@ -148,7 +138,7 @@ std::vector<Run> runs_of(const std::vector<int64_t>& order, const std::vector<in
 }
 
 Tensor copy_runs(const Tensor& tensor, const std::vector<Run>& runs) {
-  const Tensor input = torch::stable::contiguous(tensor);
+  const Tensor input = as_contiguous(tensor);
   std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
   int64_t row_bytes = static_cast<int64_t>(input.element_size());
   for (size_t dim = 1; dim < sizes.size(); ++dim) row_bytes *= sizes[dim];
@@ -183,13 +173,12 @@ std::vector<int64_t> first_ids(const Tensor& lengths, const std::vector<int64_t>
     for (int64_t key = 0; key < num_keys; ++key) {
       int64_t sum = 0;
       for (int64_t bag = bags[key]; bag < bags[key + 1]; ++bag) sum += data[bag];
-      if (sum < 0)
-        fail(op + ": the lengths of key " + str(key) + " sum to " + str(sum) + "; lengths are 0 or more");
+      if (sum < 0) fail(op, ": the lengths of key ", key, " sum to ", sum, "; lengths are 0 or more");
       ids[key + 1] = ids[key] + sum;
     }
   });
   if (ids.back() != num_ids)
-    fail(op + ": the lengths sum to " + str(ids.back()) + ", but there are " + str(num_ids) + " values");
+    fail(op, ": the lengths sum to ", ids.back(), ", but there are ", num_ids, " values");
   return ids;
 }
 
@@ -199,8 +188,7 @@ void check_total(const std::vector<int64_t>& order, const std::vector<int64_t>& 
   int64_t total = 0;
   for (const int64_t key : order) total += firsts[key + 1] - firsts[key];
   if (total != given)
-    fail("permute_jagged: the keys in order hold " + str(total) + " " + name + ", but num_" + name + " is " +
-         str(given));
+    fail("permute_jagged: the keys in order hold ", total, " ", name, ", but num_", name, " is ", given);
 }
 
 std::tuple<Tensor, Tensor, Tensor> permute_jagged(std::vector<int64_t> order, int64_t num_keys,
@@ -210,15 +198,14 @@ std::tuple<Tensor, Tensor, Tensor> permute_jagged(std::vector<int64_t> order, in
                                                   int64_t num_values) {
   const std::string op = "permute_jagged";
   check_integers(lengths_any, op + ": lengths");
-  const Tensor lengths = torch::stable::contiguous(lengths_any);
+  const Tensor lengths = as_contiguous(lengths_any);
   const int64_t num_ids = num_rows(values, op + ": values");
   if (weights && num_rows(*weights, op + ": weights") != num_ids)
-    fail(op + ": " + str(weights->size(0)) + " weights do not match " + str(num_ids) + " values");
+    fail(op, ": ", weights->size(0), " weights do not match ", num_ids, " values");
   const std::vector<int64_t> bags = first_bags(segments, num_keys, lengths.numel(), op);
   const std::vector<int64_t> ids = first_ids(lengths, bags, num_ids);
   for (const int64_t key : order)
-    if (key < 0 || key >= num_keys)
-      fail(op + ": order names key " + str(key) + "; there are " + str(num_keys) + " keys");
+    if (key < 0 || key >= num_keys) fail(op, ": order names key ", key, "; there are ", num_keys, " keys");
   check_total(order, bags, num_bags, "bags");
   check_total(order, ids, num_values, "values");
   const std::vector<Run> id_runs = runs_of(order, ids);
@@ -300,8 +287,8 @@ struct Bucketize {
     const int64_t bag = std::upper_bound(offsets.begin(), offsets.end(), i) - offsets.begin() - 1;
     const int64_t key = std::upper_bound(bags.begin(), bags.end(), bag) - bags.begin() - 1;
     const int64_t* bounds = boundaries + key * (num_buckets + 1);
-    fail("bucketize_jagged: id " + str(values[i]) + " of key " + str(key) + " (sample " +
-         str(bag - bags[key]) + ") is outside [" + str(bounds[0]) + ", " + str(bounds[num_buckets]) + ")");
+    fail("bucketize_jagged: id ", values[i], " of key ", key, " (sample ", bag - bags[key], ") is outside [",
+         bounds[0], ", ", bounds[num_buckets], ")");
   }
 };
 
@@ -312,7 +299,7 @@ void check_boundaries(const Tensor& boundaries) {
   const auto* bounds = boundaries.const_data_ptr<int64_t>();
   for (int64_t key = 0; key < boundaries.size(0); ++key)
     if (!std::is_sorted(bounds + key * width, bounds + (key + 1) * width))
-      fail("bucketize_jagged: the boundaries of key " + str(key) + " must not fall");
+      fail("bucketize_jagged: the boundaries of key ", key, " must not fall");
 }
 
 template <class Length>
@@ -320,9 +307,8 @@ void check_lengths(const Length* lengths, int64_t num_bags, int64_t total, int64
   const std::string op = "bucketize_jagged";
   for (int64_t bag = 0; bag < num_bags; ++bag)
     if (lengths[bag] < 0)
-      fail(op + ": the length of bag " + str(bag) + " is " + str(lengths[bag]) + "; lengths are 0 or more");
-  if (total != num_ids)
-    fail(op + ": the lengths sum to " + str(total) + ", but there are " + str(num_ids) + " values");
+      fail(op, ": the length of bag ", bag, " is ", lengths[bag], "; lengths are 0 or more");
+  if (total != num_ids) fail(op, ": the lengths sum to ", total, ", but there are ", num_ids, " values");
 }
 
 template <class T>
@@ -387,13 +373,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_jagged(const Tensor& length
   const std::string op = "bucketize_jagged";
   check_integers(lengths_any, op + ": lengths");
   check_integers(values_any, op + ": values");
-  const Tensor lengths = torch::stable::contiguous(lengths_any);
-  const Tensor values = torch::stable::contiguous(values_any);
-  const Tensor boundaries = torch::stable::contiguous(boundaries_any);
+  const Tensor lengths = as_contiguous(lengths_any);
+  const Tensor values = as_contiguous(values_any);
+  const Tensor boundaries = as_contiguous(boundaries_any);
   check_boundaries(boundaries);
   if (weights && (weights->dim() != 1 || weights->numel() != values.numel()))
-    fail(op + ": weights must be one per value, got " + str(weights->numel()) + " for " +
-         str(values.numel()) + " values");
+    fail(op, ": weights must be one per value, got ", weights->numel(), " for ", values.numel(), " values");
   auto bags = first_bags(segments, boundaries.size(0), lengths.numel(), op);
   auto [new_lengths, new_values, positions] = with_integers(lengths, [&](auto* length) {
     return with_integers(values, [&](auto* id) {
@@ -402,15 +387,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bucketize_jagged(const Tensor& length
       return bucketize<Length, Id>(lengths, values, boundaries, bags);
     });
   });
-  Tensor new_weights =
-      weights ? scatter_weights(torch::stable::contiguous(*weights), positions) : no_weights(values);
+  Tensor new_weights = weights ? scatter_weights(as_contiguous(*weights), positions) : no_weights(values);
   return {new_lengths, new_values, new_weights, positions};
 }
 
 }  // namespace
 
+}  // namespace meshrec
+
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
-  m.impl("lengths_to_offsets", TORCH_BOX(&lengths_to_offsets));
-  m.impl("permute_jagged", TORCH_BOX(&permute_jagged));
-  m.impl("bucketize_jagged", TORCH_BOX(&bucketize_jagged));
+  m.impl("lengths_to_offsets", TORCH_BOX(&meshrec::lengths_to_offsets));
+  m.impl("permute_jagged", TORCH_BOX(&meshrec::permute_jagged));
+  m.impl("bucketize_jagged", TORCH_BOX(&meshrec::bucketize_jagged));
 }
