@@ -18,6 +18,7 @@ class Jagged:
     _weights: Tensor | None
     _lengths: Tensor | None
     _offsets: Tensor | None
+    _by_offsets: bool  # made of offsets alone, not of lengths
 
     def values(self) -> Tensor:
         """All values [N, ...], bag after bag."""
@@ -122,6 +123,7 @@ class JaggedTensor(Jagged):
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
+        self._by_offsets = lengths is None
 
     @staticmethod
     def unchecked(
@@ -133,6 +135,7 @@ class JaggedTensor(Jagged):
         jt._weights = weights
         jt._lengths = lengths
         jt._offsets = offsets
+        jt._by_offsets = lengths is None
         return jt
 
     @staticmethod
@@ -238,9 +241,9 @@ class JaggedTensor(Jagged):
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
         values = self._values.to(device, non_blocking=non_blocking)
-        return JaggedTensor.unchecked(
-            values, moved(self._weights), moved(self._lengths), moved(self._offsets)
-        )
+        jt = JaggedTensor.unchecked(values, moved(self._weights), moved(self._lengths), moved(self._offsets))
+        jt._by_offsets = self._by_offsets
+        return jt
 
     def validate(self) -> None:
         """Reads every number and checks that the bags cut the values completely; synchronizes with a GPU.

@@ -5,7 +5,7 @@ Shape legend: K keys, B bags of all keys, N values, R ranks.
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +129,7 @@ class KeyedJaggedTensor(Jagged):
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
+        self._by_offsets = lengths is None
         self._stride = stride
         self._strides = strides
         self._length_per_key = length_per_key
@@ -558,6 +559,7 @@ class KeyedJaggedTensor(Jagged):
             inverse_indices=None if inverse is None else (inverse[0], change(inverse[1])),
         )
         result._offsets = changed(self._offsets)
+        result._by_offsets = self._by_offsets
         result._offset_per_key = self._offset_per_key
         result._stride_per_key = self._stride_per_key
         result._bag_offset_per_key = self._bag_offset_per_key
@@ -578,6 +580,9 @@ class KeyedJaggedTensor(Jagged):
         check_layout("KeyedJaggedTensor", self._values, self._weights, self._lengths, self._offsets)
         check_keys_and_strides(self._keys, self._num_bags(), self._stride, self._strides)
         check_keyed_numbers(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_jt_dict": None, "_jt_dict_mode": None}
 
     def __str__(self) -> str:
         if not is_readable(*self._tensors()):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -217,6 +217,9 @@ class KeyedTensor:
     def size_in_bytes(self) -> int:
         """The size of the values."""
         return self._values.numel() * self._values.element_size()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pieces": [], "_pieces_mode": None}
 
     def __str__(self) -> str:
         if not is_readable(self._values):

@@ -1,17 +1,19 @@
 """Registers the sparse types as pytrees, which torch.compile and torch.export pass in and out of programs.
 
-Everything that a compiled program may read of an input is among its leaves. Batch sizes are in the leaves'
-shapes, never in the context: a program exported for one batch size then serves others.
+The leaves are what a tensor was made of, not what was computed since: a program exported with one input then
+fits every input that is made the same way. Batch sizes are in the leaves' shapes, never in the context: a
+program exported for one batch size serves others.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
-from meshrec.sparse.jagged_tensor import JaggedTensor
+from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor
 from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from meshrec.sparse.keyed_tensor import KeyedTensor
 
@@ -34,8 +36,14 @@ class DenseContext(NamedTuple):
     key_dim: int
 
 
+def _bags(jagged: Jagged) -> list[Tensor | None]:
+    if jagged._by_offsets:
+        return [jagged._values, jagged._weights, None, jagged._offsets]
+    return [jagged._values, jagged._weights, jagged._lengths, None]
+
+
 def _flatten_jagged(jt: JaggedTensor) -> tuple[list[Any], None]:
-    return [jt._values, jt._weights, jt._lengths, jt._offsets], None
+    return _bags(jt), None
 
 
 def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
@@ -46,8 +54,7 @@ def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedConte
     strides, inverse = kjt._strides, kjt._inverse_indices
     if isinstance(strides, list):
         strides = torch.tensor(strides, dtype=torch.int64).view(len(kjt._keys), -1)
-    leaves = [kjt._values, kjt._weights, kjt._lengths, kjt._offsets, strides]
-    return [*leaves, None if inverse is None else inverse[1]], KeyedContext(
+    return [*_bags(kjt), strides, None if inverse is None else inverse[1]], KeyedContext(
         tuple(kjt._keys),
         None if kjt._keys else kjt.stride(),
         None if inverse is None else tuple(inverse[0]),
@@ -111,6 +118,7 @@ def _register(
         flatten_with_keys_fn=flatten_with_keys,
     )
     fx_pytree.register_pytree_flatten_spec(cls, flatten_spec)
+    torch.serialization.add_safe_globals([cls])  # an exported program carries its example inputs
 
 
 _JAGGED = ["values", "weights", "lengths", "offsets"]
