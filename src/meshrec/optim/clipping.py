@@ -52,8 +52,8 @@ class GradientClippingOptimizer(KeyedOptimizer):
             )
         if clipping is not GradientClipping.NONE and optimizer.updates_in_backward:
             raise ValueError(
-                "gradients of parameters that are updated in backward cannot be clipped: they are used up before "
-                'all are known. Fuse with update="on_step", or wrap only the dense optimizer.'
+                "gradients of parameters that are updated in backward cannot be clipped: they are used up "
+                'before all are known. Fuse with update="on_step", or wrap only the dense optimizer.'
             )
         self._optimizer = optimizer
         self._clipping = clipping

@@ -150,8 +150,8 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         if own.keys() != by_names.keys():
             raise ValueError(
                 f"the parameters are grouped as {sorted(map(sorted, own))} here and as "
-                f"{sorted(map(sorted, by_names))} in the state_dict. Group them as they were saved, or delete "
-                "'param_groups' from the state_dict."
+                f"{sorted(map(sorted, by_names))} in the state_dict. Group them as they were saved, or "
+                "delete 'param_groups' from the state_dict."
             )
         return [(group, by_names[names]) for names, group in own.items()]
 
@@ -410,7 +410,8 @@ def _check_names(names: Iterable[str], known: Collection[str], where: str, other
     if missing:
         shown = ", ".join(map(repr, missing[:5])) + (" and more" if len(missing) > 5 else "")
         raise ValueError(
-            f"{where} has state of {shown}, {other} has not. Load what the same parameters and optimizer saved."
+            f"{where} has state of {shown}, {other} has not. "
+            "Load what the same parameters and optimizer saved."
         )
 
 
