@@ -33,12 +33,10 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         state: Mapping[Tensor, Any],
         param_groups: Sequence[dict[str, Any]],
     ) -> None:
-        # torch's constructor would make groups and state of its own; this gives the rest: hooks and
-        # profiling.
+        # torch's constructor would make groups and state of its own; this makes the rest, such as hooks.
         self.__setstate__({"defaults": {}})
         self.params = params
-        # torch says which types it makes itself; what it and the schedulers do with them works with any such
-        # thing.
+        # torch declares the types that it makes itself; it and the schedulers only read and iterate.
         self.state = cast(Any, state)
         self.param_groups = cast(Any, param_groups)
         self._saves_param_groups = True
@@ -113,7 +111,8 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         new_state: Mapping[str, Mapping[str, Any]] = state_dict["state"]
         _check_names(new_state, self.params, "the state_dict", "this optimizer")
         groups = self._matched_groups(state_dict.get("param_groups"))
-        self.create_state([name for name in new_state if name not in self._named_state()])
+        present = self._named_state()
+        self.create_state([name for name in new_state if name not in present])
         state = self._named_state()
         _check_names(state, new_state, "this optimizer", "the state_dict")
         for name, slots in state.items():
@@ -406,7 +405,7 @@ def _prefixed(prefix: str, name: str) -> str:
 
 
 def _check_names(names: Iterable[str], known: Collection[str], where: str, other: str) -> None:
-    missing = sorted(name for name in names if name not in known)
+    missing = sorted(set(names) - set(known))
     if missing:
         shown = ", ".join(map(repr, missing[:5])) + (" and more" if len(missing) > 5 else "")
         raise ValueError(
