@@ -15,7 +15,7 @@ CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
 
 # The kernels with the address and undefined-behaviour sanitizers, beside the real ones and never in their place.
 SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so
-SANITIZE_FLAGS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
+SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 
 .PHONY: test lint format build bench sanitize peers parity example clean
 
