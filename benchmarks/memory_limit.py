@@ -31,6 +31,7 @@ class _Rows:
     """Rows of several tables, laid out as the C++ functions want them."""
 
     def __init__(self, weights: list[Tensor], ids_per_table: list[Tensor]) -> None:
+        self.weights = weights  # kept alive: the loop sees their addresses only
         self.ids = torch.cat(ids_per_table).to(torch.int64)
         counts = torch.tensor([0, *(ids.numel() for ids in ids_per_table)])
         self.starts = counts.cumsum(0)
