@@ -58,7 +58,7 @@ $(STAMP_PEERS): pyproject.toml constraints.txt
 	touch $@
 
 parity: peers
-	$(PEERS)/python -m pytest -m peers
+	$(PEERS)/python -m pytest -m peers $$(grep -rl mark.peers tests)
 
 bench: peers
 	$(PEERS)/python -m benchmarks
