@@ -36,8 +36,16 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PLANNER_READS = {"distributed.sharding_plan", "distributed.mesh"}
 
 # Which tests cover which C++ source: several sources may serve one op, so the names cannot say it.
+TBE_TESTS = ["tests/ops/tbe/test_kernels.py"]
 CPP_TESTS = {
+    "batch.cpp": TBE_TESTS,
+    "fused_update.cpp": TBE_TESTS,
+    "kernels_avx2.cpp": TBE_TESTS,
+    "kernels_avx512.cpp": TBE_TESTS,
+    "kernels_baseline.cpp": TBE_TESTS,
+    "pooled_forward.cpp": TBE_TESTS,
     "register.cpp": ["tests/test_architecture.py"],
+    "runs.cpp": TBE_TESTS,
 }
 
 
