@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "batch.h"
+#include "memory.h"
 
 namespace meshrec {
 
@@ -52,10 +53,9 @@ Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offset
                                  feature_dims(tables, weights.dims));
   const int64_t expected = flat ? batch.out_size : batch.out_rows;
   if (out_size != expected) fail("out_size is ", out_size, " but the lookups give ", expected, ".");
-  const auto device = torch::stable::Device(torch::headeronly::DeviceType::CPU);
   const std::vector<int64_t> size =
       flat ? std::vector<int64_t>{batch.out_size} : std::vector<int64_t>{batch.out_rows, batch.out_columns};
-  Tensor result = torch::stable::empty({size.data(), size.size()}, ScalarType::Float, std::nullopt, device);
+  Tensor result = empty_buffer(size, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
 
   const std::vector<Piece> pieces = cut(batch);

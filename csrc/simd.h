@@ -65,7 +65,7 @@ inline void prefetch_row(const T* row, int64_t dim) {
 }
 // The sum of 16 lanes, held in 16 / kLanes vectors: halves are added to each other until one number is left.
 inline float lanes_total(const Vec* part) {
-  typedef float Vec8 __attribute__((vector_size(32)));
+  typedef float Vec8 __attribute__((vector_size(32), unused));
   typedef float Vec4 __attribute__((vector_size(16)));
   Vec4 low, high;  // lanes j and j + 8 added, for j in [0, 4) and [4, 8)
 #if defined(__AVX512F__)
