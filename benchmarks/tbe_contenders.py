@@ -93,13 +93,13 @@ class MeshRec(Contender):
                 embedding_dim=shape.dim,
                 num_embeddings=shape.num_rows,
                 feature_names=[f"f{t}"],
-                init_fn=lambda weight: None,
             )
             for t in range(shape.num_tables)
         ]
         collection = meshrec.EmbeddingBagCollection(tables=tables)
         self._module = meshrec.fuse(collection, optimizer=RowWiseAdagrad(lr=LR, eps=EPS))
-        self.weights = [bag.weight.data for bag in self._module.embedding_bags.values()]
+        parameters = dict(self._module.named_parameters())
+        self.weights = [parameters[f"embedding_bags.t{t}.weight"].data for t in range(shape.num_tables)]
         lookups.fill(self.weights)
 
     def forward(self) -> Tensor:
