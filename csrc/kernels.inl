@@ -1,4 +1,5 @@
-// The inner loops. Every kernels_<isa>.cpp defines MESHREC_KERNELS (the name of its table) and includes this file.
+// The inner loops. Every kernels_<isa>.cpp defines MESHREC_KERNELS (the name of its table) and includes this
+// file.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -22,12 +23,14 @@ int64_t rows_ahead(int64_t dim) {
   return rows < 4 ? 4 : rows > 32 ? 32 : rows;
 }
 
-// ---- forward ----------------------------------------------------------------------------------------------------
+// ---- forward
+// ----------------------------------------------------------------------------------------------------
 
-// Columns [column, column + N * kLanes) of one bag; the first block of a row also prefetches the rows to come.
+// Columns [column, column + N * kLanes) of one bag; the first block of a row also prefetches the rows to
+// come.
 template <int N, bool kWeighted, bool kPrefetch, typename Weight, typename Id>
-inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end, int64_t ahead,
-                       float scale, float* out) {
+inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
+                       int64_t ahead, float scale, float* out) {
   const Weight* weight = static_cast<const Weight*>(a.weight);
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t dim = a.dim;
@@ -48,8 +51,8 @@ inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t
 }
 
 template <bool kWeighted, bool kPrefetch, typename Weight, typename Id>
-inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end, int64_t ahead,
-                      float scale, float* out) {
+inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
+                      int64_t ahead, float scale, float* out) {
   const Weight* weight = static_cast<const Weight*>(a.weight);
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t rest = a.dim - column;
@@ -136,7 +139,8 @@ struct ScalarAt {
   }
 };
 
-// The sum of term(at) over all columns, in 16 lanes and one fixed tree: every instruction set adds in one order.
+// The sum of term(at) over all columns, in 16 lanes and one fixed tree: every instruction set adds in one
+// order.
 template <typename Term>
 inline float sum_over(int64_t dim, const Term& term) {
   constexpr int kParts = 16 / kLanes;
@@ -170,7 +174,8 @@ void dot(const DotArgs& a) {
   }
 }
 
-// ---- runs of equal rows ------------------------------------------------------------------------------------------
+// ---- runs of equal rows
+// ------------------------------------------------------------------------------------------
 
 constexpr int64_t kPairsAhead = 16;
 
@@ -195,7 +200,8 @@ inline void sum_block(const RunArgs& a, int64_t column, int64_t first, int64_t l
 template <bool kScaled>
 inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
   int64_t column = 0;
-  while (a.dim - column >= 8 * kLanes) sum_block<8, kScaled>(a, column, first, last, out), column += 8 * kLanes;
+  while (a.dim - column >= 8 * kLanes)
+    sum_block<8, kScaled>(a, column, first, last, out), column += 8 * kLanes;
   if (a.dim - column >= 4 * kLanes) sum_block<4, kScaled>(a, column, first, last, out), column += 4 * kLanes;
   if (a.dim - column >= 2 * kLanes) sum_block<2, kScaled>(a, column, first, last, out), column += 2 * kLanes;
   if (a.dim - column >= kLanes) sum_block<1, kScaled>(a, column, first, last, out), column += kLanes;
@@ -210,8 +216,8 @@ inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
   for (int64_t d = 0; d < rest; ++d) out[column + d] = sum[d];
 }
 
-// A few runs whose gradients are summed before any of their rows is touched: the rows' cache lines arrive meanwhile,
-// and the steps' long dependency chains overlap.
+// A few runs whose gradients are summed before any of their rows is touched: the rows' cache lines arrive
+// meanwhile, and the steps' long dependency chains overlap.
 struct RunBatch {
   int size = 0;
   uint32_t rows[kMaxBatch];
@@ -221,7 +227,8 @@ struct RunBatch {
 
 // The summed gradient of pairs [first, last); long runs are cut into pieces so that prefetching keeps pace.
 template <typename Announce>
-inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, float* sum, const Announce& announce) {
+inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, float* sum,
+                              const Announce& announce) {
   constexpr int64_t kPiece = 16;
   float* spare = a.scratch + kMaxBatch * padded(a.dim);
   for (int64_t piece = first; piece < last; piece += kPiece) {
@@ -282,12 +289,14 @@ void sum(const SumArgs& a) {
       [&](const RunBatch& batch) {
         for (int k = 0; k < batch.size; ++k, ++run) {
           if (a.rows != nullptr) a.rows[run] = batch.rows[k];
-          memcpy(a.sums + (a.dense ? int64_t(batch.rows[k]) : run) * dim, batch.grads[k], dim * sizeof(float));
+          memcpy(a.sums + (a.dense ? int64_t(batch.rows[k]) : run) * dim, batch.grads[k],
+                 dim * sizeof(float));
         }
       });
 }
 
-// ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py --------------------------------------
+// ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py
+// --------------------------------------
 
 constexpr bool row_state0(int optimizer) { return optimizer == kRowWiseAdagrad; }
 constexpr bool row_state1(int optimizer) {
@@ -309,15 +318,16 @@ inline float mean_square(const float* g, const float* w, int64_t dim, const Step
   return float(total / step.hyper.row_dim);
 }
 
-inline void adagrad_row(float* __restrict w, const float* __restrict g, float rate, int64_t dim, const Hyper& h) {
+inline void adagrad_row(float* __restrict w, const float* __restrict g, float rate, int64_t dim,
+                        const Hyper& h) {
   const float l2 = h.decay_mode == kL2 ? h.weight_decay : 0.0f;
   const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
   for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * (g[d] + l2 * w[d]);
 }
 
 template <int kOptimizer>
-inline void step_row(float* __restrict w, const float* __restrict g, float* __restrict s0, float* __restrict s1,
-                     int64_t dim, const Step& step) {
+inline void step_row(float* __restrict w, const float* __restrict g, float* __restrict s0,
+                     float* __restrict s1, int64_t dim, const Step& step) {
   const Hyper& h = step.hyper;
   const float lr = h.lr, eps = h.eps;
   const float l2 = h.decay_mode == kL2 ? h.weight_decay : 0.0f;
@@ -388,7 +398,9 @@ void update_rows(const UpdateArgs& args) {
   float* work = runs.scratch + (kMaxBatch + 1) * padded(dim);
   float* row_buffer = work + padded(dim);
   const bool stochastic = args.hyper.seed != 0;
-  const auto state = [](float* base, int64_t row, int64_t width) { return base != nullptr ? base + row * width : base; };
+  const auto state = [](float* base, int64_t row, int64_t width) {
+    return base != nullptr ? base + row * width : base;
+  };
   const auto stats = [&](const RunBatch& batch, int k) {
     return args.row_stats != nullptr ? args.row_stats[batch.slots[k]] : nullptr;
   };
@@ -458,10 +470,15 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
   return bad == 0;
 }
 
-#define MESHREC_BY_WEIGHT(function) \
-  { {function<float, int32_t>, function<float, int64_t>}, {function<Half, int32_t>, function<Half, int64_t>}, \
-    {function<BFloat16, int32_t>, function<BFloat16, int64_t>} }
-#define MESHREC_UPDATE(optimizer) {update<optimizer, float>, update<optimizer, Half>, update<optimizer, BFloat16>}
+#define MESHREC_BY_WEIGHT(function)                            \
+  {                                                            \
+    {function<float, int32_t>, function<float, int64_t>},      \
+        {function<Half, int32_t>, function<Half, int64_t>}, {  \
+      function<BFloat16, int32_t>, function<BFloat16, int64_t> \
+    }                                                          \
+  }
+#define MESHREC_UPDATE(optimizer) \
+  {update<optimizer, float>, update<optimizer, Half>, update<optimizer, BFloat16>}
 
 const Kernels kTable = {MESHREC_NAME,
                         MESHREC_BY_WEIGHT(pool),

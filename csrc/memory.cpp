@@ -31,9 +31,7 @@ void use_huge_pages(Tensor memory) {
   advise_huge_pages(memory.mutable_data_ptr(), memory.numel() * memory.element_size());
 }
 
-STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
-  m.impl("use_huge_pages", TORCH_BOX(&use_huge_pages));
-}
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) { m.impl("use_huge_pages", TORCH_BOX(&use_huge_pages)); }
 
 }  // namespace
 }  // namespace meshrec

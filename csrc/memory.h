@@ -5,8 +5,8 @@
 
 namespace meshrec {
 
-// Asks the system to back memory that was not touched yet with huge pages: random rows of a large table then miss the
-// TLB rarely, and large buffers fault a few times instead of thousands. Small memory is left alone.
+// Asks the system to back memory that was not touched yet with huge pages: random rows of a large table then
+// miss the TLB rarely, and large buffers fault a few times instead of thousands. Small memory is left alone.
 void advise_huge_pages(void* memory, int64_t num_bytes);
 
 // An uninitialised CPU tensor, on huge pages where it is large.

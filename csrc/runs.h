@@ -1,5 +1,6 @@
 // From a batch to runs: for every table, the (row, gradient) pairs sorted by row, cut into ranges that can be
-// worked on in parallel. A stable sort by row has one result, so neither the cuts nor the threads show in the numbers.
+// worked on in parallel. A stable sort by row has one result, so neither the cuts nor the threads show in the
+// numbers.
 #pragma once
 
 #include <memory>
@@ -38,11 +39,11 @@ struct TableRuns {
   std::vector<int64_t> lookups = {};
   int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
   bool slot_per_id = false, scaled = false, pack = false;
-  Pair* pairs = nullptr;    // sorted once its range is done
-  Pair* spare = nullptr;    // as long again
+  Pair* pairs = nullptr;          // sorted once its range is done
+  Pair* spare = nullptr;          // as long again
   const float** grads = nullptr;  // by slot
   float* packed = nullptr;        // the gradient rows side by side, or null: used where they lie
-  float* scales = nullptr;  // null: all 1
+  float* scales = nullptr;        // null: all 1
   const float** row_stats = nullptr;
 };
 

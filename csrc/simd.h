@@ -31,8 +31,8 @@ inline float to_float(Half value) {
 #if defined(__F16C__)
   return _cvtsh_ss(value.bits);
 #else
-  // Shift the exponent into place; a multiplication by 2^112 rebases it and normalises subnormals. Infinity and NaN
-  // keep an all-ones exponent.
+  // Shift the exponent into place; a multiplication by 2^112 rebases it and normalises subnormals. Infinity
+  // and NaN keep an all-ones exponent.
   const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
   float result = as_float(magnitude) * as_float(0x77800000);
   if (magnitude >= 0x0f800000) result = as_float(magnitude | 0x7f800000);

@@ -127,16 +127,18 @@ class EmbeddingBagCollection(TableCollection):
     ) -> None:
         super().__init__(tables, [config.pooling for config in tables], is_weighted, bounds_check)
         self._bag_configs = list(tables)
-        self.embedding_bags = nn.ModuleDict({
-            config.name: nn.EmbeddingBag(
-                config.num_embeddings,
-                config.embedding_dim,
-                mode=config.pooling.value.lower(),
-                include_last_offset=True,
-                _weight=make_weight(config, _as_device(device)),
-            )
-            for config in tables
-        })
+        self.embedding_bags = nn.ModuleDict(
+            {
+                config.name: nn.EmbeddingBag(
+                    config.num_embeddings,
+                    config.embedding_dim,
+                    mode=config.pooling.value.lower(),
+                    include_last_offset=True,
+                    _weight=make_weight(config, _as_device(device)),
+                )
+                for config in tables
+            }
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks up and pools.
@@ -214,12 +216,16 @@ class EmbeddingCollection(TableCollection):
     ) -> None:
         super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check)
         self._sequence_configs = list(tables)
-        self.embeddings = nn.ModuleDict({
-            config.name: nn.Embedding(
-                config.num_embeddings, config.embedding_dim, _weight=make_weight(config, _as_device(device))
-            )
-            for config in tables
-        })
+        self.embeddings = nn.ModuleDict(
+            {
+                config.name: nn.Embedding(
+                    config.num_embeddings,
+                    config.embedding_dim,
+                    _weight=make_weight(config, _as_device(device)),
+                )
+                for config in tables
+            }
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Looks up every id.

@@ -122,11 +122,13 @@ class TableLookup:
         index = {key: position for position, key in enumerate(keys)}
         missing = sorted({feature for feature in self.features if feature not in index})
         if missing:
-            tables = sorted({
-                self._table_names[table]
-                for table, feature in zip(self.tables, self.features, strict=True)
-                if feature in missing
-            })
+            tables = sorted(
+                {
+                    self._table_names[table]
+                    for table, feature in zip(self.tables, self.features, strict=True)
+                    if feature in missing
+                }
+            )
             raise ValueError(
                 f"features {missing} of tables {tables} are missing: the input has the keys {keys}. "
                 "Add them to the input, with empty bags where there are no ids."

@@ -8,6 +8,7 @@ import meshrec.ops.library  # noqa: F401 - the op must exist before it is implem
 # Alive as long as the op: huge pages are an advice to the system, and where no kernel gives it nothing is lost.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("use_huge_pages", lambda memory: None, "CompositeExplicitAutograd")
+_registration.impl("use_huge_pages", lambda memory: None, "Meta")
 
 
 def use_huge_pages(memory: Tensor) -> None:

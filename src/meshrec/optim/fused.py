@@ -145,7 +145,11 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         for table, (rows_U, grads_UD) in zip(group.tables, gradients, strict=True):
             weight = self._tables[table].weight
             new = torch.sparse_coo_tensor(
-                rows_U[None], grads_UD.to(weight.dtype), weight.shape, is_coalesced=True, check_invariants=False
+                rows_U[None],
+                grads_UD.to(weight.dtype),
+                weight.shape,
+                is_coalesced=True,
+                check_invariants=False,
             )
             weight.grad = new if weight.grad is None else weight.grad + new
 
@@ -271,7 +275,9 @@ def _numbers(spec: OptimizerSpec) -> dict[str, Any]:
 
 def _current(group: _Group) -> OptimizerSpec:
     """The spec with the numbers that the param_group holds now."""
-    changed = {key: group.options[key] for key, old in _numbers(group.spec).items() if group.options[key] != old}
+    changed = {
+        key: group.options[key] for key, old in _numbers(group.spec).items() if group.options[key] != old
+    }
     for key, value in changed.items():
         if isinstance(value, Tensor):
             changed[key] = value.item()

@@ -48,7 +48,12 @@ class Updater(Protocol):
 
 
 def forward(
-    weights: Sequence[Tensor], lookups: Lookups, out_size: int, out_dtype: torch.dtype, check_ids: bool, names: Tensor
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
 ) -> Tensor:
     """Looks up; differentiable in the weights (dense gradients) and the per-sample weights.
 
@@ -82,7 +87,9 @@ def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tup
 def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
     """The gradient of the per-sample weights, float32 [N]."""
     values, offsets, _, segments, *rest = lookups
-    result: Tensor = torch.ops.meshrec.tbe_sample_weight_grad(grad, list(weights), values, offsets, segments, *rest)
+    result: Tensor = torch.ops.meshrec.tbe_sample_weight_grad(
+        grad, list(weights), values, offsets, segments, *rest
+    )
     return result
 
 
@@ -118,7 +125,6 @@ class _FusedLookup(torch.autograd.Function):
         return (None, sample_grad, None, None, None, None, None, *plain_grads)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def fused_forward(
     weights: Sequence[Tensor],
     lookups: Lookups,
@@ -131,7 +137,7 @@ def fused_forward(
     ``plain``: the tables that the updater leaves alone; they get ordinary dense gradients.
     ``options``: the rest of ``forward``'s arguments.
 
-    Not traced by torch.compile: the update in the backward pass is an effect that a traced graph would lose.
+    Not traced by torch.compile, which runs it between its graphs.
     """
     anchor = torch.empty(0, requires_grad=True)
     plain_weights = [weights[table] for table in plain]
@@ -139,3 +145,8 @@ def fused_forward(
         anchor, lookups.per_sample_weights, weights, lookups, updater, options, plain, *plain_weights
     )
     return result
+
+
+# What torch.compiler.disable sets, without its import of the compiler: the update in the backward pass is an effect
+# that a traced graph would lose.
+fused_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
