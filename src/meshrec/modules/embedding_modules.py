@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
