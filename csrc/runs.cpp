@@ -1,5 +1,7 @@
 #include "runs.h"
 
+#include "memory.h"
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -8,12 +10,13 @@ namespace meshrec {
 
 namespace {
 
+constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kKeptBytes = size_t(64) << 20;
 constexpr int64_t kChunkIds = 1 << 14;
 constexpr int kMaxDigitBits = 11;
 constexpr int64_t kPartitions = 256;
 
-thread_local std::unique_ptr<char[]> kept_memory;
+thread_local Arena::Memory kept_memory;
 thread_local size_t kept_capacity = 0;
 
 template <typename Id>
@@ -71,14 +74,16 @@ void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uin
 }  // namespace
 
 Arena::Arena(size_t bytes) {
-  if (kept_capacity >= bytes) {
+  if (kept_capacity >= bytes && kept_memory != nullptr) {
     memory_ = std::move(kept_memory);
     capacity_ = std::exchange(kept_capacity, 0);
   } else {
-    memory_.reset(new char[bytes + 64]);
-    capacity_ = bytes;
+    capacity_ = (bytes / kAlignment + 1) * kAlignment;
+    memory_.reset(std::aligned_alloc(kAlignment, capacity_));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    advise_huge_pages(memory_.get(), capacity_);
   }
-  next_ = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64;
+  next_ = static_cast<char*>(memory_.get());
 }
 
 Arena::~Arena() {

@@ -3,6 +3,7 @@
 // numbers.
 #pragma once
 
+#include <cstdlib>
 #include <memory>
 
 #include "batch.h"
@@ -29,7 +30,15 @@ class Arena {
   }
 
  private:
-  std::unique_ptr<char[]> memory_;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+
+ public:
+  using Memory = std::unique_ptr<void, Free>;
+
+ private:
+  Memory memory_;
   size_t capacity_ = 0;
   char* next_ = nullptr;
 };
