@@ -367,6 +367,17 @@ def test_meaningless_positions():
         KeyedJaggedTensor.concat([])
 
 
+def test_lengths_that_are_no_tensor():
+    with pytest.raises(ValueError, match=r"lengths must be an int32 or int64 tensor, got list \[1, 2\]"):
+        kjt(lengths=[1, 2])
+
+
+@pytest.mark.parametrize("strides", [[3, 3, 3], [1, 2, 3]])
+def test_one_stride_for_each_key(strides):
+    with pytest.raises(ValueError, match="2 keys need as many stride_per_key, got"):
+        kjt(stride_per_key=strides)
+
+
 @st.composite
 def tensors(draw) -> KeyedJaggedTensor:
     """Any batch: keys of equal or different numbers of bags, with or without weights, int32 or int64."""

@@ -101,13 +101,16 @@ class KeyedJaggedTensor(Jagged):
                 strides = [[size] for size in stride_per_key]
             elif stride is None:
                 stride = stride_per_key[0]
-        if lengths is not None and lengths.dim() > 1:
+        if isinstance(lengths, Tensor) and lengths.dim() > 1:
             lengths = lengths.flatten()
         if not torch.compiler.is_compiling():
             check_layout("KeyedJaggedTensor", values, weights, lengths, offsets)
+            if stride_per_key is not None and len(stride_per_key) != len(keys):
+                raise ValueError(
+                    f"KeyedJaggedTensor: {len(keys)} keys need as many stride_per_key, got {stride_per_key}"
+                )
             check_keys_and_strides(keys, count_bags(lengths, offsets), stride, strides)
         self._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
-        self._stride_per_key = stride_per_key
         self._bag_offset_per_key = lengths_offset_per_key
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
@@ -431,11 +434,8 @@ class KeyedJaggedTensor(Jagged):
             )
         ends = list(accumulate(segments, initial=0))
         groups = self._cut([*segments, num_keys - num_taken])
-        variable, strides, known = (
-            self._strides is not None,
-            self.stride_per_key_per_rank(),
-            self._length_per_key,
-        )
+        variable, strides = self._strides is not None, self.stride_per_key_per_rank()
+        known = self._length_per_key
         return [
             KeyedJaggedTensor.unchecked(
                 self._keys[first:last],
