@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -16,6 +17,7 @@ namespace {
 
 constexpr int64_t kGrainBags = 1 << 16;   // bags per thread below which a thread costs more than it saves
 constexpr int64_t kGrainIds = 1 << 13;    // the same for ids that are searched and scattered
+constexpr int64_t kBlock = 8;             // bags that are bucketized together
 constexpr int64_t kGrainBytes = 1 << 17;  // the same for bytes that are copied
 
 // Calls f with a null pointer of the type of a tensor that passed check_integers.
@@ -236,56 +238,78 @@ struct Bucketize {
   int64_t num_bags() const { return bags.back(); }
   int64_t num_ids() const { return offsets.back(); }
 
-  // Calls f(key, bag) for the bags of [begin, end), in parallel chunks of roughly equal work.
-  template <class F>
-  void for_each_bag(F&& f) const {
+  // Calls f(counters, first, count) for blocks of up to kBlock neighbouring bags, in parallel. Counters of a
+  // block, [num_buckets, kBlock], are together in the cache; in the tensors, those of one bag lie num_bags
+  // apart, where a power of two would make them fight for the same few cache lines.
+  template <class Counter, class F>
+  void for_each_block(F&& f) const {
     const int64_t ids_per_bag = num_bags() ? num_ids() / num_bags() + 1 : 1;
-    torch::stable::parallel_for(
-        0, num_bags(), std::max<int64_t>(kGrainIds / ids_per_bag, 1), [&](int64_t begin, int64_t end) {
-          int64_t key = std::upper_bound(bags.begin(), bags.end(), begin) - bags.begin() - 1;
-          for (int64_t bag = begin; bag < end; ++bag) {
-            while (bag >= bags[key + 1]) ++key;
-            f(key, bag);
-          }
-        });
+    const int64_t grain = std::max<int64_t>(kGrainIds / ids_per_bag, kBlock);
+    torch::stable::parallel_for(0, num_bags(), grain, [&](int64_t begin, int64_t end) {
+      std::vector<Counter> counters(num_buckets * kBlock);
+      for (int64_t first = begin; first < end; first += kBlock)
+        f(counters.data(), first, std::min(kBlock, end - first));
+    });
+  }
+
+  int64_t key_of(int64_t bag) const {
+    return std::upper_bound(bags.begin(), bags.end(), bag) - bags.begin() - 1;
+  }
+
+  // Calls f(i, column, bounds) for the ids of a block of bags; stops where f returns false.
+  template <class F>
+  void for_each_id(int64_t first, int64_t count, F&& f) const {
+    int64_t key = key_of(first);
+    for (int64_t column = 0; column < count; ++column) {
+      const int64_t bag = first + column;
+      while (bag >= bags[key + 1]) ++key;
+      const int64_t* bounds = boundaries + key * (num_buckets + 1);
+      for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i)
+        if (!f(i, column, bounds)) return;
+    }
   }
 
   // Fills the bucket of each id and the new lengths; returns the first id outside all intervals, or num_ids.
   int64_t count(int32_t* buckets, Length* new_lengths) const {
     std::atomic<int64_t> first_bad{num_ids()};
-    for_each_bag([&](int64_t key, int64_t bag) {
-      const int64_t* bounds = boundaries + key * (num_buckets + 1);
-      for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
+    for_each_block<Length>([&](Length* counters, int64_t first, int64_t count) {
+      std::fill_n(counters, num_buckets * kBlock, Length(0));
+      for_each_id(first, count, [&](int64_t i, int64_t column, const int64_t* bounds) {
         const int64_t id = values[i];
         if (id < bounds[0] || id >= bounds[num_buckets]) {
           int64_t known = first_bad.load(std::memory_order_relaxed);
           while (i < known && !first_bad.compare_exchange_weak(known, i, std::memory_order_relaxed)) {
           }
-          return;
+          return false;
         }
         const int64_t bucket = bucket_of(id, bounds, num_buckets);
         buckets[i] = static_cast<int32_t>(bucket);
-        ++new_lengths[bucket * num_bags() + bag];
-      }
+        ++counters[bucket * kBlock + column];
+        return true;
+      });
+      for (int64_t bucket = 0; bucket < num_buckets; ++bucket)
+        std::copy_n(counters + bucket * kBlock, count, new_lengths + bucket * num_bags() + first);
     });
     return first_bad;
   }
 
-  // Writes ids and positions; `cursors` holds the next free place of each new bag.
-  void scatter(const int32_t* buckets, int64_t* cursors, Id* new_values, int64_t* positions) const {
-    for_each_bag([&](int64_t key, int64_t bag) {
-      const int64_t* bounds = boundaries + key * (num_buckets + 1);
-      for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
-        const int64_t place = cursors[buckets[i] * num_bags() + bag]++;
+  // Writes ids and positions; `starts` holds the first place of each new bag.
+  void scatter(const int32_t* buckets, const int64_t* starts, Id* new_values, int64_t* positions) const {
+    for_each_block<int64_t>([&](int64_t* cursors, int64_t first, int64_t count) {
+      for (int64_t bucket = 0; bucket < num_buckets; ++bucket)
+        std::copy_n(starts + bucket * num_bags() + first, count, cursors + bucket * kBlock);
+      for_each_id(first, count, [&](int64_t i, int64_t column, const int64_t* bounds) {
+        const int64_t place = cursors[buckets[i] * kBlock + column]++;
         new_values[place] = static_cast<Id>(values[i] - bounds[buckets[i]]);
         positions[i] = place;
-      }
+        return true;
+      });
     });
   }
 
   [[noreturn]] void fail_outside(int64_t i) const {
     const int64_t bag = std::upper_bound(offsets.begin(), offsets.end(), i) - offsets.begin() - 1;
-    const int64_t key = std::upper_bound(bags.begin(), bags.end(), bag) - bags.begin() - 1;
+    const int64_t key = key_of(bag);
     const int64_t* bounds = boundaries + key * (num_buckets + 1);
     fail("bucketize_jagged: id ", values[i], " of key ", key, " (sample ", bag - bags[key], ") is outside [",
          bounds[0], ", ", bounds[num_buckets], ")");
@@ -351,16 +375,15 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(const Tensor& lengths, const Tensor
                              std::vector<int64_t>(num_bags + 1),   num_buckets};
   prefix_sums(work.lengths, num_bags, work.offsets.data());
   check_lengths(work.lengths, num_bags, work.num_ids(), num_ids);
-  Tensor new_lengths = new_like(lengths, {num_buckets * num_bags});
-  torch::stable::zero_(new_lengths);
-  std::vector<int32_t> buckets(num_ids);
-  const int64_t bad = work.count(buckets.data(), new_lengths.mutable_data_ptr<Length>());
+  const Tensor new_lengths = new_like(lengths, {num_buckets * num_bags});
+  const auto buckets = std::make_unique_for_overwrite<int32_t[]>(num_ids);
+  const int64_t bad = work.count(buckets.get(), new_lengths.mutable_data_ptr<Length>());
   if (bad < num_ids) work.fail_outside(bad);
-  std::vector<int64_t> cursors(num_buckets * num_bags + 1);
-  prefix_sums(new_lengths.const_data_ptr<Length>(), num_buckets * num_bags, cursors.data());
+  const auto starts = std::make_unique_for_overwrite<int64_t[]>(num_buckets * num_bags + 1);
+  prefix_sums(new_lengths.const_data_ptr<Length>(), num_buckets * num_bags, starts.get());
   const Tensor new_values = new_like(values, {num_ids});
   const Tensor positions = new_int64(values, num_ids);
-  work.scatter(buckets.data(), cursors.data(), new_values.mutable_data_ptr<Id>(),
+  work.scatter(buckets.get(), starts.get(), new_values.mutable_data_ptr<Id>(),
                positions.mutable_data_ptr<int64_t>());
   return {new_lengths, new_values, positions};
 }

@@ -264,8 +264,3 @@ class JaggedTensor(Jagged):
         if self._weights is not None:
             text = f'"values": {text}, "weights": {bags_text(self._weights, offsets)}'
         return f"JaggedTensor({{{text}}})"
-
-
-def autograd_mode() -> tuple[bool, bool]:
-    """What views made now can be used for: one made in another mode may lack its gradient."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from meshrec.ops.jagged import permute_jagged
 from meshrec.sparse.concatenation import concatenated_bags, concatenated_inverse, concatenated_strides
-from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor, autograd_mode
+from meshrec.sparse.counting import count_per_key, total
+from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor
 from meshrec.sparse.keyed_validation import check_keyed_numbers, check_keys_and_strides
 from meshrec.sparse.printing import is_readable, keyed_bags_text, keyed_text, shape_text
 from meshrec.sparse.validation import check_layout, count_bags
@@ -74,7 +75,7 @@ class KeyedJaggedTensor(Jagged):
     _index_per_key: dict[str, int] | None
     _segments: Tensor | None
     _jt_dict: dict[str, JaggedTensor] | None
-    _jt_dict_mode: tuple[bool, bool] | None  # None: given by the caller, good in every mode
+    _jt_dict_grad: bool | None  # whether made while gradients were recorded; None: given by the caller
     _inverse_indices: InverseIndices | None
 
     def __init__(
@@ -100,13 +101,16 @@ class KeyedJaggedTensor(Jagged):
                 strides = [[size] for size in stride_per_key]
             elif stride is None:
                 stride = stride_per_key[0]
-        if lengths is not None and lengths.dim() > 1:
+        if isinstance(lengths, Tensor) and lengths.dim() > 1:
             lengths = lengths.flatten()
         if not torch.compiler.is_compiling():
             check_layout("KeyedJaggedTensor", values, weights, lengths, offsets)
+            if stride_per_key is not None and len(stride_per_key) != len(keys):
+                raise ValueError(
+                    f"KeyedJaggedTensor: {len(keys)} keys need as many stride_per_key, got {stride_per_key}"
+                )
             check_keys_and_strides(keys, count_bags(lengths, offsets), stride, strides)
         self._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
-        self._stride_per_key = stride_per_key
         self._bag_offset_per_key = lengths_offset_per_key
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
@@ -140,7 +144,7 @@ class KeyedJaggedTensor(Jagged):
         self._index_per_key = None
         self._segments = None
         self._jt_dict = None
-        self._jt_dict_mode = None
+        self._jt_dict_grad = None
 
     @staticmethod
     def unchecked(
@@ -296,7 +300,7 @@ class KeyedJaggedTensor(Jagged):
             if self._strides is None:
                 self._stride_per_key = [self.stride()] * len(self._keys)
             else:
-                self._stride_per_key = [sum(row) for row in self.stride_per_key_per_rank()]
+                self._stride_per_key = [total(row) for row in self.stride_per_key_per_rank()]
         return self._stride_per_key
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
@@ -343,22 +347,8 @@ class KeyedJaggedTensor(Jagged):
     def length_per_key(self) -> list[int]:
         """The number of values of each key. Reads the lengths on the host once."""
         if self._length_per_key is None:
-            self._length_per_key = self._count_per_key()
+            self._length_per_key = count_per_key(self)
         return self._length_per_key
-
-    def _count_per_key(self) -> list[int]:
-        if not self._keys:
-            return []
-        if self._strides is None:
-            counts = self.lengths().view(len(self._keys), self.stride()).sum(1)
-        else:
-            starts = torch.tensor(self.lengths_offset_per_key(), device=self._values.device)
-            counts = self.offsets()[starts].diff()
-        length_per_key: list[int] = counts.tolist()
-        if torch.compiler.is_compiling():
-            for length in length_per_key:
-                torch._check(length >= 0)
-        return length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
         """The number of values of each key, if it is known on the host."""
@@ -419,13 +409,13 @@ class KeyedJaggedTensor(Jagged):
         }
         if not torch.compiler.is_compiling():
             self._jt_dict = jt_dict
-            self._jt_dict_mode = autograd_mode()
+            self._jt_dict_grad = torch.is_grad_enabled()
         return jt_dict
 
     def _known_dict(self) -> dict[str, JaggedTensor] | None:
         if self._jt_dict is None or torch.compiler.is_compiling():
             return None
-        return self._jt_dict if self._jt_dict_mode in (None, autograd_mode()) else None
+        return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
         """Groups of neighbouring keys, as views.
@@ -436,19 +426,16 @@ class KeyedJaggedTensor(Jagged):
         Raises:
             ValueError: A number is negative, or they sum to more than there are keys.
         """
-        num_keys, total = len(self._keys), sum(segments)
-        if total > num_keys or min(segments, default=0) < 0:
+        num_keys, num_taken = len(self._keys), sum(segments)
+        if num_taken > num_keys or min(segments, default=0) < 0:
             raise ValueError(
                 f"KeyedJaggedTensor.split: segments must be 0 or more and sum to at most {num_keys} keys, "
                 f"got {segments}"
             )
         ends = list(accumulate(segments, initial=0))
-        groups = self._cut([*segments, num_keys - total])
-        variable, strides, known = (
-            self._strides is not None,
-            self.stride_per_key_per_rank(),
-            self._length_per_key,
-        )
+        groups = self._cut([*segments, num_keys - num_taken])
+        variable, strides = self._strides is not None, self.stride_per_key_per_rank()
+        known = self._length_per_key
         return [
             KeyedJaggedTensor.unchecked(
                 self._keys[first:last],
@@ -470,9 +457,9 @@ class KeyedJaggedTensor(Jagged):
             everything = _Group(self._values, self._weights, self.lengths())
             return [everything if size == len(self._keys) and self._keys else nothing for size in sizes]
         ends = list(accumulate(sizes, initial=0))
-        ids, bags = self.length_per_key(), self.stride_per_key()
-        id_sizes = [sum(ids[first:last]) for first, last in pairwise(ends)]
-        bag_sizes = [sum(bags[first:last]) for first, last in pairwise(ends)]
+        ids, bags = self.offset_per_key(), self.lengths_offset_per_key()
+        id_sizes = [ids[last] - ids[first] for first, last in pairwise(ends)]
+        bag_sizes = [bags[last] - bags[first] for first, last in pairwise(ends)]
         values = self._values.split(id_sizes)
         weights = [None] * len(sizes) if self._weights is None else self._weights.split(id_sizes)
         return list(map(_Group, values, weights, self.lengths().split(bag_sizes)))
@@ -504,8 +491,8 @@ class KeyedJaggedTensor(Jagged):
             self._values,
             weights=self._weights,
             segments=self.segments_or_none(),
-            num_bags=self._num_bags() if complete else sum([bags[i] for i in indices]),
-            num_values=self._values.size(0) if complete else sum(length_per_key or []),
+            num_bags=self._num_bags() if complete else total([bags[i] for i in indices]),
+            num_values=self._values.size(0) if complete else total(length_per_key or []),
         )
         strides = self.stride_per_key_per_rank()
         return KeyedJaggedTensor.unchecked(
@@ -582,7 +569,7 @@ class KeyedJaggedTensor(Jagged):
         check_keyed_numbers(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_jt_dict": None, "_jt_dict_mode": None}
+        return {**self.__dict__, "_jt_dict": None, "_jt_dict_grad": None}
 
     def __str__(self) -> str:
         if not is_readable(*self._tensors()):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.sparse.jagged_tensor import autograd_mode
 from meshrec.sparse.printing import is_readable, keyed_text, rows_text, shape_text
 
 
@@ -72,7 +71,7 @@ class KeyedTensor:
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
         self._pieces: list[Tensor] = []
-        self._pieces_mode: tuple[bool, bool] | None = None
+        self._pieces_grad: bool | None = None  # whether made while gradients were recorded
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
@@ -146,10 +145,9 @@ class KeyedTensor:
     def _cut(self) -> list[Tensor]:
         if torch.compiler.is_compiling():  # an input keeps nothing of what a compiled program made
             return list(self._values.split(self._length_per_key, dim=self._key_dim))
-        mode = autograd_mode()
-        if self._pieces_mode != mode:
+        if self._pieces_grad != torch.is_grad_enabled():
             self._pieces = list(self._values.split(self._length_per_key, dim=self._key_dim))
-            self._pieces_mode = mode
+            self._pieces_grad = torch.is_grad_enabled()
         return self._pieces
 
     @staticmethod
@@ -219,7 +217,7 @@ class KeyedTensor:
         return self._values.numel() * self._values.element_size()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pieces": [], "_pieces_mode": None}
+        return {**self.__dict__, "_pieces": [], "_pieces_grad": None}
 
     def __str__(self) -> str:
         if not is_readable(self._values):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshrec.sparse.validation import check_bags
+from meshrec.sparse.validation import check_bags, count_bags
 
 if TYPE_CHECKING:
     from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -61,7 +61,7 @@ def check_keyed_numbers(kjt: "KeyedJaggedTensor") -> None:
     bags = kjt.lengths_offset_per_key()
     if bags != sorted(bags):
         raise ValueError(f"{_NAME}: the strides per key are {kjt.stride_per_key()}; they are 0 or more")
-    num_bags = kjt.lengths().numel()
+    num_bags = count_bags(kjt.lengths_or_none(), kjt.offsets_or_none())
     if kjt.keys() and bags[-1] != num_bags:
         raise ValueError(
             f"{_NAME}: the strides {kjt.stride_per_key()} sum to {bags[-1]} bags, not {num_bags}"
