@@ -101,7 +101,7 @@ struct SumArgs {
 };
 
 constexpr int kMaxBatch = 16;  // runs whose rows are worked on together
-constexpr int64_t kScratchRows = kMaxBatch + 3;
+constexpr int64_t kScratchRows = kMaxBatch + 2;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 struct Kernels {
