@@ -3,6 +3,7 @@
 Updates and weight gradients are in test_kernels_update.py, refusals in test_kernels_errors.py.
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -206,10 +207,8 @@ def every_rounding():
     return torch.cat([halves, middles, *beside, rest])
 
 
-def conversions(one_table):
-    """A case that reads every fp16 number, and what an update shall write as fp16."""
-    reading = one_table([[0]], 1, 1 << 16, pooling=NONE, flat=True)
-    return reading._replace(weights=[every_half()[None]]), every_rounding()
+def same_bits(found, expected):
+    assert_close(found.flatten(), expected.flatten(), rtol=0, atol=0, equal_nan=True)
 
 
 RUN_CALLS = """
@@ -217,63 +216,75 @@ import sys
 import torch
 import meshrec.ops.tbe.naive
 calls = torch.load(sys.argv[1])
-results = [getattr(torch.ops.meshrec, name)(*args) for name, args in calls]
+results = {kind: [getattr(torch.ops.meshrec, name)(*args) for name, args in calls[kind]] for kind in calls}
 torch.save([results, calls], sys.argv[2])
 """
 
 
 def run_with(isa, calls, folder):
-    """What ops give, and their arguments afterwards, in a process that uses one instruction set."""
+    """What calls give, and their arguments afterwards, in a process that uses one instruction set."""
     torch.save(calls, folder / "calls.pt")
     command = [sys.executable, "-c", RUN_CALLS, str(folder / "calls.pt"), str(folder / f"{isa}.pt")]
     subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
     return torch.load(folder / f"{isa}.pt")
 
 
-def isa_calls(make_case, one_table):
-    """Forwards (the first three unweighted), sample-weight gradients, updates of all kinds."""
-    cases = [make_case(num_bags=BLOCKS, longest=30, dtype=dtype, dims=(4, 31, 100)) for dtype in DTYPES]
-    cases.append(make_case(num_bags=BLOCKS, longest=30, weighted=True))
-    reading, written = conversions(one_table)
-    names, forwards = torch.empty(0, dtype=torch.uint8), []
-    for case in [*cases, reading]:
-        args = (case.weights, *case.lookups, case.out_size, torch.float32, True, names)
-        forwards.append(("tbe_forward", args))
-    case = cases[3]
-    values, offsets, _, *rest = case.lookups
-    by_weight = (case.gradient(), case.weights, values, offsets, *rest, case.dims)
+def forward_call(case):
+    names = torch.tensor(list(b"table\tfeature\n" * len(case.keys)), dtype=torch.uint8)
+    return "tbe_forward", (case.weights, *case.lookups, case.out_size, torch.float32, True, names)
+
+
+def update_call(case, grad, state, optimizer, hyper):
+    args = (grad, *case.lookups, case.dims, case.copied().weights, state, optimizer, hyper, None)
+    return "tbe_update", args
+
+
+WEIGHTS, STATE = 11, 12  # places in the arguments of tbe_update
+
+
+@pytest.fixture(scope="module")
+def calls(make_case, one_table):
+    """Lookups and updates that together run every inner loop, and every conversion of fp16."""
+    options = {"num_bags": BLOCKS, "longest": 30, "dims": (4, 31, 100)}
+    cases = [make_case(**options, dtype=dtype) for dtype in DTYPES]
+    weighted = make_case(**options, weighted=True)
+    values, offsets, _, *rest = weighted.lookups
+    by_weight = (weighted.gradient(), weighted.weights, values, offsets, *rest, weighted.dims)
+    row = one_table([[0]], 1, 1 << 16, pooling=NONE, flat=True)
     hyper = torch.tensor([0.1, 1e-3, 0.1, 1, 0.8, 0.95, 0.7, 0.02, 1, 5, 0, 0], dtype=torch.float64)
     updates = []
-    for case in cases[:3]:
+    for case in cases:
         for optimizer, slots in enumerate(([], [2], [1], [2, 2], [2, 1], [2, 2], [2, 1], [2])):
             state = [weight.abs().float() for weight in case.weights]
             state = [s.clone() if dims == 2 else s[:, 0].clone() for dims in slots for s in state]
-            copied = case.copied()
-            args = (case.gradient(), *case.lookups, case.dims, copied.weights, state, optimizer, hyper, None)
-            updates.append(("tbe_update", args))
-    case = one_table([[0]], 1, len(written))
-    case = case._replace(weights=[torch.zeros(1, len(written), dtype=torch.float16)])
-    minus_one = torch.zeros(12, dtype=torch.float64).index_fill(0, torch.tensor([0]), -1)
-    args = (written[None], *case.lookups, case.dims, case.weights, [], 0, minus_one, None)
-    return [*forwards, ("tbe_sample_weight_grad", by_weight), *updates, ("tbe_update", args)]
+            updates.append(update_call(case, case.gradient(), state, optimizer, hyper))
+    numbers = every_rounding()
+    zeros = one_table([[0]], 1, len(numbers))
+    zeros = zeros._replace(weights=[torch.zeros(1, len(numbers), dtype=torch.float16)])
+    minus_one = torch.zeros(12, dtype=torch.float64).index_fill(
+        0, torch.tensor([0]), -1
+    )  # as the learning rate
+    return {
+        "exact": [forward_call(case) for case in cases],
+        "close": [forward_call(weighted), ("tbe_sample_weight_grad", by_weight)],
+        "read every fp16": [forward_call(row._replace(weights=[every_half()[None]]))],
+        "update": updates,
+        "round to fp16": [update_call(zeros, numbers[None], [], 0, minus_one)],
+    }
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_instruction_sets_agree(make_case, one_table, tmp_path, isa):
-    calls = isa_calls(make_case, one_table)
-    there, calls_there = run_with(isa, calls, tmp_path)
-    here = [getattr(OPS, name)(*args) for name, args in calls]
-    for k in range(3):
-        assert torch.equal(there[k], here[k])
-    assert_close(there[3], here[3])
-    assert_close(there[4], every_half().float(), rtol=0, atol=0, equal_nan=True)
-    assert_close(here[4], there[4], rtol=0, atol=0, equal_nan=True)
-    assert_close(there[5], here[5])
-    for (name, args), (_, args_there) in zip(calls[6:-1], calls_there[6:-1], strict=True):
-        assert name == "tbe_update"
-        weights, state = args[11], args[12]
-        assert_close(args_there[11], weights)
-        assert_close(args_there[12], state)
-    for written in (calls[-1], calls_there[-1]):
-        # 0 - (-1) * g, rounded to nearest, ties to even
-        assert_close(written[1][11][0][0], every_rounding().half(), rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_instruction_sets_agree(calls, tmp_path, isa):
+    """A machine that lacks the instruction set takes the next lower one."""
+    results, calls_after = run_with(isa, calls, tmp_path)
+    calls = copy.deepcopy(calls)
+    expected = {kind: [getattr(naive, name)(*args) for name, args in calls[kind]] for kind in calls}
+    here = [getattr(OPS, name)(*args) for name, args in calls["exact"]]
+    assert all(torch.equal(a, b) for a, b in zip(results["exact"], here, strict=True))
+    assert_close(results["close"], expected["close"])
+    same_bits(results["read every fp16"][0], every_half().float())
+    for (_, found), (_, wanted) in zip(calls_after["update"], calls["update"], strict=True):
+        assert_close(found[WEIGHTS], wanted[WEIGHTS])
+        assert_close(found[STATE], wanted[STATE])
+    # 0 - (-1) * g, to nearest, ties to even
+    same_bits(calls_after["round to fp16"][0][1][WEIGHTS][0][0], every_rounding().half())
