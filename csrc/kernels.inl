@@ -353,17 +353,17 @@ inline void step_row(float* __restrict w, const float* __restrict g, float* __re
     // The Adam family: work holds the normalised direction r.
     float row_denominator = 0;
     if constexpr (row_state1(kOptimizer)) {
-      s1[0] = h.beta2 * s1[0] + (1 - h.beta2) * mean_square(g, w, dim, step);
+      s1[0] = h.beta2 * s1[0] + h.fresh2 * mean_square(g, w, dim, step);
       row_denominator = __builtin_sqrtf(s1[0] / h.correction2) + eps;
     }
     float* r = step.work;
     const float decay_in_r = lamb && h.decay_mode == kDecoupled ? h.weight_decay : 0.0f;
     for (int64_t d = 0; d < dim; ++d) {
       const float x = grad(d);
-      s0[d] = h.beta1 * s0[d] + (1 - h.beta1) * x;
+      s0[d] = h.beta1 * s0[d] + h.fresh1 * x;
       float denominator = row_denominator;
       if constexpr (!row_state1(kOptimizer)) {
-        s1[d] = h.beta2 * s1[d] + (1 - h.beta2) * x * x;
+        s1[d] = h.beta2 * s1[d] + h.fresh2 * x * x;
         denominator = __builtin_sqrtf(s1[d] / h.correction2) + eps;
       }
       r[d] = s0[d] / h.correction1 / denominator + decay_in_r * w[d];
