@@ -1,0 +1,132 @@
+"""The fused optimizer of a sharded module: rules for the backward pass, and state by the names of whole
+tables.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.distributed.table_shards import TableShards
+from meshrec.ops.memory import use_huge_pages
+from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
+from meshrec.optim.optimizers import OptimizerSpec
+
+
+class SpecRule:
+    """One spec, with the learning rate of now and the number of updates so far."""
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self.spec, self.steps = spec, torch.zeros(())
+        self.group: dict[str, Any] = {"params": [], "lr": spec.lr}
+
+    @property
+    def code(self) -> int:
+        """Which formula."""
+        return self.spec.code
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return type(self.spec).__name__
+
+    def hyper(self, row_dim: int) -> Tensor:
+        """The numbers of the present update."""
+        return self.spec.hyper(lr=float(self.group["lr"]), step=int(self.steps), row_dim=row_dim)
+
+    def advance(self) -> None:
+        """Begins a new update."""
+        self.steps += 1
+
+
+def make_state(spec: OptimizerSpec | None, weight: Tensor) -> list[Tensor]:
+    """The state of one rectangle before its first update, on huge pages where it is large."""
+    state = []
+    for slot in spec.state_slots() if spec is not None else ():
+        tensor = torch.empty(slot.shape(*weight.shape), dtype=torch.float32, device=weight.device)
+        use_huge_pages(tensor)
+        state.append(tensor.fill_(slot.initial_value))
+    return state
+
+
+class Slot(NamedTuple):
+    """One state of a table: whether it has a number per row only, and its part for each rectangle here."""
+
+    per_row: bool
+    parts: list[Tensor]
+
+
+class FusedTable(NamedTuple):
+    """A table with a fused rule: its shards module, its rule, and its state by slot."""
+
+    shards: TableShards
+    rule: SpecRule
+    slots: dict[str, Slot]
+
+
+class ShardedFusedOptimizer(KeyedOptimizer):
+    """What updates the tables of a sharded module during backward; ``step`` has nothing left to do.
+
+    ``param_groups``: one for each spec; a scheduler may change its ``"lr"``. The state is that of whole
+    tables: a DTensor for a split table, of which this rank holds some rectangles.
+
+    Args:
+        tables: the fused tables, by the name of their weight.
+    """
+
+    def __init__(self, tables: Mapping[str, FusedTable]) -> None:
+        self._tables = dict(tables)
+        params = {name: _stand_in(table.shards) for name, table in tables.items()}
+        groups: list[dict[str, Any]] = []
+        state: dict[Tensor, dict[str, Any]] = {}
+        for name, table in tables.items():
+            table.rule.group["params"].append(params[name])
+            if all(table.rule.group is not group for group in groups):
+                groups.append(table.rule.group)
+            whole = {
+                name: table.shards.whole(slot.parts, per_row=slot.per_row)
+                for name, slot in table.slots.items()
+            }
+            state[params[name]] = {**whole, "step": table.rule.steps}
+        super().__init__(params, state, groups)
+        self.register_load_state_dict_pre_hook(_load_split)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Always."""
+        return True
+
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """Nothing but the closure: the backward pass has made the update."""
+        return evaluated(closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not here: raises ValueError."""
+        raise ValueError(
+            "the fused optimizer of a sharded module has the tables it was sharded with. Attach an "
+            "optimizer with "
+            "apply_optimizer_in_backward, or in the sharder's fused_params, before sharding."
+        )
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Nothing: the state was made with the tables."""
+
+
+def _stand_in(shards: TableShards) -> Tensor:
+    """A parameter to name the table by, where this rank holds nothing of it too."""
+    own = shards.shards()
+    return own[0] if own else torch.nn.Parameter(torch.empty(0))
+
+
+def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Copies the parts of split tables; what is left for ``load_state_dict`` is the same tensors again."""
+    assert isinstance(optimizer, ShardedFusedOptimizer)
+    state = {name: dict(slots) for name, slots in state_dict.get("state", {}).items()}
+    own = optimizer.state_dict()["state"]
+    for name, table in optimizer._tables.items():
+        for slot, (per_row, parts) in table.slots.items():
+            if slot in state.get(name, {}):
+                table.shards.load(parts, state[name][slot], f"{name}: {slot}", per_row=per_row)
+                state[name][slot] = own[name][slot]
+    return {**state_dict, "state": state}
