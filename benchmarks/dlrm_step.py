@@ -1,7 +1,8 @@
-"""One training step of the same DLRM on 2 ranks: MeshRec, TorchRec, plain nn.EmbeddingBag, and the dense part alone.
+"""One training step of the same DLRM on 2 ranks: MeshRec, TorchRec, plain nn.EmbeddingBag, and the dense
+part alone.
 
-Every contender starts from the same weights and sees the same data; losses of the first steps are compared before
-anything is timed.
+Every contender starts from the same weights and sees the same data; losses of the first steps are compared
+before anything is timed.
 """
 
 import gc
@@ -80,9 +81,12 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
 
 def measure_one(library: str, kind: str, shape: Shape, effort: Effort) -> Measured:
     """On every rank: build, take three steps for their losses, then time."""
-    step = {"meshrec": meshrec_step, "torchrec": torchrec_step, "plain DDP": plain_step, "dense alone": dense_step}[
-        library
-    ](kind, shape)
+    step = {
+        "meshrec": meshrec_step,
+        "torchrec": torchrec_step,
+        "plain DDP": plain_step,
+        "dense alone": dense_step,
+    }[library](kind, shape)
     batches = [make_inputs(shape, number) for number in range(4)]
     losses = []
     for batch in batches[:3]:
@@ -335,7 +339,9 @@ def _report(found: dict[str, list[Measured]]) -> Result:
     print(table(["contender", "step ms", "not dense ms", "MB on the wire"], rows))
     ours = {kind: times[f"meshrec {kind}"] for kind in OURS}
     bars = [
-        Bar(name=f"{kind} against table_wise", figure=ours[kind] / ours["table_wise"], asked=1.3, at_most=True)
+        Bar(
+            name=f"{kind} against table_wise", figure=ours[kind] / ours["table_wise"], asked=1.3, at_most=True
+        )
         for kind in ("row_wise", "table_row_wise", "grid_shard")
     ]
     for kind in THEIRS:

@@ -25,8 +25,9 @@ def default_sharders() -> list[Sharder]:
 class DistributedModelParallel(nn.Module):
     """Swaps the embedding modules of ``module`` for sharded ones, in place, and makes the rest data-parallel.
 
-    Names of parameters are those of the unsharded model. Embedding modules on ``meta`` are allocated here, and only what
-    this rank owns; dense modules on ``meta`` are reset by their ``reset_parameters`` and start equal on all ranks.
+    Names of parameters are those of the unsharded model. Embedding modules on ``meta`` are allocated here,
+    and only what this rank owns; dense modules on ``meta`` are reset by their ``reset_parameters`` and start
+    equal on all ranks.
 
     Args:
         module: the model. Do not use it on its own afterwards.
@@ -36,7 +37,8 @@ class DistributedModelParallel(nn.Module):
         sharders: one for each kind of embedding module; they bring the optimizer of the tables.
         init_data_parallel: False leaves the dense part as it is until ``init_data_parallel`` is called.
         init_parameters: False leaves dense parameters on ``meta`` there.
-        dense: ``"ddp"``, ``"fsdp2"`` (with a ``replicate`` axis: HSDP), or None: the dense part stays as it is.
+        dense: ``"ddp"``, ``"fsdp2"`` (with a ``replicate`` axis: HSDP), or None: the dense part stays as it
+            is.
         dense_options: more arguments for DistributedDataParallel, or for ``fully_shard``.
 
     Raises:
@@ -98,7 +100,8 @@ class DistributedModelParallel(nn.Module):
         return CombinedOptimizer([(path, module.fused_optimizer) for path, module in self._sharded.items()])
 
     def init_parameters(self) -> None:
-        """Moves dense parameters and buffers to the device; those on ``meta`` are reset, equal on all ranks."""
+        """Moves dense parameters and buffers to the device; those on ``meta`` are reset, equal on all
+        ranks."""
         tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
         for child in self.module.modules():
             own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
@@ -106,10 +109,11 @@ class DistributedModelParallel(nn.Module):
                 child.to_empty(device=self._device, recurse=False)
                 if not hasattr(child, "reset_parameters"):
                     raise ValueError(
-                        f"{type(child).__name__} is on meta, but has no reset_parameters() to give it values. "
+                        f"{type(child).__name__} is on meta, but has no reset_parameters() to give it "
+                        f"values. "
                         "Build it on a device, or pass init_parameters=False and initialise it yourself."
                     )
-                child.reset_parameters()
+                child.reset_parameters()  # type: ignore[operator]
             elif own and not any(tensor in tables for tensor in own):
                 child._apply(lambda tensor: tensor.to(self._device), recurse=False)
         for parameter in self.module.parameters():
@@ -131,7 +135,8 @@ class DistributedModelParallel(nn.Module):
             self._init_fsdp2()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Registers a communication hook with DistributedDataParallel, such as compression of dense gradients."""
+        """Registers a communication hook with DistributedDataParallel, such as compression of dense
+        gradients."""
         wrapped = self._dmp_wrapped_module
         if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
             raise ValueError(f"communication hooks need dense='ddp', got dense={self._dense!r}.")
@@ -155,8 +160,9 @@ class DistributedModelParallel(nn.Module):
         """Buffers, by the names of the unsharded model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Whole tables (as DTensors where they are split) and dense values, by the names of the unsharded model."""
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Whole tables (as DTensors where they are split) and dense values, by the names of the unsharded
+        model."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

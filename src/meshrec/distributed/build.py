@@ -22,8 +22,10 @@ from meshrec.distributed.plan_checks import verify_module_plan, verify_same_plan
 from meshrec.distributed.routing import Rectangle, Routing, Table, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables, Tables
 from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
-from meshrec.distributed.table_init import init_rectangle, uniform_init
+from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
+from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
+from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.memory import use_huge_pages
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.optimizers import OptimizerSpec
@@ -33,9 +35,11 @@ class SourceTable(NamedTuple):
     """A table of the unsharded module."""
 
     table: Table
-    weight: Tensor
-    init_fn: Any
+    config: BaseEmbeddingConfig
+    weight: nn.Parameter
     spec: OptimizerSpec | None
+    state: dict[str, Any]
+    """What ``meshrec.fuse`` has gathered for it, by slot; nothing where the module is not fused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +50,7 @@ class BuildOptions:
     precision: CommsPrecision = CommsPrecision()
     sequence: bool = False
     weighted: bool = False
-    check_ids: bool = True
-    warn: bool = False
+    bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +72,17 @@ class Built:
         )
 
 
-def source_tables(configs: Sequence[Any], tables: nn.ModuleDict) -> list[SourceTable]:
-    """The tables of an unsharded module with their weights (perhaps on ``meta``) and optimizers."""
+def source_tables(module: TableCollection) -> list[SourceTable]:
+    """The tables of an unsharded module with their weights (perhaps on ``meta``), optimizers and their
+    state."""
+    state = module.fused_optimizer.state if module.is_fused else {}  # type: ignore[attr-defined]
     found = []
-    for config in configs:
-        weight = tables[config.name].weight
-        mean = getattr(getattr(config, "pooling", None), "name", "") == "MEAN"
+    for config, weight in module.tables().values():
+        mean = getattr(config, "pooling", None) is PoolingType.MEAN
         table = Table(
             config.name, config.num_embeddings, config.embedding_dim, tuple(config.feature_names), mean
         )
-        found.append(SourceTable(table, weight, getattr(config, "init_fn", None), in_backward_spec(weight)))
+        found.append(SourceTable(table, config, weight, in_backward_spec(weight), state.get(weight, {})))
     return found
 
 
@@ -117,13 +121,18 @@ def build(
             None if routing.replicated[t] else env.shard_mesh,
         )
     fused = {
-        table.name: _fused_table(shards[table.name], rule, t, (own, split), (routing.local.rectangles, local))
+        table.name: _fused_table(
+            shards[table.name],
+            rule,
+            t,
+            sources[t].state.get("step", 0),
+            (own, split),
+            (routing.local.rectangles, local),
+        )
         for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True))
         if rule is not None
     }
-    input_dist = InputDist(
-        routing, env, weighted=options.weighted, check_ids=options.check_ids, warn=options.warn
-    )
+    input_dist = InputDist(routing, env, weighted=options.weighted, bounds_check=options.bounds_check)
     tables = ShardedTables(
         routing,
         env,
@@ -159,7 +168,7 @@ def _allocate(
         source, rule = sources[rectangle.table], rules[rectangle.table]
         weight = nn.Parameter(_filled(rectangle, source, device, seed), source.weight.requires_grad)
         weights.append(weight)
-        state.append(make_state(None if rule is None else rule.spec, weight))
+        state.append([] if rule is None else _state(rule, rectangle, source, weight))
     return Tables(weights, state)
 
 
@@ -174,10 +183,21 @@ def _filled(rectangle: Rectangle, source: SourceTable, device: torch.device, see
         table=source.table.name,
         size=(source.table.num_rows, source.table.dim),
         first=(r0, c0),
-        init_fn=source.init_fn or uniform_init(source.table.num_rows),
+        init_fn=source.config.init_weight,
         seed=seed,
     )
     return weight
+
+
+def _state(rule: SpecRule, rectangle: Rectangle, source: SourceTable, weight: Tensor) -> list[Tensor]:
+    """New state, or this rectangle's part of what the unsharded module had gathered."""
+    _, r0, r1, c0, c1 = rectangle
+    state = make_state(rule.spec, weight)
+    for slot, part in zip(rule.spec.state_slots(), state, strict=True):
+        if slot.name in source.state:
+            rows = source.state[slot.name][r0:r1]
+            part.copy_(rows if slot.per_row else rows[:, c0:c1])
+    return state
 
 
 def _make_equal(tables: Tables, axis: Axis) -> None:
@@ -190,6 +210,7 @@ def _fused_table(
     shards: TableShards,
     rule: SpecRule,
     table: int,
+    step: int,
     *holders: tuple[Sequence[Rectangle], Tables],
 ) -> FusedTable:
     state = [
@@ -202,7 +223,7 @@ def _fused_table(
         slot.name: Slot(slot.per_row, [own[number] for own in state])
         for number, slot in enumerate(rule.spec.state_slots())
     }
-    return FusedTable(shards, rule, slots)
+    return FusedTable(shards, rule, slots, step)
 
 
 def _names(routing: Routing) -> list[str]:

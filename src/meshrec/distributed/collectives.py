@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist
-
 from meshrec.distributed.mesh import Axis
+from meshrec.ops.memory import use_huge_pages
 
 _ANSWER_SECONDS = 3.0
 # The older name warns where the newer one exists.
@@ -122,7 +120,7 @@ def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:
         counter[name] += (sum(elements) - elements[own]) * tensor.element_size()
 
 
-class _explained:  # noqa: N801 - reads as a word where it is used
+class _explained:
     """Turns an error of the backend into one that names collective and peers (a class: it is on the hot
     path).
     """

@@ -1,7 +1,6 @@
 """EmbeddingBagCollection and EmbeddingCollection with their tables split over ranks."""
 
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,12 @@ from meshrec.distributed.build import Built
 from meshrec.distributed.fused_optimizer import ShardedFusedOptimizer
 from meshrec.distributed.input_dist import Exchanging, Started
 from meshrec.distributed.sharded_tables import Results, ShardedTables
+from meshrec.modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 # B batch, D columns of all tables, N ids of a feature
@@ -23,7 +28,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
     the result is awaited; each starts what the next one waits for.
     """
 
-    def __init__(self, module: nn.Module, built: Built) -> None:
+    def __init__(self, module: EmbeddingBagCollection, built: Built) -> None:
         super().__init__()
         self.embedding_bags = nn.ModuleDict(built.shards)
         self._configs = module.embedding_bag_configs()
@@ -34,13 +39,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embedding_bags")
         self.plan = built.plan
 
-    def embedding_bag_configs(self) -> list[Any]:
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the whole tables."""
-        return list(self._configs)
+        return self._configs
 
     def is_weighted(self) -> bool:
         """Whether features carry per-sample weights."""
-        return bool(self._is_weighted)
+        return self._is_weighted
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""
@@ -69,7 +74,7 @@ class ShardedEmbeddingCollection(nn.Module):
     Taken apart for pipelines as ShardedEmbeddingBagCollection is.
     """
 
-    def __init__(self, module: nn.Module, built: Built) -> None:
+    def __init__(self, module: EmbeddingCollection, built: Built) -> None:
         super().__init__()
         self.embeddings = nn.ModuleDict(built.shards)
         self._configs = module.embedding_configs()
@@ -78,9 +83,9 @@ class ShardedEmbeddingCollection(nn.Module):
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embeddings")
         self.plan = built.plan
 
-    def embedding_configs(self) -> list[Any]:
+    def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the whole tables."""
-        return list(self._configs)
+        return self._configs
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""

@@ -2,6 +2,7 @@
 tables.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,18 @@ from meshrec.optim.optimizers import OptimizerSpec
 
 
 class SpecRule:
-    """One spec, with the learning rate of now and the number of updates so far."""
+    """One spec, with its numbers of now and the count of updates so far.
 
-    def __init__(self, spec: OptimizerSpec) -> None:
-        self.spec, self.steps = spec, torch.zeros(())
-        self.group: dict[str, Any] = {"params": [], "lr": spec.lr}
+    Args:
+        seed: of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
+    """
+
+    def __init__(self, spec: OptimizerSpec, *, seed: int = 1) -> None:
+        self.spec, self._seed = spec, seed
+        self._numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        self.group: dict[str, Any] = {"params": [], **self._numbers}
+        self.states: list[dict[str, Any]] = []
+        """The state of every table of this rule; each holds the count as ``"step"``."""
 
     @property
     def code(self) -> int:
@@ -31,13 +39,28 @@ class SpecRule:
         """What users call it."""
         return type(self.spec).__name__
 
+    @property
+    def step(self) -> int:
+        """The number of updates."""
+        return int(self.states[0]["step"])
+
     def hyper(self, row_dim: int) -> Tensor:
-        """The numbers of the present update."""
-        return self.spec.hyper(lr=float(self.group["lr"]), step=int(self.steps), row_dim=row_dim)
+        """The numbers of the present update, as ``param_groups`` has them."""
+        spec = self._current()
+        return spec.hyper(lr=spec.lr, step=self.step, seed=self._seed, row_dim=row_dim)
 
     def advance(self) -> None:
         """Begins a new update."""
-        self.steps += 1
+        for state in self.states:
+            state["step"] += 1
+
+    def _current(self) -> OptimizerSpec:
+        changed: dict[str, Any] = {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in self.group.items()
+            if key in self._numbers and value != self._numbers[key]
+        }
+        return dataclasses.replace(self.spec, **changed) if changed else self.spec
 
 
 def make_state(spec: OptimizerSpec | None, weight: Tensor) -> list[Tensor]:
@@ -63,6 +86,8 @@ class FusedTable(NamedTuple):
     shards: TableShards
     rule: SpecRule
     slots: dict[str, Slot]
+    first_step: int = 0
+    """Updates that the table has had before."""
 
 
 class ShardedFusedOptimizer(KeyedOptimizer):
@@ -88,7 +113,8 @@ class ShardedFusedOptimizer(KeyedOptimizer):
                 name: table.shards.whole(slot.parts, per_row=slot.per_row)
                 for name, slot in table.slots.items()
             }
-            state[params[name]] = {**whole, "step": table.rule.steps}
+            state[params[name]] = {"step": table.first_step, **whole}
+            table.rule.states.append(state[params[name]])
         super().__init__(params, state, groups)
         self.register_load_state_dict_pre_hook(_load_split)
 
@@ -123,6 +149,7 @@ def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     """Copies the parts of split tables; what is left for ``load_state_dict`` is the same tensors again."""
     assert isinstance(optimizer, ShardedFusedOptimizer)
     state = {name: dict(slots) for name, slots in state_dict.get("state", {}).items()}
+    _check_steps(optimizer, state)
     own = optimizer.state_dict()["state"]
     for name, table in optimizer._tables.items():
         for slot, (per_row, parts) in table.slots.items():
@@ -130,3 +157,19 @@ def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
                 table.shards.load(parts, state[name][slot], f"{name}: {slot}", per_row=per_row)
                 state[name][slot] = own[name][slot]
     return {**state_dict, "state": state}
+
+
+def _check_steps(optimizer: ShardedFusedOptimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Tables of one rule are updated together, so they count together."""
+    seen: dict[int, tuple[str, int]] = {}
+    for name, table in optimizer._tables.items():
+        if "step" not in state.get(name, {}):
+            continue
+        step = int(state[name]["step"])
+        first, expected = seen.setdefault(id(table.rule), (name, step))
+        if step != expected:
+            raise ValueError(
+                f"{name!r} has had {step} updates and {first!r} {expected}, but they share "
+                f"{table.rule.name}. "
+                "Give them optimizers that differ in some number, or load a state in which they agree."
+            )

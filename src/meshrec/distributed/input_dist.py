@@ -16,6 +16,7 @@ import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist
 from meshrec.distributed.collectives import InFlight, Splits, all_to_all, gather_objects
 from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.routing import Routing
+from meshrec.modules import BoundsCheckMode
 from meshrec.sparse import KeyedJaggedTensor
 
 # U uses, Q routes, R ranks, K keys, N ids
@@ -99,21 +100,16 @@ class Exchanging:
 class InputDist:
     """The id routing of one module: ``finish(exchange(start(features)))``.
 
-    ``weighted``: whether the caller gives per-sample weights. ``check_ids``: ids outside a table raise;
-    without it they count as row 0, and with ``warn`` the log says so once.
+    ``weighted``: whether the caller gives per-sample weights. ``bounds_check``: what happens to ids outside
+    their table; with WARN and OFF they count as row 0 (a remote rank's memory is never read out of bounds).
     """
 
     def __init__(
-        self,
-        routing: Routing,
-        env: ShardingEnv,
-        *,
-        weighted: bool,
-        check_ids: bool = True,
-        warn: bool = False,
+        self, routing: Routing, env: ShardingEnv, *, weighted: bool, bounds_check: BoundsCheckMode
     ) -> None:
         self._routing, self._env = routing, env
-        self._weighted, self._check_ids, self._warn = weighted, check_ids, warn
+        self._weighted, self._bounds_check = weighted, bounds_check
+        self.num_clamped_ids = 0
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
         self._keys: tuple[Sequence[str], list[int]] | None = None
@@ -199,10 +195,10 @@ class InputDist:
             self._router,
             self._env.shard.size + 1,
             self._routing.wide,
-            self._check_ids,
+            self._bounds_check is BoundsCheckMode.ERROR,
             self._routing.names,
         )
-        if self._warn and bool(bad.any()):
+        if self._bounds_check is BoundsCheckMode.WARN and bool(bad.any()):
             self._report(bad.tolist())
         batches = [strides[key] for key in positions]
         return SourceIds(values, offsets, segments, len(keys), positions, counts, batches), payload, header
@@ -211,23 +207,23 @@ class InputDist:
         place = {key: position for position, key in enumerate(keys)}
         if missing := [feature for feature in self._features if feature not in place]:
             raise ValueError(
-                f"feature {missing[0]!r} is missing: the features are {list(keys)}, the tables read "
-                f"{sorted(set(self._features))}. Give every feature, empty ones too."
+                f"features {sorted(set(missing))} are missing: the input has the keys {list(keys)}. "
+                "Add them to the input, with empty bags where there are no ids."
             )
         return [place[feature] for feature in self._features]
 
     def _report(self, bad: list[int]) -> None:
-        self._warn = False
-        for use, count in zip(self._routing.uses, bad, strict=True):
-            if count:
-                _logger.warning(
-                    "table %r: %d ids of feature %r are outside [0, %d) and count as row 0 "
-                    "(further warnings of this collection are left out)",
-                    self._routing.tables[use.table].name,
-                    count,
-                    use.feature,
-                    self._routing.tables[use.table].num_rows,
-                )
+        if self.num_clamped_ids == 0:
+            worst = max(range(len(bad)), key=bad.__getitem__)
+            use = self._routing.uses[worst]
+            _logger.warning(
+                "%d ids lie outside their table, most of them of feature %r in table %r; row 0 takes their "
+                "place. This is said once; num_clamped_ids counts on.",
+                sum(bad),
+                use.feature,
+                self._routing.tables[use.table].name,
+            )
+        self.num_clamped_ids += sum(bad)
 
     def _world_rows(self, header: Tensor) -> Tensor:
         """A row for every rank of the world: ranks of other replica groups learn the status only."""

@@ -125,7 +125,7 @@ class PooledOutput:
         self._precision = precision
         self._dim = routing.work[env.shard.rank].dim
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
-            self._hops = node_hops(routing, env)
+            self._hops: tuple[Hop, ...] = node_hops(routing, env)
             num_nodes, size = env.node.size, env.local.size
             self.blocks = [n * size + local for local in range(size) for n in range(num_nodes)]
             self._own_local = env.local.rank

@@ -138,8 +138,8 @@ class Routing:
         for number, (_, use, r0, r1) in enumerate(routes):
             of_use[use].append((number, r0, r1))
         cut_begin, cuts, interval_begin, interval_routes = [0], [], [0], []
-        for use, own in zip(self.uses, of_use, strict=True):
-            edges = {0, self.tables[use.table].num_rows}
+        for reader, own in zip(self.uses, of_use, strict=True):
+            edges = {0, self.tables[reader.table].num_rows}
             use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in own)))
             cuts += use_cuts
             cut_begin.append(len(cuts))

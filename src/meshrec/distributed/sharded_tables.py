@@ -17,8 +17,8 @@ from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
 from meshrec.distributed.routing import Routing
-from meshrec.sparse import KeyedJaggedTensor
 from meshrec.distributed.updates import FusedRule, TableUpdates, distinct
+from meshrec.sparse import KeyedJaggedTensor
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class ShardedTables:
         batches = arrived.message.header[:, 3].tolist()
         asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
         step = Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
-        received, local = _Send.apply(self, step, *self.split.weights, *self.local.weights)
+        received, local = _apply(_Send, self, step, *self.split.weights, *self.local.weights)
         return Results(self, step, received, local)
 
     def uses_in_order(self) -> list[int]:
@@ -178,7 +178,7 @@ class Results:
 
     def wait(self) -> Tensor:
         """[B, D] for pooled tables, else flat rows per id."""
-        out: Tensor = _Receive.apply(self._tables, self.step, self._received, self._local)
+        out: Tensor = _apply(_Receive, self._tables, self.step, self._received, self._local)
         return out
 
 
@@ -210,3 +210,8 @@ class _Receive(torch.autograd.Function):
         # The gradient of what was received travels in the step: it is what the other side's backward waits
         # for.
         return None, None, ctx.like.new_zeros(()).expand_as(ctx.like), local
+
+
+# Typed here, because torch's own is not.
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]

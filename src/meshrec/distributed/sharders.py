@@ -55,9 +55,10 @@ class EmbeddingBagCollectionSharder:
             optimizer=self.optimizer,
             precision=self.precision,
             weighted=module.is_weighted(),
+            bounds_check=module.bounds_check,
         )
-        sources = source_tables(module.embedding_bag_configs(), module.embedding_bags)
-        return ShardedEmbeddingBagCollection(module, build(sources, plan, env, device, options))
+        built = build(source_tables(module), plan, env, device, options)
+        return ShardedEmbeddingBagCollection(module, built)
 
 
 class EmbeddingCollectionSharder:
@@ -78,9 +79,13 @@ class EmbeddingCollectionSharder:
     ) -> ShardedEmbeddingCollection:
         """The sharded module; see ``EmbeddingBagCollectionSharder.shard``."""
         env, device = _place(env, device)
-        options = BuildOptions(optimizer=self.optimizer, precision=self.precision, sequence=True)
-        sources = source_tables(module.embedding_configs(), module.embeddings)
-        return ShardedEmbeddingCollection(module, build(sources, plan, env, device, options))
+        options = BuildOptions(
+            optimizer=self.optimizer,
+            precision=self.precision,
+            sequence=True,
+            bounds_check=module.bounds_check,
+        )
+        return ShardedEmbeddingCollection(module, build(source_tables(module), plan, env, device, options))
 
 
 def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:

@@ -101,5 +101,5 @@ def _distinct_rows(
     parts: list[Tensor], offsets: list[tuple[int, ...]]
 ) -> tuple[list[Tensor], list[tuple[int, ...]]]:
     """Rectangles side by side hold the same numbers per row: one of them speaks for all."""
-    first = {offset: part for offset, part in reversed(list(zip(offsets, parts, strict=True)))}
+    first = dict(reversed(list(zip(offsets, parts, strict=True))))
     return list(first.values()), list(first)

@@ -14,12 +14,6 @@ from torch import Tensor
 _BLOCK_ELEMENTS = 1 << 18
 
 
-def uniform_init(num_embeddings: int) -> Callable[[Tensor], Any]:
-    """The default: uniform in +-1/sqrt(rows), as TorchRec has it."""
-    bound = num_embeddings**-0.5
-    return lambda block: block.uniform_(-bound, bound)
-
-
 def init_rectangle(
     target: Tensor,
     *,

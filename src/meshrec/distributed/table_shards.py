@@ -30,8 +30,8 @@ class TableShards(nn.Module):
         self._table, self.rectangles, self._mesh = table, list(rectangles), mesh
         for position, weight in enumerate(weights):
             self.register_parameter(_name(position), weight)
-        self.register_state_dict_post_hook(_put_whole)
-        self.register_load_state_dict_pre_hook(_take_whole)
+        self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
 
     def shards(self) -> list[nn.Parameter]:
         """The rectangles that are here."""

@@ -1,7 +1,8 @@
 """DLRM and DLRM-DCN, from parts that can be recombined.
 
-Naumov et al.: "Deep learning recommendation model for personalization and recommendation systems" (2019); with a cross
-network in place of dot products: Wang et al.: "DCN V2" (2021), as in the MLPerf training benchmark.
+Naumov et al.: "Deep learning recommendation model for personalization and recommendation systems" (2019);
+with a cross network in place of dot products: Wang et al.: "DCN V2" (2021), as in the MLPerf training
+benchmark.
 """
 
 from collections.abc import Sequence
@@ -160,8 +161,8 @@ class DLRM_DCN(nn.Module):
     Args:
         dcn_num_layers: crosses.
         dcn_low_rank_dim: columns inside a cross.
-        embedding_bag_collection, dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes, dense_device: as
-            for DLRM.
+        embedding_bag_collection, dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes,
+            dense_device: as for DLRM.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class DLRMTrain(nn.Module):
 
 
 def _forward(model: nn.Module, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-    # The embeddings are asked for first and read last: with sharded tables they travel while the dense MLP runs.
+    # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
     sparse_arch: SparseArch = model.sparse_arch  # type: ignore[assignment]
     embeddings = sparse_arch.embedding_bag_collection(sparse_features)
     dense = model.dense_arch(dense_features)  # type: ignore[operator]

@@ -31,7 +31,8 @@ class CrossNet(nn.Module):
 
 
 class LowRankCrossNet(nn.Module):
-    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l`` with V_l from ``in_features`` to ``low_rank`` and W_l back.
+    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l`` with V_l from ``in_features`` to ``low_rank`` and W_l
+    back.
 
     Args:
         in_features: columns of input and output.

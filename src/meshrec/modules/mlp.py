@@ -1,5 +1,6 @@
 """Stacks of linear layers."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,7 +37,7 @@ class MLP(nn.Module):
         sizes = [in_size, *layer_sizes]
         self.layers = nn.ModuleList(
             nn.Linear(size, next_size, bias, device=device)
-            for size, next_size in zip(sizes[:-1], sizes[1:], strict=True)
+            for size, next_size in itertools.pairwise(sizes)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,9 +33,11 @@ def assert_equal_to_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Trains a model under ``plan`` and, beside it on every rank, the unsharded model on the batches of all ranks.
+    """Trains a model under ``plan`` and, beside it on every rank, the unsharded model on the batches of all
+    ranks.
 
-    Call it on every rank. Compared are the output of every step, and at the end every table and dense parameter.
+    Call it on every rank. Compared are the output of every step, and at the end every table and dense
+    parameter.
 
     Args:
         make_model: builds the model with the same weights each time; optimizers that
@@ -78,7 +80,8 @@ def compare(actual: Tensor, expected: Tensor, what: str, rtol: float, atol: floa
     if not bool(close.all()):
         worst = (actual - expected).abs().max().item()
         raise AssertionError(
-            f"{what} differs from the unsharded model's: {int((~close).sum())} of {close.numel()} values, by up "
+            f"{what} differs from the unsharded model's: {int((~close).sum())} of {close.numel()} "
+            f"values, by up "
             f"to {worst:g}."
         )
 

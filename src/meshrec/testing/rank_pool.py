@@ -79,10 +79,9 @@ class RankPool:
             if not ready:
                 missing = [rank for rank in range(self.world_size) if rank not in outcomes]
                 outcomes |= {rank: _Outcome(None, "no answer in time") for rank in missing}
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
-                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                    outcomes[rank] = self._pipes[rank].recv()
                 except EOFError:
                     self._processes[rank].join(1.0)
                     code = self._processes[rank].exitcode
@@ -119,7 +118,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.FileStore(  # type: ignore[attr-defined]
+            store, world_size
+        ),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds / 2),

@@ -84,6 +84,7 @@ def _mean_of_squares(rows: Rows, h: Hyper, g_UD: Tensor) -> Tensor:
 
 
 def decayed_gradient(rows: Rows, h: Hyper) -> Tensor:
+    """``g``, with the L2 term where there is one."""
     if h.decay_mode == L2_DECAY:
         return rows.gradient + h.weight_decay * rows.weight
     return rows.gradient
