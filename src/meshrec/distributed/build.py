@@ -17,7 +17,7 @@ from meshrec.distributed.fused_optimizer import (
 )
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.mesh import Axis, ShardingEnv
-from meshrec.distributed.output_dist import CommsPrecision
+from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.plan_checks import verify_module_plan, verify_same_plan
 from meshrec.distributed.routing import Rectangle, Routing, Table, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables, Tables
@@ -47,7 +47,7 @@ class BuildOptions:
     """What the sharder decides. ``optimizer``: for tables without one of their own."""
 
     optimizer: OptimizerSpec | None = None
-    precision: CommsPrecision = CommsPrecision()
+    precision: CommsPrecision = FULL_PRECISION
     sequence: bool = False
     weighted: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR

@@ -117,6 +117,6 @@ class ShardedEmbeddingCollection(nn.Module):
         for use, part in zip(order, parts, strict=True):
             values[use] = part.view(rows[use], self._dims[use])
         return {
-            name: JaggedTensor(value, offsets=offset - offset[0])
+            name: JaggedTensor.unchecked(value, None, None, offset - offset[0])
             for name, value, offset in zip(self._names, values, offsets, strict=True)
         }

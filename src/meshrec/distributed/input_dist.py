@@ -66,6 +66,8 @@ class LookupIds(NamedTuple):
     segments: Tensor
     batches: list[int]
     """Bags per route of each block, -1 where they differ."""
+    ragged: bool
+    """Whether they differ in some block."""
 
 
 class Arrived(NamedTuple):
@@ -114,6 +116,8 @@ class InputDist:
         self._features = [use.feature for use in routing.uses]
         self._keys: tuple[Sequence[str], list[int]] | None = None
         self._first = env.replicate.rank * env.shard.size
+        sizes = [_HEADER] * env.world.size
+        self._size_splits = Splits(sizes, sizes)
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes. Never raises for bad input: ``exchange`` does,
@@ -128,7 +132,8 @@ class InputDist:
             payload = torch.empty(0, dtype=torch.int32)
             header = torch.zeros(num_ranks + 1, _HEADER, dtype=torch.int64)
             header[:, 0] = 1
-        sizes = all_to_all(self._world_rows(header), self._size_splits(), self._env.world, "sizes of ids")
+        rows = header[:-1].reshape(-1) if self._env.replicate.size == 1 else self._world_rows(header)
+        sizes = all_to_all(rows, self._size_splits, self._env.world, "sizes of ids")
         own = payload.numel() - int(header[-1, 1])
         return Started(
             source,
@@ -163,13 +168,9 @@ class InputDist:
         values, offsets, weights, segments = torch.ops.meshrec.unpack_ids(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
         )
-        batches = message.header[:, 3].tolist()
+        batches = message.header[blocks, 3].tolist()
         return LookupIds(
-            values,
-            offsets,
-            weights if self._weighted else None,
-            segments,
-            [batches[block] for block in blocks],
+            values, offsets, weights if self._weighted else None, segments, batches, -1 in batches
         )
 
     def _route(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor, Tensor]:
@@ -227,16 +228,10 @@ class InputDist:
 
     def _world_rows(self, header: Tensor) -> Tensor:
         """A row for every rank of the world: ranks of other replica groups learn the status only."""
-        if self._env.replicate.size == 1:
-            return header[:-1].reshape(-1)
         rows = torch.zeros(self._env.world.size, _HEADER, dtype=torch.int64)
         rows[:, 0] = header[0, 0]
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
         return rows.view(-1)
-
-    def _size_splits(self) -> Splits:
-        splits = [_HEADER] * self._env.world.size
-        return Splits(splits, splits)
 
     def _raise(self, error: Exception | None) -> None:
         messages = gather_objects(None if error is None else str(error), self._env.world, "input errors")

@@ -41,6 +41,9 @@ class LookupTables:
         out_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.work, self.weights, self.sequence = work, list(weights), sequence
+        self.is_empty = not work.lookups
+        """Whether there is nothing to look up."""
+        self._dim = sum(lookup.width for lookup in work.lookups)
         self._out_dtype = out_dtype
         self._names = routing.names
         self._widths = [lookup.width for lookup in work.lookups]
@@ -54,21 +57,16 @@ class LookupTables:
         for lookup in work.lookups:
             self._route_widths[lookup.route] += lookup.width
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to look up."""
-        return not self.work.lookups
-
     def is_flat(self, ids: LookupIds) -> bool:
         """Whether outputs lie piece by piece, because rows of different lookups differ in number."""
-        return self.sequence or -1 in ids.batches
+        return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
         """Elements of the output for each block, that is for each rank that asked."""
         if self.is_empty:
             return [0] * len(ids.batches)
-        if not self.is_flat(ids):
-            dim = self.work.dim
+        if not (self.sequence or ids.ragged):
+            dim = self._dim
             return [batch * dim for batch in ids.batches]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
         rows = starts.diff().view(len(ids.batches), -1)
@@ -79,7 +77,7 @@ class LookupTables:
         """Rows for every block: [sum of batches, columns], or flat [num_elements]."""
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
-        flat = self.is_flat(ids)
+        flat = self.sequence or ids.ragged
         return torch.ops.meshrec.tbe_forward(  # type: ignore[no-any-return]
             self.weights,
             *ids[:4],
@@ -96,7 +94,7 @@ class LookupTables:
         grad = grad.float()
         if self.is_flat(ids) or self.is_empty:
             return grad.reshape(-1)
-        return grad.view(-1, self.work.dim)
+        return grad.view(-1, self._dim)
 
     def update(
         self,
@@ -150,7 +148,7 @@ class LookupTables:
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """[N] the gradient of the per-sample weights."""
-        values, offsets, _, segments, _ = ids
+        values, offsets, _, segments = ids[:4]
         return torch.ops.meshrec.tbe_sample_weight_grad(  # type: ignore[no-any-return]
             grad,
             self.weights,

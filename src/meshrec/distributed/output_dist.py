@@ -29,6 +29,10 @@ class CommsPrecision(NamedTuple):
     backward: torch.dtype = torch.float32
 
 
+FULL_PRECISION = CommsPrecision()
+"""Nothing is rounded on the way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hop:
     """The columns that arrive from each rank of an axis, and where they belong."""

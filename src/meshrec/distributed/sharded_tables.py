@@ -92,7 +92,7 @@ class ShardedTables:
         batches = arrived.message.header[:, 3].tolist()
         asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
         step = Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
-        received, local = _apply(_Send, self, step, *self.split.weights, *self.local.weights)
+        received, local = _send(self, step, *self.split.weights, *self.local.weights)
         return Results(self, step, received, local)
 
     def uses_in_order(self) -> list[int]:
@@ -178,7 +178,7 @@ class Results:
 
     def wait(self) -> Tensor:
         """[B, D] for pooled tables, else flat rows per id."""
-        out: Tensor = _apply(_Receive, self._tables, self.step, self._received, self._local)
+        out: Tensor = _receive(self._tables, self.step, self._received, self._local)
         return out
 
 
@@ -213,5 +213,5 @@ class _Receive(torch.autograd.Function):
 
 
 # Typed here, because torch's own is not.
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+_send: Any = _Send.apply
+_receive: Any = _Receive.apply

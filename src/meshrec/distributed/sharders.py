@@ -8,7 +8,7 @@ import torch
 from meshrec.distributed.build import BuildOptions, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
-from meshrec.distributed.output_dist import CommsPrecision
+from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.optim.from_torch import from_torch
@@ -32,7 +32,7 @@ class EmbeddingBagCollectionSharder:
 
     def __init__(self, fused_params: FusedParams = None, *, precision: CommsPrecision | None = None) -> None:
         self.optimizer = _spec(fused_params)
-        self.precision = precision or CommsPrecision()
+        self.precision = precision or FULL_PRECISION
 
     def shard(
         self,
@@ -68,7 +68,7 @@ class EmbeddingCollectionSharder:
 
     def __init__(self, fused_params: FusedParams = None, *, precision: CommsPrecision | None = None) -> None:
         self.optimizer = _spec(fused_params)
-        self.precision = precision or CommsPrecision()
+        self.precision = precision or FULL_PRECISION
 
     def shard(
         self,

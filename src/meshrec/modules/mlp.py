@@ -36,8 +36,7 @@ class MLP(nn.Module):
         self._activation = named[activation] if isinstance(activation, str) else activation
         sizes = [in_size, *layer_sizes]
         self.layers = nn.ModuleList(
-            nn.Linear(size, next_size, bias, device=device)
-            for size, next_size in itertools.pairwise(sizes)
+            nn.Linear(size, next_size, bias, device=device) for size, next_size in itertools.pairwise(sizes)
         )
 
     def forward(self, x: Tensor) -> Tensor:
