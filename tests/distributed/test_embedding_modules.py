@@ -266,6 +266,39 @@ def test_a_forward_takes_few_python_calls(ranks, sequence):
     assert len(calls) <= 60, calls
 
 
+def batch_size_per_feature(sequence):
+    env = environment("flat")
+    torch.manual_seed(0)
+    collection = make_collection(sequence)
+    kind = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
+    sharded = kind().shard(collection, make_plan(collection, MIXED, env), env)
+    generator = torch.Generator().manual_seed(env.world.rank)
+    strides = [2, 3 + env.world.rank, 1]
+    lengths = torch.randint(0, 3, (sum(strides),), generator=generator)
+    inverse = torch.stack([torch.randint(0, n, (4,), generator=generator) for n in strides])
+    ids = torch.zeros(int(lengths.sum()), dtype=torch.long)
+    features = KeyedJaggedTensor(
+        ["a", "b", "c"],
+        ids,
+        lengths=lengths,
+        stride_per_key=strides,
+        inverse_indices=(["a", "b", "c"], inverse),
+    )
+    found, expected = sharded(features), collection(features)
+    if not sequence:
+        return torch.allclose(found.values(), expected.values())
+    return all(
+        torch.allclose(found[name].values(), jagged.values())
+        and torch.equal(found[name].lengths().long(), jagged.lengths().long())
+        for name, jagged in expected.items()
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_batch_size_per_feature(ranks, sequence):
+    assert ranks(2).run(batch_size_per_feature, sequence) == [True, True]
+
+
 def untouched_inputs():
     env = environment("flat")
     collection = make_collection()

@@ -132,7 +132,14 @@ def build(
         for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True))
         if rule is not None
     }
-    input_dist = InputDist(routing, env, weighted=options.weighted, bounds_check=options.bounds_check)
+    input_dist = InputDist(
+        routing,
+        env,
+        device,
+        weighted=options.weighted,
+        sequence=options.sequence,
+        bounds_check=options.bounds_check,
+    )
     tables = ShardedTables(
         routing,
         env,

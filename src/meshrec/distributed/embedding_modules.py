@@ -47,6 +47,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """Whether features carry per-sample weights."""
         return self._is_weighted
 
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        return self._tables.num_clamped_ids
+
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""
         return self._tables.start(features)
@@ -86,6 +91,11 @@ class ShardedEmbeddingCollection(nn.Module):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the whole tables."""
         return self._configs
+
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        return self._tables.num_clamped_ids
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""

@@ -101,7 +101,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
     """
 
     def __init__(self, tables: Mapping[str, FusedTable]) -> None:
-        self._tables = dict(tables)
+        self.tables = dict(tables)
         params = {name: _stand_in(table.shards) for name, table in tables.items()}
         groups: list[dict[str, Any]] = []
         state: dict[Tensor, dict[str, Any]] = {}
@@ -151,7 +151,7 @@ def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     state = {name: dict(slots) for name, slots in state_dict.get("state", {}).items()}
     _check_steps(optimizer, state)
     own = optimizer.state_dict()["state"]
-    for name, table in optimizer._tables.items():
+    for name, table in optimizer.tables.items():
         for slot, (per_row, parts) in table.slots.items():
             if slot in state.get(name, {}):
                 table.shards.load(parts, state[name][slot], f"{name}: {slot}", per_row=per_row)
@@ -162,7 +162,7 @@ def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 def _check_steps(optimizer: ShardedFusedOptimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Tables of one rule are updated together, so they count together."""
     seen: dict[int, tuple[str, int]] = {}
-    for name, table in optimizer._tables.items():
+    for name, table in optimizer.tables.items():
         if "step" not in state.get(name, {}):
             continue
         step = int(state[name]["step"])

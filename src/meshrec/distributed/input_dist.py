@@ -107,10 +107,17 @@ class InputDist:
     """
 
     def __init__(
-        self, routing: Routing, env: ShardingEnv, *, weighted: bool, bounds_check: BoundsCheckMode
+        self,
+        routing: Routing,
+        env: ShardingEnv,
+        device: torch.device,
+        *,
+        weighted: bool,
+        sequence: bool,
+        bounds_check: BoundsCheckMode,
     ) -> None:
-        self._routing, self._env = routing, env
-        self._weighted, self._bounds_check = weighted, bounds_check
+        self._routing, self._env, self._device = routing, env, device
+        self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
         self.num_clamped_ids = 0
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
@@ -181,11 +188,19 @@ class InputDist:
         weights = features.weights_or_none()
         if self._weighted and weights is None:
             raise ValueError(
-                "this collection is weighted (is_weighted=True), but the features carry no weights. "
-                "Give weights, or build the collection with is_weighted=False."
+                "the collection is weighted (is_weighted=True) but the input has no weights. "
+                "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
+            )
+        if not self._sequence and features.variable_stride_per_key():
+            features = _expanded(features)
+        values, offsets = features.values(), features.offsets()
+        if values.device != self._device:
+            raise ValueError(
+                f"the input is on {values.device} and table {self._routing.tables[0].name!r} on "
+                f"{self._device}. "
+                "Move one to the other with .to()."
             )
         strides, segments = features.stride_per_key(), features.segments_or_none()
-        values, offsets = features.values(), features.offsets()
         payload, header, counts, bad = torch.ops.meshrec.route_ids(
             values,
             offsets,
@@ -239,3 +254,34 @@ class InputDist:
         if self._env.world.size == 1 and error is not None:
             raise error
         raise ValueError("\n".join(causes)) from error
+
+
+def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """One bag per sample and key, where equal bags had been dropped: what one result matrix needs.
+
+    Raises:
+        ValueError: without inverse indices, which say which bag each sample takes.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise ValueError(
+            f"the keys have batch sizes of their own, {features.stride_per_key()}, and one result matrix "
+            "needs one "
+            "batch size. Give the KeyedJaggedTensor inverse_indices, or equal batch sizes."
+        )
+    row_of = {key: row for row, key in enumerate(inverse[0])}
+    firsts = features.lengths_offset_per_key()
+    bags = torch.cat(
+        [
+            inverse[1][row_of[key]].long() + first
+            for key, first in zip(features.keys(), firsts[:-1], strict=True)
+        ]
+    )
+    lengths, starts = features.lengths()[bags], features.offsets()[bags].long()
+    ends = lengths.long().cumsum(0)
+    ids = torch.arange(int(ends[-1]), device=bags.device)
+    ids += torch.repeat_interleave(starts - (ends - lengths), lengths.long())
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        features.keys(), features.values()[ids], None if weights is None else weights[ids], lengths=lengths
+    )

@@ -74,6 +74,11 @@ class ShardedTables:
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
 
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        return self._input.num_clamped_ids
+
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""
         return self._input.start(features)

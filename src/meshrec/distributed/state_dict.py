@@ -35,6 +35,9 @@ def split_tensor(
     offsets = [(r.r0, r.c0)[: len(size)] for r in rectangles]
     if len(size) == 1:
         parts, offsets = _distinct_rows(parts, offsets)
+        if not parts:
+            # Torch takes a wrapper of nothing for a matrix; no rows behind the last one is a vector.
+            parts, offsets = [torch.empty(0)], [size]
     stride = (size[1], 1) if len(size) == 2 else (1,)
     return DTensor.from_local(
         LocalShardsWrapper(parts, offsets),

@@ -130,7 +130,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
         while (task := pipe.recv()) is not None:
             try:
                 outcome = _Outcome(getattr(_module(task.file, modules), task.name)(*task.args), None)
-            except Exception:
+            except BaseException:  # checkpoint errors are no Exceptions
                 outcome = _Outcome(None, traceback.format_exc())
             pipe.send(outcome)
     dist.destroy_process_group()
