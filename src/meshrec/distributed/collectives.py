@@ -1,0 +1,160 @@
+"""The collectives that sharded modules use: started here, waited for where the value is needed.
+
+A failure names the collective, this rank, and the ranks that do not answer; that is found out through the
+store of the process group, since a broken connection tells an address, not a rank.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrec.distributed.mesh import Axis
+from meshrec.ops.memory import use_huge_pages
+
+_ANSWER_SECONDS = 3.0
+_LARGE = 1 << 22  # bytes from which fresh memory is worth huge pages
+# The older name warns where the newer one exists.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_traffic: list[Counter[str]] = []
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not finish: a peer died, hung, or left."""
+
+
+@dataclass
+class InFlight:
+    """A collective under way; ``wait`` gives the tensor that it fills."""
+
+    tensor: Tensor
+    work: Any
+    name: str
+    group: dist.ProcessGroup | None
+
+    def wait(self) -> Tensor:
+        """Blocks (on CUDA: the current stream) until the tensor is filled. Raises CollectiveError."""
+        if self.work is not None:
+            work, self.work = self.work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _explained(error, self.name, self.group) from error
+        return self.tensor
+
+
+class Splits(NamedTuple):
+    """Elements for (or from) each rank of an axis."""
+
+    sent: list[int]
+    received: list[int]
+
+
+def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
+    """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis."""
+    group = axis.group
+    if group is None or axis.size == 1:
+        return InFlight(sent, None, name, None)
+    received = sent.new_empty(sum(splits.received))
+    if received.nbytes > _LARGE:
+        use_huge_pages(received)
+    if _traffic:
+        _count(name, sent, splits.sent, axis.rank)
+    try:
+        work = dist.all_to_all_single(
+            received, sent, splits.received, splits.sent, group=group, async_op=True
+        )
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    return InFlight(received, work, name, group)
+
+
+def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
+    """Starts gathering tensors of one shape: [size of the axis, *shape]."""
+    group = axis.group
+    if group is None or axis.size == 1:
+        return InFlight(sent[None], None, name, None)
+    received = sent.new_empty(axis.size * sent.numel())
+    if received.nbytes > _LARGE:
+        use_huge_pages(received)
+    if _traffic:
+        _count(name, sent, [sent.numel()] * axis.size, axis.rank)
+    try:
+        work = _all_gather(received, sent.reshape(-1), group=group, async_op=True)
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    return InFlight(received.view(axis.size, *sent.shape), work, name, group)
+
+
+def broadcast(tensor: Tensor, axis: Axis, name: str) -> None:
+    """Gives all ranks of an axis what its first rank has, in place."""
+    if axis.group is None or axis.size == 1:
+        return
+    try:
+        dist.broadcast(tensor, dist.get_global_rank(axis.group, 0), group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
+
+
+def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
+    """What every rank of an axis has; for start-up and failures only."""
+    if axis.group is None or axis.size == 1:
+        return [item]
+    items: list[Any] = [None] * axis.size
+    try:
+        dist.all_gather_object(items, item, group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
+    return items
+
+
+@contextmanager
+def measure_traffic() -> Iterator[Counter[str]]:
+    """Counts the bytes that this rank sends to others, by the name of the collective."""
+    counter: Counter[str] = Counter()
+    _traffic.append(counter)
+    try:
+        yield counter
+    finally:
+        _traffic.remove(counter)
+
+
+def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:
+    for counter in _traffic:
+        counter[name] += (sum(elements) - elements[own]) * tensor.element_size()
+
+
+def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> CollectiveError:
+    """An error of the backend as one that names collective and peers."""
+    ranks = dist.get_process_group_ranks(group)
+    silent = _silent_peers(ranks)
+    whom = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
+    return CollectiveError(
+        f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {whom}. See the log "
+        "of that "
+        "rank for the first error; restart all ranks from the last checkpoint. The backend says: "
+        f"{str(error).splitlines()[0]}"
+    )
+
+
+def _silent_peers(ranks: list[int]) -> list[int]:
+    """The ranks that do not report a failure of their own soon: a live peer sees this collective fail,
+    too.
+    """
+    me = dist.get_rank()
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"meshrec/failed/{me}", "1")
+        waiting = [rank for rank in ranks if rank != me]
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while waiting and time.monotonic() < deadline:
+            waiting = [rank for rank in waiting if not store.check([f"meshrec/failed/{rank}"])]
+            time.sleep(0.05)
+    except RuntimeError:
+        return [0]  # the store lives in rank 0
+    return waiting
