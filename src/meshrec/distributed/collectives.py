@@ -18,6 +18,8 @@ from torch import Tensor
 from meshrec.distributed.mesh import Axis
 
 _ANSWER_SECONDS = 3.0
+# The older name warns where the newer one exists.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []
 
 
@@ -68,10 +70,10 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     if axis.group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)
     _count(name, sent, [sent.numel()] * axis.size, axis.rank)
-    received = sent.new_empty(axis.size, *sent.shape)
+    received = sent.new_empty(axis.size * sent.numel())
     with _explained(name, axis.group):
-        work = dist.all_gather_into_tensor(received, sent, group=axis.group, async_op=True)
-    return InFlight(received, work, name, axis.group)
+        work = _all_gather(received, sent.reshape(-1), group=axis.group, async_op=True)
+    return InFlight(received.view(axis.size, *sent.shape), work, name, axis.group)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, name: str) -> InFlight:

@@ -104,7 +104,9 @@ class LookupTables:
     def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """A gradient in fp32 with the shape of the output."""
         grad = grad.float()
-        return grad.view(-1) if self.is_flat(ids) else grad.view(-1, self.work.dim)
+        if self.is_flat(ids) or self.is_empty:
+            return grad.reshape(-1)
+        return grad.view(-1, self.work.dim)
 
     def update(self, grad: Tensor, ids: LookupIds, group: UpdateGroup) -> None:
         """Steps the rectangles of a group in place."""
