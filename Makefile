@@ -1,12 +1,23 @@
 # The only thing to remember: make test, make lint, make bench.
 PYTHON ?= python3
+CXX ?= c++
 VENV ?= .venv
+VENV_PEERS ?= .venv-peers
 BIN := $(VENV)/bin
+PEERS := $(VENV_PEERS)/bin
 STAMP := $(VENV)/.installed
-KERNELS := src/meshrec/libmeshrec.so
-CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl)
+STAMP_PEERS := $(VENV_PEERS)/.installed
+PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: test lint format build bench clean
+KERNELS := src/meshrec/libmeshrec.so
+KERNEL_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl)
+CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
+
+# The kernels with the address and undefined-behaviour sanitizers, beside the real ones and never in their place.
+SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so
+SANITIZE_FLAGS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
+
+.PHONY: test lint format build bench sanitize peers parity example clean
 
 test: build
 	$(BIN)/python -m pytest -n 2
@@ -24,18 +35,47 @@ format: $(STAMP)
 
 build: $(STAMP) $(KERNELS)
 
-$(STAMP): pyproject.toml constraints.txt setup.py
+# The kernels have a rule of their own below: it compiles only what changed.
+$(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0" "setuptools>=77" wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
-	touch $(STAMP)
+	$(BIN)/$(PIP_INSTALL) torch "setuptools>=77" wheel
+	MESHREC_NO_KERNELS=1 $(BIN)/$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
+	touch $@
 
-$(KERNELS): $(CPP) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
+$(KERNELS): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
 	$(BIN)/python setup.py --quiet build_ext --inplace
-	test ! -e $(KERNELS) || touch $(KERNELS)
+	test ! -e $@ || touch $@
 
-bench: build
-	$(BIN)/python -m benchmarks
+# FBGEMM and TorchRec, to compare with in one process; they stay out of the environment that runs the tests.
+peers: $(STAMP_PEERS) $(KERNELS)
+
+$(STAMP_PEERS): pyproject.toml constraints.txt
+	test -x $(PEERS)/python || $(PYTHON) -m venv $(VENV_PEERS)
+	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest hypothesis numpy \
+		fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+	$(PEERS)/$(PIP_INSTALL) --no-deps torchrec==1.8.0
+	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e .
+	touch $@
+
+parity: peers
+	$(PEERS)/python -m pytest -m peers
+
+bench: peers
+	$(PEERS)/python -m benchmarks
+
+example: build
+	$(BIN)/python examples/first.py
+
+# libstdc++ is preloaded too: the sanitizer looks for its throw before Python has loaded it.
+sanitize: build $(SANITIZED)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 MESHREC_LIBRARY=$(SANITIZED) \
+	$(BIN)/python -m pytest -p no:cacheprovider tests/ops
+
+$(SANITIZED): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
+	CXXFLAGS="$(SANITIZE_FLAGS)" LDFLAGS="$(SANITIZE_FLAGS)" $(BIN)/python setup.py --quiet \
+		build_ext --build-lib build/sanitize/lib --build-temp build/sanitize/objects
+	touch $@
 
 clean:
-	rm -rf build $(VENV) $(KERNELS) src/*.egg-info
+	rm -rf build $(VENV) $(VENV_PEERS) $(KERNELS) src/*.egg-info

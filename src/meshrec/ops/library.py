@@ -1,6 +1,11 @@
-"""Loads the C++ kernels, or declares the same ops for the naive ones where nothing was compiled."""
+"""Loads the C++ kernels, or declares the same ops for the naive ones where nothing was compiled.
+
+The environment variable ``MESHREC_LIBRARY`` names another build of the kernels to load in place of the
+installed one (the sanitizer run does); where it names no file, the naive kernels serve.
+"""
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -8,7 +13,7 @@ import torch
 
 _logger = logging.getLogger("meshrec")
 _HERE = Path(__file__).parent
-_KERNELS = _HERE.parent / "libmeshrec.so"
+_KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.so")
 
 
 def schemas() -> list[str]:
@@ -25,7 +30,7 @@ def _load() -> torch.library.Library | None:
     _logger.warning(
         "no compiled kernels at %s: the plain torch kernels serve, at a fraction of the speed. "
         "Install a C++20 compiler and reinstall meshrec to get them.",
-        _KERNELS.name,
+        _KERNELS,
     )
     library = torch.library.Library("meshrec", "DEF")
     for schema in schemas():

@@ -1,0 +1,220 @@
+// The backward pass: gradients summed per touched row, and an optimizer step on that row in the same breath.
+#include <algorithm>
+#include <cmath>
+
+#include "runs.h"
+
+namespace meshrec {
+
+namespace {
+
+enum HyperSlot {
+  kLr,
+  kEps,
+  kWeightDecay,
+  kDecayMode,
+  kBeta1,
+  kBeta2,
+  kMomentum,
+  kTrustCoefficient,
+  kStep,
+  kSeed,
+  kRowDim,
+  kHyperSize = 12
+};
+
+Hyper make_hyper(const Tensor& tensor) {
+  if (tensor.scalar_type() != ScalarType::Double || tensor.numel() != kHyperSize || !tensor.is_cpu())
+    fail("hyper must be a float64 CPU tensor with ", int(kHyperSize), " entries.");
+  const Tensor held = as_contiguous(tensor);
+  const auto* h = static_cast<const double*>(held.const_data_ptr());
+  return {.lr = float(h[kLr]),
+          .eps = float(h[kEps]),
+          .weight_decay = float(h[kWeightDecay]),
+          .decay_mode = int(h[kDecayMode]),
+          .beta1 = float(h[kBeta1]),
+          .beta2 = float(h[kBeta2]),
+          .momentum = float(h[kMomentum]),
+          .trust_coefficient = float(h[kTrustCoefficient]),
+          .correction1 = float(1 - std::pow(h[kBeta1], h[kStep])),
+          .correction2 = float(1 - std::pow(h[kBeta2], h[kStep])),
+          .step = uint64_t(h[kStep]),
+          .seed = uint64_t(h[kSeed]),
+          .row_dim = h[kRowDim]};
+}
+
+struct StateShape {
+  int64_t num_slots;
+  bool row_wise[2];
+};
+
+StateShape state_shape(int64_t optimizer) {
+  switch (optimizer) {
+    case kSGD:
+      return {0, {false, false}};
+    case kAdagrad:
+    case kLARS:
+      return {1, {false, false}};
+    case kRowWiseAdagrad:
+      return {1, {true, false}};
+    case kAdam:
+    case kLAMB:
+      return {2, {false, false}};
+    case kPartialRowWiseAdam:
+    case kPartialRowWiseLAMB:
+      return {2, {false, true}};
+  }
+  fail("optimizer ", optimizer, " is unknown; codes 0 to ", int(kNumOptimizers) - 1, " exist.");
+}
+
+void check_dims(const Batch& batch, const Weights& weights) {
+  for (const Lookup& lookup : batch.lookups)
+    if (lookup.table >= 0 &&
+        (lookup.table >= int64_t(weights.dims.size()) || weights.dims[lookup.table] != lookup.dim))
+      fail("feature ", lookup.feature, " is ", lookup.dim, " wide but table ", lookup.table,
+           " is not. Give dims as in the forward.");
+}
+
+std::vector<float*> state_data(const std::vector<Tensor>& state, const StateShape& shape, const Weights& weights) {
+  const size_t num_tables = weights.tensors.size();
+  if (state.size() != shape.num_slots * num_tables)
+    fail("got ", state.size(), " state tensors for ", num_tables, " tables of an optimizer with ", shape.num_slots,
+         " state slots.");
+  std::vector<float*> data;
+  for (size_t k = 0; k < state.size(); ++k) {
+    const size_t table = k % num_tables;
+    const int64_t width = shape.row_wise[k / num_tables] ? 1 : weights.dims[table];
+    if (state[k].scalar_type() != ScalarType::Float || !state[k].is_contiguous() ||
+        state[k].numel() != weights.num_rows[table] * width)
+      fail("state tensor ", k, " must be contiguous float32 with ", weights.num_rows[table] * width, " elements.");
+    data.push_back(static_cast<float*>(state[k].mutable_data_ptr()));
+  }
+  return data;
+}
+
+void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor> sample_weights,
+                std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
+                std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat, std::vector<int64_t> dims,
+                std::vector<Tensor> weight_list, std::vector<Tensor> state, int64_t optimizer, Tensor hyper_tensor,
+                std::optional<Tensor> row_stats) {
+  const Weights weights = make_weights(std::move(weight_list), true);
+  const Batch batch =
+      make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
+  check_dims(batch, weights);
+  const StateShape shape = state_shape(optimizer);
+  const std::vector<float*> states = state_data(state, shape, weights);
+  const Hyper hyper = make_hyper(hyper_tensor);
+  const Tensor g = checked_grad(grad, batch);
+  std::optional<Tensor> stats;
+  if (row_stats.has_value()) {
+    stats = as_contiguous(*row_stats);
+    if (stats->scalar_type() != ScalarType::Float || stats->numel() != 3 * batch.num_ids)
+      fail("row_stats must be float32 [num_ids, 3].");
+    for (const Lookup& lookup : batch.lookups)
+      if (lookup.table >= 0 && lookup.pooling != kNone) fail("row_stats belong to lookups that are not pooled.");
+  }
+  const auto* stats_data = stats.has_value() ? static_cast<const float*>(stats->const_data_ptr()) : nullptr;
+  const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), weights.num_rows, stats_data);
+  const int64_t num_tables = weights.tensors.size();
+  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+    const Range& range = runs.ranges[task];
+    const TableRuns& table = runs.tables[range.table];
+    runs.sort(range);
+    UpdateArgs args{.runs = runs.arguments(range, task_scratch(table.dim)),
+                    .weight = weights.data[table.table],
+                    .state0 = shape.num_slots > 0 ? states[table.table] : nullptr,
+                    .state1 = shape.num_slots > 1 ? states[num_tables + table.table] : nullptr,
+                    .row_stats = table.row_stats,
+                    .hyper = hyper};
+    if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);
+    kernels().update[optimizer][weights.types[table.table]](args);
+  });
+}
+
+int64_t count_runs(const Pair* pairs, int64_t begin, int64_t end) {
+  int64_t count = 0;
+  for (int64_t i = begin; i < end; ++i) count += i == begin || pairs[i].row != pairs[i - 1].row;
+  return count;
+}
+
+std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor> sample_weights,
+                                    std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
+                                    std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat,
+                                    std::vector<int64_t> dims, std::vector<int64_t> num_rows) {
+  const Batch batch =
+      make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
+  const Tensor g = checked_grad(grad, batch);
+  const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
+  std::vector<int64_t> counts(runs.ranges.size());
+  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+    const Range& range = runs.ranges[task];
+    runs.sort(range);
+    counts[task] = count_runs(runs.tables[range.table].pairs, range.begin, range.end);
+  });
+
+  std::vector<int64_t> order(runs.ranges.size());
+  for (size_t k = 0; k < order.size(); ++k) order[k] = k;
+  std::sort(order.begin(), order.end(),
+            [&](int64_t a, int64_t b) { return runs.ranges[a].begin < runs.ranges[b].begin; });
+  std::vector<int64_t> starts(runs.ranges.size()), totals(runs.tables.size(), 0);
+  for (int64_t k : order) {
+    int64_t& total = totals[runs.ranges[k].table];
+    starts[k] = total;
+    total += counts[k];
+  }
+
+  std::vector<int64_t> index(num_rows.size(), -1), table_dims(num_rows.size(), 0);
+  for (size_t f = 0; f < tables.size(); ++f)
+    if (tables[f] >= 0) table_dims[tables[f]] = dims[f];
+  for (size_t t = 0; t < runs.tables.size(); ++t) index[runs.tables[t].table] = t;
+  std::vector<Tensor> result;
+  for (size_t t = 0; t < num_rows.size(); ++t) {
+    const int64_t rows = index[t] < 0 ? 0 : totals[index[t]];
+    result.push_back(torch::stable::new_empty(g, {rows}, ScalarType::Long));
+    result.push_back(torch::stable::new_empty(g, {rows, table_dims[t]}));
+  }
+  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+    const Range& range = runs.ranges[task];
+    const TableRuns& table = runs.tables[range.table];
+    kernels().sum({runs.arguments(range, task_scratch(table.dim)),
+                   static_cast<int64_t*>(result[2 * table.table].mutable_data_ptr()) + starts[task],
+                   static_cast<float*>(result[2 * table.table + 1].mutable_data_ptr()) + starts[task] * table.dim,
+                   false});
+  });
+  return result;
+}
+
+std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
+                                   std::optional<Tensor> sample_weights, std::optional<Tensor> segments,
+                                   int64_t num_keys, std::vector<int64_t> keys, std::vector<int64_t> tables,
+                                   std::vector<int64_t> pooling, bool flat, std::vector<int64_t> dims) {
+  const Weights weights = make_weights(std::move(weight_list), false);
+  const Batch batch =
+      make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
+  check_dims(batch, weights);
+  const Tensor g = checked_grad(grad, batch);
+  const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), weights.num_rows, nullptr);
+  std::vector<Tensor> result;
+  for (size_t t = 0; t < weights.tensors.size(); ++t)
+    result.push_back(torch::stable::new_zeros(g, {weights.num_rows[t], weights.dims[t]}));
+  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+    const Range& range = runs.ranges[task];
+    const TableRuns& table = runs.tables[range.table];
+    runs.sort(range);
+    kernels().sum({runs.arguments(range, task_scratch(table.dim)), nullptr,
+                   static_cast<float*>(result[table.table].mutable_data_ptr()), true});
+  });
+  for (size_t t = 0; t < weights.tensors.size(); ++t)
+    if (weights.types[t] != kFloat) result[t] = torch::stable::to(result[t], weights.tensors[t].scalar_type());
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("tbe_update", TORCH_BOX(&tbe_update));
+  m.impl("tbe_sparse_grad", TORCH_BOX(&tbe_sparse_grad));
+  m.impl("tbe_dense_grad", TORCH_BOX(&tbe_dense_grad));
+}
+
+}  // namespace meshrec

@@ -1,0 +1,294 @@
+// Puts the partial results that the ranks sent back in table order, and takes gradients apart the same way.
+// Arguments and results are documented in ops/dist/naive.py.
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstring>
+
+#include "router.h"
+
+namespace meshrec {
+namespace {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+// Calls work with a null pointer of the element type.
+template <typename Work>
+void with_floats(ScalarType type, const Work& work) {
+  if (type == ScalarType::Float) return work(static_cast<float*>(nullptr));
+  if (type == ScalarType::Half) return work(static_cast<Half*>(nullptr));
+  if (type == ScalarType::BFloat16) return work(static_cast<BFloat16*>(nullptr));
+  fail("embeddings travel as float32, float16 or bfloat16, got another type");
+}
+
+template <typename To, typename From>
+void copy_scaled(To* to, const From* from, int64_t width, float scale) {
+  if constexpr (std::is_same_v<To, From>) {
+    if (scale == 1.0f) {
+      std::memcpy(to, from, width * sizeof(To));
+      return;
+    }
+  }
+  for (int64_t i = 0; i < width; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]) * scale);
+}
+
+template <typename From>
+void add_scaled(float* to, const From* from, int64_t width, float scale) {
+  for (int64_t i = 0; i < width; ++i) to[i] += static_cast<float>(from[i]) * scale;
+}
+
+// Columns of one source that are columns of the result.
+struct PooledPiece {
+  int64_t source, source_column, width, column, add, mean_use;
+};
+
+struct Pooled {
+  Tensor pieces_tensor;
+  const PooledPiece* pieces;
+  int64_t num_pieces, batch;
+  const std::vector<int64_t>& dims;
+  std::vector<int64_t> first_element;  // of every source's block
+  std::optional<Bags> bags;
+  const std::vector<int64_t>& keys;
+
+  Pooled(const Tensor& piece_rows, const std::vector<int64_t>& source_dims, int64_t batch_size,
+         const std::optional<Tensor>& offsets, const std::optional<Tensor>& segments, int64_t num_keys,
+         const std::vector<int64_t>& use_keys)
+      : pieces_tensor(contiguous(piece_rows)), batch(batch_size), dims(source_dims), keys(use_keys) {
+    static_assert(sizeof(PooledPiece) == 6 * sizeof(int64_t));
+    pieces = reinterpret_cast<const PooledPiece*>(pieces_tensor.const_data_ptr<int64_t>());
+    num_pieces = pieces_tensor.numel() / 6;
+    if (offsets) bags.emplace(*offsets, segments, num_keys, -1);
+    int64_t element = 0;
+    for (int64_t dim : dims) {
+      first_element.push_back(element);
+      element += batch * dim;
+    }
+    first_element.push_back(element);
+  }
+
+  float scale(const PooledPiece& piece, int64_t sample) const {
+    if (piece.mean_use < 0) return 1.0f;
+    const int64_t* bag = bags->offsets + bags->first_bag[keys[piece.mean_use]] + sample;
+    return bag[1] > bag[0] ? 1.0f / static_cast<float>(bag[1] - bag[0]) : 0.0f;
+  }
+
+  bool is_local(const PooledPiece& piece) const {
+    return piece.source == static_cast<int64_t>(dims.size());
+  }
+
+  template <typename Work>
+  void for_samples(const Work& work) const {
+    constexpr int64_t kChunk = 64;
+    parallel_tasks((batch + kChunk - 1) / kChunk, [&](int64_t chunk) {
+      const int64_t end = std::min(batch, (chunk + 1) * kChunk);
+      for (int64_t sample = chunk * kChunk; sample < end; ++sample) work(sample);
+    });
+  }
+};
+
+Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces, std::vector<int64_t> dims,
+                     int64_t batch, int64_t out_dim, std::optional<Tensor> offsets, std::optional<Tensor> segments,
+                     int64_t num_keys, std::vector<int64_t> keys) {
+  const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
+  if (received.numel() != pooled.first_element.back()) {
+    fail("received ", received.numel(), " elements in place of ", pooled.first_element.back());
+  }
+  const Tensor source = contiguous(received);
+  std::optional<Tensor> own;
+  if (local) own = contiguous(*local);
+  const int64_t own_dim = own && batch > 0 ? own->numel() / batch : 0;
+  const float* own_rows = own ? own->const_data_ptr<float>() : nullptr;
+  Tensor out = torch::stable::empty({batch, out_dim}, ScalarType::Float);
+  float* rows = out.mutable_data_ptr<float>();
+  with_floats(source.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* elements = static_cast<const T*>(source.const_data_ptr());
+    pooled.for_samples([&](int64_t sample) {
+      for (int64_t p = 0; p < pooled.num_pieces; ++p) {
+        const PooledPiece& piece = pooled.pieces[p];
+        float* to = rows + sample * out_dim + piece.column;
+        const float scale = pooled.scale(piece, sample);
+        if (pooled.is_local(piece)) {
+          copy_scaled(to, own_rows + sample * own_dim + piece.source_column, piece.width, scale);
+          continue;
+        }
+        const T* from = elements + pooled.first_element[piece.source] + sample * pooled.dims[piece.source] +
+                        piece.source_column;
+        if (piece.add) {
+          add_scaled(to, from, piece.width, scale);
+        } else {
+          copy_scaled(to, from, piece.width, scale);
+        }
+      }
+    });
+  });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vector<int64_t> dims, int64_t local_dim,
+                                          std::optional<Tensor> offsets, std::optional<Tensor> segments,
+                                          int64_t num_keys, std::vector<int64_t> keys, double scale,
+                                          ScalarType dtype) {
+  const Tensor source = contiguous(grad);
+  if (source.scalar_type() != ScalarType::Float || source.dim() != 2) fail("the gradient must be 2-D float32");
+  const int64_t batch = source.size(0), grad_dim = source.size(1);
+  const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
+  const float* rows = source.const_data_ptr<float>();
+  Tensor sent = torch::stable::empty({pooled.first_element.back()}, dtype);
+  Tensor own = torch::stable::empty({batch, local_dim}, ScalarType::Float);
+  float* own_rows = own.mutable_data_ptr<float>();
+  with_floats(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* elements = static_cast<T*>(sent.mutable_data_ptr());
+    pooled.for_samples([&](int64_t sample) {
+      for (int64_t p = 0; p < pooled.num_pieces; ++p) {
+        const PooledPiece& piece = pooled.pieces[p];
+        const float* from = rows + sample * grad_dim + piece.column;
+        const float factor = static_cast<float>(scale) * pooled.scale(piece, sample);
+        if (pooled.is_local(piece)) {
+          copy_scaled(own_rows + sample * local_dim + piece.source_column, from, piece.width, factor);
+        } else {
+          copy_scaled(elements + pooled.first_element[piece.source] + sample * pooled.dims[piece.source] +
+                          piece.source_column,
+                      from, piece.width, factor);
+        }
+      }
+    });
+  });
+  return {sent, own};
+}
+
+// What a rank's lookup gives for one route: some columns of every id that was sent on it.
+struct SequenceLookup {
+  int64_t route, use, column, width;
+};
+
+// Walks the ids of one use in order, and with them the rows of all lookups that hold a part of them: since routing
+// keeps the order of ids, every lookup's rows are read one after the other.
+struct Sequence {
+  const Router router;
+  const Bags bags;
+  const std::vector<int64_t>& keys;
+  const std::vector<int64_t>& dims;
+  Tensor lookups_tensor;
+  const SequenceLookup* lookups;
+  int64_t num_lookups;
+  std::vector<int64_t> first_element, route_begin;  // of every lookup; the lookups of every route
+  std::vector<int64_t> out_begin;                   // of every use
+
+  Sequence(const Tensor& offsets, const std::optional<Tensor>& segments, int64_t num_keys,
+           const std::vector<int64_t>& use_keys, const std::vector<Tensor>& router_tensors,
+           const Tensor& lookup_rows, const Tensor& counts, const std::vector<int64_t>& use_dims, int64_t num_ids)
+      : router(router_tensors),
+        bags(offsets, segments, num_keys, num_ids),
+        keys(use_keys),
+        dims(use_dims),
+        lookups_tensor(contiguous(lookup_rows)) {
+    static_assert(sizeof(SequenceLookup) == 4 * sizeof(int64_t));
+    lookups = reinterpret_cast<const SequenceLookup*>(lookups_tensor.const_data_ptr<int64_t>());
+    num_lookups = lookups_tensor.numel() / 4;
+    const Tensor count_tensor = contiguous(counts);
+    const int64_t* count = count_tensor.const_data_ptr<int64_t>();
+    int64_t element = 0;
+    route_begin.assign(router.num_routes + 1, 0);
+    for (int64_t i = 0; i < num_lookups; ++i) {
+      first_element.push_back(element);
+      element += count[lookups[i].route] * lookups[i].width;
+      route_begin[lookups[i].route + 1] = i + 1;  // lookups come in the order of their routes
+    }
+    for (int64_t route = 0; route < router.num_routes; ++route) {
+      route_begin[route + 1] = std::max(route_begin[route + 1], route_begin[route]);
+    }
+    first_element.push_back(element);
+    out_begin.push_back(0);
+    for (size_t use = 0; use < keys.size(); ++use) {
+      out_begin.push_back(out_begin.back() + bags.num_ids(keys[use]) * dims[use]);
+    }
+  }
+
+  // Calls visit(first element in the payload, first element in the result, width) for every part of every row.
+  template <typename Id, typename Visit>
+  void walk(int64_t use, const Id* values, std::vector<int64_t>& cursor, const Visit& visit) const {
+    const IntervalFinder interval_of(router, use);
+    const int64_t num_rows = router.num_rows(use), dim = dims[use];
+    if (dim == 0) return;
+    const int64_t* routes_begin = router.interval_begin + router.first_interval(use);
+    const int64_t first = bags.first_id(keys[use]), count = bags.num_ids(keys[use]);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = values[first + i];
+      const int64_t interval = interval_of(id < 0 || id >= num_rows ? 0 : id);
+      for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
+        const int64_t route = router.interval_routes[at];
+        for (int64_t l = route_begin[route]; l < route_begin[route + 1]; ++l) {
+          visit(cursor[l], out_begin[use] + i * dim + lookups[l].column, lookups[l].width);
+          cursor[l] += lookups[l].width;
+        }
+      }
+    }
+  }
+
+  template <typename Visit>
+  void for_rows(const Tensor& values, const Visit& visit) const {
+    const Tensor ids = contiguous(values);
+    std::vector<int64_t> cursor(first_element.begin(), first_element.end() - 1);  // uses touch their own lookups
+    parallel_tasks(static_cast<int64_t>(keys.size()), [&](int64_t use) {
+      if (ids.scalar_type() == ScalarType::Int) {
+        walk(use, ids.const_data_ptr<int32_t>(), cursor, visit);
+      } else {
+        walk(use, ids.const_data_ptr<int64_t>(), cursor, visit);
+      }
+    });
+  }
+};
+
+Tensor gather_sequence(Tensor received, Tensor values, Tensor offsets, std::optional<Tensor> segments,
+                       int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router, Tensor lookups,
+                       Tensor counts, std::vector<int64_t> dims) {
+  const Sequence sequence(offsets, segments, num_keys, keys, router, lookups, counts, dims, values.numel());
+  if (received.numel() != sequence.first_element.back()) {
+    fail("received ", received.numel(), " elements in place of ", sequence.first_element.back());
+  }
+  const Tensor source = contiguous(received);
+  Tensor out = torch::stable::empty({sequence.out_begin.back()}, ScalarType::Float);
+  float* to = out.mutable_data_ptr<float>();
+  with_floats(source.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* from = static_cast<const T*>(source.const_data_ptr());
+    sequence.for_rows(values, [&](int64_t element, int64_t row, int64_t width) {
+      copy_scaled(to + row, from + element, width, 1.0f);
+    });
+  });
+  return out;
+}
+
+Tensor scatter_sequence(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor> segments,
+                        int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router, Tensor lookups,
+                        Tensor counts, std::vector<int64_t> dims, double scale, ScalarType dtype) {
+  const Sequence sequence(offsets, segments, num_keys, keys, router, lookups, counts, dims, values.numel());
+  const Tensor source = contiguous(grad);
+  if (source.scalar_type() != ScalarType::Float || source.numel() != sequence.out_begin.back()) {
+    fail("the gradient must be float32 with ", sequence.out_begin.back(), " elements, got ", source.numel());
+  }
+  const float* from = source.const_data_ptr<float>();
+  Tensor sent = torch::stable::empty({sequence.first_element.back()}, dtype);
+  with_floats(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* to = static_cast<T*>(sent.mutable_data_ptr());
+    sequence.for_rows(values, [&](int64_t element, int64_t row, int64_t width) {
+      copy_scaled(to + element, from + row, width, static_cast<float>(scale));
+    });
+  });
+  return sent;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("gather_pooled", TORCH_BOX(&gather_pooled));
+  m.impl("scatter_pooled", TORCH_BOX(&scatter_pooled));
+  m.impl("gather_sequence", TORCH_BOX(&gather_sequence));
+  m.impl("scatter_sequence", TORCH_BOX(&scatter_sequence));
+}
+
+}  // namespace
+}  // namespace meshrec

@@ -1,0 +1,124 @@
+// The inner loops, compiled once per instruction set (kernels_*.cpp include kernels.inl) and chosen at run time.
+// Plain pointers only: this header is shared by translation units built with different machine flags, so it must
+// not pull in inline functions that a linker could take from the wrong one.
+#pragma once
+
+#include <cstdint>
+
+namespace meshrec {
+
+enum WeightType : int { kFloat = 0, kHalf = 1, kBFloat16 = 2, kNumWeightTypes = 3 };
+
+enum Optimizer : int {
+  kSGD,
+  kAdagrad,
+  kRowWiseAdagrad,
+  kAdam,
+  kPartialRowWiseAdam,
+  kLAMB,
+  kPartialRowWiseLAMB,
+  kLARS,
+  kNumOptimizers
+};
+
+enum WeightDecay : int { kNoDecay, kL2, kDecoupled };
+
+// Pools the bags [0, num_bags) of one table: bag b holds ids[offsets[b] .. offsets[b + 1]).
+struct PoolArgs {
+  const void* weight;  // [num_rows, dim]
+  int64_t dim;
+  const void* ids;
+  const int64_t* offsets;       // absolute positions in ids
+  const float* sample_weights;  // by position in ids, or null
+  int64_t num_bags;
+  bool mean;
+  float* out;
+  int64_t out_stride;
+};
+
+// Copies one row per id: out row i is the row of ids[i].
+struct GatherArgs {
+  const void* weight;
+  int64_t dim;
+  const void* ids;
+  int64_t num_ids;
+  float* out;  // [num_ids, dim]
+};
+
+// d(out) / d(sample weight): the dot product of each id's row and its bag's gradient.
+struct DotArgs {
+  const void* weight;
+  int64_t dim;
+  const void* ids;
+  const int64_t* offsets;
+  int64_t num_bags;
+  bool mean;
+  const float* grad;
+  int64_t grad_stride;
+  float* out;  // by position in ids
+};
+
+struct Pair {
+  uint32_t row;
+  uint32_t slot;  // which gradient row
+};
+
+struct Hyper {
+  float lr, eps, weight_decay;
+  int decay_mode;
+  float beta1, beta2, momentum, trust_coefficient;
+  float correction1, correction2;  // 1 - beta^step
+  uint64_t step, seed;
+  double row_dim;
+};
+
+// Pairs sorted by row; a run of equal rows is one update.
+struct RunArgs {
+  const Pair* pairs;
+  int64_t begin, end;  // a whole number of runs
+  int64_t readable;    // pairs[0 .. readable) may be looked at for prefetching
+  const float* const* grads;  // by slot
+  const float* scales;        // by slot, or null for 1
+  int64_t dim;
+  float* scratch;  // kScratchRows * padded(dim) floats
+};
+
+struct UpdateArgs {
+  RunArgs runs;
+  void* weight;
+  float* state0;
+  float* state1;
+  const float* const* row_stats;  // by slot, or null: [sum g^2, sum w^2, sum r^2] of the whole row
+  Hyper hyper;
+};
+
+// Writes each run's row number and summed gradient.
+struct SumArgs {
+  RunArgs runs;
+  int64_t* rows;  // may be null
+  float* sums;    // [num_runs, dim]; or, with dense = true, [num_rows, dim] indexed by row
+  bool dense;
+};
+
+constexpr int64_t kScratchRows = 4;
+inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+
+struct Kernels {
+  const char* name;
+  void (*pool[kNumWeightTypes][2])(const PoolArgs&);  // [weight type][ids are int64]
+  void (*gather[kNumWeightTypes][2])(const GatherArgs&);
+  void (*dot[kNumWeightTypes][2])(const DotArgs&);
+  void (*update[kNumOptimizers][kNumWeightTypes])(const UpdateArgs&);
+  void (*sum)(const SumArgs&);
+  bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
+  bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
+};
+
+const Kernels* kernels_baseline();
+const Kernels* kernels_avx2();    // null where not built for
+const Kernels* kernels_avx512();  // null where not built for
+
+// The best set this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
+const Kernels& kernels();
+
+}  // namespace meshrec

@@ -1,0 +1,81 @@
+// From a batch to runs: for every table, the (row, gradient) pairs sorted by row, cut into ranges that can be
+// worked on in parallel. A stable sort by row has one result, so neither the cuts nor the threads show in the numbers.
+#pragma once
+
+#include <memory>
+
+#include "batch.h"
+
+namespace meshrec {
+
+// Uninitialised memory that a thread keeps between calls, up to a limit: fresh pages cost more than the sort.
+class Arena {
+ public:
+  explicit Arena(size_t bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  template <typename T>
+  T* take(size_t count) {
+    char* start = next_;
+    next_ += (count * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(start);
+  }
+  template <typename T>
+  static size_t bytes(size_t count) {
+    return (count * sizeof(T) + 63) / 64 * 64;
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  size_t capacity_ = 0;
+  char* next_ = nullptr;
+};
+
+struct TableRuns {
+  int64_t table, num_rows, dim;
+  std::vector<int64_t> lookups = {};
+  int64_t num_pairs = 0, num_slots = 0;
+  bool slot_per_id = false, scaled = false;
+  Pair* pairs = nullptr;    // sorted once its range is done
+  Pair* spare = nullptr;    // as long again
+  const float** grads = nullptr;
+  float* scales = nullptr;  // null: all 1
+  const float** row_stats = nullptr;
+};
+
+struct Range {
+  int64_t table;  // index into tables
+  int64_t begin, end;
+  int64_t first_row, end_row;  // rows of the range
+};
+
+class Runs {
+ public:
+  // num_rows by table index; throws before anything is written if an id is outside its table.
+  Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats);
+
+  // Sorts the range's pairs by row, stably.
+  void sort(const Range& range) const;
+  RunArgs arguments(const Range& range, float* scratch) const;
+
+  std::vector<TableRuns> tables;
+  std::vector<Range> ranges;  // the largest first
+
+ private:
+  struct Chunk {
+    int64_t table, lookup, first_bag, last_bag;
+    int64_t first_pair, first_slot;
+  };
+  std::vector<Chunk> chunks(const Batch& batch) const;
+  bool fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
+  void partition(const std::vector<Chunk>& chunks, int64_t target);
+
+  std::unique_ptr<Arena> arena_;
+};
+
+// Scratch rows for one task, kept by its thread.
+float* task_scratch(int64_t dim);
+
+}  // namespace meshrec

@@ -1,0 +1,112 @@
+// Vectors of the widest kind the translation unit is compiled for. Included by kernels.inl only, inside its
+// unnamed namespace.
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;  // SSE2, NEON
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef float VecMemory __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfBits __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t HalfBitsMemory __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float as_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+inline uint32_t as_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
+
+inline float to_float(float value) { return value; }
+inline float to_float(BFloat16 value) { return as_float(uint32_t(value.bits) << 16); }
+inline float to_float(Half value) {
+#if defined(__F16C__)
+  return _cvtsh_ss(value.bits);
+#else
+  // Shift the exponent into place; a multiplication by 2^112 rebases it and normalises subnormals. Infinity and NaN
+  // keep an all-ones exponent.
+  const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
+  float result = as_float(magnitude) * as_float(0x77800000);
+  if (magnitude >= 0x0f800000) result = as_float(magnitude | 0x7f800000);
+  return as_float(as_bits(result) | uint32_t(value.bits & 0x8000) << 16);
+#endif
+}
+
+inline Vec load(const float* p) { return *reinterpret_cast<const VecMemory*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<VecMemory*>(p) = v; }
+inline Vec load(const BFloat16* p) {
+  const HalfBits bits = *reinterpret_cast<const HalfBitsMemory*>(p);
+  return (Vec)(__builtin_convertvector(bits, Bits) << 16);
+}
+inline Vec load(const Half* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec v;
+  for (int j = 0; j < kLanes; ++j) v[j] = to_float(p[j]);
+  return v;
+#endif
+}
+
+template <typename T>
+inline void prefetch_row(const T* row, int64_t dim) {
+  const char* p = reinterpret_cast<const char*>(row);
+  for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 0, 3);
+}
+template <typename T>
+inline void prefetch_row_for_write(const T* row, int64_t dim) {
+  const char* p = reinterpret_cast<const char*>(row);
+  for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 1, 3);
+}
+
+// splitmix64's finalizer over a counter: the same bits for the same (seed, step, row, column), whoever asks.
+inline uint32_t random_bits(uint64_t seed, uint64_t step, uint64_t row, uint64_t column) {
+  uint64_t x = row * 0x9E3779B97F4A7C15u + column * 0xC2B2AE3D27D4EB4Fu + seed * 0x165667B19E3779F9u +
+               step * 0x27D4EB2F165667C5u;
+  x ^= x >> 30;
+  x *= 0xBF58476D1CE4E5B9u;
+  x ^= x >> 27;
+  x *= 0x94D049BB133111EBu;
+  x ^= x >> 31;
+  return uint32_t(x);
+}
+
+inline BFloat16 round_to(BFloat16*, float value, uint32_t noise, bool stochastic) {
+  const uint32_t bits = as_bits(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return {uint16_t(bits >> 16 | 0x40)};  // NaN stays NaN
+  if ((bits & 0x7f800000) == 0x7f800000) return {uint16_t(bits >> 16)};
+  const uint32_t add = stochastic ? (noise & 0xffff) : 0x7fff + (bits >> 16 & 1);
+  return {uint16_t((bits + add) >> 16)};
+}
+
+inline uint16_t nearest_half(float value) {
+#if defined(__F16C__)
+  return _cvtss_sh(value, 0);
+#else
+  const uint32_t bits = as_bits(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+  if (magnitude > 0x7f800000) return sign | 0x7e00;
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // rounds beyond 65504
+  if (magnitude < 0x38800000) {                       // subnormal: add 0.5 so that the float unit rounds
+    const float shifted = as_float(magnitude) + 0.5f;
+    return sign | (as_bits(shifted) - 0x3f000000);
+  }
+  return sign | ((magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13);
+#endif
+}
+
+inline Half round_to(Half*, float value, uint32_t noise, bool stochastic) {
+  const uint32_t magnitude = as_bits(value) & 0x7fffffff;
+  // Stochastic in fp16's normal range; nearest for subnormals, at the top, infinity and NaN.
+  if (!stochastic || magnitude < 0x38800000 || magnitude >= 0x477fe000) return {nearest_half(value)};
+  return {nearest_half(as_float((as_bits(value) + (noise & 0x1fff)) & ~0x1fffu))};
+}

@@ -1,0 +1,64 @@
+"""A value that is still on its way, and behaves as the value as soon as it is used."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch.utils import _pytree as pytree
+
+W = TypeVar("W")
+
+
+class LazyAwaitable(Generic[W]):
+    """Calls ``finish`` once, when the value is first used: an attribute, an index, a loop, a torch function.
+
+    ``wait()`` gives the value itself, for code that asks for its type.
+    """
+
+    def __init__(self, finish: Callable[[], W]) -> None:
+        self._finish: Callable[[], W] | None = finish
+        self._value: W | None = None
+
+    def wait(self) -> W:
+        """The value; waits for it the first time."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._value = finish()
+        return self._value  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # protocols must not wake the value
+        return getattr(self.wait(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wait()[key]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.wait())  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.wait())  # type: ignore[call-overload,no-any-return]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.wait()  # type: ignore[operator]
+
+    def __repr__(self) -> str:
+        return "LazyAwaitable(on its way)" if self._finish is not None else repr(self._value)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(LazyAwaitable, LazyAwaitable.wait, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+
+def awaited(value: Any) -> Any:
+    """The value of a LazyAwaitable; anything else as it is."""
+    return value.wait() if isinstance(value, LazyAwaitable) else value
+
+

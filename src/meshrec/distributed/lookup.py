@@ -1,0 +1,176 @@
+"""Looks up all rectangles of a rank in one kernel call, and updates them in place from the gradient that comes back."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
+from meshrec.distributed.input_dist import LookupIds
+from meshrec.distributed.routing import RankWork, Routing
+
+# K routes of this rank, L lookups, T rectangles
+
+_SUM, _MEAN, _NONE = 0, 1, 2
+
+
+class UpdateGroup(NamedTuple):
+    """Rectangles that share an optimizer: one call of ``tbe_update``."""
+
+    optimizer: int
+    """The code of the optimizer."""
+    rectangles: list[int]
+    state: list[Tensor]
+    """Slot-major: slot 0 of all rectangles of the group, then slot 1."""
+    hyper: Callable[[], Tensor]
+    """The numbers of the next update."""
+    split_columns: bool = False
+    """Whether norms and means are sums over several ranks."""
+
+
+class TbeArguments(NamedTuple):
+    """What all tbe ops take between the ids and the tables."""
+
+    num_keys: int
+    keys: list[int]
+    tables: list[int]
+    pooling: list[int]
+
+
+class LookupTables:
+    """The rectangles that a rank looks up together: its share of the split tables, or the data-parallel ones."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        work: RankWork,
+        weights: Sequence[Tensor],
+        *,
+        sequence: bool,
+        out_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.work, self.weights, self.sequence = work, list(weights), sequence
+        self._out_dtype = out_dtype
+        self._names = routing.names
+        self._widths = [lookup.width for lookup in work.lookups]
+        self._arguments = TbeArguments(
+            num_keys=len(work.routes),
+            keys=[lookup.route for lookup in work.lookups],
+            tables=[lookup.rectangle for lookup in work.lookups],
+            pooling=[_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
+        )
+        self._route_widths = torch.zeros(len(work.routes), dtype=torch.int64)
+        for lookup in work.lookups:
+            self._route_widths[lookup.route] += lookup.width
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to look up."""
+        return not self.work.lookups
+
+    def is_flat(self, ids: LookupIds) -> bool:
+        """Whether outputs lie piece by piece, because rows of different lookups differ in number."""
+        return self.sequence or -1 in ids.batches
+
+    def block_sizes(self, ids: LookupIds) -> list[int]:
+        """Elements of the output for each block, that is for each rank that asked."""
+        if self.is_empty:
+            return [0] * len(ids.batches)
+        if not self.is_flat(ids):
+            dim = self.work.dim
+            return [batch * dim for batch in ids.batches]
+        starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
+        rows = starts.diff().view(len(ids.batches), -1)
+        sizes: list[int] = (rows @ self._route_widths).tolist()
+        return sizes
+
+    def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
+        """Rows for every block: [sum of batches, columns], or flat [num_elements]."""
+        if self.is_empty:
+            return ids.values.new_empty(0, dtype=self._out_dtype)
+        flat = self.is_flat(ids)
+        return torch.ops.meshrec.tbe_forward(  # type: ignore[no-any-return]
+            self.weights,
+            *ids[:4],
+            *self._arguments,
+            flat,
+            num_elements if flat else sum(ids.batches),
+            self._out_dtype,
+            False,
+            self._names,
+        )
+
+    def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
+        """A gradient in fp32 with the shape of the output."""
+        grad = grad.float()
+        if self.is_flat(ids) or self.is_empty:
+            return grad.reshape(-1)
+        return grad.view(-1, self.work.dim)
+
+    def update(self, grad: Tensor, ids: LookupIds, group: UpdateGroup) -> None:
+        """Steps the rectangles of a group in place."""
+        tables = _positions(self._arguments.tables, group.rectangles)
+        torch.ops.meshrec.tbe_update(
+            grad,
+            *ids[:4],
+            *self._arguments._replace(tables=tables),
+            self.is_flat(ids),
+            self._widths,
+            [self.weights[i] for i in group.rectangles],
+            group.state,
+            group.optimizer,
+            group.hyper(),
+            None,
+        )
+
+    def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """For each of the rectangles its touched rows [U], ascending, and their gradient [U, D]."""
+        flat = torch.ops.meshrec.tbe_sparse_grad(
+            grad,
+            *ids[:4],
+            *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
+            self.is_flat(ids),
+            self._widths,
+            [self.weights[i].shape[0] for i in rectangles],
+        )
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    def dense_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[Tensor]:
+        """For each of the rectangles its whole gradient."""
+        grads: list[Tensor] = torch.ops.meshrec.tbe_dense_grad(
+            grad,
+            [self.weights[i] for i in rectangles],
+            *ids[:4],
+            *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
+            self.is_flat(ids),
+            self._widths,
+        )
+        return grads
+
+    def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
+        """[N] the gradient of the per-sample weights."""
+        values, offsets, _, segments, _ = ids
+        return torch.ops.meshrec.tbe_sample_weight_grad(  # type: ignore[no-any-return]
+            grad,
+            self.weights,
+            values,
+            offsets,
+            segments,
+            *self._arguments,
+            self.is_flat(ids),
+            self._widths,
+        )
+
+
+def _positions(tables: list[int], chosen: list[int]) -> list[int]:
+    """Each table as its place in ``chosen``; -1 where it is not there."""
+    place = {table: position for position, table in enumerate(chosen)}
+    return [place.get(table, -1) for table in tables]
+
+
+def _pooling(routing: Routing, use: int, sequence: bool) -> int:
+    table = routing.uses[use].table
+    if sequence:
+        return _NONE
+    return _MEAN if routing.tables[table].mean and not routing.row_split[table] else _SUM

@@ -1,0 +1,112 @@
+"""The ranks that share a model, as axes of a DeviceMesh: ``shard``, ``replicate``, ``node`` and ``local``.
+
+Tables are split over ``shard``; ``replicate`` holds copies of the whole split model. ``node`` x ``local`` in
+place of ``shard`` says which ranks share a node, so that partial rows are summed there before they cross the
+network.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_AXES = (("shard",), ("replicate", "shard"), ("node", "local"), ("replicate", "node", "local"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One axis of ranks: how many, which one this is, and the process group (None when there is only one
+    rank).
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingEnv:
+    """The axes that sharded modules work on.
+
+    ``world``: all ranks. ``shard``: the ranks that one copy of the tables is split over (plans speak of
+    these). ``replicate``: the ranks that hold the same rectangles. ``node``, ``local``: the factors of
+    ``shard``, where the mesh has them; shard rank = node * local.size + local rank.
+    """
+
+    world: Axis = Axis()
+    shard: Axis = Axis()
+    replicate: Axis = Axis()
+    node: Axis | None = None
+    local: Axis | None = None
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def single_process(cls) -> "ShardingEnv":
+        """World size 1: no process group is needed."""
+        return cls()
+
+    @classmethod
+    def from_process_group(cls, pg: dist.ProcessGroup, *, device_type: str | None = None) -> "ShardingEnv":
+        """Tables split over all ranks of ``pg``."""
+        kind = device_type or ("cuda" if "nccl" in dist.get_backend(pg) else "cpu")
+        mesh = DeviceMesh.from_group(pg, kind, mesh_dim_names=("shard",))
+        axis = Axis(size=pg.size(), rank=pg.rank(), group=pg)
+        return cls(world=axis, shard=axis, mesh=mesh)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> "ShardingEnv":
+        """Axes by name. ValueError unless the mesh's axes are one of: shard; replicate, shard; node, local;
+        replicate, node, local.
+        """
+        names = mesh.mesh_dim_names
+        if names not in _AXES:
+            allowed = ", or ".join(str(axes) for axes in _AXES)
+            raise ValueError(
+                f"a mesh with axes {names} cannot carry sharded tables: use {allowed}. Name them with "
+                "init_device_mesh(..., mesh_dim_names=...)."
+            )
+        replicate, node, local = (_axis(mesh, name) if name in names else None for name in _AXES[3])
+        shard = _axis(mesh, "shard") if node is None else _flat_axis(mesh, ("node", "local"), "shard")
+        world = shard if replicate is None else _flat_axis(mesh, names, "world")
+        return cls(world=world, shard=shard, replicate=replicate or Axis(), node=node, local=local, mesh=mesh)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks per node of the ``shard`` axis; all of them where the mesh does not say."""
+        return self.local.size if self.local is not None else self.shard.size
+
+    @property
+    def shard_mesh(self) -> DeviceMesh | None:
+        """The mesh of the ``shard`` axis alone; None with one process."""
+        if self.mesh is None or self.mesh.mesh_dim_names == ("shard",):
+            return self.mesh
+        return _flat_mesh(self.mesh, ("node", "local"), "shard") if self.node else self.mesh["shard"]
+
+
+def default_env() -> ShardingEnv:
+    """All ranks of the default process group, or a single process where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        assert dist.group.WORLD is not None
+        return ShardingEnv.from_process_group(dist.group.WORLD)
+    return ShardingEnv.single_process()
+
+
+def group_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device whose tensors the collectives of ``group`` take."""
+    if group is not None and "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    group = mesh.get_group(name)
+    return Axis(size=group.size(), rank=group.rank(), group=group)
+
+
+def _flat_mesh(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> DeviceMesh:
+    return mesh[names]._flatten(flat_name) if mesh.mesh_dim_names != names else mesh._flatten(flat_name)
+
+
+def _flat_axis(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> Axis:
+    return _axis(_flat_mesh(mesh, names, flat_name), flat_name)

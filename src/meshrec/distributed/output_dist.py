@@ -1,0 +1,279 @@
+"""Brings results back to the ranks that asked, and puts them in table order; gradients go the same way in reverse.
+
+A *hop* is one all-to-all and the sums behind it. A flat mesh needs one. With ``node`` and ``local`` axes there are two:
+partial rows are summed inside the node first, and what crosses the network is one row per node.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.distributed.collectives import InFlight, Splits, all_to_all
+from meshrec.distributed.input_dist import SourceIds
+from meshrec.distributed.mesh import Axis, ShardingEnv
+from meshrec.distributed.pieces import Span, as_tensor, local_spans, pieces_of, rank_spans
+from meshrec.distributed.routing import Routing
+
+# B bags of this rank, D columns, Q routes, U uses
+
+
+class CommsPrecision(NamedTuple):
+    """The types that embeddings and their gradients travel in."""
+
+    forward: torch.dtype = torch.float32
+    backward: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """The columns that arrive from each rank of an axis, and where they belong."""
+
+    axis: Axis
+    dims: list[int]
+    pieces: Tensor
+    out_dim: int
+    local_dim: int = 0
+
+    def gather(self, received: Tensor, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
+        """[rows, out_dim]: what arrived, summed and in order. ``bags`` divides MEAN tables, where that is due."""
+        return torch.ops.meshrec.gather_pooled(  # type: ignore[no-any-return]
+            received, local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
+        )
+
+    def scatter(
+        self, grad: Tensor, bags: SourceIds | None, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient taken apart: what goes to each rank (1-D), and that of the local columns."""
+        sent, local = torch.ops.meshrec.scatter_pooled(
+            grad, self.pieces, self.dims, self.local_dim, *_bags(bags), scale, dtype
+        )
+        return sent, local
+
+    def splits(self, rows_sent: Sequence[int], rows: int, dim: int) -> Splits:
+        """Elements, when every rank p gets ``rows_sent[p]`` rows of ``dim`` columns and gives ``rows`` of its own."""
+        return Splits([count * dim for count in rows_sent], [rows * width for width in self.dims])
+
+
+def flat_hop(routing: Routing, env: ShardingEnv) -> Hop:
+    """Results of all ranks at once."""
+    num_ranks = env.shard.size
+    sources = [rank_spans(routing, rank) for rank in range(num_ranks)]
+    pieces = pieces_of([*sources, local_spans(routing, num_ranks)])
+    return Hop(
+        axis=env.shard,
+        dims=[work.dim for work in routing.work],
+        pieces=as_tensor(pieces),
+        out_dim=routing.columns[-1],
+        local_dim=routing.local.dim,
+    )
+
+
+def node_hops(routing: Routing, env: ShardingEnv) -> tuple[Hop, Hop]:
+    """The hop inside a node, and the one between nodes."""
+    assert env.node is not None
+    assert env.local is not None
+    size = env.local.size
+    nodes = [_node_spans(routing, range(n * size, (n + 1) * size), n) for n in range(env.node.size)]
+    own = nodes[env.node.rank]
+    place = _places(own)
+    inside = [
+        [
+            span._replace(source=local, column=place[span.column])
+            for span in rank_spans(routing, env.node.rank * size + local, divide=False)
+        ]
+        for local in range(size)
+    ]
+    first = Hop(
+        axis=env.local,
+        dims=[sum(span.width for span in spans) for spans in inside],
+        pieces=as_tensor(pieces_of(inside)),
+        out_dim=sum(span.width for span in own),
+    )
+    second = Hop(
+        axis=env.node,
+        dims=[sum(span.width for span in spans) for spans in nodes],
+        pieces=as_tensor(pieces_of([*nodes, local_spans(routing, env.node.size)])),
+        out_dim=routing.columns[-1],
+        local_dim=routing.local.dim,
+    )
+    return first, second
+
+
+class Asked(NamedTuple):
+    """Who asked for how much: what both ends of the exchange know."""
+
+    source: SourceIds
+    batches: list[int]
+    """Bags per route of every rank of the shard axis, in the order of ranks."""
+    block_sizes: list[int]
+    """Elements of this rank's output for each block."""
+
+
+class PooledOutput:
+    """One row for each bag: partial rows are summed, columns laid out in table order."""
+
+    def __init__(self, routing: Routing, env: ShardingEnv, precision: CommsPrecision) -> None:
+        self._precision = precision
+        self._dim = routing.work[env.shard.rank].dim
+        if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
+            self._hops = node_hops(routing, env)
+            num_nodes, size = env.node.size, env.local.size
+            self.blocks = [n * size + local for local in range(size) for n in range(num_nodes)]
+            self._own_local = env.local.rank
+        else:
+            self._hops = (flat_hop(routing, env),)
+            self.blocks = list(range(env.shard.size))
+
+    def start(self, out: Tensor, asked: Asked) -> InFlight:
+        """Sends the lookup's rows on the first hop. ``out``: [sum of batches, dim], of the type that travels."""
+        return all_to_all(out.view(-1), self._splits(asked)[0], self._hops[0].axis, "embeddings")
+
+    def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
+        """[B, D] fp32. ``local``: [B, columns of the tables that every rank holds]."""
+        source = asked.source
+        received = in_flight.wait()
+        if len(self._hops) == 2:
+            first, second = self._hops
+            rows = first.gather(received, None, sum(self._node_rows(asked)), None)
+            sent = rows.to(self._precision.forward).view(-1)
+            received = all_to_all(
+                sent, self._splits(asked)[1], second.axis, "embeddings between nodes"
+            ).wait()
+        return self._hops[-1].gather(received, local, source.batches[0], source)
+
+    def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
+        """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local columns."""
+        dtype, splits = self._precision.backward, self._splits(asked)
+        sent, local = self._hops[-1].scatter(grad, asked.source, scale, dtype)
+        if len(self._hops) == 2:
+            first, second = self._hops
+            back = Splits(splits[1].received, splits[1].sent)
+            received = all_to_all(sent, back, second.axis, "gradients between nodes").wait()
+            rows = received.float().view(-1, first.out_dim)
+            sent, _ = first.scatter(rows, None, 1.0, dtype)
+        back = Splits(splits[0].received, splits[0].sent)
+        return all_to_all(sent, back, self._hops[0].axis, "gradients of embeddings"), local
+
+    def _node_rows(self, asked: Asked) -> list[int]:
+        """Rows that the ranks of this local position ask for, by node."""
+        local = self._hops[0].axis
+        return asked.batches[local.rank :: local.size]
+
+    def _splits(self, asked: Asked) -> list[Splits]:
+        if len(self._hops) == 1:
+            return [self._hops[0].splits(asked.batches, asked.source.batches[0], self._dim)]
+        first, second = self._hops
+        size = first.axis.size
+        by_local = [sum(asked.batches[local::size]) for local in range(size)]
+        by_node = self._node_rows(asked)
+        return [
+            first.splits(by_local, sum(by_node), self._dim),
+            second.splits(by_node, asked.source.batches[0], first.out_dim),
+        ]
+
+
+class SequenceOutput:
+    """One row for each id, in the order of the caller's ids."""
+
+    def __init__(self, routing: Routing, env: ShardingEnv, precision: CommsPrecision) -> None:
+        self._routing, self._axis, self._precision = routing, env.shard, precision
+        self.blocks = list(range(env.shard.size))
+        lookups, first_route = [], 0
+        for work in routing.work:
+            for lookup in work.lookups:
+                lookups.append([first_route + lookup.route, lookup.use, lookup.c0, lookup.width])
+            first_route += len(work.routes)
+        self._route_ranks = torch.tensor(
+            [rank for rank, work in enumerate(routing.work) for _ in work.routes], dtype=torch.int64
+        )
+        self._route_widths = torch.zeros(first_route, dtype=torch.int64)
+        for route, _, _, width in lookups:
+            self._route_widths[route] += width
+        self._lookups = torch.tensor(lookups, dtype=torch.int64).view(-1, 4)
+        self._dims = [
+            0 if routing.replicated[use.table] else dim
+            for use, dim in zip(routing.uses, routing.dims, strict=True)
+        ]
+
+    def start(self, out: Tensor, asked: Asked) -> InFlight:
+        """Sends the lookup's rows; ``out`` is flat, block by block."""
+        return all_to_all(out, self._splits(asked), self._axis, "embeddings")
+
+    def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
+        """Flat fp32: for each use [ids, dim]; the tables that every rank holds come last, as ``local`` has them."""
+        rows: Tensor = torch.ops.meshrec.gather_sequence(in_flight.wait(), *self._ids(asked.source))
+        return rows if local is None else torch.cat([rows, local])
+
+    def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
+        """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local part."""
+        split = self._num_elements(asked.source)
+        sent = torch.ops.meshrec.scatter_sequence(
+            grad[:split], *self._ids(asked.source), scale, self._precision.backward
+        )
+        splits = self._splits(asked)
+        back = Splits(splits.received, splits.sent)
+        return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
+
+    def uses_in_order(self) -> list[int]:
+        """The uses in the order of the result: split tables first."""
+        replicated = [self._routing.replicated[use.table] for use in self._routing.uses]
+        return sorted(range(len(replicated)), key=replicated.__getitem__)
+
+    def _ids(self, source: SourceIds) -> tuple[object, ...]:
+        return (
+            source.values,
+            *_bags(source),
+            self._routing.router,
+            self._lookups,
+            source.counts,
+            self._dims,
+        )
+
+    def _splits(self, asked: Asked) -> Splits:
+        elements = asked.source.counts[: self._route_widths.numel()] * self._route_widths
+        received: list[int] = torch.zeros(self._axis.size, dtype=torch.int64).index_add_(
+            0, self._route_ranks, elements
+        ).tolist()
+        return Splits(asked.block_sizes, received)
+
+    def _num_elements(self, source: SourceIds) -> int:
+        """Elements of the result that come from split tables."""
+        bounds = source.segments
+        if bounds is None:
+            num_bags = (source.offsets.numel() - 1) // source.num_keys
+            bounds = torch.arange(source.num_keys + 1) * num_bags
+        num_ids = source.offsets.cpu()[bounds].diff().tolist()
+        return sum(num_ids[key] * dim for key, dim in zip(source.keys, self._dims, strict=True))
+
+
+def _bags(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
+    if source is None:
+        return None, None, 0, []
+    return source.offsets, source.segments, source.num_keys, source.keys
+
+
+def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]:
+    """The columns that the ranks of a node have together, use by use."""
+    columns = {
+        (span.mean_use, column)
+        for rank in ranks
+        for span in rank_spans(routing, rank)
+        for column in range(span.column, span.column + span.width)
+    }
+    spans: list[Span] = []
+    for mean_use, column in sorted(columns, key=lambda pair: pair[1]):
+        last = spans[-1] if spans else None
+        if last is not None and last.column + last.width == column and last.mean_use == mean_use:
+            spans[-1] = last._replace(width=last.width + 1)
+        else:
+            spans.append(Span(node, column, 1, mean_use))
+    return spans
+
+
+def _places(spans: Sequence[Span]) -> dict[int, int]:
+    """For each column of the result its place in a row of the spans."""
+    columns = [column for span in spans for column in range(span.column, span.column + span.width)]
+    return {column: place for place, column in enumerate(columns)}

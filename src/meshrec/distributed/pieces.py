@@ -1,0 +1,112 @@
+"""Where pooled results belong: which columns of which source are which columns of the result.
+
+A *source* is a row of columns that arrives from one rank (or is computed here, for tables that every rank holds).
+Each column of the result is written by the first source that has it; further sources are added, in the order of ranks,
+so that the sum does not depend on who was faster.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.distributed.routing import Routing
+
+
+class Piece(NamedTuple):
+    """``width`` columns of a source that belong at ``column`` of the result.
+
+    ``mean_use``: the use by whose bag lengths to divide, -1 for none.
+    """
+
+    source: int
+    source_column: int
+    width: int
+    column: int
+    add: bool = False
+    mean_use: int = -1
+
+
+class Span(NamedTuple):
+    """Columns of a source, before it is known which of them come first."""
+
+    source: int
+    column: int
+    width: int
+    mean_use: int = -1
+
+
+def pieces_of(sources: Sequence[Iterable[Span]]) -> list[Piece]:
+    """Lays out the spans of each source one after the other; decides what is written and what is added."""
+    pieces: list[Piece] = []
+    written: set[int] = set()
+    for spans in sources:
+        source_column = 0
+        for span in spans:
+            pieces += _split(span, source_column, written)
+            source_column += span.width
+    return _joined(pieces)
+
+
+def as_tensor(pieces: Sequence[Piece]) -> Tensor:
+    """int64 [P, 6], as ``gather_pooled`` reads them."""
+    return torch.tensor([list(map(int, piece)) for piece in pieces], dtype=torch.int64).view(-1, 6)
+
+
+def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span]:
+    """The columns that a rank's lookups give; those of row-split MEAN tables must be divided where they are summed."""
+    return [
+        Span(
+            rank,
+            routing.columns[lookup.use] + lookup.c0,
+            lookup.width,
+            lookup.use if divide and divides_late(routing, lookup.use) else -1,
+        )
+        for lookup in routing.work[rank].lookups
+    ]
+
+
+def local_spans(routing: Routing, source: int) -> list[Span]:
+    """The columns of the tables that every rank holds."""
+    return [
+        Span(source, routing.columns[u], routing.dims[u])
+        for u, use in enumerate(routing.uses)
+        if routing.replicated[use.table]
+    ]
+
+
+def divides_late(routing: Routing, use: int) -> bool:
+    """Whether no rank sees whole bags, so that the division of a MEAN waits until the parts are summed."""
+    table = routing.uses[use].table
+    return routing.tables[table].mean and routing.row_split[table]
+
+
+def _split(span: Span, source_column: int, written: set[int]) -> list[Piece]:
+    pieces: list[Piece] = []
+    for offset in range(span.width):
+        column = span.column + offset
+        add = column in written
+        written.add(column)
+        if pieces and pieces[-1].add == add:
+            pieces[-1] = pieces[-1]._replace(width=pieces[-1].width + 1)
+        else:
+            pieces.append(Piece(span.source, source_column + offset, 1, column, add, span.mean_use))
+    return pieces
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Joins pieces that are neighbours in source and result."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.source, last.add, last.mean_use) == (piece.source, piece.add, piece.mean_use)
+            and last.source_column + last.width == piece.source_column
+            and last.column + last.width == piece.column
+        ):
+            joined[-1] = last._replace(width=last.width + piece.width)
+        else:
+            joined.append(piece)
+    return joined

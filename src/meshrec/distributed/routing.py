@@ -1,0 +1,213 @@
+"""A plan compiled to what the run time needs: routes for ids, lookups on every rank, and where results belong.
+
+Words: a *use* is a feature read in a table, the unit of the output. A *rectangle* is a part of a table on a rank. A
+*route* is what one rank gets of one use: the ids of one interval of rows. A *lookup* is a route read in a rectangle.
+Every rank compiles the same plan and gets the same numbers, so no rank has to tell another what it sends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.distributed.sharding_plan import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingType,
+)
+
+# U uses, Q routes, L lookups, R ranks
+
+_INT32_ROWS = 1 << 31
+
+
+class Table(NamedTuple):
+    """A whole table and the features that read it."""
+
+    name: str
+    num_rows: int
+    dim: int
+    features: tuple[str, ...]
+    mean: bool = False
+
+
+class Use(NamedTuple):
+    """A feature read in a table: ``dim`` columns of the output."""
+
+    table: int
+    feature: str
+
+
+class Rectangle(NamedTuple):
+    """Rows [r0, r1) and columns [c0, c1) of a table."""
+
+    table: int
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+
+class Route(NamedTuple):
+    """The ids of one use whose rows lie in [r0, r1)."""
+
+    use: int
+    r0: int
+    r1: int
+
+
+class Lookup(NamedTuple):
+    """A route of a rank (position among its routes), read in one of its rectangles."""
+
+    route: int
+    rectangle: int
+    use: int
+    c0: int
+    width: int
+
+
+class RankWork(NamedTuple):
+    """What one rank owns and looks up; its output row holds the lookups' columns in this order."""
+
+    rectangles: tuple[Rectangle, ...]
+    routes: tuple[Route, ...]
+    lookups: tuple[Lookup, ...]
+
+    @property
+    def dim(self) -> int:
+        """Columns of the rank's output row."""
+        return sum(lookup.width for lookup in self.lookups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The compiled plan of one module."""
+
+    tables: tuple[Table, ...]
+    uses: tuple[Use, ...]
+    work: tuple[RankWork, ...]
+    """[R] what each rank of the shard axis does."""
+    local: RankWork
+    """What every rank does for itself: the data-parallel tables."""
+    replicated: tuple[bool, ...]
+    """For each table whether every rank holds it whole (data-parallel)."""
+
+    @cached_property
+    def dims(self) -> list[int]:
+        """[U] columns of each use."""
+        return [self.tables[use.table].dim for use in self.uses]
+
+    @cached_property
+    def columns(self) -> list[int]:
+        """[U + 1] first column of each use in the output, and the output's width."""
+        return list(accumulate(self.dims, initial=0))
+
+    @cached_property
+    def row_split(self) -> list[bool]:
+        """For each table whether its rows lie on several rectangles, so that partial results are summed."""
+        split = [False] * len(self.tables)
+        for work in self.work:
+            for rectangle in work.rectangles:
+                split[rectangle.table] |= rectangle.r1 - rectangle.r0 < self.tables[rectangle.table].num_rows
+        return split
+
+    @cached_property
+    def wide(self) -> bool:
+        """Whether local ids need 64 bits."""
+        return any(q.r1 - q.r0 >= _INT32_ROWS for work in self._all_work for q in work.routes)
+
+    @property
+    def _all_work(self) -> tuple[RankWork, ...]:
+        return (*self.work, self.local)
+
+    @cached_property
+    def router(self) -> list[Tensor]:
+        """What ``route_ids`` reads: cut_begin, cuts, interval_begin, interval_routes, routes (ops/dist/naive.py).
+
+        The data-parallel tables are those of one more rank, number R, whose message stays here.
+        """
+        routes = [(rank, *route) for rank, work in enumerate(self._all_work) for route in work.routes]
+        of_use: list[list[tuple[int, int, int]]] = [[] for _ in self.uses]
+        for number, (_, use, r0, r1) in enumerate(routes):
+            of_use[use].append((number, r0, r1))
+        cut_begin, cuts, interval_begin, interval_routes = [0], [], [0], []
+        for use, own in zip(self.uses, of_use, strict=True):
+            edges = {0, self.tables[use.table].num_rows}
+            use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in own)))
+            cuts += use_cuts
+            cut_begin.append(len(cuts))
+            for first in use_cuts[:-1]:
+                interval_routes += [number for number, r0, r1 in own if r0 <= first < r1]
+                interval_begin.append(len(interval_routes))
+        columns = [cut_begin, cuts, interval_begin, interval_routes, [x for q in routes for x in q[:3]]]
+        return [torch.tensor(column, dtype=torch.int64) for column in columns]
+
+    @cached_property
+    def names(self) -> Tensor:
+        """uint8: a line "table, tab, feature" for each use, for the kernels' error messages."""
+        text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def compile_plan(
+    tables: Sequence[Table], plan: EmbeddingModuleShardingPlan, *, num_ranks: int
+) -> Routing:
+    """Compiles a verified plan. Uses come in table order, for each table in the order of its features."""
+    uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
+    rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]
+    local: list[Rectangle] = []
+    for t, table in enumerate(tables):
+        if plan[table.name].sharding_type is ShardingType.DATA_PARALLEL:
+            local.append(Rectangle(t, 0, table.num_rows, 0, table.dim))
+        for rank, own in _by_rank(plan[table.name], t, num_ranks).items():
+            rectangles[rank] += _merged(own)
+    return Routing(
+        tables=tuple(tables),
+        uses=tuple(uses),
+        work=tuple(_rank_work(own, uses) for own in rectangles),
+        local=_rank_work(local, uses),
+        replicated=tuple(plan[table.name].sharding_type is ShardingType.DATA_PARALLEL for table in tables),
+    )
+
+
+def _by_rank(sharding: ParameterSharding, table: int, num_ranks: int) -> dict[int, list[Rectangle]]:
+    own: dict[int, list[Rectangle]] = {}
+    for shard in sharding.shards:
+        own.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
+    return own
+
+
+def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
+    """Joins neighbours of one table on one rank: fewer rectangles, the same elements."""
+    by_columns: list[Rectangle] = []
+    for rectangle in sorted(rectangles, key=lambda x: (x.r0, x.r1, x.c0)):
+        last = by_columns[-1] if by_columns else None
+        if last and (last.r0, last.r1, last.c1) == (rectangle.r0, rectangle.r1, rectangle.c0):
+            by_columns[-1] = last._replace(c1=rectangle.c1)
+        else:
+            by_columns.append(rectangle)
+    by_rows: list[Rectangle] = []
+    for rectangle in sorted(by_columns, key=lambda x: (x.c0, x.c1, x.r0)):
+        last = by_rows[-1] if by_rows else None
+        if last and (last.c0, last.c1, last.r1) == (rectangle.c0, rectangle.c1, rectangle.r0):
+            by_rows[-1] = last._replace(r1=rectangle.r1)
+        else:
+            by_rows.append(rectangle)
+    return sorted(by_rows, key=lambda x: (x.r0, x.c0))
+
+
+def _rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
+    routes = sorted(
+        {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
+    )
+    lookups = [
+        Lookup(q, i, route.use, x.c0, x.c1 - x.c0)
+        for q, route in enumerate(routes)
+        for i, x in enumerate(rectangles)
+        if (x.table, x.r0, x.r1) == (uses[route.use].table, route.r0, route.r1)
+    ]
+    return RankWork(tuple(rectangles), tuple(routes), tuple(lookups))

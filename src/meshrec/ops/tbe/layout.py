@@ -1,0 +1,140 @@
+"""Where each feature's ids, bags and output rows lie: the bookkeeping that the plain torch kernels share.
+
+Bags come segment-major: segment ``s = block * K + key`` holds the bags of one key of one block (a block is
+what one source rank sent; a single process has one block). ``segments`` says where each segment starts.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# F features, K keys, R blocks, S = R*K segments, N ids, B bags of one segment, D width
+
+SUM, MEAN, NONE = 0, 1, 2
+"""The codes of the pooling modes."""
+
+
+class Piece(NamedTuple):
+    """One feature's part of one block."""
+
+    feature: int
+    ids: slice
+    """Its ids, in ``values_N``."""
+    lengths_B: Tensor
+    """int64: the number of ids in each of its bags."""
+    rows: slice
+    """Its rows of a 2-D output."""
+    columns: slice
+    """Its columns of a 2-D output."""
+    flat: slice
+    """Its elements of a 1-D output."""
+
+    def bag_of_id(self) -> Tensor:
+        """int64 [n]: for each of the piece's ids the index of its bag within the piece."""
+        return torch.repeat_interleave(self.lengths_B)
+
+    def of(self, output: Tensor, dim: int) -> Tensor:
+        """The piece's rows, ``[bags or ids, dim]``, as a view into an output (or its gradient)."""
+        if output.dim() == 1:
+            return output[self.flat].view(-1, dim)
+        return output[self.rows, self.columns]
+
+
+class Layout(NamedTuple):
+    """All pieces in the order of the flat output, and the number of rows (2-D) or elements (1-D) in total."""
+
+    pieces: list[Piece]
+    out_size: int
+
+
+def check_offsets(offsets: Tensor, num_ids: int) -> None:
+    """Raises ValueError unless the offsets start at 0, never decrease, and end at ``num_ids``."""
+    advice = "Call validate() on the KeyedJaggedTensor to see which key and sample is wrong."
+    if offsets.dim() != 1 or offsets.numel() == 0:
+        raise ValueError(f"offsets must be 1-D and not empty, got shape {list(offsets.shape)}. {advice}")
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"offsets must start at 0, got {first}. {advice}")
+    falls = (offsets[1:] < offsets[:-1]).nonzero()
+    if falls.numel() > 0:
+        at = int(falls[0])
+        raise ValueError(
+            f"offsets must not decrease: offsets[{at + 1}] is {int(offsets[at + 1])} "
+            f"after offsets[{at}] = {int(offsets[at])}. {advice}"
+        )
+    if last != num_ids:
+        raise ValueError(f"offsets must end at the number of ids, {num_ids}, got {last}. {advice}")
+
+
+def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
+    """The first bag of each segment, and the end of the last one (R*K + 1 numbers)."""
+    if segments is not None:
+        bounds: list[int] = segments.tolist()
+        ordered = all(low <= high for low, high in pairwise(bounds))
+        if (len(bounds) - 1) % num_keys != 0 or bounds[0] != 0 or bounds[-1] != num_bags or not ordered:
+            raise ValueError(
+                f"segments must rise from 0 to the number of bags, {num_bags}, with one entry for each of "
+                f"{num_keys} keys in each block and one at the end, got {bounds}."
+            )
+        return bounds
+    if num_bags % num_keys != 0:
+        raise ValueError(
+            f"{num_bags} bags cannot be shared evenly among {num_keys} keys. "
+            "Give segments when batch sizes differ between keys."
+        )
+    per_key = num_bags // num_keys
+    return [key * per_key for key in range(num_keys + 1)]
+
+
+def make_layout(
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    dims: list[int],
+    pooling: list[int],
+    flat: bool,
+) -> Layout:
+    """Lays out every feature of every block.
+
+    Raises:
+        ValueError: for NONE beside other poolings or in a 2-D output, and where a 2-D output would need
+            different numbers of bags from the features of one block.
+    """
+    if NONE in pooling and (not flat or any(mode != NONE for mode in pooling)):
+        raise ValueError(
+            f"pooling NONE needs flat=True and NONE for all features, got flat={flat} and codes {pooling}."
+        )
+    bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
+    pieces: list[Piece] = []
+    first_row = first_element = 0
+    for first_segment in range(0, len(bounds) - 1, num_keys):
+        num_bags = {bounds[first_segment + key + 1] - bounds[first_segment + key] for key in keys}
+        if not flat and len(num_bags) > 1:
+            raise ValueError(
+                "a 2-D output needs the same number of bags from every feature of a block, "
+                f"got {sorted(num_bags)}. Use flat=True when batch sizes differ between keys."
+            )
+        end_row = first_row + max(num_bags, default=bounds[first_segment + 1] - bounds[first_segment])
+        column = 0
+        for feature, (key, dim) in enumerate(zip(keys, dims, strict=True)):
+            low, high = bounds[first_segment + key], bounds[first_segment + key + 1]
+            offsets_B1 = offsets[low : high + 1].long()
+            ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
+            num_rows = ids.stop - ids.start if pooling[feature] == NONE else high - low
+            end_element = first_element + num_rows * dim
+            pieces.append(
+                Piece(
+                    feature=feature,
+                    ids=ids,
+                    lengths_B=offsets_B1.diff(),
+                    rows=slice(first_row, end_row),
+                    columns=slice(column, column + dim),
+                    flat=slice(first_element, end_element),
+                )
+            )
+            column, first_element = column + dim, end_element
+        first_row = end_row
+    return Layout(pieces, first_element if flat else first_row)

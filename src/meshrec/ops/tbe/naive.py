@@ -1,0 +1,343 @@
+"""Table-batched embedding in plain torch: the truth for every kernel, and what serves where none is compiled.
+
+What the ops share (F features, K keys, T tables, N ids, S segments, B bags of one segment, D width):
+
+- ``values_N``: ids, int32 or int64. ``offsets``: where each bag starts, and N; int32 or int64. Bags come
+  segment-major, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one block with equally
+  many bags per key.
+- Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In the
+  update and gradient ops a table of -1 skips the feature. ``dims[f]`` is the feature's width.
+- Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, the blocks one after the other.
+  ``flat=True``: 1-D; for block, for feature: ``[B, D]`` (NONE: ``[ids, D]``), row-major, one after the other.
+- SUM: ``out[b] = sum_i w_i * x_i``; MEAN: that, divided by the number of ids, and 0 for an empty bag;
+  NONE: ``out[i] = w_i * x_i``. Without per-sample weights every ``w_i`` is 1.
+
+Sums are in fp32. Duplicates are summed in the order of features, then of ids.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.tbe.layout import MEAN, NONE, Layout, Piece, check_offsets, make_layout
+from meshrec.ops.tbe.naive_update import Hyper, num_slots, update_rows
+
+
+def tbe_forward(
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
+) -> Tensor:
+    """Looks up and pools; ``out_size`` is the number of rows (2-D) or elements (flat) of the output.
+
+    ``names``: uint8, UTF-8 text ``"table\\tfeature\\n"`` per feature, for messages.
+
+    Raises:
+        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and weights
+            that are NaN.
+    """
+    _check_inputs(values, offsets, per_sample_weights)
+    dims = [weights[table].shape[1] for table in tables]
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    if layout.out_size != out_size:
+        raise ValueError(f"out_size must be {layout.out_size} for these offsets, got {out_size}.")
+    if check_ids:
+        _check_ids(layout, values, per_sample_weights, [weights[table].shape[0] for table in tables], names)
+    shape = [out_size] if flat else [out_size, sum(dims)]
+    out = torch.zeros(shape, dtype=out_dtype, device=values.device)
+    for piece in layout.pieces:
+        table = weights[tables[piece.feature]]
+        rows_nD = table[values[piece.ids].long()].float()
+        if per_sample_weights is not None:
+            rows_nD *= per_sample_weights[piece.ids, None].float()
+        mode = pooling[piece.feature]
+        piece.of(out, table.shape[1]).copy_(rows_nD if mode == NONE else _pooled(rows_nD, piece, mode))
+    return out
+
+
+def tbe_update(
+    grad: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+    weights: list[Tensor],
+    state: list[Tensor],
+    optimizer: int,
+    hyper: Tensor,
+    row_stats: Tensor | None,
+) -> None:
+    """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay.
+
+    ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then
+    slot 1). Codes, formulas, ``hyper`` (float64 [12]) and rounding: ``naive_update.py``. ``row_stats``: fp32
+    [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of column-split tables.
+    """
+    _check_inputs(values, offsets, per_sample_weights)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    numbers = Hyper.from_tensor(hyper)
+    if len(state) != num_slots(optimizer) * len(weights):
+        raise ValueError(
+            f"optimizer code {optimizer} keeps {num_slots(optimizer)} state tensors for each of "
+            f"{len(weights)} tables, got {len(state)} in total."
+        )
+    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims)
+    for table, parts in enumerate(_by_table(gradients, len(weights))):
+        if parts:
+            rows_U, gradient_UD, inverse_n = _summed(parts)
+            stats_U3 = None
+            if row_stats is not None:
+                stats_U3 = row_stats.new_empty(rows_U.numel(), 3)
+                stats_U3[inverse_n] = torch.cat([row_stats[part.ids] for part in parts])
+            slots = state[table :: len(weights)]
+            update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers)
+
+
+def tbe_sparse_grad(
+    grad: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+    num_rows: list[int],
+) -> list[Tensor]:
+    """The gradient of T = len(num_rows) tables by touched rows: ``rows_0, grads_0, rows_1, ...``.
+
+    ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. A table that no feature reads
+    gets U_t = 0 and D_t = 0.
+    """
+    _check_inputs(values, offsets, per_sample_weights)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims)
+    result: list[Tensor] = []
+    for parts in _by_table(gradients, len(num_rows)):
+        if parts:
+            result += _summed(parts)[:2]
+        else:
+            result += [values.new_empty(0, dtype=torch.int64), grad.new_empty(0, 0, dtype=torch.float32)]
+    return result
+
+
+def tbe_dense_grad(
+    grad: Tensor,
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+) -> list[Tensor]:
+    """The gradient of each table as a dense tensor of its shape and dtype; summed in fp32."""
+    _check_inputs(values, offsets, per_sample_weights)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    for part in _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims):
+        totals[part.table].index_add_(0, part.rows_n, part.gradient_nD)
+    return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
+
+
+def tbe_sample_weight_grad(
+    grad: Tensor,
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+) -> Tensor:
+    """The gradient of the per-sample weights, fp32 [N]. Features of one key add up; unread ids get 0."""
+    _check_inputs(values, offsets, None)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
+    for piece, part in _paired(layout, grad, values, None, tables, pooling, dims):
+        total[piece.ids] += (weights[part.table][part.rows_n].float() * part.gradient_nD).sum(1)
+    return total
+
+
+def clamp_ids(
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    num_rows: list[int],
+) -> tuple[Tensor, Tensor]:
+    """A copy of the ids with those outside their table set to 0, and int64 [F]: how many each feature had.
+
+    ``num_rows``: per table. An id of a key that several features read is set to 0 if it is outside any of
+    their tables.
+    """
+    _check_inputs(values, offsets, None)
+    layout = make_layout(offsets, segments, num_keys, keys, [1] * len(keys), [0] * len(keys), True)
+    clamped, counts_F = values.clone(), torch.zeros(len(keys), dtype=torch.int64, device=values.device)
+    for piece in layout.pieces:
+        table = tables[piece.feature]
+        if table >= 0:
+            bad = _outside(values[piece.ids], num_rows[table])
+            clamped[piece.ids] = clamped[piece.ids].masked_fill(bad, 0)
+            counts_F[piece.feature] += bad.sum()
+    return clamped, counts_F
+
+
+def _pooled(rows_nD: Tensor, piece: Piece, mode: int) -> Tensor:
+    num_bags = piece.lengths_B.numel()
+    pooled = rows_nD.new_zeros(num_bags, rows_nD.shape[1]).index_add_(0, piece.bag_of_id(), rows_nD)
+    return pooled / piece.lengths_B.clamp(min=1)[:, None] if mode == MEAN else pooled
+
+
+class _Gradient(NamedTuple):
+    """The gradients of one piece's ids, before duplicates are summed."""
+
+    table: int
+    ids: slice
+    rows_n: Tensor
+    gradient_nD: Tensor
+
+
+def _paired(
+    layout: Layout,
+    grad: Tensor,
+    values: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[int],
+    pooling: Sequence[int],
+    dims: Sequence[int],
+) -> Iterator[tuple[Piece, _Gradient]]:
+    """For each piece that is not skipped the gradient of every id, scaled by weight and 1/length (MEAN)."""
+    if grad.shape[0] != layout.out_size or (grad.dim() == 2 and grad.shape[1] != sum(dims)):
+        raise ValueError(
+            f"grad must be shaped like the output, {layout.out_size} rows or elements and {sum(dims)} "
+            f"columns if 2-D, got {list(grad.shape)}."
+        )
+    for piece in layout.pieces:
+        table, mode = tables[piece.feature], pooling[piece.feature]
+        if table < 0:
+            continue
+        gradient = piece.of(grad, dims[piece.feature]).float()
+        if mode == MEAN:
+            gradient = gradient / piece.lengths_B.clamp(min=1)[:, None]
+        if mode != NONE:
+            gradient = gradient[piece.bag_of_id()]
+        if per_sample_weights is not None:
+            gradient = gradient * per_sample_weights[piece.ids, None].float()
+        yield piece, _Gradient(table, piece.ids, values[piece.ids].long(), gradient)
+
+
+def _id_gradients(
+    layout: Layout,
+    grad: Tensor,
+    values: Tensor,
+    per_sample_weights: Tensor | None,
+    tables: Sequence[int],
+    pooling: Sequence[int],
+    dims: Sequence[int],
+) -> Iterator[_Gradient]:
+    for _, part in _paired(layout, grad, values, per_sample_weights, tables, pooling, dims):
+        yield part
+
+
+def _by_table(gradients: Iterator[_Gradient], num_tables: int) -> list[list[_Gradient]]:
+    parts: list[list[_Gradient]] = [[] for _ in range(num_tables)]
+    for part in gradients:
+        parts[part.table].append(part)
+    return parts
+
+
+def _summed(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
+    """The distinct rows [U], ascending; their summed gradients [U, D]; for each id its place in them [n]."""
+    rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
+    gradient_nD = torch.cat([part.gradient_nD for part in parts])
+    total_UD = gradient_nD.new_zeros(rows_U.numel(), gradient_nD.shape[1])
+    return rows_U, total_UD.index_add_(0, inverse_n, gradient_nD), inverse_n
+
+
+def _outside(ids: Tensor, num_rows: int) -> Tensor:
+    return (ids < 0) | (ids >= num_rows)
+
+
+def _check_inputs(values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> None:
+    check_offsets(offsets, values.numel())
+    if per_sample_weights is not None and per_sample_weights.shape != values.shape:
+        raise ValueError(
+            f"per-sample weights must be one for each of {values.numel()} ids, "
+            f"got shape {list(per_sample_weights.shape)}."
+        )
+
+
+def _check_ids(
+    layout: Layout, values: Tensor, per_sample_weights: Tensor | None, num_rows_F: list[int], names: Tensor
+) -> None:
+    for piece in layout.pieces:
+        ids, num_rows = values[piece.ids], num_rows_F[piece.feature]
+        if (at := _first(_outside(ids, num_rows))) is not None:
+            table, feature = _names(names, piece.feature)
+            raise ValueError(
+                f"table '{table}': id {int(ids[at])} of feature '{feature}' "
+                f"(sample {int(piece.bag_of_id()[at])}) is outside [0, {num_rows}). "
+                "Raise num_embeddings, or hash the ids."
+            )
+        if per_sample_weights is None:
+            continue
+        if (at := _first(per_sample_weights[piece.ids].isnan())) is not None:
+            table, feature = _names(names, piece.feature)
+            raise ValueError(
+                f"table '{table}': the weight of id {int(ids[at])} of feature '{feature}' "
+                f"(sample {int(piece.bag_of_id()[at])}) is nan. Weights must be numbers; check the input."
+            )
+
+
+def _first(bad: Tensor) -> int | None:
+    return int(bad.nonzero()[0]) if bool(bad.any()) else None
+
+
+def _names(names: Tensor, feature: int) -> tuple[str, str]:
+    table, name = bytes(names.tolist()).decode().split("\n")[feature].split("\t")
+    return table, name
+
+
+def _register() -> torch.library.Library:
+    """Serves every backend that has no kernel of its own."""
+    registration = torch.library.Library("meshrec", "IMPL")
+    ops = [tbe_forward, tbe_update, tbe_sparse_grad, tbe_dense_grad, tbe_sample_weight_grad, clamp_ids]
+    for op in ops:
+        registration.impl(op.__name__, op, "CompositeExplicitAutograd")
+    return registration
+
+
+_registration = _register()

@@ -1,0 +1,146 @@
+"""Processes that stay: a process group of real ranks that runs one function after another.
+
+Starting a process that imports torch takes seconds; a pool pays that once for many tests.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+class _Task(NamedTuple):
+    file: str
+    name: str
+    args: tuple[Any, ...]
+
+
+class _Outcome(NamedTuple):
+    result: Any
+    error: str | None
+
+
+class RankError(RuntimeError):
+    """A rank raised; the message holds the traceback of every rank that did."""
+
+
+class RankPool:
+    """``world_size`` processes in one gloo process group (the default group of each), one thread each.
+
+    ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The function is
+    found by its file and name, so that tests can hand over their own; arguments and results are pickled.
+    """
+
+    def __init__(self, world_size: int, *, timeout_seconds: float = 60.0) -> None:
+        self.world_size = world_size
+        self._timeout = timeout_seconds
+        self._folder = tempfile.TemporaryDirectory()
+        # The server imports torch once; ranks fork from it before any thread exists.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "meshrec.distributed.sharded_tables"])
+        pairs = [context.Pipe() for _ in range(world_size)]
+        self._pipes: list[Connection] = [mine for mine, _ in pairs]
+        store = str(Path(self._folder.name) / "store")
+        self._processes = [
+            context.Process(
+                target=_serve, args=(theirs, rank, world_size, store, timeout_seconds), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of ``function(*args)`` by rank.
+
+        Raises:
+            RankError: when a rank raised, died, or did not answer in time. The pool is of no use after the latter two.
+        """
+        task = _Task(inspect.getfile(function), function.__qualname__, args)
+        for pipe in self._pipes:
+            pipe.send(task)
+        outcomes: dict[int, _Outcome] = {}
+        while len(outcomes) < self.world_size:
+            open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
+            ready = connection.wait(open_pipes, self._timeout)
+            if not ready:
+                missing = [rank for rank in range(self.world_size) if rank not in outcomes]
+                outcomes |= {rank: _Outcome(None, "no answer in time") for rank in missing}
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self._processes[rank].join(1.0)
+                    code = self._processes[rank].exitcode
+                    outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
+        errors = [f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error]
+        if errors:
+            raise RankError("\n".join(errors))
+        return [outcomes[rank].result for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds / 2),
+    )
+    modules: dict[str, ModuleType] = {}
+    with contextlib.suppress(EOFError):
+        while (task := pipe.recv()) is not None:
+            try:
+                outcome = _Outcome(getattr(_module(task.file, modules), task.name)(*task.args), None)
+            except Exception:
+                outcome = _Outcome(None, traceback.format_exc())
+            pipe.send(outcome)
+    dist.destroy_process_group()
+
+
+def _module(file: str, modules: dict[str, ModuleType]) -> ModuleType:
+    if file not in modules:
+        loaded = [m for m in sys.modules.values() if getattr(m, "__file__", None) == file]
+        if loaded:
+            modules[file] = loaded[0]
+            return loaded[0]
+        spec = importlib.util.spec_from_file_location(f"rank_pool_{Path(file).stem}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = modules[file] = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    return modules[file]

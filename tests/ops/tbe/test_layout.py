@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from meshrec.ops.tbe.layout import MEAN, NONE, SUM, check_offsets, make_layout, segment_bounds
+
+
+def test_pieces_of_two_blocks_with_an_unread_key():
+    # Block 0 has two bags per key, block 1 has one; key 1 is read by nobody.
+    offsets = torch.tensor([0, 1, 3, 4, 4, 6, 9, 9, 10, 12])
+    segments = torch.tensor([0, 2, 4, 6, 7, 8, 9])
+    layout = make_layout(offsets, segments, 3, [0, 2], [4, 2], [SUM, MEAN], flat=False)
+    assert layout.out_size == 3
+    seen = [(p.feature, p.ids, p.lengths_B.tolist(), p.rows, p.columns) for p in layout.pieces]
+    assert seen == [
+        (0, slice(0, 3), [1, 2], slice(0, 2), slice(0, 4)),
+        (1, slice(4, 9), [2, 3], slice(0, 2), slice(4, 6)),
+        (0, slice(9, 9), [0], slice(2, 3), slice(0, 4)),
+        (1, slice(10, 12), [2], slice(2, 3), slice(4, 6)),
+    ]
+    assert layout.pieces[1].bag_of_id().tolist() == [0, 0, 1, 1, 1]
+
+
+def test_flat_pieces_follow_one_another():
+    offsets, segments = torch.tensor([0, 1, 3, 4]), torch.tensor([0, 2, 3])
+    pooled = make_layout(offsets, segments, 2, [0, 1], [4, 2], [SUM, SUM], flat=True)
+    assert [p.flat for p in pooled.pieces] == [slice(0, 8), slice(8, 10)]
+    per_id = make_layout(offsets, segments, 2, [0, 1], [4, 2], [NONE, NONE], flat=True)
+    assert [p.flat for p in per_id.pieces] == [slice(0, 12), slice(12, 14)]
+    assert (pooled.out_size, per_id.out_size) == (10, 14)
+    assert per_id.pieces[1].of(torch.arange(14), 2).tolist() == [[12, 13]]
+
+
+def test_without_segments_bags_are_shared_evenly():
+    assert segment_bounds(6, None, 3) == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([1, 2, 3], r"must start at 0, got 1"),
+        ([0, 3, 2, 3], r"must not decrease: offsets\[2\] is 2 after offsets\[1\] = 3"),
+        ([0, 1, 2], r"must end at the number of ids, 3, got 2"),
+        ([], r"must be 1-D and not empty"),
+    ],
+)
+def test_bad_offsets(offsets, message):
+    with pytest.raises(ValueError, match=message):
+        check_offsets(torch.tensor(offsets, dtype=torch.int64), 3)
+
+
+@pytest.mark.parametrize("bounds", [[0, 2], [0, 2, 1, 2, 4], [1, 2, 4], [0, 2, 3]])
+def test_bad_segments(bounds):
+    with pytest.raises(ValueError, match="segments must rise from 0 to the number of bags, 4"):
+        segment_bounds(4, torch.tensor(bounds), 2)
+
+
+def test_uneven_bags():
+    with pytest.raises(ValueError, match="5 bags cannot be shared evenly among 2 keys"):
+        segment_bounds(5, None, 2)
+
+
+def test_batch_sizes_that_differ_need_a_flat_output():
+    with pytest.raises(ValueError, match=r"same number of bags .* got \[1, 2\]. Use flat=True"):
+        make_layout(
+            torch.tensor([0, 1, 3, 4]), torch.tensor([0, 2, 3]), 2, [0, 1], [4, 2], [SUM, SUM], flat=False
+        )
+
+
+@pytest.mark.parametrize(("pooling", "flat"), [([NONE, NONE], False), ([SUM, NONE], True)])
+def test_none_needs_flat_and_company(pooling, flat):
+    with pytest.raises(ValueError, match="pooling NONE needs flat=True and NONE for all features"):
+        make_layout(torch.tensor([0, 1, 3]), None, 2, [0, 1], [4, 2], pooling, flat=flat)

@@ -1,0 +1,264 @@
+"""The rules of the house: imports point downward, classes are shallow, files are short, each has its test."""
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from meshrec.ops import library
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "meshrec"
+MAX_LINES = 600
+MAX_DEPTH = 2
+
+# From the ground up. A room imports rooms below it, and of its own floor those that do not import it back.
+FLOORS = [
+    {"sparse"},
+    {"ops"},
+    {"modules", "optim"},
+    {"distributed"},
+    {"planner"},
+    {"model_parallel", "pipeline", "quant", "inference"},
+    {"models", "data", "metrics", "testing", "checkpoint"},
+    {"train", "inference.server", "compat"},
+    {"cli"},
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The planner may run on a machine that trains nothing: of distributed it reads the plan and the mesh.
+PLANNER_READS = {"distributed.sharding_plan", "distributed.mesh"}
+
+# Which tests cover which C++ source: several sources may serve one op, so the names cannot say it.
+CPP_TESTS = {
+    "register.cpp": ["tests/test_architecture.py"],
+}
+
+
+class Import(NamedTuple):
+    importer: str  # dotted name inside meshrec, such as "ops.tbe.naive"; "" is meshrec itself
+    imported: str
+    line: int
+
+
+def module_name(path: Path, root: Path = SOURCE) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = SOURCE.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def imports_of(tree: ast.Module, importer: str, *, is_package: bool) -> list[Import]:
+    """Every import of a part of meshrec in ``tree``, those inside functions included."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = ["meshrec", *importer.split(".")] if importer else ["meshrec"]
+                parents = parents[: len(parents) - node.level + is_package]
+                base = ".".join([*parents, *base.split(".")]).rstrip(".")
+            # `from meshrec import ops` names the room, `from meshrec import fuse` the roof.
+            names = [f"{base}.{a.name}" if is_module(f"{base}.{a.name}"[8:]) else base for a in node.names]
+        else:
+            continue
+        found += [
+            Import(importer, name.removeprefix("meshrec").removeprefix("."), node.lineno)
+            for name in names
+            if name == "meshrec" or name.startswith("meshrec.")
+        ]
+    return found
+
+
+def room_of(module: str) -> str:
+    """The longest dotted prefix of ``module`` that stands on a floor."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    room = next((prefix for prefix in prefixes if prefix in FLOOR_OF), None)
+    assert room is not None, f"{module!r} is on no floor: add its room to FLOORS"
+    return room
+
+
+def upward(imports: list[Import]) -> list[str]:
+    wrong = []
+    same_floor: dict[tuple[str, str], Import] = {}
+    for each in imports:
+        if not each.importer:
+            continue  # the package itself shows the public names of every room
+        what = f"{each.importer}:{each.line} imports meshrec.{each.imported}"
+        if not each.imported:
+            wrong.append(f"{what}: import the room, not the roof")
+            continue
+        above, below = room_of(each.importer), room_of(each.imported)
+        if above == below:
+            continue
+        if FLOOR_OF[below] > FLOOR_OF[above]:
+            wrong.append(f"{what}: upward")
+        elif FLOOR_OF[below] == FLOOR_OF[above]:
+            same_floor[above, below] = each
+            if (below, above) in same_floor:
+                wrong.append(f"{what}: and {below} imports {above}")
+        elif above == "planner" and below == "distributed" and each.imported not in PLANNER_READS:
+            wrong.append(f"{what}: the planner reads only {sorted(PLANNER_READS)} of distributed")
+    return wrong
+
+
+def class_bases(trees: dict[str, ast.Module]) -> dict[str, dict[str, list[str]]]:
+    """Module -> class -> the bases that are classes of this package (by name, as the module calls them)."""
+    ours = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found: dict[str, dict[str, list[str]]] = {}
+    for module, tree in trees.items():
+        local = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("meshrec")):
+                local |= {alias.asname or alias.name for alias in node.names}
+        found[module] = {
+            node.name: [
+                name
+                for name in (ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
+                if name in ours & local
+            ]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+        }
+    return found
+
+
+def too_deep(trees: dict[str, ast.Module]) -> list[str]:
+    bases = class_bases(trees)
+    parents: dict[str, set[str]] = defaultdict(set)
+    for classes in bases.values():
+        for name, its_bases in classes.items():
+            parents[name] |= set(its_bases) - {name}
+
+    def depth(name: str) -> int:
+        return 1 + max((depth(parent) for parent in parents[name]), default=0)
+
+    return sorted(f"{name}: {depth(name)} levels" for name in list(parents) if depth(name) > MAX_DEPTH)
+
+
+def package_trees() -> dict[str, ast.Module]:
+    return {module_name(path): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def test_imports_point_downward() -> None:
+    imports = [
+        each
+        for path in sorted(SOURCE.rglob("*.py"))
+        for each in imports_of(
+            ast.parse(path.read_text()), module_name(path), is_package=path.name == "__init__.py"
+        )
+    ]
+    assert imports, "the walk found no import at all: it looks at the wrong folder"
+    assert upward(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "code", "complaint"),
+    [
+        ("ops.library", "from meshrec.modules import EmbeddingBagCollection", "upward"),
+        ("ops.library", "def f():\n    import meshrec.optim", "upward"),
+        ("ops.library", "from ..modules.embedding_configs import PoolingType", "upward"),
+        ("modules.mlp", "from meshrec import EmbeddingBagCollection", "not the roof"),
+        ("planner.solver", "from meshrec.distributed.lookup import Lookup", "the planner reads only"),
+        ("inference.model", "from meshrec.inference.server import serve", "upward"),
+    ],
+)
+def test_wrong_imports_are_seen(importer: str, code: str, complaint: str) -> None:
+    wrong = upward(imports_of(ast.parse(code), importer, is_package=False))
+    assert len(wrong) == 1
+    assert complaint in wrong[0]
+
+
+def test_rooms_of_one_floor_do_not_import_each_other_both_ways() -> None:
+    one_way = Import("modules.a", "optim.b", 1)
+    assert upward([one_way]) == []
+    assert len(upward([one_way, Import("optim.b", "modules", 2)])) == 1
+
+
+def test_imports_downward_are_allowed() -> None:
+    code = "import torch\nfrom meshrec import ops\nfrom .lookup import Lookup\nfrom ..sparse import keyed"
+    found = imports_of(ast.parse(code), "distributed.output_dist", is_package=False)
+    assert [each.imported for each in found] == ["ops", "distributed.lookup", "sparse"]
+    assert upward(found) == []
+
+
+def test_inheritance_is_shallow() -> None:
+    assert too_deep(package_trees()) == []
+
+
+def test_deep_inheritance_is_seen() -> None:
+    chain = "class A(Module): ...\nclass B(A): ...\nclass C(B): ..."
+    assert too_deep({"sparse.x": ast.parse(chain)}) == ["C: 3 levels"]
+    other = {"sparse.y": ast.parse("from meshrec.sparse.x import B\nclass C(B): ...")}
+    assert too_deep({"sparse.x": ast.parse(chain[:41]), **other}) == ["C: 3 levels"]
+
+
+def test_every_source_file_has_its_test_file() -> None:
+    sources = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
+    tests = {path: ROOT / "tests" / path.parent / f"test_{path.name}" for path in sources}
+    assert [str(path) for path, test in sorted(tests.items()) if not test.exists()] == []
+
+
+def test_every_cpp_source_is_covered() -> None:
+    assert sorted(CPP_TESTS) == sorted(path.name for path in (ROOT / "csrc").glob("*.cpp"))
+    assert [test for tests in CPP_TESTS.values() for test in tests if not (ROOT / test).exists()] == []
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    folders = ["src", "csrc", "tests", "benchmarks", "examples"]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    files = [path for path in files if path.suffix in {".py", ".cpp", ".h", ".inl"}]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_registered_ops_are_those_of_schemas_inc() -> None:
+    listed = {torch._C.parse_schema(f"meshrec::{schema}") for schema in library.schemas()}
+    registered = {schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("meshrec::")}
+    assert listed
+    assert sorted(map(str, listed)) == sorted(map(str, registered))
+
+
+@pytest.mark.parametrize("key", ["CPU", "Meta"])
+def test_every_op_has_a_kernel(key: str) -> None:
+    names = [f"meshrec::{schema.split('(')[0]}" for schema in library.schemas()]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert [name for name in names if not has_kernel(name, key)] == []
+
+
+def test_public_names_exist() -> None:
+    rooms = [module_name(path, SOURCE.parent) for path in sorted(SOURCE.rglob("__init__.py"))]
+    public = {room: getattr(importlib.import_module(room), "__all__", []) for room in rooms}
+    missing = [
+        (room, name) for room in rooms for name in public[room] if not hasattr(sys.modules[room], name)
+    ]
+    assert missing == []
+    assert public["meshrec"]
+
+
+def test_import_is_light_and_silent() -> None:
+    code = (
+        "import json, sys, torch; before = set(sys.modules); import meshrec; "
+        "json.dump(sorted(set(sys.modules) - before), sys.stderr)"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    added = json.loads(done.stderr)  # anything else printed would not parse
+    assert "meshrec" in added
+    allowed = {"meshrec", "torch", *sys.stdlib_module_names}
+    assert [name for name in added if name.split(".")[0] not in allowed] == []
+    heavy = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.distributed", "torch.export")
+    assert [name for name in added if name.startswith(heavy)] == []
