@@ -43,7 +43,7 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
     """All useful ways to split one table."""
     allowed = constraints.allowed_types
     num_nodes = num_ranks // node_size
-    splits = _column_splits(table.embedding_dim, constraints.min_partition or DEFAULT_MIN_PARTITION)
+    splits = _column_splits(table.embedding_dim, _min_partition(constraints))
     whole = (table.embedding_dim,)
     found: list[Layout] = []
     if ShardingType.DATA_PARALLEL in allowed and constraints.ranks is None:
@@ -143,20 +143,26 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     table_C = np.array(examples, np.int64)[type_C]
     pieces = _pieces(model, layouts_C, table_C)
     ranks_P = pieces.count * np.where(pieces.in_node, model.node_size, 1)
-    load_PK = model.rectangle_loads(table_C[pieces.candidate], pieces.rows, pieces.columns, pieces.in_node)
-    bytes_P = model.rectangle_bytes(table_C[pieces.candidate], pieces.rows, pieces.columns)
-    received_P = model.received_bytes(
-        table_C[pieces.candidate], pieces.rows, pieces.columns, pieces.in_node
-    ) * ranks_P
+    table_P = table_C[pieces.candidate]
+    load_PF = model.rectangle_loads(table_P, pieces.rows, pieces.columns, pieces.in_node)
+    bytes_P = model.rectangle_bytes(table_P, pieces.rows, pieces.columns)
+    parts_C = np.array([layout.row_parts for layout in layouts_C])
+    by_rows_P = pieces.in_node | (parts_C[pieces.candidate] > 1)
+    by_columns_P = ~by_rows_P & np.array([len(layout.widths) > 1 for layout in layouts_C])[pieces.candidate]
+    least_rows = np.where(by_rows_P, 0, pieces.rows)
+    least_columns = np.where(by_columns_P, 0, pieces.columns)
+    fixed_PF = model.rectangle_loads(table_P, least_rows, least_columns, pieces.in_node)
+    merge_FK = _merge_phases(load_PF, fixed_PF)
+    received_P = ranks_P * model.received_bytes(table_P, pieces.rows, pieces.columns, pieces.in_node)
     everywhere_C = np.array([layout.scope is Scope.EVERYWHERE for layout in layouts_C], bool)
-    common_CK = np.where(everywhere_C[:, None], model.replicated_loads(table_C), 0.0)
+    common_CF = np.where(everywhere_C[:, None], model.replicated_loads(table_C), 0.0)
     common_bytes_C = np.where(everywhere_C, model.replicated_bytes(table_C), 0.0)
     np.add.at(common_bytes_C, pieces.candidate, received_P)
-    mean_PK = load_PK * (ranks_P / model.num_ranks)[:, None]
-    mean_CK = np.zeros((len(layouts_C), NUM_PHASES))
-    np.add.at(mean_CK, pieces.candidate, mean_PK)
-    shared_C = np.array([model.shared_loads(mean_K).sum() for mean_K in mean_CK])
-    row_stats_C = mean_CK[:, _ROW_STATS] > 0
+    mean_PF = load_PF * (ranks_P / model.num_ranks)[:, None]
+    mean_CF = np.zeros((len(layouts_C), NUM_PHASES))
+    np.add.at(mean_CF, pieces.candidate, mean_PF)
+    shared_C = np.array([model.shared_loads(mean_F).sum() for mean_F in mean_CF])
+    row_stats_C = mean_CF[:, _ROW_STATS] > 0
     start_C = np.searchsorted(pieces.candidate, np.arange(len(layouts_C) + 1))
     return Problem(
         num_ranks=model.num_ranks,
@@ -165,13 +171,19 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
         type_T=type_T,
         layouts_C=layouts_C,
         type_C=np.array(type_C, np.int64),
-        common_C=common_CK.sum(1) + shared_C,
+        common_C=common_CF.sum(1) + shared_C,
         common_bytes_C=common_bytes_C,
         piece_start_C=start_C,
         candidate_P=pieces.candidate,
         count_P=pieces.count,
-        load_PK=_merge_phases(load_PK),
+        load_PK=load_PF @ merge_FK,
+        fixed_PK=fixed_PF @ merge_FK,
         bytes_P=bytes_P,
+        fixed_bytes_P=model.rectangle_bytes(table_P, least_rows, least_columns),
+        width_P=pieces.columns,
+        rows_P=pieces.rows,
+        min_partition_Y=np.array([_min_partition(constraints.get(model.tables[i].name, _FREE)) for i in examples]),
+        merge_FK=merge_FK,
         ranks_Y=[_rank_mask(constraints.get(model.tables[i].name), model.num_ranks) for i in examples],
         sharded_C=~everywhere_C,
         row_stats_C=row_stats_C,
@@ -222,21 +234,29 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
     )
 
 
-def _merge_phases(load_PK: Floats) -> Floats:
-    """Adds up phases whose loads are in one proportion over all pieces: their slowest rank is the same one."""
-    merged: list[Floats] = []
-    for phase in range(load_PK.shape[1]):
-        load = load_PK[:, phase]
+def _merge_phases(*loads_PF: Floats) -> Floats:
+    """Which phases have loads in one proportion over all pieces: the slowest rank of one is that of the other."""
+    load_PF = np.concatenate(loads_PF)
+    groups: list[list[int]] = []
+    for phase in range(load_PF.shape[1]):
+        load = load_PF[:, phase]
         if not load.any():
             continue
-        for index, other in enumerate(merged):
-            ratio = load.sum() / other.sum()
-            if np.allclose(load, other * ratio, rtol=1e-9, atol=0):
-                merged[index] = other + load
+        for group in groups:
+            other = load_PF[:, group[0]]
+            if np.allclose(load, other * (load.sum() / other.sum()), rtol=1e-9, atol=0):
+                group.append(phase)
                 break
         else:
-            merged.append(load)
-    return np.stack(merged, axis=1) if merged else np.zeros((len(load_PK), 1))
+            groups.append([phase])
+    merge_FK = np.zeros((load_PF.shape[1], max(len(groups), 1)))
+    for index, group in enumerate(groups):
+        merge_FK[group, index] = 1.0
+    return merge_FK
+
+
+def _min_partition(constraints: ParameterConstraints) -> int:
+    return constraints.min_partition or DEFAULT_MIN_PARTITION
 
 
 def _rank_mask(constraints: ParameterConstraints | None, num_ranks: int) -> Bools | None:
@@ -252,7 +272,7 @@ def _rank_mask(constraints: ParameterConstraints | None, num_ranks: int) -> Bool
 
 def _no_candidate(table: Table, constraints: ParameterConstraints, model: CostModel) -> str:
     kinds = sorted(kind.value for kind in constraints.allowed_types)
-    partition = constraints.min_partition or DEFAULT_MIN_PARTITION
+    partition = _min_partition(constraints)
     return (
         f"table {table.name!r} ({table.num_embeddings} rows x {table.embedding_dim} columns): its constraints leave no "
         f"way to place it on {model.num_ranks} ranks in nodes of {model.node_size}: sharding types {kinds}, "

@@ -57,11 +57,25 @@ class Problem(NamedTuple):
     """Equal pieces in a group."""
     load_PK: Floats
     """Seconds on the rank (on each rank of the node) that a piece goes to."""
+    fixed_PK: Floats
+    """The part of the load that does not shrink with the piece: a piece `amount` times as large as its equals costs
+    fixed + amount * (load - fixed). What can vary is the rows where there are several row parts, else the columns."""
     bytes_P: Floats
+    fixed_bytes_P: Floats
+    width_P: Ints
+    """Columns of a piece."""
+    rows_P: Floats
+    """Rows of a piece."""
+    min_partition_Y: Ints
+    """The least number of columns of a column part."""
+    merge_FK: Floats
+    """Which phases [F] were added up into which [K]."""
     ranks_Y: list[Bools | None]
     """The ranks that a type may use; None for all."""
     sharded_C: Bools
+    """Whether a candidate has pieces."""
     row_stats_C: Bools
+    """Whether a candidate needs row statistics added up."""
 
     @property
     def num_nodes(self) -> int:
