@@ -1,0 +1,161 @@
+"""From tables and a machine to a plan: tries each replica group size and each set of collectives, solves, evaluates."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel, Usage
+from meshrec.planner.evaluate import StepEstimate, evaluate_placements
+from meshrec.planner.placements import sharding_type, to_placements
+from meshrec.planner.problem import Problem
+from meshrec.planner.solver import Effort, Solution, solve
+from meshrec.planner.types import Bools, ParameterConstraints, Placements, Table, Topology
+
+DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=1e9, gap=0.005)
+
+
+class Optimized(NamedTuple):
+    """The best placement found, its cost, and the proven bound in seconds."""
+
+    placements: Placements
+    types_T: list[ShardingType]
+    estimate: StepEstimate
+    lower_bound: float
+    replicas: int
+    work: int
+    num_boxes: int
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one, as a fraction of its time."""
+        return max(0.0, 1 - self.lower_bound / self.estimate.seconds) if self.estimate.seconds else 0.0
+
+
+def optimize(
+    tables: Sequence[Table],
+    topology: Topology,
+    *,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    effort: Effort = DEFAULT_EFFORT,
+) -> Optimized | None:
+    """The best plan for `tables`; None where no plan was found that fits into memory.
+
+    The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column parts, even
+    or uneven cuts, under the constraints. Raises ValueError for constraints that leave a table without a candidate.
+    """
+    if not tables:
+        raise ValueError("there are no tables to plan.")
+    best: Optimized | None = None
+    bounds = []
+    for replicas in topology.replicate:
+        model = CostModel(tables, topology, batch_size=batch_size, replicas=replicas)
+        found, bound = _optimize_group(model, constraints or {}, effort, best)
+        bounds.append(bound)
+        if found is not None and (best is None or found.estimate.seconds < best.estimate.seconds):
+            best = found
+    if best is None:
+        return None
+    return best._replace(lower_bound=min(*bounds, best.estimate.seconds))
+
+
+class _Regime(NamedTuple):
+    """A set of collectives, and the candidates that need no other."""
+
+    usage: Usage
+    allowed_C: Bools
+
+
+def _optimize_group(
+    model: CostModel,
+    constraints: Mapping[str, ParameterConstraints],
+    effort: Effort,
+    best: Optimized | None,
+) -> tuple[Optimized | None, float]:
+    problem = build_problem(model, constraints)
+    bounds = []
+    for regime in _regimes(problem, model):
+        fixed = float(model.fixed_seconds(regime.usage).sum())
+        rough = fixed + _mean_bound(problem, regime.allowed_C)
+        if best is not None and rough >= best.estimate.seconds:
+            bounds.append(rough)
+            continue
+        solution = solve(problem, regime.allowed_C, effort, fixed)
+        if solution is None:
+            bounds.append(rough)
+            continue
+        bounds.append(fixed + solution.lower_bound)
+        found = _evaluated(problem, model, constraints, solution)
+        if best is None or found.estimate.seconds < best.estimate.seconds:
+            best = found
+    return best, min(bounds)
+
+
+def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
+    """From all collectives to few: fewer collectives save their latencies. A plan belongs to each regime that allows
+    its candidates, so the lowest bound over regimes is a bound for all plans."""
+    kinds = len(np.unique(problem.type_C))
+    found: list[_Regime] = []
+    for usage in (
+        Usage(True, True, True),
+        Usage(True, False, True),
+        Usage(True, True, False),
+        Usage(True, False, False),
+        Usage(False, False, True),
+    ):
+        allowed_C = np.ones(len(problem.type_C), bool)
+        if not usage.row_stats:
+            allowed_C &= ~problem.row_stats_C
+        if not usage.data_parallel:
+            allowed_C &= problem.sharded_C
+        if not usage.sharded:
+            allowed_C &= ~problem.sharded_C
+        covers = len(np.unique(problem.type_C[allowed_C])) == kinds
+        same = any((regime.allowed_C == allowed_C).all() for regime in found)
+        if covers and not same:
+            found.append(_Regime(usage, allowed_C))
+    # The same candidates with fewer collectives: keep the cheapest name for each set.
+    cheapest: dict[bytes, _Regime] = {}
+    for regime in found:
+        cheapest[regime.allowed_C.tobytes()] = regime
+    return [
+        regime._replace(usage=_needed(problem, regime)) for regime in cheapest.values()
+    ]
+
+
+def _needed(problem: Problem, regime: _Regime) -> Usage:
+    """The collectives that a regime's candidates can use at all."""
+    allowed_C = regime.allowed_C
+    return Usage(
+        sharded=bool(problem.sharded_C[allowed_C].any()),
+        row_stats=bool(problem.row_stats_C[allowed_C].any()),
+        data_parallel=bool((~problem.sharded_C[allowed_C]).any()),
+    )
+
+
+def _mean_bound(problem: Problem, allowed_C: Bools) -> float:
+    """A quick bound: every table on its own takes the candidate with the least mean load."""
+    total_C = np.where(allowed_C, problem.common_C + problem.mean_load_CK().sum(axis=1), np.inf)
+    least_Y = np.full(int(problem.type_C.max()) + 1, np.inf)
+    np.minimum.at(least_Y, problem.type_C, total_C)
+    return float(least_Y[problem.type_T].sum())
+
+
+def _evaluated(
+    problem: Problem,
+    model: CostModel,
+    constraints: Mapping[str, ParameterConstraints],
+    solution: Solution,
+) -> Optimized:
+    placements = to_placements(problem, solution.parts_T, model.tables)
+    types = [
+        sharding_type(problem.layouts_C[parts.candidate], constraints.get(table.name))
+        for parts, table in zip(solution.parts_T, model.tables, strict=True)
+    ]
+    estimate = evaluate_placements(placements, model)
+    return Optimized(
+        placements, types, estimate, solution.lower_bound, model.replicas, solution.work, solution.num_boxes
+    )
