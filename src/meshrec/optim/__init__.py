@@ -1,1 +1,49 @@
-"""."""
+"""Optimizers: specs of the fused ones, keyed optimizers, gradient clipping and warmup."""
+
+from meshrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from meshrec.optim.from_torch import from_torch
+from meshrec.optim.in_backward import (
+    apply_optimizer_in_backward,
+    in_backward_optimizer_filter,
+    in_backward_spec,
+)
+from meshrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from meshrec.optim.optimizers import (
+    LAMB,
+    LARS,
+    SGD,
+    Adagrad,
+    Adam,
+    OptimizerSpec,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+    StateSlot,
+)
+from meshrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "CombinedOptimizer",
+    "GradientClipping",
+    "GradientClippingOptimizer",
+    "KeyedOptimizer",
+    "KeyedOptimizerWrapper",
+    "OptimizerSpec",
+    "OptimizerWrapper",
+    "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
+    "RowWiseAdagrad",
+    "StateSlot",
+    "WarmupOptimizer",
+    "WarmupPolicy",
+    "WarmupStage",
+    "apply_optimizer_in_backward",
+    "from_torch",
+    "in_backward_optimizer_filter",
+    "in_backward_spec",
+]

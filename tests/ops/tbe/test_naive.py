@@ -138,13 +138,9 @@ def test_flat_forward(num_bags):
     torch.testing.assert_close(forward(batch, flat=True), expected)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_sequence_forward_gives_a_row_per_id(weighted):
-    batch = make_batch(VARIABLE, weighted=weighted)
-    rows = []
-    for _, feature, ids, _, sample_weights in pieces(batch):
-        found = batch.weights[TABLES[feature]][ids]
-        rows.append((found if sample_weights is None else found * sample_weights[:, None]).flatten())
+def test_sequence_forward_gives_a_row_per_id():
+    batch = make_batch(VARIABLE)
+    rows = [batch.weights[TABLES[feature]][ids].flatten() for _, feature, ids, _, _ in pieces(batch)]
     assert torch.equal(forward(batch, flat=True, pooling=[NONE] * 4), torch.cat(rows))
 
 
@@ -182,24 +178,19 @@ def test_gradients_match_autograd(num_bags, flat, weighted):
 
 
 def test_sequence_gradients_match_autograd():
-    batch = make_batch(VARIABLE, weighted=True)
-    for leaf in [*batch.weights, batch.sample_weights]:
-        leaf.requires_grad_()
+    batch = make_batch(VARIABLE)
+    for weight in batch.weights:
+        weight.requires_grad_()
     pooling = [NONE] * 4
     out = torch.cat(
-        [
-            (batch.weights[TABLES[feature]][ids] * sample_weights[:, None]).flatten()
-            for _, feature, ids, _, sample_weights in pieces(batch)
-        ]
+        [batch.weights[TABLES[feature]][ids].flatten() for _, feature, ids, _, _ in pieces(batch)]
     )
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     out.backward(grad)
     head, middle, tail = gradient_args(batch, grad, flat=True, pooling=pooling)
     with torch.no_grad():
-        dense = naive.tbe_dense_grad(*head, batch.weights, *middle, batch.sample_weights, *tail)
-        by_weight = naive.tbe_sample_weight_grad(*head, batch.weights, *middle, *tail)
+        dense = naive.tbe_dense_grad(*head, batch.weights, *middle, None, *tail)
     torch.testing.assert_close(dense, [weight.grad for weight in batch.weights])
-    torch.testing.assert_close(by_weight, batch.sample_weights.grad)
 
 
 def update(batch, grad, state, optimizer, *, tables=TABLES, row_stats=None, **kwargs):
@@ -286,22 +277,37 @@ def test_ids_outside_the_table_name_table_feature_and_sample(bad):
 def test_nan_weights_are_found_only_when_checked():
     batch = make_batch(ONE_BLOCK, weighted=True)
     batch.sample_weights[-1] = float("nan")
-    with pytest.raises(
-        ValueError, match=r"table 't2': the weight of id \d+ of feature 'd' \(sample \d\) is nan"
-    ):
+    with pytest.raises(ValueError, match=r"per-sample weight of id \d+ of feature 'd' \(sample \d\) is NaN"):
         forward(batch)
     assert forward(batch, check_ids=False).isnan().any()
 
 
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_gradients_refuse_ids_outside_the_table(bad):
+    batch = make_batch(ONE_BLOCK)
+    batch.values[-1] = bad
+    before = [weight.clone() for weight in batch.weights]
+    with pytest.raises(ValueError, match=rf"table '2': id {bad} of feature '3' .* is outside \[0, 3\)"):
+        update(batch, torch.ones(3, sum(FEATURE_DIMS)), [], 0)
+    assert all(torch.equal(weight, old) for weight, old in zip(batch.weights, before, strict=True))
+
+
 def test_wrong_sizes():
     batch = make_batch(ONE_BLOCK)
-    with pytest.raises(ValueError, match="per-sample weights must be one for each of"):
+    num_ids = batch.values.numel()
+    with pytest.raises(ValueError, match=f"there are {num_ids} values but 1 per-sample weights"):
         forward(batch._replace(sample_weights=torch.ones(1)))
-    with pytest.raises(ValueError, match=r"grad must be shaped like the output, 3 rows .* got \[2, 19\]"):
+    with pytest.raises(ValueError, match="per-sample weights must be float32"):
+        forward(batch._replace(sample_weights=torch.ones(num_ids, dtype=torch.float64)))
+    with pytest.raises(ValueError, match="a sequence lookup takes none"):
+        forward(batch._replace(sample_weights=torch.ones(num_ids)), flat=True, pooling=[NONE] * 4)
+    with pytest.raises(ValueError, match="the gradient has 38 elements; the forward gave 57"):
         update(batch, torch.ones(2, sum(FEATURE_DIMS)), [], 0)
-    with pytest.raises(ValueError, match="keeps 1 state tensors for each of 3 tables, got 0"):
+    with pytest.raises(
+        ValueError, match="got 0 state tensors for 3 tables of an optimizer with 1 state slots"
+    ):
         update(batch, torch.ones(3, sum(FEATURE_DIMS)), [], 2)
-    with pytest.raises(ValueError, match="offsets must end at the number of ids"):
+    with pytest.raises(ValueError, match="Call validate"):
         forward(batch._replace(values=batch.values[:-1]))
-    with pytest.raises(ValueError, match="out_size must be 3 for these offsets, got 5"):
+    with pytest.raises(ValueError, match="out_size is 5 but the lookups give 3"):
         forward(batch._replace(num_bags=torch.full((1, 4), 5)))

@@ -44,7 +44,7 @@ def written_out(optimizer, w, g, slots, mode, t):
     if optimizer == naive_update.LARS:
         decay = DECAY if mode == L2 else 0.0
         w_norm, g_norm = norm(old), norm(g)
-        local = LR if w_norm == 0 or g_norm == 0 else LR * TRUST * w_norm / (g_norm + decay * w_norm)
+        local = LR if w_norm == 0 or g_norm == 0 else LR * TRUST * w_norm / (g_norm + decay * w_norm + EPS)
         for i in range(dim):
             slots[0][i] = MOMENTUM * slots[0][i] + local * (g[i] + decay * old[i])
             w[i] = (old[i] * (1 - LR * DECAY) if mode == DECOUPLED else old[i]) - slots[0][i]
@@ -217,9 +217,9 @@ def test_seed_zero_rounds_to_nearest_and_other_seeds_do_not(dtype):
 
 
 def test_unknown_code_and_bad_hyper():
-    with pytest.raises(ValueError, match="optimizer code 8 is unknown, allowed are 0 to 7"):
+    with pytest.raises(ValueError, match="optimizer 8 is unknown; codes 0 to 7 exist"):
         naive_update.num_slots(8)
-    with pytest.raises(ValueError, match=r"hyper must be float64 of shape \[12\], got torch.float32"):
+    with pytest.raises(ValueError, match="hyper must be a float64 CPU tensor with 12 entries"):
         Hyper.from_tensor(torch.zeros(12))
 
 

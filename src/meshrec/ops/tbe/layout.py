@@ -51,38 +51,38 @@ class Layout(NamedTuple):
 
 def check_offsets(offsets: Tensor, num_ids: int) -> None:
     """Raises ValueError unless the offsets start at 0, never decrease, and end at ``num_ids``."""
-    advice = "Call validate() on the KeyedJaggedTensor to see which key and sample is wrong."
     if offsets.dim() != 1 or offsets.numel() == 0:
-        raise ValueError(f"offsets must be 1-D and not empty, got shape {list(offsets.shape)}. {advice}")
+        raise ValueError("values and offsets must have one dimension, and offsets at least one entry.")
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
-        raise ValueError(f"offsets must start at 0, got {first}. {advice}")
+        raise ValueError(f"offsets start at {first}, not at 0. Pass offsets made from the lengths.")
     falls = (offsets[1:] < offsets[:-1]).nonzero()
     if falls.numel() > 0:
-        at = int(falls[0])
+        bag = int(falls[0])
         raise ValueError(
-            f"offsets must not decrease: offsets[{at + 1}] is {int(offsets[at + 1])} "
-            f"after offsets[{at}] = {int(offsets[at])}. {advice}"
+            f"offsets fall from {int(offsets[bag])} to {int(offsets[bag + 1])} at bag {bag}. "
+            "Offsets must never fall; call validate() on the input to find the key and sample."
         )
     if last != num_ids:
-        raise ValueError(f"offsets must end at the number of ids, {num_ids}, got {last}. {advice}")
+        raise ValueError(
+            f"the lengths sum to {last} but there are {num_ids} values. "
+            "Call validate() on the input to find the key and sample."
+        )
 
 
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
     """The first bag of each segment, and the end of the last one (R*K + 1 numbers)."""
     if segments is not None:
         bounds: list[int] = segments.tolist()
-        ordered = all(low <= high for low, high in pairwise(bounds))
-        if (len(bounds) - 1) % num_keys != 0 or bounds[0] != 0 or bounds[-1] != num_bags or not ordered:
-            raise ValueError(
-                f"segments must rise from 0 to the number of bags, {num_bags}, with one entry for each of "
-                f"{num_keys} keys in each block and one at the end, got {bounds}."
-            )
+        if not bounds or num_keys == 0 or (len(bounds) - 1) % num_keys != 0:
+            raise ValueError("segments must be an int64 CPU tensor with blocks * keys + 1 entries.")
+        if bounds[0] != 0 or bounds[-1] != num_bags or any(low > high for low, high in pairwise(bounds)):
+            raise ValueError(f"segments must rise from 0 to the number of bags ({num_bags}).")
         return bounds
-    if num_bags % num_keys != 0:
+    if num_keys == 0 or num_bags % num_keys != 0:
         raise ValueError(
-            f"{num_bags} bags cannot be shared evenly among {num_keys} keys. "
-            "Give segments when batch sizes differ between keys."
+            f"{num_bags} bags do not divide among {num_keys} keys. "
+            "Pass the batch size of each key when they differ."
         )
     per_key = num_bags // num_keys
     return [key * per_key for key in range(num_keys + 1)]
@@ -100,27 +100,23 @@ def make_layout(
     """Lays out every feature of every block.
 
     Raises:
-        ValueError: for NONE beside other poolings or in a 2-D output, and where a 2-D output would need
-            different numbers of bags from the features of one block.
+        ValueError: for NONE in a 2-D output, and for a 2-D output of features with different batch sizes.
     """
-    if NONE in pooling and (not flat or any(mode != NONE for mode in pooling)):
-        raise ValueError(
-            f"pooling NONE needs flat=True and NONE for all features, got flat={flat} and codes {pooling}."
-        )
+    if NONE in pooling and not flat:
+        raise ValueError("lookups that are not pooled have a flat output.")
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     pieces: list[Piece] = []
     first_row = first_element = 0
     for first_segment in range(0, len(bounds) - 1, num_keys):
-        num_bags = {bounds[first_segment + key + 1] - bounds[first_segment + key] for key in keys}
-        if not flat and len(num_bags) > 1:
-            raise ValueError(
-                "a 2-D output needs the same number of bags from every feature of a block, "
-                f"got {sorted(num_bags)}. Use flat=True when batch sizes differ between keys."
-            )
-        end_row = first_row + max(num_bags, default=bounds[first_segment + 1] - bounds[first_segment])
+        block_rows = bounds[first_segment + 1] - bounds[first_segment]
         column = 0
         for feature, (key, dim) in enumerate(zip(keys, dims, strict=True)):
             low, high = bounds[first_segment + key], bounds[first_segment + key + 1]
+            if not flat and high - low != block_rows:
+                raise ValueError(
+                    f"feature {feature} has {high - low} samples and the first key {block_rows}. "
+                    "One output matrix needs one batch size; ask for a flat output otherwise."
+                )
             offsets_B1 = offsets[low : high + 1].long()
             ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
             num_rows = ids.stop - ids.start if pooling[feature] == NONE else high - low
@@ -130,11 +126,11 @@ def make_layout(
                     feature=feature,
                     ids=ids,
                     lengths_B=offsets_B1.diff(),
-                    rows=slice(first_row, end_row),
+                    rows=slice(first_row, first_row + block_rows),
                     columns=slice(column, column + dim),
                     flat=slice(first_element, end_element),
                 )
             )
             column, first_element = column + dim, end_element
-        first_row = end_row
+        first_row += block_rows
     return Layout(pieces, first_element if flat else first_row)

@@ -10,7 +10,7 @@ What the ops share (F features, K keys, T tables, N ids, S segments, B bags of o
 - Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, the blocks one after the other.
   ``flat=True``: 1-D; for block, for feature: ``[B, D]`` (NONE: ``[ids, D]``), row-major, one after the other.
 - SUM: ``out[b] = sum_i w_i * x_i``; MEAN: that, divided by the number of ids, and 0 for an empty bag;
-  NONE: ``out[i] = w_i * x_i``. Without per-sample weights every ``w_i`` is 1.
+  NONE: ``out[i] = x_i``. Without per-sample weights every ``w_i`` is 1; with NONE there must be none.
 
 Sums are in fp32. Duplicates are summed in the order of features, then of ids.
 """
@@ -50,11 +50,11 @@ def tbe_forward(
         ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and weights
             that are NaN.
     """
-    _check_inputs(values, offsets, per_sample_weights)
+    _check_inputs(values, offsets, per_sample_weights, pooling)
     dims = [weights[table].shape[1] for table in tables]
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     if layout.out_size != out_size:
-        raise ValueError(f"out_size must be {layout.out_size} for these offsets, got {out_size}.")
+        raise ValueError(f"out_size is {out_size} but the lookups give {layout.out_size}.")
     if check_ids:
         _check_ids(layout, values, per_sample_weights, [weights[table].shape[0] for table in tables], names)
     shape = [out_size] if flat else [out_size, sum(dims)]
@@ -63,7 +63,7 @@ def tbe_forward(
         table = weights[tables[piece.feature]]
         rows_nD = table[values[piece.ids].long()].float()
         if per_sample_weights is not None:
-            rows_nD *= per_sample_weights[piece.ids, None].float()
+            rows_nD *= per_sample_weights[piece.ids, None]
         mode = pooling[piece.feature]
         piece.of(out, table.shape[1]).copy_(rows_nD if mode == NONE else _pooled(rows_nD, piece, mode))
     return out
@@ -93,15 +93,16 @@ def tbe_update(
     slot 1). Codes, formulas, ``hyper`` (float64 [12]) and rounding: ``naive_update.py``. ``row_stats``: fp32
     [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of column-split tables.
     """
-    _check_inputs(values, offsets, per_sample_weights)
+    _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     numbers = Hyper.from_tensor(hyper)
     if len(state) != num_slots(optimizer) * len(weights):
         raise ValueError(
-            f"optimizer code {optimizer} keeps {num_slots(optimizer)} state tensors for each of "
-            f"{len(weights)} tables, got {len(state)} in total."
+            f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with "
+            f"{num_slots(optimizer)} state slots."
         )
-    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims)
+    num_rows = [weight.shape[0] for weight in weights]
+    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows)
     for table, parts in enumerate(_by_table(gradients, len(weights))):
         if parts:
             rows_U, gradient_UD, inverse_n = _summed(parts)
@@ -132,9 +133,9 @@ def tbe_sparse_grad(
     ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. A table that no feature reads
     gets U_t = 0 and D_t = 0.
     """
-    _check_inputs(values, offsets, per_sample_weights)
+    _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
-    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims)
+    gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows)
     result: list[Tensor] = []
     for parts in _by_table(gradients, len(num_rows)):
         if parts:
@@ -159,10 +160,11 @@ def tbe_dense_grad(
     dims: list[int],
 ) -> list[Tensor]:
     """The gradient of each table as a dense tensor of its shape and dtype; summed in fp32."""
-    _check_inputs(values, offsets, per_sample_weights)
+    _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
-    for part in _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims):
+    num_rows = [weight.shape[0] for weight in weights]
+    for part in _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows):
         totals[part.table].index_add_(0, part.rows_n, part.gradient_nD)
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
@@ -181,11 +183,12 @@ def tbe_sample_weight_grad(
     dims: list[int],
 ) -> Tensor:
     """The gradient of the per-sample weights, fp32 [N]. Features of one key add up; unread ids get 0."""
-    _check_inputs(values, offsets, None)
+    _check_inputs(values, offsets, None, [])
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
-    for piece, part in _paired(layout, grad, values, None, tables, pooling, dims):
-        total[piece.ids] += (weights[part.table][part.rows_n].float() * part.gradient_nD).sum(1)
+    num_rows = [weight.shape[0] for weight in weights]
+    for part in _id_gradients(layout, grad, values, None, tables, pooling, dims, num_rows):
+        total[part.ids] += (weights[part.table][part.rows_n].float() * part.gradient_nD).sum(1)
     return total
 
 
@@ -203,7 +206,7 @@ def clamp_ids(
     ``num_rows``: per table. An id of a key that several features read is set to 0 if it is outside any of
     their tables.
     """
-    _check_inputs(values, offsets, None)
+    _check_inputs(values, offsets, None, [])
     layout = make_layout(offsets, segments, num_keys, keys, [1] * len(keys), [0] * len(keys), True)
     clamped, counts_F = values.clone(), torch.zeros(len(keys), dtype=torch.int64, device=values.device)
     for piece in layout.pieces:
@@ -230,7 +233,7 @@ class _Gradient(NamedTuple):
     gradient_nD: Tensor
 
 
-def _paired(
+def _id_gradients(
     layout: Layout,
     grad: Tensor,
     values: Tensor,
@@ -238,13 +241,12 @@ def _paired(
     tables: Sequence[int],
     pooling: Sequence[int],
     dims: Sequence[int],
-) -> Iterator[tuple[Piece, _Gradient]]:
-    """For each piece that is not skipped the gradient of every id, scaled by weight and 1/length (MEAN)."""
-    if grad.shape[0] != layout.out_size or (grad.dim() == 2 and grad.shape[1] != sum(dims)):
-        raise ValueError(
-            f"grad must be shaped like the output, {layout.out_size} rows or elements and {sum(dims)} "
-            f"columns if 2-D, got {list(grad.shape)}."
-        )
+    num_rows: Sequence[int],
+) -> Iterator[_Gradient]:
+    """Each piece's gradients per id, scaled by weight and 1/length (MEAN); skipped features left out."""
+    out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(dims)
+    if grad.numel() != out_size:
+        raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {out_size}.")
     for piece in layout.pieces:
         table, mode = tables[piece.feature], pooling[piece.feature]
         if table < 0:
@@ -255,21 +257,10 @@ def _paired(
         if mode != NONE:
             gradient = gradient[piece.bag_of_id()]
         if per_sample_weights is not None:
-            gradient = gradient * per_sample_weights[piece.ids, None].float()
-        yield piece, _Gradient(table, piece.ids, values[piece.ids].long(), gradient)
-
-
-def _id_gradients(
-    layout: Layout,
-    grad: Tensor,
-    values: Tensor,
-    per_sample_weights: Tensor | None,
-    tables: Sequence[int],
-    pooling: Sequence[int],
-    dims: Sequence[int],
-) -> Iterator[_Gradient]:
-    for _, part in _paired(layout, grad, values, per_sample_weights, tables, pooling, dims):
-        yield part
+            gradient = gradient * per_sample_weights[piece.ids, None]
+        rows_n = values[piece.ids].long()
+        _check_rows(piece, rows_n, num_rows[table], str(table), str(piece.feature))
+        yield _Gradient(table, piece.ids, rows_n, gradient)
 
 
 def _by_table(gradients: Iterator[_Gradient], num_tables: int) -> list[list[_Gradient]]:
@@ -291,35 +282,47 @@ def _outside(ids: Tensor, num_rows: int) -> Tensor:
     return (ids < 0) | (ids >= num_rows)
 
 
-def _check_inputs(values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> None:
+def _check_inputs(
+    values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, pooling: Sequence[int]
+) -> None:
     check_offsets(offsets, values.numel())
-    if per_sample_weights is not None and per_sample_weights.shape != values.shape:
+    if per_sample_weights is None:
+        return
+    if per_sample_weights.numel() != values.numel():
         raise ValueError(
-            f"per-sample weights must be one for each of {values.numel()} ids, "
-            f"got shape {list(per_sample_weights.shape)}."
+            f"there are {values.numel()} values but {per_sample_weights.numel()} per-sample weights. "
+            "Each id needs one weight."
         )
+    if per_sample_weights.dtype != torch.float32:
+        raise ValueError("per-sample weights must be float32. Convert them with .float().")
+    if NONE in pooling:
+        raise ValueError("per-sample weights belong to pooled lookups; a sequence lookup takes none.")
 
 
 def _check_ids(
     layout: Layout, values: Tensor, per_sample_weights: Tensor | None, num_rows_F: list[int], names: Tensor
 ) -> None:
     for piece in layout.pieces:
-        ids, num_rows = values[piece.ids], num_rows_F[piece.feature]
-        if (at := _first(_outside(ids, num_rows))) is not None:
-            table, feature = _names(names, piece.feature)
-            raise ValueError(
-                f"table '{table}': id {int(ids[at])} of feature '{feature}' "
-                f"(sample {int(piece.bag_of_id()[at])}) is outside [0, {num_rows}). "
-                "Raise num_embeddings, or hash the ids."
-            )
+        ids = values[piece.ids]
+        table, feature = _names(names, piece.feature)
+        _check_rows(piece, ids, num_rows_F[piece.feature], table, feature)
         if per_sample_weights is None:
             continue
         if (at := _first(per_sample_weights[piece.ids].isnan())) is not None:
-            table, feature = _names(names, piece.feature)
             raise ValueError(
-                f"table '{table}': the weight of id {int(ids[at])} of feature '{feature}' "
-                f"(sample {int(piece.bag_of_id()[at])}) is nan. Weights must be numbers; check the input."
+                f"the per-sample weight of id {int(ids[at])} of feature '{feature}' "
+                f"(sample {int(piece.bag_of_id()[at])}) is NaN. "
+                "Weights must be numbers; find where this one comes from."
             )
+
+
+def _check_rows(piece: Piece, ids_n: Tensor, num_rows: int, table: str, feature: str) -> None:
+    if (at := _first(_outside(ids_n, num_rows))) is not None:
+        raise ValueError(
+            f"table '{table}': id {int(ids_n[at])} of feature '{feature}' "
+            f"(sample {int(piece.bag_of_id()[at])}) is outside [0, {num_rows}). "
+            "Raise num_embeddings, or hash the ids."
+        )
 
 
 def _first(bad: Tensor) -> int | None:

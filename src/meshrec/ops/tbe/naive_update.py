@@ -47,10 +47,7 @@ class Hyper(NamedTuple):
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
         """Reads a float64 tensor of 12 numbers."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
-            raise ValueError(
-                f"hyper must be float64 of shape [{HYPER_SIZE}], got {hyper.dtype} of shape "
-                f"{list(hyper.shape)}. Use hyper() of the spec in meshrec.optim."
-            )
+            raise ValueError(f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries.")
         lr, eps, weight_decay, mode, beta1, beta2, momentum, trust, *counts, _ = hyper.tolist()
         return cls(
             lr,
@@ -150,15 +147,15 @@ def _lamb(rows: Rows, h: Hyper) -> Tensor:
 def _lars(rows: Rows, h: Hyper) -> Tensor:
     """m = momentum * m + local_lr * (g + decay * w); w -= m.
 
-    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w|), and lr where a norm is 0; decay is the
-    weight decay if it is L2, else 0.
+    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps), and lr where a norm is 0; decay is
+    the weight decay if it is L2, else 0.
     """
     g, (m,) = rows.gradient, rows.slots
     decay = h.weight_decay if h.decay_mode == L2_DECAY else 0.0
     weight_norm = _sum_of_squares(rows, 1, rows.weight).sqrt()
     grad_norm = _sum_of_squares(rows, 0, g).sqrt()
     either_zero = (weight_norm == 0) | (grad_norm == 0)
-    local = h.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm)
+    local = h.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + h.eps)
     local_lr = h.lr * torch.where(either_zero, torch.ones_like(local), local)
     m.mul_(h.momentum).add_(local_lr[:, None] * (g + decay * rows.weight))
     return _decayed(rows, h) - m
@@ -179,7 +176,7 @@ _FORMULAS: dict[int, tuple[int, Callable[[Rows, Hyper], Tensor]]] = {
 def num_slots(optimizer: int) -> int:
     """How many state tensors per table the optimizer keeps."""
     if optimizer not in _FORMULAS:
-        raise ValueError(f"optimizer code {optimizer} is unknown, allowed are 0 to {len(_FORMULAS) - 1}.")
+        raise ValueError(f"optimizer {optimizer} is unknown; codes 0 to {len(_FORMULAS) - 1} exist.")
     return _FORMULAS[optimizer][0]
 
 

@@ -1,0 +1,125 @@
+"""Gradient clipping around any keyed optimizer, for dense and sparse gradients alike."""
+
+from collections.abc import Collection
+from enum import Enum, unique
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
+
+
+@unique
+class GradientClipping(Enum):
+    """How to clip."""
+
+    NORM = "norm"
+    """Scale all gradients together so that their total norm is at most the limit."""
+    VALUE = "value"
+    """Cut every element off at plus and minus the limit."""
+    NONE = "none"
+
+
+class GradientClippingOptimizer(KeyedOptimizer):
+    """Clips the gradients of all parameters before each step.
+
+    The norm is that of ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by ``min(1, max_gradient
+    / (total_norm + 1e-6))``. A sparse gradient counts with its duplicate rows summed, so it clips as its
+    dense form would.
+
+    Args:
+        optimizer: what to wrap; parameters, state and groups are shared with it.
+        clipping: NORM, VALUE or NONE.
+        max_gradient: the limit.
+        norm_type: the p of the p-norm, ``inf`` and ``"inf"`` included.
+
+    Raises: ValueError: for a limit or norm that is not above 0, and if ``optimizer`` updates parameters
+        during backward,
+            where no one sees all gradients together.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        clipping: GradientClipping = GradientClipping.NONE,
+        max_gradient: float = 0.1,
+        norm_type: float | str = 2.0,
+    ) -> None:
+        if not max_gradient > 0 or not float(norm_type) > 0:
+            raise ValueError(
+                f"max_gradient and norm_type must be above 0, got {max_gradient} and {norm_type!r}."
+            )
+        if clipping is not GradientClipping.NONE and optimizer.updates_in_backward:
+            raise ValueError(
+                "gradients of parameters that are updated in backward cannot be clipped: they are used up "
+                'before all are known. Fuse with update="on_step", or wrap only the dense optimizer.'
+            )
+        self._optimizer = optimizer
+        self._clipping = clipping
+        self._max_gradient = max_gradient
+        self._norm_type = float(norm_type)
+        self._last_total_grad_norm: Tensor | None = None
+        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups)
+
+    @property
+    def last_total_grad_norm(self) -> Tensor | None:
+        """The total norm before clipping in the last step; None before that, and without NORM clipping."""
+        return self._last_total_grad_norm
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the wrapped optimizer does."""
+        return self._optimizer.updates_in_backward
+
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """Evaluates the closure, clips, and steps the wrapped optimizer."""
+        loss = evaluated(closure)
+        if self._clipping is not GradientClipping.NONE:
+            parameters = (parameter for group in self.param_groups for parameter in group["params"])
+            gradients = [_elements(parameter) for parameter in parameters if parameter.grad is not None]
+            if self._clipping is GradientClipping.VALUE:
+                for gradient in gradients:
+                    gradient.clamp_(-self._max_gradient, self._max_gradient)
+            else:
+                self._last_total_grad_norm = _clip_norm(gradients, self._max_gradient, self._norm_type)
+        self._optimizer.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds it to the wrapped optimizer."""
+        self._optimizer.add_param_group(param_group)
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Lets the wrapped optimizer create it."""
+        self._optimizer.create_state(names, sparse_names)
+
+
+def _elements(parameter: Tensor) -> Tensor:
+    """The elements of a gradient, to be changed in place; a sparse one is coalesced for that."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return gradient.detach()
+    parameter.grad = gradient = gradient.coalesce()
+    return gradient._values()
+
+
+def _clip_norm(gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+    gradients = [gradient for gradient in gradients if gradient.numel() > 0]
+    if not gradients:
+        return None
+    device = gradients[0].device
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(device)
+        for gradient in gradients
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.device))
+    return total
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)

@@ -1,0 +1,62 @@
+"""Choosing, parameter by parameter, the optimizer that the backward pass applies."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrec.optim.from_torch import from_torch
+from meshrec.optim.optimizers import OptimizerSpec
+
+_SPEC = "_meshrec_in_backward"
+# Where torch.distributed.optim._apply_optimizer_in_backward records its optimizers.
+_TORCH_OPTIMIZERS = "_in_backward_optimizers"
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type, params: Iterable[torch.nn.Parameter], optimizer_kwargs: Mapping[str, Any]
+) -> None:
+    """Records on parameters which optimizer is to update them in the backward pass; ``fuse`` reads it.
+
+    Args: optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec of
+        ``meshrec.optim``. params: embedding tables, before they are fused or sharded. optimizer_kwargs: the
+        arguments of the class, such as ``{"lr": 0.02}``; see ``from_torch``.
+
+    Raises: ValueError: for an optimizer without a fused form, and for a parameter that has an optimizer
+        already; no
+            parameter is changed then.
+    """
+    if isinstance(params, Tensor):
+        raise ValueError("params must be an iterable of parameters, got one parameter. Wrap it in a list.")
+    spec = from_torch(optimizer_class, optimizer_kwargs)
+    chosen = list(params)
+    for index, parameter in enumerate(chosen):
+        present = in_backward_spec(parameter)
+        if present is None and any(parameter is other for other in chosen[:index]):
+            present = spec
+        if present is not None or hasattr(parameter, _TORCH_OPTIMIZERS):
+            raise ValueError(
+                f"parameter {index} of shape {list(parameter.shape)} already has an optimizer in backward"
+                f"{'' if present is None else f', {present}'}. One parameter takes one; remove this choice."
+            )
+    for parameter in chosen:
+        setattr(parameter, _SPEC, spec)
+
+
+def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
+    """What ``apply_optimizer_in_backward`` recorded on a parameter."""
+    spec: OptimizerSpec | None = getattr(parameter, _SPEC, None)
+    return spec
+
+
+def in_backward_optimizer_filter(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], include: bool = False
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters without an optimizer in backward, for a dense one; ``include=True``: those with.
+
+    Those that ``torch.distributed.optim._apply_optimizer_in_backward`` marked count as well.
+    """
+    for name, parameter in named_parameters:
+        if (in_backward_spec(parameter) is not None or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:
+            yield name, parameter

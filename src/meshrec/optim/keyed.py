@@ -1,0 +1,434 @@
+"""Optimizers that know parameters by name: their state survives a change of order, groups and plan."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], float] | None
+"""What ``step`` may be given: it computes the loss (and gradients) anew and returns it."""
+
+
+class KeyedOptimizer(torch.optim.Optimizer, ABC):
+    """A torch optimizer whose state_dict is keyed by parameter names.
+
+    It is a ``torch.optim.Optimizer`` to learning rate schedulers, GradScaler and hooks. It keeps the three
+    objects it is given, not copies, so that wrappers share them with what they wrap.
+
+    Args:
+        params: the parameters by name.
+        state: per parameter a dict of its state.
+        param_groups: torch's groups, each with ``"params"`` and hyperparameters such as ``"lr"``.
+
+    Raises:
+        ValueError: if ``state`` has an entry for something that is not among ``params``.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        state: Mapping[Tensor, Any],
+        param_groups: Sequence[dict[str, Any]],
+    ) -> None:
+        # torch's constructor would make groups and state of its own; this makes the rest, such as hooks.
+        self.__setstate__({"defaults": {}})
+        self.params = params
+        # torch declares the types that it makes itself; it and the schedulers only read and iterate.
+        self.state = cast(Any, state)
+        self.param_groups = cast(Any, param_groups)
+        self._saves_param_groups = True
+        known = set(params.values())
+        strangers = sum(parameter not in known for parameter in state)
+        if strangers:
+            raise ValueError(
+                f"state has entries for {strangers} tensors that are not among the {len(params)} parameters. "
+                "Give every parameter with state a name."
+            )
+
+    @property
+    @abstractmethod
+    def updates_in_backward(self) -> bool:
+        """Whether some parameters are updated during backward, so that nobody else sees their gradients."""
+
+    @abstractmethod
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters; returns the closure's loss if there is one."""
+
+    @abstractmethod
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group whose ``"params"`` is a mapping from names to parameters."""
+
+    @abstractmethod
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Creates the state of the named parameters as before their first step, where they have none yet.
+
+        ``sparse_names``: those whose gradients are sparse tensors.
+        """
+
+    def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
+        """Creates the state of all trained parameters, which torch would create in the first step."""
+        names = [name for name, parameter in self.params.items() if parameter.requires_grad]
+        self.create_state(names, sparse_grad_parameter_names or ())
+
+    def save_param_groups(self, save: bool) -> None:
+        """Whether ``state_dict`` holds the groups (the default) or the state alone."""
+        self._saves_param_groups = save
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"state": {name: {slot: value}}, "param_groups": [...]}``; tensors are not copied."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        result: dict[str, Any] = {"state": {name: dict(slots) for name, slots in self._named_state().items()}}
+        if self._saves_param_groups:
+            name_of = {parameter: name for name, parameter in self.params.items()}
+            result["param_groups"] = [
+                {
+                    "params": sorted(name_of[parameter] for parameter in group["params"]),
+                    **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+                }
+                for group in self.param_groups
+            ]
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, result) or result
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copies a state_dict of the same parameters into the tensors that are there.
+
+        State that torch would create in the first step is created. Groups are loaded if the state_dict has
+        them. If anything does not fit, nothing is changed.
+
+        Raises:
+            ValueError: where names, slots, shapes or groups differ, with the first difference of each kind.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
+        if "state" not in state_dict:
+            raise ValueError(f"an optimizer's state_dict has the key 'state', got {sorted(state_dict)}.")
+        new_state: Mapping[str, Mapping[str, Any]] = state_dict["state"]
+        _check_names(new_state, self.params, "the state_dict", "this optimizer")
+        groups = self._matched_groups(state_dict.get("param_groups"))
+        present = self._named_state()
+        self.create_state([name for name in new_state if name not in present])
+        state = self._named_state()
+        _check_names(state, new_state, "this optimizer", "the state_dict")
+        for name, slots in state.items():
+            _check_slots(name, slots, new_state[name])
+        for name, slots in state.items():
+            for slot, value in new_state[name].items():
+                if isinstance(value, Tensor):
+                    slots[slot].detach().copy_(value)
+                else:
+                    slots[slot] = copy.deepcopy(value)
+        for group, values in groups:
+            group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def _named_state(self) -> dict[str, dict[str, Any]]:
+        found = {name: self.state.get(parameter) for name, parameter in self.params.items()}
+        return {name: slots for name, slots in found.items() if slots}
+
+    def _matched_groups(
+        self, new_groups: Sequence[Mapping[str, Any]] | None
+    ) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+        if new_groups is None:
+            return []
+        name_of = {parameter: name for name, parameter in self.params.items()}
+        by_names = {frozenset(group["params"]): group for group in new_groups}
+        own = {
+            frozenset(name_of[parameter] for parameter in group["params"]): group
+            for group in self.param_groups
+        }
+        if own.keys() != by_names.keys():
+            raise ValueError(
+                f"the parameters are grouped as {sorted(map(sorted, own))} here and as "
+                f"{sorted(map(sorted, by_names))} in the state_dict. Group them as they were saved, or "
+                "delete 'param_groups' from the state_dict."
+            )
+        return [(group, by_names[names]) for names, group in own.items()]
+
+
+class KeyedOptimizerWrapper(KeyedOptimizer):
+    """Any torch optimizer, keyed by names.
+
+    Args: params: the parameters by name. optim_factory: makes the optimizer from a list of parameters, such
+        as ``lambda p: torch.optim.Adam(p, lr=0.1)``.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        optim_factory: Callable[[list[Tensor]], torch.optim.Optimizer],
+    ) -> None:
+        self._optimizer = optim_factory(list(params.values()))
+        self._params = dict(params)
+        super().__init__(self._params, self._optimizer.state, self._optimizer.param_groups)
+        self.defaults = self._optimizer.defaults
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Never."""
+        return False
+
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """One step of the torch optimizer."""
+        return self._optimizer.step(closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group whose ``"params"`` is a mapping from names to parameters."""
+        added = param_group["params"]
+        if not isinstance(added, Mapping):
+            raise ValueError(
+                f"the 'params' of a group must map names to parameters, got a {type(added).__name__}. "
+                "Pass dict(module.named_parameters())."
+            )
+        for name in added:
+            if name in self.params:
+                raise ValueError(f"there is a parameter named {name!r} already. Names must be unique.")
+        self._optimizer.add_param_group({**param_group, "params": list(added.values())})
+        self._params.update(added)
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Lets the optimizer step with zero gradients, and undoes all but the creation of state."""
+        targets = [self.params[name] for name in names if not self.state.get(self.params[name])]
+        if not targets:
+            return
+        gradients = [(parameter, parameter.grad) for parameter in self.params.values()]
+        values = [parameter.detach().clone() for parameter in targets]
+        decays = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for name in names:
+            zero = torch.zeros_like(self.params[name])
+            self.params[name].grad = zero.to_sparse() if name in sparse_names else zero
+        try:
+            for group, _ in decays:
+                group["weight_decay"] = 0.0
+            self._optimizer.step()
+        finally:
+            for group, decay in decays:
+                group["weight_decay"] = decay
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for parameter, value in zip(targets, values, strict=True):
+                parameter.detach().copy_(value)
+        for parameter in targets:
+            slots = self.state.get(parameter, {})
+            if isinstance(slots.get("step"), Tensor):
+                slots["step"].zero_()
+            elif "step" in slots:
+                slots["step"] = 0
+
+
+class CombinedOptimizer(KeyedOptimizer):
+    """Several keyed optimizers as one; the view is live.
+
+    Args:
+        optims: optimizers, or pairs of a prefix and an optimizer: the pair's names become ``prefix.name``.
+
+    Raises:
+        ValueError: if a name, or a parameter, appears twice.
+    """
+
+    def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
+        self._optims = [("", item) if isinstance(item, KeyedOptimizer) else item for item in optims]
+        names: set[str] = set()
+        owners: dict[Tensor, str] = {}
+        for prefix, optimizer in self._optims:
+            for name, parameter in optimizer.params.items():
+                full = _prefixed(prefix, name)
+                if full in names:
+                    raise ValueError(
+                        f"two optimizers have a parameter named {full!r}. "
+                        "Give one a prefix: (prefix, optimizer)."
+                    )
+                if parameter in owners:
+                    raise ValueError(
+                        f"{full!r} and {owners[parameter]!r} are the same parameter. "
+                        "One optimizer must own it."
+                    )
+                names.add(full)
+                owners[parameter] = full
+        super().__init__(_AllParams(self._optims), _AllState(self._optims), _AllGroups(self._optims))
+
+    @property
+    def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
+        """The optimizers with their prefixes."""
+        return self._optims
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether one of the optimizers does."""
+        return any(optimizer.updates_in_backward for _, optimizer in self._optims)
+
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """Evaluates the closure once, then steps every optimizer."""
+        loss = evaluated(closure)
+        for _, optimizer in self._optims:
+            optimizer.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not here: raises ValueError."""
+        raise ValueError(
+            "a CombinedOptimizer cannot know which optimizer takes the group. Add it to one of them."
+        )
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Lets every optimizer create its part."""
+        for prefix, optimizer in self._optims:
+            own = {_prefixed(prefix, name): name for name in optimizer.params}
+            optimizer.create_state(
+                [own[name] for name in names if name in own],
+                [own[name] for name in sparse_names if name in own],
+            )
+
+
+class OptimizerWrapper(KeyedOptimizer):
+    """A keyed optimizer with something to do before and after each of its steps.
+
+    Args:
+        optimizer: what to wrap; parameters, state and groups are shared with it.
+        before_step: called before each step, after the closure, when gradients are there.
+        after_step: called after each step.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        *,
+        before_step: Callable[[], object] | None = None,
+        after_step: Callable[[], object] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._before_step = before_step
+        self._after_step = after_step
+        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the wrapped one does."""
+        return self._optimizer.updates_in_backward
+
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """Evaluates the closure, then steps the wrapped optimizer between the two calls."""
+        loss = evaluated(closure)
+        if self._before_step is not None:
+            self._before_step()
+        self._optimizer.step()
+        if self._after_step is not None:
+            self._after_step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds it to the wrapped optimizer."""
+        self._optimizer.add_param_group(param_group)
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Lets the wrapped optimizer create it."""
+        self._optimizer.create_state(names, sparse_names)
+
+
+def evaluated(closure: Closure) -> float | None:
+    """The closure's loss, computed with gradients."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class _AllParams(Mapping[str, Tensor]):
+    """The parameters of several optimizers, with their prefixes."""
+
+    def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
+        self._optims = optims
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, Tensor]:
+        return {
+            _prefixed(prefix, name): parameter
+            for prefix, optimizer in self._optims
+            for name, parameter in optimizer.params.items()
+        }
+
+
+class _AllState(Mapping[Tensor, Any]):
+    """The state of several optimizers."""
+
+    def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
+        self._optims = optims
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        for _, optimizer in self._optims:
+            # Asked first, because torch's defaultdict would answer a plain lookup by creating the entry.
+            if parameter in optimizer.state:
+                return optimizer.state[parameter]
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for _, optimizer in self._optims for parameter in optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for _, optimizer in self._optims)
+
+
+class _AllGroups(Sequence[dict[str, Any]]):
+    """The groups of several optimizers, one after the other."""
+
+    def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
+        self._optims = optims
+
+    def __getitem__(self, index: Any) -> Any:
+        return [group for _, optimizer in self._optims for group in optimizer.param_groups][index]
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.param_groups) for _, optimizer in self._optims)
+
+
+def _prefixed(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _check_names(names: Iterable[str], known: Collection[str], where: str, other: str) -> None:
+    missing = sorted(set(names) - set(known))
+    if missing:
+        shown = ", ".join(map(repr, missing[:5])) + (" and more" if len(missing) > 5 else "")
+        raise ValueError(
+            f"{where} has state of {shown}, {other} has not. "
+            "Load what the same parameters and optimizer saved."
+        )
+
+
+def _check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any]) -> None:
+    if slots.keys() != new_slots.keys():
+        raise ValueError(
+            f"the state of {name!r} is {sorted(slots)} here and {sorted(new_slots)} in the state_dict. "
+            "Load what the same kind of optimizer saved."
+        )
+    for slot, value in slots.items():
+        new_value = new_slots[slot]
+        if isinstance(value, Tensor) != isinstance(new_value, Tensor):
+            raise ValueError(
+                f"{slot!r} of {name!r} is a {type(value).__name__} here and a {type(new_value).__name__} "
+                "in the state_dict. Load what the same kind of optimizer saved."
+            )
+        if isinstance(value, Tensor) and value.shape != new_value.shape:
+            raise ValueError(
+                f"{slot!r} of {name!r} has shape {list(value.shape)} here and {list(new_value.shape)} in the "
+                "state_dict. The parameter must have the size it was saved with."
+            )

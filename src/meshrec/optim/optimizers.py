@@ -1,0 +1,266 @@
+"""What the fused optimizers compute: frozen specs, one per formula.
+
+In every formula ``g`` is the gradient of one row of a table, summed over all its lookups of the batch, ``w``
+the row, ``t`` the step, counted from 1. Only rows that a batch looks up are touched: the others keep their
+values and their state, and do not decay. All arithmetic and all state is fp32; fp16 and bf16 tables are
+rounded stochastically.
+
+Weight decay: with ``decoupled_weight_decay=False`` (L2) ``g + weight_decay * w`` takes the place of ``g``;
+with ``True`` ``w *= 1 - lr * weight_decay`` comes before the gradient step, as in Loshchilov and Hutter,
+"Decoupled weight decay regularization" (2019). LAMB and LARS have their own place for it.
+"""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.tbe import naive_update
+
+_MAX_SEED = 1 << 53
+
+
+class StateSlot(NamedTuple):
+    """One tensor of optimizer state per table, fp32."""
+
+    name: str
+    per_row: bool
+    """One number per row (shape ``[num_rows]``), not per element (``[num_rows, dim]``)."""
+    initial_value: float = 0.0
+
+    def shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
+        """The shape for a table of ``num_rows`` rows, ``dim`` wide."""
+        return (num_rows,) if self.per_row else (num_rows, dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(ABC):
+    """What all specs share.
+
+    Raises:
+        ValueError: for a number outside its range.
+    """
+
+    lr: float
+    """The learning rate at the start; the fused optimizer's ``param_groups`` hold the current one."""
+    weight_decay: float = 0.0
+    decoupled_weight_decay: bool = False
+
+    code: ClassVar[int]
+    """Which formula the kernels apply."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(type(self).__name__, field.name, getattr(self, field.name))
+
+    @abstractmethod
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """The state that each table keeps, in the order of the kernels."""
+
+    @abstractmethod
+    def _constants(self) -> dict[str, float]:
+        """The formula's own numbers, by their names in ``Hyper``."""
+
+    def hyper(self, *, lr: float, step: int, seed: int = 0, row_dim: int = 0) -> Tensor:
+        """The numbers of one update for the kernels, float64 [12].
+
+        Args:
+            lr: the current learning rate.
+            step: which update this is, counted from 1.
+            seed: of stochastic rounding, in [0, 2^53); 0 rounds to nearest.
+            row_dim: the width of the whole row where a table is split by columns; 0: the table's own width.
+        """
+        assert step >= 1, step
+        if not 0 <= seed < _MAX_SEED:
+            raise ValueError(f"seed must be in [0, 2^53), got {seed}.")
+        zeros = dict.fromkeys(naive_update.Hyper._fields, 0.0)
+        decay_mode = naive_update.DECOUPLED_DECAY if self.decoupled_weight_decay else naive_update.L2_DECAY
+        numbers: dict[str, float] = {
+            **zeros,
+            **self._constants(),
+            "lr": lr,
+            "weight_decay": self.weight_decay,
+            "decay_mode": decay_mode if self.weight_decay else naive_update.NO_DECAY,
+            "step": step,
+            "seed": seed,
+            "row_dim": row_dim,
+        }
+        unused = [0.0] * (naive_update.HYPER_SIZE - len(numbers))
+        return torch.tensor([*numbers.values(), *unused], dtype=torch.float64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD(OptimizerSpec):
+    """Stochastic gradient descent: ``w -= lr * g``. No momentum: it moves rows nobody looked up."""
+
+    code: ClassVar[int] = naive_update.SGD
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """None."""
+        return ()
+
+    def _constants(self) -> dict[str, float]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adagrad(OptimizerSpec):
+    """Adagrad: ``s += g^2; w -= lr * g / (sqrt(s) + eps)``, element by element.
+
+    Duchi, Hazan, Singer: "Adaptive subgradient methods" (2011). ``s`` starts at
+    ``initial_accumulator_value``.
+    """
+
+    code: ClassVar[int] = naive_update.ADAGRAD
+    eps: float = 1e-8
+    initial_accumulator_value: float = 0.0
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """``sum``, per element."""
+        return (StateSlot("sum", per_row=False, initial_value=self.initial_accumulator_value),)
+
+    def _constants(self) -> dict[str, float]:
+        return {"eps": self.eps}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad(OptimizerSpec):
+    """Adagrad with one number of state per row: ``s += mean(g^2); w -= lr * g / (sqrt(s) + eps)``.
+
+    Mudigere et al.: "Software-hardware co-design for fast and scalable training of deep learning
+    recommendation models" (2022), section 4.1.2. ``s`` starts at ``initial_accumulator_value``.
+    """
+
+    code: ClassVar[int] = naive_update.ROWWISE_ADAGRAD
+    eps: float = 1e-8
+    initial_accumulator_value: float = 0.0
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """``sum``, per row."""
+        return (StateSlot("sum", per_row=True, initial_value=self.initial_accumulator_value),)
+
+    def _constants(self) -> dict[str, float]:
+        return {"eps": self.eps}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(OptimizerSpec):
+    """Adam: ``m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2; w -= lr * m^ / (sqrt(v^) + eps)``.
+
+    ``m^ = m / (1 - b1^t)``, ``v^ = v / (1 - b2^t)``; ``t`` counts the updates of the table, not of the row.
+    Kingma, Ba: "Adam: a method for stochastic optimization" (2015). Decoupled weight decay makes it AdamW.
+    """
+
+    code: ClassVar[int] = naive_update.ADAM
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """``exp_avg`` and ``exp_avg_sq``, per element."""
+        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=False)
+
+    def _constants(self) -> dict[str, float]:
+        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialRowWiseAdam(OptimizerSpec):
+    """Adam with one second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``; the rest as in Adam.
+
+    Half the state of Adam; FBGEMM's optimizer of that name.
+    """
+
+    code: ClassVar[int] = naive_update.PARTIAL_ROWWISE_ADAM
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """``exp_avg`` per element, ``exp_avg_sq`` per row."""
+        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=True)
+
+    def _constants(self) -> dict[str, float]:
+        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LAMB(OptimizerSpec):
+    """LAMB, with a row for a layer: ``r = m^ / (sqrt(v^) + eps); w -= lr * |w|/|r| * r``.
+
+    ``m^`` and ``v^`` as in Adam; the ratio is 1 where a norm is 0. You et al.: "Large batch optimization for
+    deep learning" (2020). As there, decoupled weight decay (the default here) joins the step before its norm
+    is taken: ``r += weight_decay * w``.
+    """
+
+    code: ClassVar[int] = naive_update.LAMB
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = True
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """``exp_avg`` and ``exp_avg_sq``, per element."""
+        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=False)
+
+    def _constants(self) -> dict[str, float]:
+        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialRowWiseLAMB(OptimizerSpec):
+    """LAMB with one second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``; the rest as in LAMB."""
+
+    code: ClassVar[int] = naive_update.PARTIAL_ROWWISE_LAMB
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = True
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """``exp_avg`` per element, ``exp_avg_sq`` per row."""
+        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=True)
+
+    def _constants(self) -> dict[str, float]:
+        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LARS(OptimizerSpec):
+    """LARS, with a row for a layer: ``m = momentum * m + local_lr * (g + weight_decay * w); w -= m``.
+
+    ``local_lr = lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, and ``lr`` where a norm is
+    0. You, Gitman, Ginsburg: "Large batch training of convolutional networks" (2017). With decoupled weight
+    decay both terms with ``weight_decay`` vanish. The momentum of a row moves it only when it is looked up.
+    """
+
+    code: ClassVar[int] = naive_update.LARS
+    momentum: float = 0.9
+    trust_coefficient: float = 0.001
+    eps: float = 1e-8
+
+    def state_slots(self) -> tuple[StateSlot, ...]:
+        """``momentum_buffer``, per element."""
+        return (StateSlot("momentum_buffer", per_row=False),)
+
+    def _constants(self) -> dict[str, float]:
+        return {"eps": self.eps, "momentum": self.momentum, "trust_coefficient": self.trust_coefficient}
+
+
+def _check(spec: str, name: str, value: object) -> None:
+    if name == "decoupled_weight_decay":
+        allowed, fits = "True or False", isinstance(value, bool)
+    elif name == "betas":
+        allowed = "two numbers in [0, 1)"
+        fits = isinstance(value, tuple) and len(value) == 2 and all(_within(beta, 0, 1) for beta in value)
+    elif name == "momentum":
+        allowed, fits = "a number in [0, 1)", _within(value, 0, 1)
+    elif name in ("eps", "trust_coefficient"):
+        allowed, fits = "a number above 0", _within(value, 0, math.inf) and value != 0
+    else:
+        allowed, fits = "a number >= 0", _within(value, 0, math.inf)
+    if not fits:
+        raise ValueError(f"{spec}: {name} must be {allowed}, got {value!r}.")
+
+
+def _within(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high

@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from meshrec import optim
+from meshrec.optim import apply_optimizer_in_backward, in_backward_optimizer_filter, in_backward_spec
+
+
+def make_model():
+    return torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False), "b": torch.nn.Linear(3, 1)})
+
+
+def test_records_the_choice_and_nothing_else():
+    model = make_model()
+    apply_optimizer_in_backward(torch.optim.SGD, model["a"].parameters(), {"lr": 0.5})
+    apply_optimizer_in_backward(optim.RowWiseAdagrad, [model["b"].weight], {"lr": 0.1})
+    assert in_backward_spec(model["a"].weight) == optim.SGD(lr=0.5)
+    assert in_backward_spec(model["b"].weight) == optim.RowWiseAdagrad(lr=0.1)
+    assert in_backward_spec(model["b"].bias) is None
+    model["a"](torch.ones(1, 2)).sum().backward()
+    assert model["a"].weight.grad is not None
+
+
+def test_filter_divides_the_parameters():
+    model = make_model()
+    apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
+    names = [name for name, _ in in_backward_optimizer_filter(model.named_parameters())]
+    assert names == ["b.weight", "b.bias"]
+    names = [name for name, _ in in_backward_optimizer_filter(model.named_parameters(), include=True)]
+    assert names == ["a.weight"]
+
+
+def test_filter_knows_torchs_own_mark():
+    model = make_model()
+    model["a"].weight._in_backward_optimizers = [object()]
+    names = [name for name, _ in in_backward_optimizer_filter(model.named_parameters(), include=True)]
+    assert names == ["a.weight"]
+    with pytest.raises(ValueError, match=r"already has an optimizer in backward\. One"):
+        apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda m: [m["b"].bias, m["a"].weight], lambda m: [m["b"].bias, m["b"].bias]]
+)
+def test_two_optimizers_for_one_parameter(pick):
+    model = make_model()
+    apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
+    message = r"parameter 1 of shape \[.*\] already has an optimizer in backward, \w+\(lr="
+    with pytest.raises(ValueError, match=message):
+        apply_optimizer_in_backward(torch.optim.Adam, pick(model), {"lr": 0.1})
+    assert in_backward_spec(model["b"].bias) is None
+    assert in_backward_spec(model["a"].weight) == optim.SGD(lr=0.5)
+
+
+def test_one_parameter_is_no_list():
+    with pytest.raises(ValueError, match="params must be an iterable of parameters, got one parameter"):
+        apply_optimizer_in_backward(torch.optim.SGD, torch.nn.Parameter(torch.ones(2, 2)), {"lr": 0.5})

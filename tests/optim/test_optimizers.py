@@ -1,0 +1,113 @@
+import dataclasses
+
+import pytest
+import torch
+
+from meshrec import optim
+from meshrec.ops.tbe import naive_update
+from meshrec.ops.tbe.naive_update import Hyper
+
+SPECS = [
+    optim.SGD,
+    optim.Adagrad,
+    optim.RowWiseAdagrad,
+    optim.Adam,
+    optim.PartialRowWiseAdam,
+    optim.LAMB,
+    optim.PartialRowWiseLAMB,
+    optim.LARS,
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "slots"),
+    [
+        (optim.SGD, {}),
+        (optim.Adagrad, {"sum": (9, 4)}),
+        (optim.RowWiseAdagrad, {"sum": (9,)}),
+        (optim.Adam, {"exp_avg": (9, 4), "exp_avg_sq": (9, 4)}),
+        (optim.PartialRowWiseAdam, {"exp_avg": (9, 4), "exp_avg_sq": (9,)}),
+        (optim.LAMB, {"exp_avg": (9, 4), "exp_avg_sq": (9, 4)}),
+        (optim.PartialRowWiseLAMB, {"exp_avg": (9, 4), "exp_avg_sq": (9,)}),
+        (optim.LARS, {"momentum_buffer": (9, 4)}),
+    ],
+)
+def test_names_and_shapes_of_state(spec, slots):
+    assert {slot.name: slot.shape(9, 4) for slot in spec(lr=0.1).state_slots()} == slots
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_kernels_take_the_state_and_the_numbers(spec):
+    made = spec(lr=0.1)
+    state = [torch.full(slot.shape(5, 3), slot.initial_value) for slot in made.state_slots()]
+    assert len(state) == naive_update.num_slots(made.code)
+    weight = torch.ones(5, 3)
+    hyper = Hyper.from_tensor(made.hyper(lr=0.1, step=1))
+    naive_update.update_rows(weight, state, torch.tensor([3]), torch.ones(1, 3), None, made.code, hyper)
+    assert bool((weight[3] < 1).all())
+    assert bool((weight[:3] == 1).all())
+
+
+def test_codes_are_distinct():
+    assert sorted(spec.code for spec in SPECS) == list(range(8))
+
+
+def test_hyper_puts_every_number_in_its_place():
+    lars = optim.LARS(lr=1, eps=2e-3, weight_decay=0.3, momentum=0.4, trust_coefficient=0.5)
+    found = Hyper.from_tensor(lars.hyper(lr=0.25, step=7, seed=11, row_dim=96))
+    assert found == Hyper(0.25, 2e-3, 0.3, naive_update.L2_DECAY, 0, 0, 0.4, 0.5, 7, 11, 96)
+    adam = optim.Adam(lr=1, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1, decoupled_weight_decay=True)
+    found = Hyper.from_tensor(adam.hyper(lr=0.5, step=2))
+    assert found == Hyper(0.5, 1e-5, 0.1, naive_update.DECOUPLED_DECAY, 0.8, 0.95, 0, 0, 2, 0, 0)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_no_decay_when_weight_decay_is_zero(decoupled):
+    hyper = optim.SGD(lr=0.1, decoupled_weight_decay=decoupled).hyper(lr=0.1, step=1)
+    assert Hyper.from_tensor(hyper).decay_mode == naive_update.NO_DECAY
+
+
+def test_adagrad_state_starts_at_its_initial_value():
+    for spec in (optim.Adagrad, optim.RowWiseAdagrad):
+        (slot,) = spec(lr=0.1, initial_accumulator_value=0.5).state_slots()
+        assert slot.initial_value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "kwargs", "message"),
+    [
+        (optim.SGD, {"lr": -0.1}, r"SGD: lr must be a number >= 0, got -0.1"),
+        (optim.SGD, {"lr": float("nan")}, "lr must be a number >= 0, got nan"),
+        (optim.SGD, {"lr": float("inf")}, "lr must be a number >= 0, got inf"),
+        (optim.SGD, {"lr": "0.1"}, "lr must be a number >= 0, got '0.1'"),
+        (optim.SGD, {"lr": 1, "weight_decay": -1}, "weight_decay must be a number >= 0, got -1"),
+        (optim.SGD, {"lr": 1, "decoupled_weight_decay": 1}, "must be True or False, got 1"),
+        (optim.Adagrad, {"lr": 1, "eps": 0}, "Adagrad: eps must be a number above 0, got 0"),
+        (
+            optim.RowWiseAdagrad,
+            {"lr": 1, "initial_accumulator_value": -1},
+            "initial_accumulator_value must be",
+        ),
+        (optim.Adam, {"lr": 1, "betas": (0.9, 1.0)}, r"Adam: betas must be two numbers in \[0, 1\)"),
+        (optim.LAMB, {"lr": 1, "betas": (0.9,)}, "LAMB: betas must be two numbers"),
+        (optim.LARS, {"lr": 1, "momentum": 1.0}, r"LARS: momentum must be a number in \[0, 1\), got 1.0"),
+        (optim.LARS, {"lr": 1, "trust_coefficient": 0}, "trust_coefficient must be a number above 0"),
+    ],
+)
+def test_numbers_out_of_range(spec, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        spec(**kwargs)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**53])
+def test_seed_out_of_range(seed):
+    with pytest.raises(ValueError, match=r"seed must be in \[0, 2\^53\)"):
+        optim.SGD(lr=0.1).hyper(lr=0.1, step=1, seed=seed)
+
+
+def test_specs_are_frozen_and_compare_by_value():
+    spec = optim.Adam(lr=0.1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.lr = 0.2
+    assert spec == optim.Adam(lr=0.1)
+    assert len({spec, optim.Adam(lr=0.1), optim.LAMB(lr=0.1)}) == 2
