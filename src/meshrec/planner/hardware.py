@@ -83,6 +83,10 @@ class HardwareProfile:
         }
         return replace(self, **changed) if changed else self
 
+    def named(self, name: str) -> "HardwareProfile":
+        """The same machine under another name."""
+        return replace(self, name=name)
+
     def to_json(self) -> dict[str, Any]:
         """The profile as plain JSON types."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -58,7 +58,7 @@ class _Search:
     def improve(self, box: Box, admitted_C: Bools) -> None:
         """A plan from a box's relaxation, improved."""
         candidates_Y = candidates_by_type(self.problem, admitted_C)
-        state = construct(self.problem, box.share_C, candidates_Y)
+        state = construct(self.problem, box.share_C, candidates_Y) or self._fitting()
         if state is None:
             return
         self._keep(state)
@@ -84,10 +84,41 @@ class _Search:
             self._keep(state)
         self.work += state.work
 
+    def _fitting(self) -> State | None:
+        by_memory = fitting_plan(self.problem, self.allowed_C) if self.seconds == np.inf else None
+        if by_memory is None:
+            return None
+        state = State(self.problem, np.ones(self.problem.load_PK.shape[1]))
+        for table, parts in enumerate(by_memory.parts_T):
+            assert parts is not None
+            state.add(table, parts)
+        state.set_exponent(_EXPONENTS[0])
+        return state
+
     def _keep(self, state: State) -> None:
         if state.seconds < self.seconds and state.fits():
             self.seconds = state.seconds
             self.best_parts = [parts for parts in state.parts_T if parts is not None]
+
+
+def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | None:
+    """A plan that spreads memory, whatever its speed (the state's loads are bytes); None where none was found."""
+    in_bytes = problem._replace(
+        common_C=problem.common_bytes_C,
+        load_PK=problem.bytes_P[:, None],
+        fixed_PK=problem.fixed_bytes_P[:, None],
+    )
+    allowed_C = np.ones(len(problem.type_C), bool) if allowed_C is None else allowed_C
+    candidates_Y = candidates_by_type(problem, allowed_C)
+    state = State(in_bytes, np.array([1 / max(float(problem.memory_cap), 1.0)]))
+    size_C = in_bytes.mean_bytes_C()
+    for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in problem.type_T], kind="stable"):
+        reinsert(state, int(table), candidates_Y[problem.type_T[table]])
+        if state.parts_T[table] is None:
+            return None
+    state.set_exponent(_EXPONENTS[-1])
+    exchange(state, 10_000_000)
+    return state
 
 
 def solve(problem: Problem, allowed_C: Bools, effort: Effort, fixed_seconds: float) -> Solution | None:
