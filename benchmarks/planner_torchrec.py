@@ -1,4 +1,5 @@
-"""Plans a task file with TorchRec's planner and prints the plan as rectangles (run by TorchRec's interpreter).
+"""Plans a task file with TorchRec's planner and prints the plan as rectangles (run by TorchRec's
+interpreter).
 
 Usage: python planner_torchrec.py TASK.json WORLD_SIZE
 """

@@ -11,7 +11,7 @@ from meshrec.cli import calibrate, plan
 def main() -> int:
     """Runs the command line; 1 with a message for what the user can mend."""
     options = tyro.cli(
-        Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]  # type: ignore[arg-type]
+        Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]
         | Annotated[calibrate.CalibrateOptions, tyro.conf.subcommand("calibrate")],
         prog="meshrec",
     )

@@ -61,10 +61,9 @@ class PlanOptions:
 
 def run(options: PlanOptions) -> None:
     """Does what the options say. ValueError for what cannot be."""
-    console = Console()
     if options.diff is not None:
         old, new = options.diff
-        render_diff(diff(ShardingPlan.load(old), load_plan(new)), console=console)
+        render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
     if options.source is None:
         raise ValueError("name a task file or a saved plan, or use --diff OLD NEW.")
@@ -72,11 +71,11 @@ def run(options: PlanOptions) -> None:
     if options.out is not None:
         save_plan(plan, options.out)
     if options.compare is not None:
-        _print_comparison(plan, options.compare, console)
+        _print_comparison(plan, options.compare)
         return
     if options.what_if is not None:
         effort = Effort(options.time_limit, options.max_work, options.gap)
-        render_what_if(what_if(plan, _ranks(options.what_if), effort), console=console)
+        render_what_if(what_if(plan, _ranks(options.what_if), effort))
         return
     report = make_report(plan)
     if options.html is not None:
@@ -85,7 +84,7 @@ def run(options: PlanOptions) -> None:
         json.dump(report.to_json(), sys.stdout)
         sys.stdout.write("\n")
     else:
-        render(report, console=console)
+        render(report)
 
 
 def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
@@ -121,8 +120,10 @@ def _ranks(text: str) -> list[int]:
         raise ValueError(f"--what-if {text!r}: write ranks=16,32,64.") from error
 
 
-def _print_comparison(plan: PlannedShardingPlan, path: Path, console: Console) -> None:
+def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
     grid = Grid("phase", "predicted [ms]", "measured [ms]", "error")
     for row in compare(plan, read_phases(path)):
-        grid.add_row(row.phase, f"{row.predicted * 1e3:.3f}", f"{row.measured * 1e3:.3f}", f"{row.error:+.0%}")
-    console.print(grid)
+        grid.add_row(
+            row.phase, f"{row.predicted * 1e3:.3f}", f"{row.measured * 1e3:.3f}", f"{row.error:+.0%}"
+        )
+    Console().print(grid)

@@ -29,11 +29,10 @@ class Alternative(NamedTuple):
 
 
 def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[str, list[Alternative]]:
-    """For each table (the `most_tables` largest), the best way per sharding type and how much slower the step is."""
+    """For each table (the `most_tables` largest), the best way per sharding type and how much slower the
+    step is."""
     inputs = plan.required_inputs()
-    model = CostModel(
-        inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=plan.replicas
-    )
+    model = CostModel(inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=plan.replicas)
     problem = build_problem(model, inputs.constraints)
     placements = from_plan(plan, inputs.tables)
     estimate = evaluate_placements(placements, model)
@@ -50,7 +49,14 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
         state.set_exponent(_EXPONENT)
         own_unmerged = alone.load_RF[:, ~problem.merge_FK.any(axis=1)].max(axis=0).sum()
         rest = float(unmerged - own_unmerged)
-        found[inputs.tables[index].name] = _best_per_type(state, problem, model, index, inputs.constraints, before - rest)
+        table = inputs.tables[index]
+        chosen = plan.plan[table.module_path][table.name]
+        best = _best_per_type(state, problem, model, index, inputs.constraints, before - rest)
+        # The plan's own cut may be uneven, which the even candidates do not show.
+        present = Alternative(chosen.sharding_type.value, max(1, len(chosen.shards)), 0.0)
+        if best.get(present.sharding_type, present).change >= 0:
+            best[present.sharding_type] = present
+        found[table.name] = sorted(best.values(), key=lambda alternative: alternative.change)
     return found
 
 
@@ -61,7 +67,7 @@ def _best_per_type(
     index: int,
     constraints: Mapping[str, ParameterConstraints],
     before: float,
-) -> list[Alternative]:
+) -> dict[str, Alternative]:
     weight_K = state.weights()
     best: dict[str, Alternative] = {}
     table = model.tables[index]
@@ -76,7 +82,7 @@ def _best_per_type(
         found = Alternative(name, max(1, len(placed.parts.rank_N)), after - before)
         if name not in best or found.change < best[name].change:
             best[name] = found
-    return sorted(best.values(), key=lambda alternative: alternative.change)
+    return best
 
 
 def _only(placements: Placements, index: int) -> Placements:
@@ -84,4 +90,12 @@ def _only(placements: Placements, index: int) -> Placements:
     mine_N = placements.table_N == index
     replicated_T = np.zeros_like(placements.replicated_T)
     replicated_T[index] = placements.replicated_T[index]
-    return Placements(*(column[mine_N] for column in placements[:6]), replicated_T)
+    return Placements(
+        placements.table_N[mine_N],
+        placements.row_start_N[mine_N],
+        placements.row_end_N[mine_N],
+        placements.column_start_N[mine_N],
+        placements.column_end_N[mine_N],
+        placements.rank_N[mine_N],
+        replicated_T,
+    )

@@ -1,12 +1,13 @@
 """A proven lower bound: no plan can be faster.
 
-Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load, which is linear in how
-often each candidate is chosen; (2) T_k is at least the largest piece of every chosen candidate. Types of identical
-tables are one variable per candidate, ranks need no variable at all, so the relaxation is small whatever the cluster.
+Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load, which is
+linear in how often each candidate is chosen; (2) T_k is at least the largest piece of every chosen
+candidate. Types of identical tables are one variable per candidate, ranks need no variable at all, so the
+relaxation is small whatever the cluster.
 
-(2) is a disjunction, so it is branched on: a node of the search is a box lower <= T <= upper, where candidates with a
-piece above `upper` are out. Splitting a table's pieces unevenly keeps its mean load and raises its largest piece, so
-the bound holds for uneven plans as well.
+(2) is a disjunction, so it is branched on: a node of the search is a box lower <= T <= upper, where
+candidates with a piece above `upper` are out. Splitting a table's pieces unevenly keeps its mean load and
+raises its largest piece, so the bound holds for uneven plans as well.
 """
 
 import heapq
@@ -130,7 +131,8 @@ class LowerBound:
 
 
 def _relaxation(problem: Problem, scale: float) -> LinearProgram:
-    """Variables: how many tables use each candidate [C], and T [K]. Rows: each type's tables, (1), and memory."""
+    """Variables: how many tables use each candidate [C], and T [K]. Rows: each type's tables, (1), and
+    memory."""
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     tables_Y = np.bincount(problem.type_T).astype(np.float64)
     num_types = len(tables_Y)

@@ -3,13 +3,14 @@
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import meshrec.ops  # noqa: F401  (declares the kernels that are timed)
+import meshrec.ops.tbe.naive  # noqa: F401  (the kernels that are timed exist once this is imported)
 from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 
 _WIDTHS = (16, 128)
@@ -51,8 +52,9 @@ def calibrate(
 ) -> HardwareProfile:
     """Measures for well under a minute. Every rank of `group` calls it; all get the slowest rank's figures.
 
-    With `local_size` ranks per node, fewer than the default group has, collectives are timed inside the nodes and
-    over all ranks; otherwise one measured link serves as both. Without a group the links are the ``cpu`` profile's.
+    With `local_size` ranks per node, fewer than the default group has, collectives are timed inside the
+    nodes and over all ranks; otherwise one measured link serves as both. Without a group the links are the
+    ``cpu`` profile's.
     """
     device, sizes = torch.device(device), sizes or Sizes()
     speeds = _speeds(device, sizes)
@@ -129,7 +131,22 @@ def _update(device: torch.device, sizes: Sizes, width: int, num_rows: int) -> Ca
     hyper[0], hyper[1], hyper[8] = 1e-6, 1e-8, 1.0
     optimizer = _ROW_WISE_ADAGRAD
     return lambda: torch.ops.meshrec.tbe_update(
-        gradient, values, offsets, None, None, 1, [0], [0], [0], False, [width], [weight], [state], optimizer, hyper, None
+        gradient,
+        values,
+        offsets,
+        None,
+        None,
+        1,
+        [0],
+        [0],
+        [0],
+        False,
+        [width],
+        [weight],
+        [state],
+        optimizer,
+        hyper,
+        None,
     )
 
 
@@ -159,9 +176,9 @@ def _link(group: dist.ProcessGroup, device: torch.device, rounds: int, full_dupl
         whole = torch.ones(num_bytes // 4 // size * size, device=device)
         part, out = whole[: whole.numel() // size], torch.empty_like(whole)
         calls: list[Callable[[], object]] = [
-            lambda out=out, whole=whole: dist.all_to_all_single(out, whole, group=group),
-            lambda out=out, part=part: dist.all_gather_into_tensor(out, part, group=group),
-            lambda out=out: dist.all_reduce(out, dist.ReduceOp.MAX, group=group),
+            partial(dist.all_to_all_single, out, whole, group=group),
+            partial(dist.all_gather_into_tensor, out, part, group=group),
+            partial(dist.all_reduce, out, dist.ReduceOp.MAX, group=group),
         ]
         for row, call in enumerate(calls):
             times[row, column] = _seconds(call, rounds)
@@ -200,9 +217,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _memory_per_rank(
-    device: torch.device, group: dist.ProcessGroup | None, local_size: int | None
-) -> int:
+def _memory_per_rank(device: torch.device, group: dist.ProcessGroup | None, local_size: int | None) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     ranks = local_size or (group.size() if group is not None else 1)

@@ -19,7 +19,8 @@ def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
 
 
 def round_choice(problem: Problem, share_C: Floats) -> Ints:
-    """A candidate for each table: as many tables of a type per candidate as the relaxation has, largest rests up."""
+    """A candidate for each table: as many tables of a type per candidate as the relaxation has, largest
+    rests up."""
     choice_T = np.zeros(len(problem.type_T), np.int64)
     for kind in range(int(problem.type_C.max()) + 1):
         tables = np.flatnonzero(problem.type_T == kind)

@@ -21,7 +21,8 @@ def diagnose(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str:
-    """Why no plan for `tables` fits, in words: the missing memory, the largest tables, what would make it fit."""
+    """Why no plan for `tables` fits, in words: the missing memory, the largest tables, what would make it
+    fit."""
     free = replace(topology, replicate=(1,))
     lines = ["no plan fits into memory."]
     lines.append(_missing(tables, free, batch_size, constraints))
@@ -38,7 +39,8 @@ def diagnose(
         lines.append("It would fit with one of: " + "; ".join(found) + ".")
     else:
         lines.append(
-            f"Neither other sharding types, nor fp16, nor {_MOST_NODES} times the nodes are enough: reduce the "
+            f"Neither other sharding types, nor fp16, nor {_MOST_NODES} times the nodes are enough: "
+            f"reduce the "
             "reserve, the batch size, or the tables."
         )
     return "\n".join(lines)
@@ -68,12 +70,11 @@ def _missing(
     cap = topology.memory_cap
     if cap <= 0:
         return (
-            f"A rank has {_gib(topology.profile.memory)}; the dense model takes {_gib(topology.dense_bytes)} and the "
+            f"A rank has {_gib(topology.profile.memory)}; the dense model takes "
+            f"{_gib(topology.dense_bytes)} and the "
             f"reserve {topology.reserve:.0%}: nothing is left for tables."
         )
-    unlimited = replace(
-        topology, hbm_cap=1 << 60, ddr_cap=1 << 60, dense_bytes=0
-    )
+    unlimited = replace(topology, hbm_cap=1 << 60, ddr_cap=1 << 60, dense_bytes=0)
     problem = build_problem(CostModel(tables, unlimited, batch_size=batch_size), constraints)
     state = fitting_plan(problem._replace(memory_cap=float(1 << 60)))
     assert state is not None
@@ -81,9 +82,12 @@ def _missing(
     rank = int(bytes_R.argmax())
     over = int(np.count_nonzero(bytes_R > cap))
     return (
-        f"With memory spread as evenly as the constraints allow, rank {rank} needs {_gib(bytes_R[rank])} and has "
-        f"{_gib(cap)} (of {_gib(topology.profile.memory)}, less the dense model {_gib(topology.dense_bytes)} and a "
-        f"reserve of {topology.reserve:.0%}): {_gib(max(bytes_R[rank] - cap, 0.0))} are missing, and {over} of "
+        f"With memory spread as evenly as the constraints allow, rank {rank} needs "
+        f"{_gib(bytes_R[rank])} and has "
+        f"{_gib(cap)} (of {_gib(topology.profile.memory)}, less the dense model "
+        f"{_gib(topology.dense_bytes)} and a "
+        f"reserve of {topology.reserve:.0%}): {_gib(max(bytes_R[rank] - cap, 0.0))} are missing, and "
+        f"{over} of "
         f"{len(bytes_R)} ranks are over."
     )
 
@@ -160,5 +164,3 @@ def _more_ranks(
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 1024**3:.2f} GiB"
-
-

@@ -1,8 +1,9 @@
 """Candidates: every useful way to split each table, within the user's constraints.
 
-The only place that knows sharding types. Types are left out where another one gives the same rectangles or is never
-worse: `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is tried only where the user allows it but not
-`COLUMN_WISE`.
+The only place that knows sharding types. Types are left out where another one gives the same rectangles or
+is never
+worse: `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is tried only where the user allows it
+but not `COLUMN_WISE`.
 """
 
 from collections import Counter
@@ -117,7 +118,7 @@ def _node_layouts(
 
 class _Pieces(NamedTuple):
     candidate: Ints
-    count: Ints
+    num_equal: Ints
     rows: Floats
     columns: Ints
     in_node: Bools
@@ -133,16 +134,14 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
     type_C: list[int] = []
     for kind, index in enumerate(examples):
         table = model.tables[index]
-        found = layouts(
-            table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size
-        )
+        found = layouts(table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size)
         if not found:
             raise ValueError(_no_candidate(table, constraints[table.name], model))
         layouts_C += found
         type_C += [kind] * len(found)
     table_C = np.array(examples, np.int64)[type_C]
     pieces = _pieces(model, layouts_C, table_C)
-    ranks_P = pieces.count * np.where(pieces.in_node, model.node_size, 1)
+    ranks_P = pieces.num_equal * np.where(pieces.in_node, model.node_size, 1)
     table_P = table_C[pieces.candidate]
     load_PF = model.rectangle_loads(table_P, pieces.rows, pieces.columns, pieces.in_node)
     bytes_P = model.rectangle_bytes(table_P, pieces.rows, pieces.columns)
@@ -175,14 +174,16 @@ def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstrain
         common_bytes_C=common_bytes_C,
         piece_start_C=start_C,
         candidate_P=pieces.candidate,
-        count_P=pieces.count,
+        count_P=pieces.num_equal,
         load_PK=load_PF @ merge_FK,
         fixed_PK=fixed_PF @ merge_FK,
         bytes_P=bytes_P,
         fixed_bytes_P=model.rectangle_bytes(table_P, least_rows, least_columns),
         width_P=pieces.columns,
         rows_P=pieces.rows,
-        min_partition_Y=np.array([_min_partition(constraints.get(model.tables[i].name, _FREE)) for i in examples]),
+        min_partition_Y=np.array(
+            [_min_partition(constraints.get(model.tables[i].name, _FREE)) for i in examples]
+        ),
         merge_FK=merge_FK,
         ranks_Y=[_rank_mask(constraints.get(model.tables[i].name), model.num_ranks) for i in examples],
         sharded_C=~everywhere_C,
@@ -235,7 +236,8 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
 
 
 def _merge_phases(*loads_PF: Floats) -> Floats:
-    """Which phases have loads in one proportion over all pieces: the slowest rank of one is that of the other."""
+    """Which phases have loads in one proportion over all pieces: the slowest rank of one is that of the
+    other."""
     load_PF = np.concatenate(loads_PF)
     groups: list[list[int]] = []
     for phase in range(load_PF.shape[1]):
@@ -274,7 +276,9 @@ def _no_candidate(table: Table, constraints: ParameterConstraints, model: CostMo
     kinds = sorted(kind.value for kind in constraints.allowed_types)
     partition = _min_partition(constraints)
     return (
-        f"table {table.name!r} ({table.num_embeddings} rows x {table.embedding_dim} columns): its constraints leave no "
+        f"table {table.name!r} ({table.num_embeddings} rows x {table.embedding_dim} columns): its "
+        f"constraints leave no "
         f"way to place it on {model.num_ranks} ranks in nodes of {model.node_size}: sharding types {kinds}, "
-        f"min_partition {partition}, ranks {constraints.ranks or 'all'}. Allow another type, or a smaller min_partition."
+        f"min_partition {partition}, ranks {constraints.ranks or 'all'}. Allow another type, or a "
+        f"smaller min_partition."
     )

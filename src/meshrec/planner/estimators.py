@@ -1,12 +1,12 @@
 """The cost model: seconds per phase and bytes of memory for any rectangle on any rank.
 
-A training step is a chain of phases, and each ends in (or is) a collective, that is, a barrier. So a step takes the
-sum over phases of the slowest rank's phase. Within a phase a rank's load is a sum over the rectangles it holds, plus
-what data-parallel tables cost every rank alike.
+A training step is a chain of phases, and each ends in (or is) a collective, that is, a barrier. So a step
+takes the sum over phases of the slowest rank's phase. Within a phase a rank's load is a sum over the
+rectangles it holds, plus what data-parallel tables cost every rank alike.
 
-The batch is spread evenly, so each rank receives from an all-to-all the mean of what ranks send (or the other way
-round for ids and gradients). The slowest owner is therefore never faster than any receiver, and a full-duplex phase
-is the slowest owner's; where a rank cannot send and receive at once, the mean is added.
+The batch is spread evenly, so each rank receives from an all-to-all the mean of what ranks send (or the
+other way round for ids and gradients). The slowest owner is therefore never faster than any receiver, and a
+full-duplex phase is the slowest owner's; where a rank cannot send and receive at once, the mean is added.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ from meshrec.planner.types import Bools, Floats, Ints, Table, Topology
 PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_parallel", "update")
 """The phases of a step, in order.
 
-ids: the all-to-alls of sizes and ids. lookup: the forward kernel. output, gradient: the all-to-alls of embeddings and
-their gradients. row_stats: the all-reduce of row statistics of tables split by columns. replicas: the exchange of
-sparse gradients over the ``replicate`` axis. data_parallel: the exchange for tables that every rank holds.
+ids: the all-to-alls of sizes and ids. lookup: the forward kernel. output, gradient: the all-to-alls of
+embeddings and their gradients. row_stats: the all-reduce of row statistics of tables split by columns.
+replicas: the exchange of sparse gradients over the ``replicate`` axis. data_parallel: the exchange for
+tables that every rank holds.
 update: the fused optimizer step.
 """
 NUM_PHASES = len(PHASES)
@@ -72,8 +73,8 @@ class CostModel:
         topology: the machine. Its `world_size` ranks split into `replicas` groups; one group is planned.
         batch_size: samples per rank.
         replicas: size of the ``replicate`` axis.
-        output_bytes, gradient_bytes: bytes of one element on the wire in the output and gradient all-to-alls (2 with
-            quantised communication).
+        output_bytes, gradient_bytes: bytes of one element on the wire in the output and gradient
+            all-to-alls (2 with quantised communication).
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class CostModel:
     ) -> Floats:
         """Seconds [N, NUM_PHASES] that rectangles of `rows_N` x `columns_N` cost the rank that holds them.
 
-        `in_node_N`: whether every rank of the rectangle's node holds other rows of the same columns, so that partial
-        sums stay inside the node.
+        `in_node_N`: whether every rank of the rectangle's node holds other rows of the same columns, so
+        that partial sums stay inside the node.
         """
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
@@ -154,7 +155,8 @@ class CostModel:
         rows_N: npt.NDArray[np.number],
         columns_N: npt.NDArray[np.number],
     ) -> Floats:
-        """Bytes [N] on the rank that holds a rectangle: weights, optimizer state, ids in, embeddings and gradients out."""
+        """Bytes [N] on the rank that holds a rectangle: weights, optimizer state, ids in, embeddings and
+        gradients out."""
         a = self.arrays
         table = np.asarray(table_N)
         rows, columns = np.asarray(rows_N, np.float64), np.asarray(columns_N, np.float64)
@@ -178,7 +180,8 @@ class CostModel:
         share = np.asarray(rows_N, np.float64) / a.rows_T[table]
         outputs = np.where(a.pooled_T[table], a.bags_T[table], a.ids_T[table] * share)
         parts = np.where(in_node_N, 1.0 / self.node_size, 1.0)
-        return outputs * columns_N * parts * (self.output_bytes + self.gradient_bytes)
+        result: Floats = outputs * columns_N * parts * (self.output_bytes + self.gradient_bytes)
+        return result
 
     def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
         """Seconds [N, NUM_PHASES] that a data-parallel table costs every rank."""
@@ -239,13 +242,15 @@ class CostModel:
     def _update_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats, replicas: int
     ) -> Floats:
-        """`ids` gradient rows are summed by row; then each distinct row of all replicas is read and written."""
+        """`ids` gradient rows are summed by row; then each distinct row of all replicas is read and
+        written."""
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
         outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
         gather = ids * p.update_id_seconds + np.minimum(ids, outputs) * columns * 4 / p.stream_bandwidth
         row_bytes = columns * (2 * a.weight_bytes_T[table] + 2 * STATE_BYTES * a.state_per_column_T[table])
-        return gather + distinct * (p.update_row_seconds + row_bytes / p.update_bandwidth)
+        result: Floats = gather + distinct * (p.update_row_seconds + row_bytes / p.update_bandwidth)
+        return result
 
     def _replica_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats
@@ -254,15 +259,20 @@ class CostModel:
         others, link = self.replicas - 1, self._replica_link
         sparse = others * self._distinct(table, ids, share) * (columns * 4 + ID_BYTES) / link.reduce_scatter
         dense = 2 * others / self.replicas * rows * columns * 4 / link.all_reduce
-        return np.minimum(sparse, dense)
+        result: Floats = np.minimum(sparse, dense)
+        return result
 
     def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Expected distinct rows among `ids` draws, with equal odds, from the effective rows of a part of a table."""
+        """Expected distinct rows among `ids` draws, with equal odds, from the effective rows of a part of
+        a table."""
         rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
-        return rows * -np.expm1(-ids / rows)
+        distinct: Floats = rows * -np.expm1(-ids / rows)
+        return distinct
 
     def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
-        return self.arrays.weight_bytes_T[table] + STATE_BYTES * self.arrays.state_per_column_T[table]
+        state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]
+        result: Floats = self.arrays.weight_bytes_T[table] + state
+        return result
 
 
 _IS_EXCHANGE = np.isin(np.arange(NUM_PHASES), [_IDS, _OUTPUT, _GRADIENT])
@@ -282,9 +292,13 @@ def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
         outputs_T=np.where([table.pooled for table in tables], bags, ids),
         pooled_T=np.array([table.pooled for table in tables], bool),
         weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
-        id_bytes_T=np.array([ID_BYTES + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64),
+        id_bytes_T=np.array(
+            [ID_BYTES + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
+        ),
         state_per_column_T=np.array([table.optimizer.state_per_row[0] for table in tables], np.float64),
         state_per_row_T=np.array([table.optimizer.state_per_row[1] for table in tables], np.float64),
-        row_statistics_bytes_T=np.array([4.0 * table.optimizer.row_statistics for table in tables], np.float64),
+        row_statistics_bytes_T=np.array(
+            [4.0 * table.optimizer.row_statistics for table in tables], np.float64
+        ),
         effective_rows_T=np.minimum(hot, rows),
     )

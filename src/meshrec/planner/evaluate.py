@@ -59,7 +59,7 @@ def evaluate(
 def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimate:
     """The cost of rectangles."""
     table_N, rank_N = placements.table_N, placements.rank_N
-    if len(rank_N) and not (0 <= rank_N.min() and rank_N.max() < model.num_ranks):
+    if len(rank_N) and not (rank_N.min() >= 0 and rank_N.max() < model.num_ranks):
         raise ValueError(
             f"the plan uses ranks {rank_N.min()}..{rank_N.max()}; the topology has [0, {model.num_ranks}) "
             "per replica group. Give evaluate() the topology that the plan was made for."
@@ -98,7 +98,9 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
     if not model.sum_in_node or not len(placements.table_N):
         return np.zeros(len(placements.table_N), bool)
     node_N = placements.rank_N // model.node_size
-    key_N4 = np.stack((placements.table_N, placements.column_start_N, placements.column_end_N, node_N), axis=1)
+    key_N4 = np.stack(
+        (placements.table_N, placements.column_start_N, placements.column_end_N, node_N), axis=1
+    )
     _, group_N = np.unique(key_N4, axis=0, return_inverse=True)
     group_N = group_N.ravel()
     pairs = np.unique(group_N * model.num_ranks + placements.rank_N)

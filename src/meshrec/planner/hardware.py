@@ -75,13 +75,9 @@ class HardwareProfile:
 
     def with_bandwidths(self, intra: float | None, inter: float | None) -> "HardwareProfile":
         """The same machine with other bytes/s inside and between nodes; None keeps what there is."""
-        links = {"intra": (self.intra, intra), "inter": (self.inter, inter)}
-        changed = {
-            axis: replace(link, all_to_all=given, reduce_scatter=given, all_reduce=given)
-            for axis, (link, given) in links.items()
-            if given is not None
-        }
-        return replace(self, **changed) if changed else self
+        return replace(
+            self, intra=_with_bandwidth(self.intra, intra), inter=_with_bandwidth(self.inter, inter)
+        )
 
     def named(self, name: str) -> "HardwareProfile":
         """The same machine under another name."""
@@ -115,6 +111,12 @@ class HardwareProfile:
     def load(cls, path: str | Path) -> "HardwareProfile":
         """Reads what `save` wrote."""
         return cls.from_json(json.loads(Path(path).read_text()))
+
+
+def _with_bandwidth(link: Link, bandwidth: float | None) -> Link:
+    if bandwidth is None:
+        return link
+    return replace(link, all_to_all=bandwidth, reduce_scatter=bandwidth, all_reduce=bandwidth)
 
 
 def _gpu(
@@ -155,8 +157,9 @@ def _gpu(
                 "update_bandwidth": f"65 % of the peak of {hbm_source} ({assumption})",
                 "stream_bandwidth": f"85 % of the peak of {hbm_source} ({assumption})",
                 "read_row_seconds": f"64 bytes: an 8-byte id and partly used 32-byte sectors ({assumption})",
-                "update_row_seconds": f"128 bytes: optimizer state's sectors, read and written ({assumption})",
-                "update_id_seconds": f"96 bytes: four passes of a radix sort over 12-byte pairs ({assumption})",
+                "update_row_seconds": "128 bytes: optimizer state's sectors, read and written ({assumption})",
+                "update_id_seconds": "96 bytes: four passes of a radix sort over 12-byte pairs "
+                "({assumption})",
                 "kernel_seconds": f"a few launches ({assumption})",
                 "intra": f"80 % of {nvlink_source} per direction; latency {assumption}",
                 "inter": f"80 % of {nic_source} per direction; latency {assumption}",
@@ -228,7 +231,8 @@ _CPU = HardwareProfile(
 BUILTIN_PROFILES: Mapping[str, HardwareProfile] = MappingProxyType(
     {profile.name: profile for profile in (_CPU, _A100, _H100, _H200)}
 )
-"""Profiles by name: ``cpu``, ``a100``, ``h100``, ``h200`` (nodes of up to 8 GPUs). See each one's `sources`."""
+"""Profiles by name: ``cpu``, ``a100``, ``h100``, ``h200`` (nodes of up to 8 GPUs). See each one's
+`sources`."""
 
 
 def get_profile(name: str) -> HardwareProfile:

@@ -14,7 +14,7 @@ class Matrix(NamedTuple):
     """A sparse matrix by columns (CSC)."""
 
     start: Ints
-    index: Ints
+    row: Ints
     value: Floats
     num_rows: int
 
@@ -49,7 +49,7 @@ class Solver:
     """One linear program whose bounds may change; each solve starts from the last basis."""
 
     def __init__(self, program: LinearProgram) -> None:
-        self._highs = highspy.Highs()
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
             self._highs.setOptionValue(option, value)
         model = highspy.HighsLp()
@@ -59,7 +59,7 @@ class Solver:
         model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
         model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         model.a_matrix_.start_ = program.matrix.start
-        model.a_matrix_.index_ = program.matrix.index
+        model.a_matrix_.index_ = program.matrix.row
         model.a_matrix_.value_ = program.matrix.value
         self._highs.passModel(model)
 

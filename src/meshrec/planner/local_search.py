@@ -112,7 +112,8 @@ def _best_move(
     holds_TR: Bools,
     allowed_TR: Bools | None,
 ) -> tuple[int, int | None, int] | None:
-    """The best (piece of `rank`, piece it is exchanged with or None, target rank); None where nothing helps."""
+    """The best (piece of `rank`, piece it is exchanged with or None, target rank); None where nothing
+    helps."""
     load_RK, power_RK = state.load_RK, state.power_RK
     room_R = state.problem.memory_cap - state.common_bytes - state.bytes_R
     load_AK, bytes_A, table_A = pieces.load_NK[here], pieces.bytes_N[here], pieces.table_N[here]

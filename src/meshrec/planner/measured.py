@@ -1,8 +1,8 @@
 """Predicted against measured: a training run's phase times next to the model's.
 
-A run writes ``phases.jsonl``: one JSON object per line with ``phase`` (a name of `PHASES`, or ``dense``), ``rank``,
-``seconds``, and ``step`` where the run has several. Lines of the same phase and rank are averaged by their median, so
-that the first steps' warming up does not count.
+A run writes ``phases.jsonl``: one JSON object per line with ``phase`` (a name of `PHASES`, or ``dense``),
+``rank``, ``seconds``, and ``step`` where the run has several. Lines of the same phase and rank are averaged
+by their median, so that the first steps' warming up does not count.
 """
 
 import json
@@ -58,7 +58,9 @@ def read_phases(path: str | Path) -> list[PhaseTime]:
         try:
             time = PhaseTime(**json.loads(line))
         except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}:{number}: {error}; a line has phase, rank, seconds, and step.") from error
+            raise ValueError(
+                f"{path}:{number}: {error}; a line has phase, rank, seconds, and step."
+            ) from error
         if time.phase not in (*PHASES, DENSE):
             raise ValueError(f"{path}:{number}: phase {time.phase!r} is none of {[*PHASES, DENSE]}.")
         found.append(time)
@@ -66,7 +68,8 @@ def read_phases(path: str | Path) -> list[PhaseTime]:
 
 
 def compare(plan: PlannedShardingPlan, times: Iterable[PhaseTime]) -> list[Comparison]:
-    """Prediction next to measurement, per phase that was measured, and their sums as ``step``. ``dense`` is left out."""
+    """Prediction next to measurement, per phase that was measured, and their sums as ``step``. ``dense``
+    is left out."""
     by_rank: dict[str, dict[int, list[float]]] = {}
     for time in times:
         by_rank.setdefault(time.phase, {}).setdefault(time.rank, []).append(time.seconds)

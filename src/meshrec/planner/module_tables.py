@@ -41,7 +41,8 @@ def tables_of_model(
     *,
     default_optimizer: OptimizerKind = OptimizerKind.NONE,
 ) -> list[Table]:
-    """All tables of a model. The optimizer is the one attached to the table's weight, else `default_optimizer`.
+    """All tables of a model. The optimizer is the one attached to the table's weight, else
+    `default_optimizer`.
 
     ValueError when two tables share a name (constraints go by name) or a constraint names no table.
     """
@@ -66,7 +67,8 @@ def tables_of_model(
     names = [table.name for table in tables]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"tables of different modules share the name {duplicates[0]!r}; constraints go by table name. Rename one."
+            f"tables of different modules share the name {duplicates[0]!r}; constraints go by table "
+            f"name. Rename one."
         )
     if unknown := [name for name in constraints if name not in names]:
         raise ValueError(f"constraints name {unknown[0]!r}, which is no table of the model; it has {names}.")
@@ -111,8 +113,8 @@ def table_of_config(
 def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:
     """Pooling factors and hot-row skew of each table, measured on `KeyedJaggedTensor` batches.
 
-    The skew is expressed as effective rows: as many equally likely rows as give the distinct ids seen. Merge the
-    result into your own constraints with `dataclasses.replace`.
+    The skew is expressed as effective rows: as many equally likely rows as give the distinct ids seen.
+    Merge the result into your own constraints with `dataclasses.replace`.
     """
     num_ids: dict[str, int] = {}
     num_bags: dict[str, int] = {}
@@ -127,7 +129,8 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
         for config in _configs(module) or ():
             if missing := [name for name in config.feature_names if not num_bags.get(name)]:
                 raise ValueError(
-                    f"table {config.name!r}: the batches have no feature {missing[0]!r}; they have {list(num_bags)}."
+                    f"table {config.name!r}: the batches have no feature {missing[0]!r}; they have "
+                    f"{list(num_bags)}."
                 )
             pooling = tuple(num_ids[name] / num_bags[name] for name in config.feature_names)
             ids = torch.cat([values for name in config.feature_names for values in seen[name]])

@@ -1,4 +1,5 @@
-"""From tables and a machine to a plan: tries each replica group size and each set of collectives, solves, evaluates."""
+"""From tables and a machine to a plan: tries each replica group size and each set of collectives, solves,
+evaluates."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -44,8 +45,9 @@ def optimize(
 ) -> Optimized | None:
     """The best plan for `tables`; None where no plan was found that fits into memory.
 
-    The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column parts, even
-    or uneven cuts, under the constraints. Raises ValueError for constraints that leave a table without a candidate.
+    The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column
+    parts, even or uneven cuts, under the constraints. Raises ValueError for constraints that leave a table
+    without a candidate.
     """
     if not tables:
         raise ValueError("there are no tables to plan.")
@@ -95,8 +97,8 @@ def _optimize_group(
 
 
 def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
-    """From all collectives to few: fewer collectives save their latencies. A plan belongs to each regime that allows
-    its candidates, so the lowest bound over regimes is a bound for all plans."""
+    """From all collectives to few: fewer collectives save their latencies. A plan belongs to each regime
+    that allows its candidates, so the lowest bound over regimes is a bound for all plans."""
     kinds = len(np.unique(problem.type_C))
     found: list[_Regime] = []
     for usage in (
@@ -121,9 +123,7 @@ def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
     cheapest: dict[bytes, _Regime] = {}
     for regime in found:
         cheapest[regime.allowed_C.tobytes()] = regime
-    return [
-        regime._replace(usage=_needed(problem, regime)) for regime in cheapest.values()
-    ]
+    return [regime._replace(usage=_needed(problem, regime)) for regime in cheapest.values()]
 
 
 def _needed(problem: Problem, regime: _Regime) -> Usage:

@@ -16,11 +16,12 @@ from meshrec.distributed.sharding_plan import (
 )
 from meshrec.planner.problem import Layout, Problem, Scope
 from meshrec.planner.state import Parts
-from meshrec.planner.types import Ints, OptimizerKind, ParameterConstraints, Placements, Table
+from meshrec.planner.types import Floats, Ints, OptimizerKind, ParameterConstraints, Placements, Table
 
 
 def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[Table]) -> Placements:
-    """The rectangles of the solver's pieces: rows cut where the sizes say, columns as wide as the sizes say."""
+    """The rectangles of the solver's pieces: rows cut where the sizes say, columns as wide as the sizes
+    say."""
     found: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
     for index, (parts, table) in enumerate(zip(parts_T, tables, strict=True)):
@@ -42,7 +43,7 @@ def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[T
             column += width
         assert replicated[-1] or column == table.embedding_dim
     columns = np.array(found, np.int64).reshape(-1, 6).T
-    return Placements(*columns, np.array(replicated, bool))
+    return _placements(columns, replicated)
 
 
 def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> ShardingType:
@@ -55,7 +56,11 @@ def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> S
     if layout.scope is Scope.NODES and layout.row_parts == 1 and not split_columns:
         return ShardingType.TABLE_ROW_WISE
     if layout.scope is Scope.NODES or layout.row_parts > 1:
-        names = [ShardingType.GRID_SHARD] if split_columns else [ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE]
+        names = (
+            [ShardingType.GRID_SHARD]
+            if split_columns
+            else [ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE]
+        )
         allowed = constraints.allowed_types if constraints else frozenset(ShardingType)
         return next((name for name in names if name in allowed), names[0])
     return ShardingType.COLUMN_WISE if split_columns else ShardingType.TABLE_WISE
@@ -99,7 +104,8 @@ def from_plan(
     found: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
     for index, table in enumerate(tables):
-        sharding = modules.get(table.module_path, {}).get(table.name)
+        tables_of_module = modules.get(table.module_path)
+        sharding = tables_of_module.get(table.name) if tables_of_module else None
         if sharding is None:
             raise ValueError(
                 f"the plan does not place table {table.name!r} of module {table.module_path!r}; it has "
@@ -108,11 +114,17 @@ def from_plan(
         replicated.append(sharding.sharding_type is ShardingType.DATA_PARALLEL)
         found += [(index, *shard.rows, *shard.columns, shard.placement.rank) for shard in sharding.shards]
     columns = np.array(found, np.int64).reshape(-1, 6).T
-    return Placements(*columns, np.array(replicated, bool))
+    return _placements(columns, replicated)
 
 
-def _row_cuts(rows: int, amount_N: "np.typing.NDArray[np.float64]") -> Ints:
-    """Where to cut rows so that parts are in proportion to `amount_N`; no part is empty when there are enough rows."""
+def _placements(columns: Ints, replicated: Sequence[bool]) -> Placements:
+    table, row, row_end, column, column_end, rank = columns
+    return Placements(table, row, row_end, column, column_end, rank, np.array(replicated, bool))
+
+
+def _row_cuts(rows: int, amount_N: Floats) -> Ints:
+    """Where to cut rows so that parts are in proportion to `amount_N`; no part is empty when there are
+    enough rows."""
     ends = np.cumsum(amount_N)
     cuts = np.concatenate(([0], np.rint(rows * ends / ends[-1]))).astype(np.int64)
     if rows >= len(amount_N):

@@ -96,7 +96,8 @@ class PlannedShardingPlan(ShardingPlan):
 
 
 def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
-    """Writes a plan with its inputs as JSON. `ShardingPlan.load` reads such a file too, and leaves the inputs out."""
+    """Writes a plan with its inputs as JSON. `ShardingPlan.load` reads such a file too, and leaves the
+    inputs out."""
     data = json.loads(plan.to_json())
     inputs = plan.required_inputs()
     estimate = plan.estimate()
@@ -118,7 +119,9 @@ def load_plan(path: str | Path) -> PlannedShardingPlan:
     plan = ShardingPlan.from_json(text)
     planner = json.loads(text).get("planner")
     if planner is None:
-        raise ValueError(f"{path} holds a plan but not what it was made from; read it with ShardingPlan.load().")
+        raise ValueError(
+            f"{path} holds a plan but not what it was made from; read it with ShardingPlan.load()."
+        )
     return PlannedShardingPlan(
         plan.plan,
         seconds=planner["seconds"],

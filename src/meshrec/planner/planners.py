@@ -25,8 +25,8 @@ class EmbeddingShardingPlanner:
         constraints: per table, what the planner may do and what it should assume.
         batch_size: samples per rank.
         time_limit: seconds of wall clock after which the best plan so far is returned.
-        max_work: the same in touched array elements, which does not depend on the machine's speed: if the clock does
-            not run out first, equal inputs give equal plans everywhere.
+        max_work: the same in touched array elements, which does not depend on the machine's speed: if the
+            clock does not run out first, equal inputs give equal plans everywhere.
         gap: good enough: stop when the plan is proven to be this close to the best.
         static_plan: a plan to reuse: `plan` checks that it places the model's tables, and plans nothing.
         default_optimizer: the optimizer of tables that have none attached.
@@ -54,7 +54,8 @@ class EmbeddingShardingPlanner:
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
         """The plan of all tables of `module` that the `sharders` shard (None: all).
 
-        Raises ValueError for constraints that cannot hold, and when no plan fits into memory, with what would help.
+        Raises ValueError for constraints that cannot hold, and when no plan fits into memory, with what
+        would help.
         """
         tables = tables_of_model(
             module, sharders, self._constraints, default_optimizer=self._default_optimizer
@@ -76,7 +77,8 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[Any] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """`plan` on rank 0 of `pg` (default: the default group), the same plan on all; an error is raised on all."""
+        """`plan` on rank 0 of `pg` (default: the default group), the same plan on all; an error is raised
+        on all."""
         if pg is None and not dist.is_initialized():
             return self.plan(module, sharders)
         group = pg if pg is not None else dist.group.WORLD
@@ -88,11 +90,12 @@ class EmbeddingShardingPlanner:
             except Exception as error:
                 outcome = [_Outcome(None, error)]
         dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
-        plan, error = outcome[0] or _Outcome(None, None)
-        if error is not None:
-            raise error
-        assert plan is not None
-        return plan
+        received = outcome[0]
+        assert received is not None
+        if received.error is not None:
+            raise received.error
+        assert received.plan is not None
+        return received.plan
 
 
 def plan_tables(
@@ -103,13 +106,12 @@ def plan_tables(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlannedShardingPlan:
-    """The plan of tables that need no module: what `EmbeddingShardingPlanner.plan` does with a model's tables."""
+    """The plan of tables that need no module: what `EmbeddingShardingPlanner.plan` does with a model's
+    tables."""
     constraints = dict(constraints or {})
     found = None
     if topology.memory_cap > 0:
-        found = optimize(
-            tables, topology, batch_size=batch_size, constraints=constraints, effort=effort
-        )
+        found = optimize(tables, topology, batch_size=batch_size, constraints=constraints, effort=effort)
     if found is None:
         raise ValueError(diagnose(tables, topology, batch_size=batch_size, constraints=constraints))
     return PlannedShardingPlan(
@@ -133,7 +135,8 @@ class _Outcome(NamedTuple):
 
 def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
     for table in tables:
-        sharding = plan.plan.get(table.module_path, {}).get(table.name)
+        module_plan = plan.plan.get(table.module_path)
+        sharding = module_plan.get(table.name) if module_plan else None
         if sharding is None:
             raise ValueError(
                 f"the static plan does not place table {table.name!r} of module {table.module_path!r}. "

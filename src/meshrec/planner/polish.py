@@ -1,7 +1,7 @@
 """The exact best sizes of pieces, once it is settled which ranks hold a part of which table.
 
-A table that is split over several ranks need not be split evenly. All loads are affine in the sizes of the pieces, so
-the best sizes are a linear program: the lowest sum over phases of the slowest rank.
+A table that is split over several ranks need not be split evenly. All loads are affine in the sizes of the
+pieces, so the best sizes are a linear program: the lowest sum over phases of the slowest rank.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,9 @@ _MOST_VARIABLES = 6000
 
 def polish(state: State) -> bool:
     """Sets the sizes of split tables' pieces to the best there are; whether the step became faster."""
-    tables = [table for table, parts in enumerate(state.parts_T) if parts is not None and len(parts.rank_N) > 1]
+    tables = [
+        table for table, parts in enumerate(state.parts_T) if parts is not None and len(parts.rank_N) > 1
+    ]
     before = state.seconds
     old = {table: state.remove(table) for table in tables}
     variables = _variables(state, old)
@@ -38,7 +40,8 @@ def polish(state: State) -> bool:
 
 
 class _Variables(NamedTuple):
-    """V pieces with a variable size; those of one chunk share rows or columns, so their weighted sizes add up."""
+    """V pieces with a variable size; those of one chunk share rows or columns, so their weighted sizes add
+    up."""
 
     table_V: Ints
     slot_V: Ints
@@ -52,7 +55,7 @@ class _Variables(NamedTuple):
 
 def _variables(state: State, parts_by_table: dict[int, Parts]) -> _Variables:
     problem = state.problem
-    columns: list[tuple[Floats, ...]] = []
+    columns: list[tuple[Floats | Ints, ...]] = []
     chunk = 0
     for table, parts in parts_by_table.items():
         layout = problem.layouts_C[parts.candidate]
@@ -158,7 +161,8 @@ def _resized(
 
 
 def _round_widths(width_N: Floats, least: int) -> Floats | None:
-    """Widths in multiples of 4 (one takes the rest), none under `least`, with the same sum; None if there are none."""
+    """Widths in multiples of 4 (one takes the rest), none under `least`, with the same sum; None if there
+    are none."""
     total = round(float(width_N.sum()))
     step = COLUMN_ALIGNMENT
     rounded = np.maximum(np.floor(width_N / step + 1e-9) * step, -(-least // step) * step)
@@ -169,4 +173,5 @@ def _round_widths(width_N: Floats, least: int) -> Floats | None:
     for index in np.resize(order, int(rest // step)):
         rounded[index] += step
     rounded[order[0]] += rest % step
-    return rounded
+    result: Floats = rounded
+    return result

@@ -1,8 +1,8 @@
 """The planning problem as the solver sees it: candidates made of pieces, each a vector of loads.
 
-A *type* is a set of identical tables. A *candidate* is one way to split a table of a type; it costs every rank
-something (`common`) and consists of pieces that go to distinct places. A piece's place is a rank, or a whole node each
-of whose ranks takes the piece's load (rows split over the node).
+A *type* is a set of identical tables. A *candidate* is one way to split a table of a type; it costs every
+rank something (`common`) and consists of pieces that go to distinct places. A piece's place is a rank, or a
+whole node each of whose ranks takes the piece's load (rows split over the node).
 """
 
 from enum import IntEnum
@@ -27,7 +27,8 @@ class Scope(IntEnum):
 
 
 class Layout(NamedTuple):
-    """How a candidate splits a table: `row_parts` counts ranks, or with `Scope.NODES` nodes, per column part."""
+    """How a candidate splits a table: `row_parts` counts ranks, or with `Scope.NODES` nodes, per column
+    part."""
 
     scope: Scope
     widths: tuple[int, ...]
@@ -35,7 +36,8 @@ class Layout(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """T tables, Y types, C candidates, P groups of equal pieces, K phases (those in one proportion are merged).
+    """T tables, Y types, C candidates, P groups of equal pieces, K phases (those in one proportion are
+    merged).
 
     Candidates are sorted by type, pieces by candidate.
     """
@@ -58,8 +60,9 @@ class Problem(NamedTuple):
     load_PK: Floats
     """Seconds on the rank (on each rank of the node) that a piece goes to."""
     fixed_PK: Floats
-    """The part of the load that does not shrink with the piece: a piece `amount` times as large as its equals costs
-    fixed + amount * (load - fixed). What can vary is the rows where there are several row parts, else the columns."""
+    """The part of the load that does not shrink with the piece: a piece `amount` times as large as its
+    equals costs fixed + amount * (load - fixed). What can vary is the rows where there are several row parts,
+    else the columns."""
     bytes_P: Floats
     fixed_bytes_P: Floats
     width_P: Ints

@@ -1,4 +1,5 @@
-"""What a plan means, as data: rank by rank, table by table, with warnings. Rendered by `report_text` and `report_html`."""
+"""What a plan means, as data: rank by rank, table by table, with warnings. Rendered by `report_text` and
+`report_html`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,8 @@ class RankReport(NamedTuple):
 
 
 class TableReport(NamedTuple):
-    """One table: where it is ([first row, first column, rows, columns, rank] each), and the cost of alternatives."""
+    """One table: where it is ([first row, first column, rows, columns, rank] each), and the cost of
+    alternatives."""
 
     name: str
     module_path: str
@@ -125,9 +127,7 @@ def what_if(
     for world_size in world_sizes:
         local = min(inputs.topology.local_size, world_size)
         try:
-            topology = replace(
-                inputs.topology, world_size=world_size, local_world_size=local, replicate=(1,)
-            )
+            topology = replace(inputs.topology, world_size=world_size, local_world_size=local, replicate=(1,))
             other = plan_tables(
                 inputs.tables,
                 topology,
@@ -142,7 +142,8 @@ def what_if(
 
 
 class Move(NamedTuple):
-    """What changes for one table between two plans: its types, and the bytes that some rank must newly receive."""
+    """What changes for one table between two plans: its types, and the bytes that some rank must newly
+    receive."""
 
     table: str
     old_type: str | None
@@ -151,7 +152,8 @@ class Move(NamedTuple):
 
 
 def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
-    """The tables that two plans place differently, largest move first. Bytes count weights and optimizer state."""
+    """The tables that two plans place differently, largest move first. Bytes count weights and optimizer
+    state."""
     moves = []
     before = {(path, name): sharding for path, name, sharding in old.tables()}
     for table in new.required_inputs().tables:
@@ -210,9 +212,7 @@ def _overlap(a: _Rectangle, b: _Rectangle) -> int:
 
 
 def _rectangles(sharding: ParameterSharding) -> list[tuple[int, int, int, int, int]]:
-    return [
-        (*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank) for shard in sharding.shards
-    ]
+    return [(*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank) for shard in sharding.shards]
 
 
 def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap: float) -> list[str]:
@@ -220,16 +220,26 @@ def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap
     found = []
     fullest = max(ranks, key=lambda rank: rank.num_bytes)
     if fullest.num_bytes > _TIGHT_MEMORY * memory_cap:
-        found.append(f"rank {fullest.rank} uses {fullest.num_bytes / memory_cap:.0%} of the memory it may use")
+        found.append(
+            f"rank {fullest.rank} uses {fullest.num_bytes / memory_cap:.0%} of the memory it may use"
+        )
     if plan.gap > _LARGE_GAP:
-        found.append(f"a plan up to {plan.gap:.1%} faster could exist: the search stopped, or the bound is loose")
+        found.append(
+            f"a plan up to {plan.gap:.1%} faster could exist: the search stopped, or the bound is loose"
+        )
     totals = np.array([sum(rank.phases.values()) for rank in ranks])
     if totals.mean() > 0 and totals.max() > _SLOW_RANK * totals.mean():
         slowest = int(totals.argmax())
-        found.append(f"rank {slowest} works {totals.max() / totals.mean():.2f} times as long as the mean rank")
+        found.append(
+            f"rank {slowest} works {totals.max() / totals.mean():.2f} times as long as the mean rank"
+        )
     assumed = [table.name for table in inputs.tables if set(table.pooling_factors) == {1.0}]
     if assumed and len(assumed) == len(inputs.tables):
-        found.append("every pooling factor is 1: measure them with estimate_from_batches, or set pooling_factors")
+        found.append(
+            "every pooling factor is 1: measure them with estimate_from_batches, or set pooling_factors"
+        )
     if any(table.optimizer is OptimizerKind.NONE for table in inputs.tables):
-        found.append("tables without a fused optimizer: their optimizer state and dense gradients are not counted")
+        found.append(
+            "tables without a fused optimizer: their optimizer state and dense gradients are not counted"
+        )
     return found

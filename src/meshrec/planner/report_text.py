@@ -10,11 +10,12 @@ from meshrec.planner.report import Move, PlanReport
 
 _MOST_RANKS = 64
 _MOST_NAMES = 6
+_PIPE_WIDTH = 160
 
 
 def render(report: PlanReport, *, console: Console | None = None) -> None:
     """Prints a report: the step by phase, rank by rank, the warnings, the gap."""
-    (console or Console()).print(_report(report))
+    (console or _console()).print(_report(report))
 
 
 def render_what_if(
@@ -36,21 +37,29 @@ def render_what_if(
             f"{fullest:.2f}",
             f"{inputs.batch_size * inputs.topology.world_size / plan.seconds:,.0f}",
         )
-    (console or Console()).print(table)
+    (console or _console()).print(table)
 
 
 def render_diff(moves: Sequence[Move], *, console: Console | None = None) -> None:
     """Prints what changes between two plans."""
-    console = console or Console()
+    console = console or _console()
     if not moves:
         console.print("the plans place every table alike")
         return
     table = Table("table", "was", "becomes", "moves [MiB]")
     for move in moves:
-        table.add_row(move.table, move.old_type or "-", move.new_type or "-", f"{move.num_bytes / 2**20:,.2f}")
+        table.add_row(
+            move.table, move.old_type or "-", move.new_type or "-", f"{move.num_bytes / 2**20:,.2f}"
+        )
     console.print(table)
     total = sum(move.num_bytes for move in moves) / 2**20
     console.print(f"{len(moves)} tables change; {total:,.2f} MiB move between ranks")
+
+
+def _console() -> Console:
+    """The terminal; a file or a pipe gets lines that are wide enough."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
 
 def _report(report: PlanReport) -> RenderableType:
@@ -59,7 +68,9 @@ def _report(report: PlanReport) -> RenderableType:
     for phase in used:
         summary.add_row(phase, f"{report.phases[phase] * 1e3:.3f}")
     summary.add_row("step", f"{report.seconds * 1e3:.3f}", style="bold")
-    ranks = Table("rank", "memory [GiB]", *(f"{phase} [ms]" for phase in used), "tables", title="rank by rank")
+    ranks = Table(
+        "rank", "memory [GiB]", *(f"{phase} [ms]" for phase in used), "tables", title="rank by rank"
+    )
     for rank in report.ranks[:_MOST_RANKS]:
         names = ", ".join(rank.tables[:_MOST_NAMES])
         more = len(rank.tables) - _MOST_NAMES
@@ -76,7 +87,8 @@ def _report(report: PlanReport) -> RenderableType:
         lines.append(f"on every rank (data-parallel): {len(report.replicated)} tables")
     lines += [f"[yellow]warning:[/yellow] {warning}" for warning in report.warnings]
     lines.append(
-        f"step {report.seconds * 1e3:.3f} ms on {report.world_size} ranks ({report.hardware}); proven: no plan is "
+        f"step {report.seconds * 1e3:.3f} ms on {report.world_size} ranks ({report.hardware}); proven: "
+        f"no plan is "
         f"faster than {report.lower_bound * 1e3:.3f} ms (gap {report.gap:.2%})"
     )
     return Group(*lines)

@@ -1,7 +1,7 @@
 """The solver: a first plan in a moment, then better plans and a better bound until the work is done.
 
-Anytime and deterministic: effort is counted in touched array elements, so the result depends on the input and on
-`max_work` alone, unless the clock runs out first.
+Anytime and deterministic: effort is counted in touched array elements, so the result depends on the input
+and on `max_work` alone, unless the clock runs out first.
 """
 
 import time
@@ -21,7 +21,8 @@ _EXPONENTS = (8, 16, 32, 64)
 
 
 class Effort(NamedTuple):
-    """When to stop: seconds of wall clock, touched array elements, and the gap (a fraction) that is good enough."""
+    """When to stop: seconds of wall clock, touched array elements, and the gap (a fraction) that is good
+    enough."""
 
     time_limit: float
     max_work: float
@@ -102,7 +103,8 @@ class _Search:
 
 
 def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | None:
-    """A plan that spreads memory, whatever its speed (the state's loads are bytes); None where none was found."""
+    """A plan that spreads memory, whatever its speed (the state's loads are bytes); None where none was
+    found."""
     in_bytes = problem._replace(
         common_C=problem.common_bytes_C,
         load_PK=problem.bytes_P[:, None],
@@ -148,4 +150,11 @@ def solve(problem: Problem, allowed_C: Bools, effort: Effort, fixed_seconds: flo
             break
         search.improve(box, bound.allowed(box))
         bound.close_best()
-    return Solution(search.best_parts, search.seconds, max(bound_value, min(bound.value, search.seconds)), search.work, bound.num_solves)
+    bound_value = max(bound_value, min(bound.value, search.seconds))
+    return Solution(
+        search.best_parts,
+        search.seconds,
+        max(bound_value, min(bound.value, search.seconds)),
+        search.work,
+        bound.num_solves,
+    )

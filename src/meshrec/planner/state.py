@@ -1,7 +1,8 @@
 """A plan under construction: where every piece is, and what every rank has to do.
 
-The search lowers a smooth stand-in for the sum of slowest ranks: per phase the q-norm over ranks, scaled so that equal
-loads give the load itself. It sees every rank, where the maximum sees only the slowest, and tends to it as q grows.
+The search lowers a smooth stand-in for the sum of slowest ranks: per phase the q-norm over ranks, scaled so
+that equal loads give the load itself. It sees every rank, where the maximum sees only the slowest, and
+tends to it as q grows.
 """
 
 from typing import NamedTuple
@@ -55,7 +56,8 @@ class State:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step beyond latencies: the sum over phases of the slowest rank, and what all ranks share."""
+        """Seconds of a step beyond latencies: the sum over phases of the slowest rank, and what all ranks
+        share."""
         return float(self.common + self.load_RK.max(axis=0).sum())
 
     @property
@@ -117,7 +119,8 @@ class State:
         return bool(self.bytes_R.max() + self.common_bytes <= self.problem.memory_cap)
 
     def best_place(self, table: int, candidate: int, weight_K: Floats) -> Placed | None:
-        """The best places for a candidate's (even) pieces, one group after the other; None where memory is short."""
+        """The best places for a candidate's (even) pieces, one group after the other; None where memory is
+        short."""
         problem = self.problem
         scope = problem.layouts_C[candidate].scope
         common_bytes = self.common_bytes + problem.common_bytes_C[candidate]

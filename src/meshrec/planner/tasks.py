@@ -34,8 +34,9 @@ class PlannerTask:
 
 
 def load_task(path: str | Path) -> PlannerTask:
-    """Reads a task file: ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``, each with
-    ``name``, ``num_embeddings``, ``embedding_dim``, ``pooling_factors``. ValueError says what is missing.
+    """Reads a task file: ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``, each
+    with ``name``, ``num_embeddings``, ``embedding_dim``, ``pooling_factors``. ValueError says what is
+    missing.
     """
     data = json.loads(Path(path).read_text())
     try:
@@ -60,7 +61,8 @@ def load_task(path: str | Path) -> PlannerTask:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no task file: {error}. It needs task, global_batch_size, dtype (fp32, fp16, bf16) and tables, "
+            f"{path} is no task file: {error}. It needs task, global_batch_size, dtype (fp32, fp16, "
+            f"bf16) and tables, "
             "each with name, num_embeddings, embedding_dim, pooling_factors."
         ) from error
 

@@ -80,8 +80,8 @@ class Table:
         pooled: one output row per bag; otherwise one per id.
         weighted: ids come with per-sample weights (4 bytes each).
         optimizer: the fused optimizer.
-        effective_rows: rows that draw the lookups, were they equally likely: less than num_embeddings when a few rows
-            are hot. None: all rows.
+        effective_rows: rows that draw the lookups, were they equally likely: less than num_embeddings when
+            a few rows are hot. None: all rows.
         batch_size: samples per rank, where the table's features have another number than the rest.
         module_path: the module that holds the table.
     """
@@ -102,11 +102,13 @@ class Table:
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             raise ValueError(
-                f"table {self.name!r}: {self.num_embeddings} rows x {self.embedding_dim} columns; both must be >= 1."
+                f"table {self.name!r}: {self.num_embeddings} rows x {self.embedding_dim} columns; both "
+                f"must be >= 1."
             )
         if not self.pooling_factors or any(not factor >= 0 for factor in self.pooling_factors):
             raise ValueError(
-                f"table {self.name!r}: pooling_factors {self.pooling_factors}; give one number >= 0 per feature."
+                f"table {self.name!r}: pooling_factors {self.pooling_factors}; give one number >= 0 per "
+                f"feature."
             )
         if self.num_poolings is not None and len(self.num_poolings) != len(self.pooling_factors):
             raise ValueError(
@@ -241,7 +243,8 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: "DeviceMesh", *, hardware: HardwareProfile | str | None = None) -> "Topology":
-        """The topology of a mesh with axes ``shard``, or ``node`` and ``local``, and perhaps ``replicate``."""
+        """The topology of a mesh with axes ``shard``, or ``node`` and ``local``, and perhaps
+        ``replicate``."""
         names = mesh.mesh_dim_names or ()
         sizes = dict(zip(names, mesh.shape, strict=False))
         if not sizes or set(sizes) - {"replicate", "shard", "node", "local"}:
@@ -261,8 +264,8 @@ class Topology:
 class Placements(NamedTuple):
     """A plan as arrays: N rectangles, T tables.
 
-    ``table_N`` is the index of the table; rows and columns are half-open intervals; ``replicated_T`` marks tables that
-    every rank holds whole (these have no rectangle).
+    ``table_N`` is the index of the table; rows and columns are half-open intervals; ``replicated_T`` marks
+    tables that every rank holds whole (these have no rectangle).
     """
 
     table_N: Ints
