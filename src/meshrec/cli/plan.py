@@ -16,7 +16,7 @@ from meshrec.planner.measured import compare, read_phases
 from meshrec.planner.report import diff, make_report, what_if
 from meshrec.planner.report_html import write_html
 from meshrec.planner.report_text import render, render_diff, render_what_if
-from meshrec.planner.solver import Effort
+from meshrec.planner.search import Effort
 from meshrec.planner.tasks import load_task
 
 

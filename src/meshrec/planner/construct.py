@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from meshrec.planner.local_search import reinsert
+from meshrec.planner.local_search import exchange, reinsert
 from meshrec.planner.problem import Problem
 from meshrec.planner.state import State
 from meshrec.planner.types import Bools, Floats, Ints
+
+_BALANCE_EXPONENT = 64
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
@@ -52,4 +54,25 @@ def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> St
             reinsert(state, int(table), np.flatnonzero(problem.type_C == problem.type_T[table]))
         if state.parts_T[table] is None:
             return None
+    return state
+
+
+def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | None:
+    """A plan that spreads memory, whatever its speed (the state's loads are bytes); None where none was
+    found."""
+    in_bytes = problem._replace(
+        common_C=problem.common_bytes_C,
+        load_PK=problem.bytes_P[:, None],
+        fixed_PK=problem.fixed_bytes_P[:, None],
+    )
+    allowed_C = np.ones(len(problem.type_C), bool) if allowed_C is None else allowed_C
+    candidates_Y = candidates_by_type(problem, allowed_C)
+    state = State(in_bytes, np.array([1 / max(float(problem.memory_cap), 1.0)]))
+    size_C = in_bytes.mean_bytes_C()
+    for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in problem.type_T], kind="stable"):
+        reinsert(state, int(table), candidates_Y[problem.type_T[table]])
+        if state.parts_T[table] is None:
+            return None
+    state.set_exponent(_BALANCE_EXPONENT)
+    exchange(state, 10_000_000)
     return state

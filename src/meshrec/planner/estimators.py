@@ -247,7 +247,7 @@ class CostModel:
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
         outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
-        gather = ids * p.update_id_seconds + np.minimum(ids, outputs) * columns * 4 / p.stream_bandwidth
+        gather = ids * p.update_id_seconds + outputs * columns * 4 / p.stream_bandwidth
         row_bytes = columns * (2 * a.weight_bytes_T[table] + 2 * STATE_BYTES * a.state_per_column_T[table])
         result: Floats = gather + distinct * (p.update_row_seconds + row_bytes / p.update_bandwidth)
         return result

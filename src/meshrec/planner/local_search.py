@@ -117,7 +117,7 @@ def _best_move(
     load_RK, power_RK = state.load_RK, state.power_RK
     room_R = state.problem.memory_cap - state.common_bytes - state.bytes_R
     load_AK, bytes_A, table_A = pieces.load_NK[here], pieces.bytes_N[here], pieces.table_N[here]
-    state.work += len(here) * (len(load_RK) + 2 * len(pieces.rank_N)) * state.num_phases
+    state.work += 15_000 + 2 * len(here) * (len(load_RK) + 2 * len(pieces.rank_N)) * state.num_phases
 
     away_A = (state.power(load_RK[rank] - load_AK) - power_RK[rank]) @ weight_K
     there_AR = (state.power(load_RK + load_AK[:, None]) - power_RK) @ weight_K

@@ -12,7 +12,8 @@ from meshrec.planner.estimators import CostModel, Usage
 from meshrec.planner.evaluate import StepEstimate, evaluate_placements
 from meshrec.planner.placements import sharding_type, to_placements
 from meshrec.planner.problem import Problem
-from meshrec.planner.solver import Effort, Solution, solve
+from meshrec.planner.search import Effort
+from meshrec.planner.solver import Solution, solve
 from meshrec.planner.types import Bools, ParameterConstraints, Placements, Table, Topology
 
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=1e9, gap=0.005)

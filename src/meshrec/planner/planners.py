@@ -13,7 +13,7 @@ from meshrec.planner.module_tables import tables_of_model
 from meshrec.planner.optimize import DEFAULT_EFFORT, optimize
 from meshrec.planner.placements import to_plan
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
-from meshrec.planner.solver import Effort
+from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
 

@@ -135,7 +135,7 @@ def _solve(
         row_lower=np.concatenate((np.full(rank_rows + num_ranks, -INFINITY), np.ones(num_chunks))),
         row_upper=np.concatenate((-load_RK.ravel() / scale, room_R, np.ones(num_chunks))),
     )
-    state.work += 50 * rank_rows
+    state.work += 300_000 + 500 * (rank_rows + num_variables)
     optimum = solve_lp(program)
     return None if optimum is None else optimum.x[:num_variables]
 

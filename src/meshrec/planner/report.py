@@ -12,7 +12,7 @@ from meshrec.planner.alternatives import Alternative, alternatives
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.planners import plan_tables
-from meshrec.planner.solver import Effort
+from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind
 
 _TIGHT_MEMORY = 0.95

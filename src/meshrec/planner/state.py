@@ -133,7 +133,7 @@ class State:
         taken: Ints | None = None
         only: slice | None = None
         for group in range(*problem.pieces(candidate).indices(len(problem.candidate_P))):
-            self.work += self.load_RK.size
+            self.work += 3000 + 3 * self.load_RK.size
             added_RK = self.power(self.load_RK + problem.load_PK[group]) - self.power_RK
             cost = added_RK @ weight_K
             cost[room_R < problem.bytes_P[group]] = np.inf
