@@ -141,7 +141,9 @@ def test_the_clock_stops_the_search(make_tables, profile):
 
 def test_no_memory_no_plan(make_tables, profile):
     problem = problem_of(make_tables(4), profile, 2, hbm_cap=1 << 12)
-    assert solve(problem, everything(problem), EFFORT, 0.0) is None
+    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    assert solution.parts_T == []
+    assert solution.lower_bound == np.inf
     assert fitting_plan(problem) is None
 
 

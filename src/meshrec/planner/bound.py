@@ -5,7 +5,9 @@ linear in how often each candidate is chosen; (2) T_k is at least the largest pi
 candidate. Types of identical tables are one variable per candidate, ranks need no variable at all, so the
 relaxation is small whatever the cluster.
 
-(2) is a disjunction, so it is branched on: a node of the search is a box lower <= T <= upper, where
+(3) T_k is a sum of pieces' loads: where few sums are possible, T_k is one of them.
+
+(2) and (3) are disjunctions, so they are branched on: a node of the search is a box lower <= T <= upper, where
 candidates with a piece above `upper` are out. Splitting a table's pieces unevenly keeps its mean load and
 raises its largest piece, so the bound holds for uneven plans as well.
 """
@@ -21,6 +23,9 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats
 
 _FEASIBILITY = 1e-7
+_LEAST_STEP = 2e-4
+_MOST_SIZES = 60
+_MOST_SUMS = 4000
 
 
 class Box(NamedTuple):
@@ -43,6 +48,7 @@ class LowerBound:
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, seconds: float) -> None:
+        self._problem = problem
         self._scale = seconds
         self._largest_CK = problem.largest_load_CK() / seconds
         self._allowed_C = allowed_C
@@ -60,7 +66,8 @@ class LowerBound:
     def value(self) -> float:
         """Seconds that no plan can beat, so far."""
         best = self._heap[0][0] if self._heap else INFINITY
-        return min(best, self._closed) * self._scale
+        least = min(best, self._closed)
+        return least * self._scale if least < INFINITY else np.inf
 
     @property
     def best_box(self) -> Box | None:
@@ -88,13 +95,10 @@ class LowerBound:
         self._open(box.bound, lower_K, box.upper_K)
         return True
 
-    def close_best(self) -> Box | None:
-        """Takes the best box out of the search (its bound stays); it cannot be split further."""
-        if not self._heap:
-            return None
-        box = heapq.heappop(self._heap)[2]
-        self._closed = min(self._closed, box.bound)
-        return self._in_seconds(box)
+    def set_aside(self) -> None:
+        """Ends the work on the best box; its bound stays."""
+        if self._heap:
+            self._closed = min(self._closed, heapq.heappop(self._heap)[0])
 
     def _in_seconds(self, box: Box) -> Box:
         scale = self._scale
@@ -125,9 +129,76 @@ class LowerBound:
         excess_CK = np.where(used_C[:, None], self._largest_CK - box.slowest_K, 0.0)
         phase = int(excess_CK.max(axis=0).argmax())
         values = np.unique(self._largest_CK[excess_CK[:, phase] > 1e-6, phase])
-        if not len(values):
+        if len(values):
+            return phase, float(values[len(values) // 2])
+        admitted_C = self._admitted(box.upper_K)
+        cuts = [self._sum_cut(box, admitted_C, phase) for phase in range(self.num_phases)]
+        found = [cut for cut in cuts if cut is not None]
+        if not found:
             return None
-        return phase, float(values[len(values) // 2])
+        best = max(found, key=lambda cut: cut.least_step)
+        return best.phase, best.value
+
+    def _sum_cut(self, box: Box, admitted_C: Bools, phase: int) -> "_SumCut | None":
+        """(3): where T_k lies between two loads that a rank can have, it is at most the one or at least the other."""
+        slowest = float(box.slowest_K[phase])
+        sums = _achievable_sums(self._problem, admitted_C, phase, self._scale, 2 * slowest)
+        if sums is None:
+            return None
+        above = int(np.searchsorted(sums, slowest * (1 + 1e-6)))
+        if above == 0 or above == len(sums):
+            return None
+        low, high = sums[above - 1], sums[above]
+        if slowest - low < _LEAST_STEP or high - slowest < _LEAST_STEP:
+            return None
+        return _SumCut(phase, float(high), float(min(slowest - low, high - slowest)))
+
+
+class _SumCut(NamedTuple):
+    phase: int
+    value: float
+    least_step: float
+
+
+def _achievable_sums(
+    problem: Problem, admitted_C: Bools, phase: int, scale: float, most: float
+) -> Floats | None:
+    """The loads up to `most` that sums of pieces can have, in order; None where they are too many to help."""
+    sizes = _piece_sizes(problem, admitted_C, phase)
+    if sizes is None or len(sizes) > _MOST_SIZES:
+        return None
+    sums = np.zeros(1)
+    for size in sizes / scale:
+        if size <= 0:
+            continue
+        count = int(most / size) + 1
+        sums = (sums[:, None] + size * np.arange(count + 1)).ravel()
+        sums = np.sort(sums[sums <= most + size])
+        sums = sums[np.concatenate(([True], np.diff(sums) > 1e-9))]
+        if len(sums) > _MOST_SUMS:
+            return None
+    return sums
+
+
+def _piece_sizes(problem: Problem, admitted_C: Bools, phase: int) -> Floats | None:
+    """The loads [S] that pieces of the admitted candidates can have; None where sizes vary freely (by rows)."""
+    found = []
+    for group in np.flatnonzero(admitted_C[problem.candidate_P]):
+        candidate = problem.candidate_P[group]
+        layout = problem.layouts_C[candidate]
+        load, fixed = problem.load_PK[group, phase], problem.fixed_PK[group, phase]
+        slope = load - fixed
+        if slope <= 1e-9 * load or (
+            len(layout.widths) == 1 and layout.row_parts == 1 and not layout.by_nodes
+        ):
+            found.append(np.array([load]))
+        elif layout.row_parts > 1 or layout.by_nodes:
+            return None
+        else:
+            least = problem.min_partition_Y[problem.type_C[candidate]]
+            widths = np.arange(least, sum(layout.widths) + 1)
+            found.append(fixed + slope * widths / problem.width_P[group])
+    return np.unique(np.concatenate(found).round(15)) if found else None
 
 
 def _relaxation(problem: Problem, scale: float) -> LinearProgram:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.planner.construct import fitting_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.construct import fitting_plan
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 _MOST_NODES = 64

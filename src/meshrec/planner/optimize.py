@@ -1,6 +1,7 @@
 """From tables and a machine to a plan: tries each replica group size and each set of collectives, solves,
 evaluates."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,10 +14,12 @@ from meshrec.planner.evaluate import StepEstimate, evaluate_placements
 from meshrec.planner.placements import sharding_type, to_placements
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import Effort
-from meshrec.planner.solver import Solution, solve
+from meshrec.planner.solver import solve
+from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools, ParameterConstraints, Placements, Table, Topology
 
-DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=1e9, gap=0.005)
+DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
+_TRIAL_SHARE = 0.12
 
 
 class Optimized(NamedTuple):
@@ -79,22 +82,82 @@ def _optimize_group(
     best: Optimized | None,
 ) -> tuple[Optimized | None, float]:
     problem = build_problem(model, constraints)
-    bounds = []
-    for regime in _regimes(problem, model):
-        fixed = float(model.fixed_seconds(regime.usage).sum())
-        rough = fixed + _mean_bound(problem, regime.allowed_C)
-        if best is not None and rough >= best.estimate.seconds:
-            bounds.append(rough)
-            continue
-        solution = solve(problem, regime.allowed_C, effort, fixed)
-        if solution is None:
-            bounds.append(rough)
-            continue
-        bounds.append(fixed + solution.lower_bound)
-        found = _evaluated(problem, model, constraints, solution)
-        if best is None or found.estimate.seconds < best.estimate.seconds:
-            best = found
-    return best, min(bounds)
+    deadline = time.perf_counter() + effort.time_limit
+    tried = []
+    for regime in sorted(_regimes(problem, model), key=lambda regime: _rough_bound(problem, model, regime)):
+        bound = _rough_bound(problem, model, regime)
+        solution = None
+        if best is None or bound < best.estimate.seconds:
+            trial = Effort(
+                time_limit=max(0.0, _TRIAL_SHARE * effort.time_limit),
+                max_work=_TRIAL_SHARE * effort.max_work,
+                gap=effort.gap,
+            )
+            solution = _solve(problem, model, regime, trial, best)
+            bound = max(bound, solution.fixed_seconds + solution.lower_bound)
+            if solution.parts_T:
+                best = _better(best, problem, model, constraints, solution)
+        tried.append(_Trial(regime, solution, bound))
+    solved = [trial for trial in tried if trial.solution is not None and trial.solution.parts_T]
+    if best is not None and solved:
+        winner = min(solved, key=_seconds)
+        rest = max(0.0, 1 - _TRIAL_SHARE * len(solved))
+        full = Effort(max(0.0, deadline - time.perf_counter()), rest * effort.max_work, effort.gap)
+        solution = _solve(problem, model, winner.regime, full, best)
+        if solution.parts_T:
+            best = _better(best, problem, model, constraints, solution)
+        bound = max(winner.bound, solution.fixed_seconds + solution.lower_bound)
+        tried = [trial._replace(bound=bound) if trial is winner else trial for trial in tried]
+    return best, min(trial.bound for trial in tried)
+
+
+class _Solved(NamedTuple):
+    """A solution with the latencies of its regime, and the work it took."""
+
+    parts_T: list[Parts]
+    seconds: float
+    lower_bound: float
+    fixed_seconds: float
+    work: int
+    num_boxes: int
+
+
+class _Trial(NamedTuple):
+    regime: "_Regime"
+    solution: _Solved | None
+    bound: float
+
+
+def _seconds(trial: _Trial) -> float:
+    assert trial.solution is not None
+    return trial.solution.seconds + trial.solution.fixed_seconds
+
+
+def _rough_bound(problem: Problem, model: CostModel, regime: "_Regime") -> float:
+    return float(model.fixed_seconds(regime.usage).sum()) + _mean_bound(problem, regime.allowed_C)
+
+
+def _solve(
+    problem: Problem, model: CostModel, regime: "_Regime", effort: Effort, best: Optimized | None
+) -> _Solved:
+    fixed = float(model.fixed_seconds(regime.usage).sum())
+    cutoff = np.inf if best is None else best.estimate.seconds - fixed
+    found = solve(problem, regime.allowed_C, effort, fixed, cutoff=cutoff)
+    return _Solved(found.parts_T, found.seconds, found.lower_bound, fixed, found.work, found.num_boxes)
+
+
+def _better(
+    best: Optimized | None,
+    problem: Problem,
+    model: CostModel,
+    constraints: Mapping[str, ParameterConstraints],
+    solution: _Solved,
+) -> Optimized:
+    found = _evaluated(problem, model, constraints, solution)
+    work = solution.work + (0 if best is None else best.work)
+    num_boxes = solution.num_boxes + (0 if best is None else best.num_boxes)
+    winner = best if best is not None and best.estimate.seconds <= found.estimate.seconds else found
+    return winner._replace(work=work, num_boxes=num_boxes)
 
 
 def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
@@ -149,7 +212,7 @@ def _evaluated(
     problem: Problem,
     model: CostModel,
     constraints: Mapping[str, ParameterConstraints],
-    solution: Solution,
+    solution: _Solved,
 ) -> Optimized:
     placements = to_placements(problem, solution.parts_T, model.tables)
     types = [

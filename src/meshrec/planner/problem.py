@@ -34,6 +34,11 @@ class Layout(NamedTuple):
     widths: tuple[int, ...]
     row_parts: int
 
+    @property
+    def by_nodes(self) -> bool:
+        """Whether the pieces are whole nodes'."""
+        return self.scope is Scope.NODES
+
 
 class Problem(NamedTuple):
     """T tables, Y types, C candidates, P groups of equal pieces, K phases (those in one proportion are

@@ -61,10 +61,9 @@ class Search:
     def start_from(self, box: Box, admitted_C: Bools) -> None:
         """A plan from a box's relaxation, improved with the candidates that the box admits."""
         candidates_Y = candidates_by_type(self.problem, admitted_C)
-        state = construct(self.problem, box.share_C, candidates_Y) or self._fitting()
+        state = self.construct_from(box, admitted_C)
         if state is None:
             return
-        self._keep(state)
         for exponent in _EXPONENTS:
             if self.is_spent:
                 break
@@ -72,6 +71,14 @@ class Search:
             self._exchange(state)
             self._reinsert_all(state, candidates_Y)
         self._settle(state)
+
+    def construct_from(self, box: Box, admitted_C: Bools) -> State | None:
+        """A plan from a box's relaxation, as it comes; None where it does not fit into memory."""
+        candidates_Y = candidates_by_type(self.problem, admitted_C)
+        state = construct(self.problem, box.share_C, candidates_Y) or self._fitting()
+        if state is not None:
+            self._keep(state)
+        return state
 
     def disturb(self) -> None:
         """Places a few tables of the slowest ranks anew, lets everything settle, keeps what is better."""
