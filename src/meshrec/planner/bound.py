@@ -87,10 +87,9 @@ class LowerBound:
         if cut is None:
             return False
         heapq.heappop(self._heap)
-        phase, value = cut
         upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
-        upper_K[phase] = value * (1 - 1e-7)
-        lower_K[phase] = value
+        upper_K[cut.phase] = cut.at_most
+        lower_K[cut.phase] = cut.at_least
         self._open(box.bound, box.lower_K, upper_K)
         self._open(box.bound, lower_K, box.upper_K)
         return True
@@ -123,23 +122,28 @@ class LowerBound:
         box = Box(max(bound, optimum.objective), lower_K, upper_K, share_C, slowest_K)
         heapq.heappush(self._heap, (box.bound, next(self._count), box))
 
-    def _cut(self, box: Box) -> tuple[int, float] | None:
+    def _cut(self, box: Box) -> "_Cut | None":
         """The phase and the size of piece to branch on: the candidate in use that breaks (2) most."""
         used_C = box.share_C > _FEASIBILITY
         excess_CK = np.where(used_C[:, None], self._largest_CK - box.slowest_K, 0.0)
         phase = int(excess_CK.max(axis=0).argmax())
         values = np.unique(self._largest_CK[excess_CK[:, phase] > 1e-6, phase])
         if len(values):
-            return phase, float(values[len(values) // 2])
+            value = float(values[len(values) // 2])
+            return _Cut(phase, value * (1 - 1e-7), value)
         admitted_C = self._admitted(box.upper_K)
         cuts = [self._sum_cut(box, admitted_C, phase) for phase in range(self.num_phases)]
         found = [cut for cut in cuts if cut is not None]
         if not found:
             return None
-        best = max(found, key=lambda cut: cut.least_step)
-        return best.phase, best.value
+        return max(
+            found,
+            key=lambda cut: min(
+                box.slowest_K[cut.phase] - cut.at_most, cut.at_least - box.slowest_K[cut.phase]
+            ),
+        )
 
-    def _sum_cut(self, box: Box, admitted_C: Bools, phase: int) -> "_SumCut | None":
+    def _sum_cut(self, box: Box, admitted_C: Bools, phase: int) -> "_Cut | None":
         """(3): where T_k lies between two loads that a rank can have, it is at most the one or at least the other."""
         slowest = float(box.slowest_K[phase])
         sums = _achievable_sums(self._problem, admitted_C, phase, self._scale, 2 * slowest)
@@ -151,13 +155,15 @@ class LowerBound:
         low, high = sums[above - 1], sums[above]
         if slowest - low < _LEAST_STEP or high - slowest < _LEAST_STEP:
             return None
-        return _SumCut(phase, float(high), float(min(slowest - low, high - slowest)))
+        return _Cut(phase, float(low) * (1 + 1e-7), float(high) * (1 - 1e-7))
 
 
-class _SumCut(NamedTuple):
+class _Cut(NamedTuple):
+    """Two alternatives that leave nothing out: T of `phase` is at most the one or at least the other."""
+
     phase: int
-    value: float
-    least_step: float
+    at_most: float
+    at_least: float
 
 
 def _achievable_sums(

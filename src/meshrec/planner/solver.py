@@ -15,6 +15,7 @@ from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
 _BOUND_SHARE = 0.25
+_LEAST_SECONDS = 1e-12
 _LEAST_BRANCHES = 30
 _MOST_STARTS = 8
 _LP_WORK = 100_000
@@ -54,7 +55,7 @@ def solve(
     search.construct_from(box, allowed_C)
     if not search.parts_T:
         return Solution([], np.inf, box.bound, search.work, root.num_solves)
-    bound = LowerBound(problem, allowed_C, min(search.seconds, cutoff))
+    bound = LowerBound(problem, allowed_C, max(min(search.seconds, cutoff), _LEAST_SECONDS))
 
     def is_proven() -> bool:
         known = min(search.seconds, cutoff)
