@@ -28,7 +28,9 @@ def test_columns_split_down_to_the_least_partition():
     wide = names(["column_wise"])
     assert [len(widths) for _, widths, _ in wide] == [2, 3, 4]
     assert names(["column_wise"], columns=32) == []
-    finer = layouts(table(columns=32), ParameterConstraints(min_partition=8, sharding_types=["column_wise"]), 8, 8)
+    finer = layouts(
+        table(columns=32), ParameterConstraints(min_partition=8, sharding_types=["column_wise"]), 8, 8
+    )
     assert [len(layout.widths) for layout in finer] == [2, 3, 4]
 
 
@@ -46,7 +48,9 @@ def test_each_type_gives_its_layouts():
 
 
 def test_identical_tables_are_one_type(profile):
-    model = CostModel([table(name="a"), table(name="b"), table(rows=5, name="c")], Topology(world_size=2), batch_size=8)
+    model = CostModel(
+        [table(name="a"), table(name="b"), table(rows=5, name="c")], Topology(world_size=2), batch_size=8
+    )
     assert build_problem(model, {}).type_T.tolist() == [0, 0, 1]
     constrained = build_problem(model, {"b": ParameterConstraints(sharding_types=["table_wise"])})
     assert constrained.type_T.tolist() == [0, 1, 2]
@@ -70,7 +74,9 @@ def test_output_and_gradient_are_one_phase_of_the_search(profile):
 
 def test_constraints_without_a_candidate_say_so(profile):
     model = CostModel([table(columns=16)], Topology(world_size=4), batch_size=8)
-    with pytest.raises(ValueError, match=r"table 't' .*leave no way .* types \['column_wise'\], min_partition 32"):
+    with pytest.raises(
+        ValueError, match=r"table 't' .*leave no way .* types \['column_wise'\], min_partition 32"
+    ):
         build_problem(model, {"t": ParameterConstraints(sharding_types=["column_wise"])})
     with pytest.raises(ValueError, match=r"a constraint names rank 9; the ranks are \[0, 4\)"):
         build_problem(model, {"t": ParameterConstraints(ranks=[9])})

@@ -23,7 +23,9 @@ def test_a_whole_table_by_hand(profile):
     topology = Topology(world_size=4, local_world_size=2, hardware=profile)
     loads = load(CostModel([one_table(optimizer=OptimizerKind.SGD)], topology, batch_size=100))
     ids, bags, row = 4 * 100 * 10, 4 * 100, 64 * 4
-    wire = 0.25 / 1e9 + 0.5 / 2.5e8  # a quarter stays, a quarter goes to the neighbour, half to the other node
+    wire = (
+        0.25 / 1e9 + 0.5 / 2.5e8
+    )  # a quarter stays, a quarter goes to the neighbour, half to the other node
     assert phase(loads, "ids") == pytest.approx((ids * 8 + bags * 4) * wire)
     assert phase(loads, "lookup") == pytest.approx(ids * (1e-8 + row / 1e10) + bags * row / 2e10)
     assert phase(loads, "output") == phase(loads, "gradient") == pytest.approx(bags * row * wire)
@@ -45,7 +47,9 @@ def test_rows_summed_inside_the_node_cross_the_network_once(profile):
 def test_loads_are_affine_in_rows_and_columns(profile):
     topology = Topology(world_size=4, local_world_size=2, hardware=profile)
     model = CostModel([one_table()], topology, batch_size=100)
-    np.testing.assert_allclose(load(model, rows=250) + load(model, rows=750), load(model) + load(model, rows=0))
+    np.testing.assert_allclose(
+        load(model, rows=250) + load(model, rows=750), load(model) + load(model, rows=0)
+    )
     parts = load(model, columns=16) + load(model, columns=47)
     np.testing.assert_allclose(parts, load(model, columns=0) + load(model, columns=63))
 

@@ -24,7 +24,10 @@ from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
 
-def by_hand(table, generator, world=Ranks(4, 2)) -> Mapping[str, EmbeddingModuleShardingPlan]:
+TWO_NODES = Ranks(4, 2)
+
+
+def by_hand(table, generator, world=TWO_NODES) -> Mapping[str, EmbeddingModuleShardingPlan]:
     size = TableSize(table.num_embeddings, table.embedding_dim)
     return {"": EmbeddingModuleShardingPlan({table.name: generator(table.name, size, world)})}
 
@@ -54,7 +57,7 @@ def test_a_step_waits_for_the_slowest_rank_of_each_phase(profile):
     machine = Topology(world_size=4, local_world_size=2, hardware=profile)
     size = {t.name: TableSize(t.num_embeddings, t.embedding_dim) for t in (wide, many)}
     plan = {"": EmbeddingModuleShardingPlan(
-        a=table_wise(rank=0)("a", size["a"], Ranks(4, 2)), b=table_wise(rank=1)("b", size["b"], Ranks(4, 2))
+        a=table_wise(rank=0)("a", size["a"], TWO_NODES), b=table_wise(rank=1)("b", size["b"], TWO_NODES)
     )}  # fmt: skip
     estimate = evaluate(plan, [wide, many], machine, batch_size=100)
     assert estimate.load_RF[:, PHASES.index("ids")].argmax() == 1
@@ -102,7 +105,9 @@ tables_strategy = st.lists(
     min_size=1,
     max_size=7,
 )
-types_strategy = st.sampled_from([None, ["row_wise", "table_wise"], ["data_parallel", "column_wise", "table_wise"]])
+types_strategy = st.sampled_from(
+    [None, ["row_wise", "table_wise"], ["data_parallel", "column_wise", "table_wise"]]
+)
 
 
 @settings(max_examples=25, deadline=None)
@@ -125,9 +130,7 @@ def test_every_plan_is_one_and_costs_what_was_claimed(profile, drawn, machine, a
         world_size=world, local_world_size=local, hardware=profile, hbm_cap=memory, replicate=sizes
     )
     constraints = {"t0": ParameterConstraints(sharding_types=allowed)}
-    found = optimize(
-        tables, topology, batch_size=16, constraints=constraints, effort=Effort(60.0, 3e6, 0.0)
-    )
+    found = optimize(tables, topology, batch_size=16, constraints=constraints, effort=Effort(60.0, 3e6, 0.0))
     if found is None:
         assert memory == 1 << 24
         return

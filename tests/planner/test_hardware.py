@@ -14,7 +14,13 @@ def test_a_profile_survives_its_file(tmp_path, profile):
 @pytest.mark.parametrize("name", sorted(BUILTIN_PROFILES))
 def test_every_built_in_figure_has_a_source(name):
     profile = get_profile(name)
-    figures = {"read_bandwidth", "update_bandwidth", "stream_bandwidth", "read_row_seconds", "update_row_seconds"}
+    figures = {
+        "read_bandwidth",
+        "update_bandwidth",
+        "stream_bandwidth",
+        "read_row_seconds",
+        "update_row_seconds",
+    }
     figures |= {"update_id_seconds", "kernel_seconds", "intra", "inter", "memory"}
     assert set(profile.sources) == figures
 

@@ -7,7 +7,9 @@ from meshrec.planner.highs import INFINITY, LinearProgram, Solver, solve_lp, spa
 @pytest.fixture
 def program():
     """max x + y with x + 2y <= 4, x <= 3."""
-    matrix = sparse_matrix(np.array([0, 0]), np.array([1, 0]), np.array([2.0, 1.0]), num_rows=1, num_columns=2)
+    matrix = sparse_matrix(
+        np.array([0, 0]), np.array([1, 0]), np.array([2.0, 1.0]), num_rows=1, num_columns=2
+    )
     return LinearProgram(
         cost=np.array([-1.0, -1.0]),
         lower=np.zeros(2),

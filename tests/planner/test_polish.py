@@ -9,12 +9,18 @@ from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 
 def state_of(tables, profile, types, ranks_T):
-    constraints = {t.name: ParameterConstraints(sharding_types=[kind]) for t, kind in zip(tables, types, strict=True)}
-    problem = build_problem(CostModel(tables, Topology(world_size=2, hardware=profile), batch_size=64), constraints)
+    constraints = {
+        t.name: ParameterConstraints(sharding_types=[kind]) for t, kind in zip(tables, types, strict=True)
+    }
+    problem = build_problem(
+        CostModel(tables, Topology(world_size=2, hardware=profile), batch_size=64), constraints
+    )
     state = State(problem, np.ones(problem.load_PK.shape[1]))
     for table, ranks in enumerate(ranks_T):
         candidate = int(np.flatnonzero(problem.type_C == problem.type_T[table])[0])
-        groups = [g for g in range(*problem.pieces(candidate).indices(999)) for _ in range(problem.count_P[g])]
+        groups = [
+            g for g in range(*problem.pieces(candidate).indices(999)) for _ in range(problem.count_P[g])
+        ]
         state.add(table, Parts(candidate, np.array(groups), np.array(ranks), np.ones(len(ranks))))
     return state
 

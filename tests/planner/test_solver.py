@@ -17,7 +17,8 @@ EFFORT = Effort(time_limit=60.0, max_work=1e8, gap=0.0)
 
 
 def options(problem: Problem, kind: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Every way to place a table of a type: (loads [R, K] with the common part in the first entry, bytes [R])."""
+    """Every way to place a table of a type: (loads [R, K] with the common part in the first entry, bytes
+    [R])."""
     found = []
     for candidate in np.flatnonzero(problem.type_C == kind):
         layout = problem.layouts_C[candidate]
@@ -48,7 +49,7 @@ def brute_force(problem: Problem) -> float:
         sizes = (sizes[:, None] + np.stack([way[1] for way in ways])).reshape(-1, sizes.shape[1])
         fits = sizes.max(axis=1) <= problem.memory_cap
         loads, sizes = loads[fits], sizes[fits]
-        both, index = np.unique(np.concatenate((loads, sizes), axis=1).round(15), axis=0, return_index=True)
+        _both, index = np.unique(np.concatenate((loads, sizes), axis=1).round(15), axis=0, return_index=True)
         loads, sizes = loads[index], sizes[index]
     shape = (len(loads), problem.num_ranks, problem.load_PK.shape[1])
     slowest = loads[:, 1:].reshape(shape).max(axis=1).sum(axis=1)
@@ -121,7 +122,9 @@ def test_the_bound_never_exceeds_the_best_plan(profile, drawn, num_ranks):
 
 def test_same_input_same_plan(make_tables, profile):
     problem = problem_of(make_tables(12), profile, 4)
-    first, second = (solve(problem, everything(problem), EFFORT._replace(max_work=3e7), 0.0) for _ in range(2))
+    first, second = (
+        solve(problem, everything(problem), EFFORT._replace(max_work=3e7), 0.0) for _ in range(2)
+    )
     assert (first.seconds, first.lower_bound, first.work) == (second.seconds, second.lower_bound, second.work)
     for one, other in zip(first.parts_T, second.parts_T, strict=True):
         np.testing.assert_array_equal(one.rank_N, other.rank_N)
@@ -129,7 +132,9 @@ def test_same_input_same_plan(make_tables, profile):
 
 def test_more_work_is_never_worse(make_tables, profile):
     problem = problem_of(make_tables(12, 3), profile, 4)
-    results = [solve(problem, everything(problem), EFFORT._replace(max_work=work), 0.0) for work in (1e5, 5e7)]
+    results = [
+        solve(problem, everything(problem), EFFORT._replace(max_work=work), 0.0) for work in (1e5, 5e7)
+    ]
     assert results[1].seconds <= results[0].seconds * (1 + 1e-9)
 
 

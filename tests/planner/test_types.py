@@ -16,7 +16,9 @@ class FakeMesh:
 
 
 def test_table_sums_over_features():
-    table = Table(name="t", num_embeddings=10, embedding_dim=4, pooling_factors=(2.0, 5.0), num_poolings=(1, 3))
+    table = Table(
+        name="t", num_embeddings=10, embedding_dim=4, pooling_factors=(2.0, 5.0), num_poolings=(1, 3)
+    )
     assert table.ids_per_sample == 17
     assert table.bags_per_sample == 4
     assert table.num_bytes == 10 * (4 * 4 + 4)  # weights, and RowWiseAdagrad's one number per row
@@ -42,7 +44,9 @@ def test_constraints_know_types_by_name_and_by_enum():
     constraints = ParameterConstraints(sharding_types=["row_wise", ShardingType.TABLE_WISE])
     assert constraints.allowed_types == {ShardingType.ROW_WISE, ShardingType.TABLE_WISE}
     assert ParameterConstraints().allowed_types == set(ShardingType)
-    with pytest.raises(ValueError, match=r"sharding type 'diagonal' is unknown; allowed are \['data_parallel'"):
+    with pytest.raises(
+        ValueError, match=r"sharding type 'diagonal' is unknown; allowed are \['data_parallel'"
+    ):
         ParameterConstraints(sharding_types=["diagonal"])
     with pytest.raises(ValueError, match="min_partition is 0; it must be at least 1"):
         ParameterConstraints(min_partition=0)

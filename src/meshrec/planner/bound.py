@@ -7,9 +7,9 @@ relaxation is small whatever the cluster.
 
 (3) T_k is a sum of pieces' loads: where few sums are possible, T_k is one of them.
 
-(2) and (3) are disjunctions, so they are branched on: a node of the search is a box lower <= T <= upper, where
-candidates with a piece above `upper` are out. Splitting a table's pieces unevenly keeps its mean load and
-raises its largest piece, so the bound holds for uneven plans as well.
+(2) and (3) are disjunctions, so they are branched on: a node of the search is a box lower <= T <= upper,
+where candidates with a piece above `upper` are out. Splitting a table's pieces unevenly keeps its mean load
+and raises its largest piece, so the bound holds for uneven plans as well.
 """
 
 import heapq
@@ -144,7 +144,8 @@ class LowerBound:
         )
 
     def _sum_cut(self, box: Box, admitted_C: Bools, phase: int) -> "_Cut | None":
-        """(3): where T_k lies between two loads that a rank can have, it is at most the one or at least the other."""
+        """(3): where T_k lies between two loads that a rank can have, it is at most the one or at least
+        the other."""
         slowest = float(box.slowest_K[phase])
         sums = _achievable_sums(self._problem, admitted_C, phase, self._scale, 2 * slowest)
         if sums is None:
@@ -187,7 +188,8 @@ def _achievable_sums(
 
 
 def _piece_sizes(problem: Problem, admitted_C: Bools, phase: int) -> Floats | None:
-    """The loads [S] that pieces of the admitted candidates can have; None where sizes vary freely (by rows)."""
+    """The loads [S] that pieces of the admitted candidates can have; None where sizes vary freely (by
+    rows)."""
     found = []
     for group in np.flatnonzero(admitted_C[problem.candidate_P]):
         candidate = problem.candidate_P[group]

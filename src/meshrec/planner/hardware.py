@@ -150,21 +150,18 @@ def _gpu(
         ),
         inter=Link(latency=40e-6, all_to_all=links * nic, reduce_scatter=links * nic, all_reduce=links * nic),
         memory=memory_gib * 1024**3,
-        sources=MappingProxyType(
-            {
-                "memory": hbm_source,
-                "read_bandwidth": f"65 % of the peak of {hbm_source} ({assumption})",
-                "update_bandwidth": f"65 % of the peak of {hbm_source} ({assumption})",
-                "stream_bandwidth": f"85 % of the peak of {hbm_source} ({assumption})",
-                "read_row_seconds": f"64 bytes: an 8-byte id and partly used 32-byte sectors ({assumption})",
-                "update_row_seconds": "128 bytes: optimizer state's sectors, read and written ({assumption})",
-                "update_id_seconds": "96 bytes: four passes of a radix sort over 12-byte pairs "
-                "({assumption})",
-                "kernel_seconds": f"a few launches ({assumption})",
-                "intra": f"80 % of {nvlink_source} per direction; latency {assumption}",
-                "inter": f"80 % of {nic_source} per direction; latency {assumption}",
-            }
-        ),
+        sources={
+            "memory": hbm_source,
+            "read_bandwidth": f"65 % of the peak of {hbm_source} ({assumption})",
+            "update_bandwidth": f"65 % of the peak of {hbm_source} ({assumption})",
+            "stream_bandwidth": f"85 % of the peak of {hbm_source} ({assumption})",
+            "read_row_seconds": f"64 bytes: an 8-byte id and partly used 32-byte sectors ({assumption})",
+            "update_row_seconds": f"128 bytes: state's sectors, read and written ({assumption})",
+            "update_id_seconds": f"96 bytes: four radix passes over 12-byte pairs ({assumption})",
+            "kernel_seconds": f"a few launches ({assumption})",
+            "intra": f"80 % of {nvlink_source} per direction; latency {assumption}",
+            "inter": f"80 % of {nic_source} per direction; latency {assumption}",
+        },
     )
 
 
@@ -212,20 +209,18 @@ _CPU = HardwareProfile(
     inter=Link(latency=400e-6, all_to_all=1e9, reduce_scatter=1e9, all_reduce=1e9),
     full_duplex=False,
     memory=32 * 1024**3,
-    sources=MappingProxyType(
-        {
-            "read_bandwidth": f"40 % of {_DDR4}, one rank with one or two threads",
-            "update_bandwidth": f"30 % of {_DDR4}",
-            "stream_bandwidth": f"40 % of {_DDR4}",
-            "read_row_seconds": "a miss of about 80 ns, 8 of them in flight",
-            "update_row_seconds": "two such misses: row and optimizer state",
-            "update_id_seconds": "four radix passes at about 250 M keys/s",
-            "kernel_seconds": "dispatch and thread start, order of magnitude",
-            "intra": "gloo over loopback, order of magnitude; run `meshrec calibrate` for your own",
-            "inter": "gloo over a 10 Gb/s network; run `meshrec calibrate` for your own",
-            "memory": "an assumption; give Topology(ddr_cap=...)",
-        }
-    ),
+    sources={
+        "read_bandwidth": f"40 % of {_DDR4}, one rank with one or two threads",
+        "update_bandwidth": f"30 % of {_DDR4}",
+        "stream_bandwidth": f"40 % of {_DDR4}",
+        "read_row_seconds": "a miss of about 80 ns, 8 of them in flight",
+        "update_row_seconds": "two such misses: row and optimizer state",
+        "update_id_seconds": "four radix passes at about 250 M keys/s",
+        "kernel_seconds": "dispatch and thread start, order of magnitude",
+        "intra": "gloo over loopback, order of magnitude; run `meshrec calibrate` for your own",
+        "inter": "gloo over a 10 Gb/s network; run `meshrec calibrate` for your own",
+        "memory": "an assumption; give Topology(ddr_cap=...)",
+    },
 )
 
 BUILTIN_PROFILES: Mapping[str, HardwareProfile] = MappingProxyType(

@@ -40,8 +40,8 @@ def solve(
     *,
     cutoff: float = np.inf,
 ) -> Solution:
-    """The best plan that uses `allowed_C`. Where none was found that fits into memory, it has no parts; where it
-    is proven that there is none, the bound is infinite.
+    """The best plan that uses `allowed_C`. Where none was found that fits into memory, it has no parts;
+    where it is proven that there is none, the bound is infinite.
 
     `fixed_seconds`: latencies, which count in the gap. `cutoff`: seconds of a plan that is known already: the
     search ends once it is proven that there is none faster.
