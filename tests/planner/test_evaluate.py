@@ -120,10 +120,16 @@ types_strategy = st.sampled_from(
 )
 def test_every_plan_is_one_and_costs_what_was_claimed(profile, drawn, machine, allowed, memory, replicate):
     tables = [
-        Table(name=f"t{i}", num_embeddings=rows, embedding_dim=columns, pooling_factors=(pooling,), optimizer=kind,
-              pooled=pooled)
+        Table(
+            name=f"t{i}",
+            num_embeddings=rows,
+            embedding_dim=columns,
+            pooling_factors=(pooling,),
+            optimizer=kind,
+            pooled=pooled,
+        )
         for i, (rows, columns, pooling, kind, pooled) in enumerate(drawn)
-    ]  # fmt: skip
+    ]
     world, local = machine
     sizes = (1, 2) if replicate and world % 2 == 0 else (1,)
     topology = Topology(

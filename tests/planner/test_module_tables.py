@@ -42,9 +42,9 @@ class Batch:
     def to_dict(self):
         jagged = {}
         for key, bags in self.features.items():
-            values, lengths = torch.tensor([i for bag in bags for i in bag]), torch.tensor([len(bag) for
-            bag in bags]) jagged[key] = SimpleNamespace(values=lambda v=values: v, lengths=lambda n=lengths:
-            n)
+            values = torch.tensor([row for bag in bags for row in bag])
+            lengths = torch.tensor([len(bag) for bag in bags])
+            jagged[key] = SimpleNamespace(values=lambda v=values: v, lengths=lambda n=lengths: n)
         return jagged
 
 

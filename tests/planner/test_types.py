@@ -34,7 +34,7 @@ def test_state_follows_the_optimizer():
 def test_bad_tables_are_refused():
     with pytest.raises(ValueError, match="'t': 0 rows x 4 columns; both must be >= 1"):
         Table(name="t", num_embeddings=0, embedding_dim=4)
-    with pytest.raises(ValueError, match="'t': pooling_factors .*; give one number >= 0"):
+    with pytest.raises(ValueError, match=r"'t': pooling_factors .*; give one number >= 0"):
         Table(name="t", num_embeddings=1, embedding_dim=4, pooling_factors=(-1.0,))
     with pytest.raises(ValueError, match="'t': 2 num_poolings for 1 pooling_factors"):
         Table(name="t", num_embeddings=1, embedding_dim=4, num_poolings=(1, 1))

@@ -121,9 +121,9 @@ class Search:
             table for table, parts in enumerate(state.parts_T) if parts is not None and rank in parts.rank_N
         ]
         count = int(self._random.integers(1, 4))
-        picked = self._random.choice(here, min(count, len(here)), replace=False) if here else []
+        picked = self._random.choice(here, min(count, len(here)), replace=False) if here else np.zeros(0)
         others = self._random.choice(len(state.parts_T), min(count, len(state.parts_T)), replace=False)
-        chosen = np.unique(np.concatenate((np.asarray(picked, np.int64), others)))
+        chosen = np.unique(np.concatenate((picked, others)).astype(np.int64))
         return np.asarray(self._random.permutation(chosen), np.int64)
 
     def _exchange(self, state: State) -> None:
