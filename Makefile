@@ -15,7 +15,7 @@ CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
 
 # The kernels with the address and undefined-behaviour sanitizers, beside the real ones and never in their place.
 SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so
-SANITIZE_FLAGS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
+SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 
 .PHONY: test lint format build bench sanitize peers parity example clean
 
@@ -58,7 +58,7 @@ $(STAMP_PEERS): pyproject.toml constraints.txt
 	touch $@
 
 parity: peers
-	$(PEERS)/python -m pytest -m peers
+	$(PEERS)/python -m pytest -m peers $$(grep -rl mark.peers tests)
 
 bench: peers
 	$(PEERS)/python -m benchmarks
@@ -70,12 +70,12 @@ example: build
 sanitize: build $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 MESHREC_LIBRARY=$(SANITIZED) \
-	$(BIN)/python -m pytest -p no:cacheprovider tests/ops
+	$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/ops
 
 $(SANITIZED): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
 	CXXFLAGS="$(SANITIZE_FLAGS)" LDFLAGS="$(SANITIZE_FLAGS)" $(BIN)/python setup.py --quiet \
 		build_ext --build-lib build/sanitize/lib --build-temp build/sanitize/objects
-	touch $@
+	test -e $@ && touch $@
 
 clean:
 	rm -rf build $(VENV) $(VENV_PEERS) $(KERNELS) src/*.egg-info

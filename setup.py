@@ -20,8 +20,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 ISA_FLAGS = {
     "kernels_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
-    "kernels_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mbmi2"]
-    + ["-mprefer-vector-width=512"],
+    "kernels_avx512": [
+        *["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mbmi2"],
+        "-mprefer-vector-width=512",
+    ],
 }
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch that the binary serves
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-parameter"]

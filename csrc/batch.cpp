@@ -12,7 +12,8 @@ namespace {
 void check_offsets(const int64_t* offsets, int64_t num_bags, int64_t num_ids) {
   bool falls = false;
   for (int64_t bag = 0; bag < num_bags; ++bag) falls |= offsets[bag + 1] < offsets[bag];
-  if (offsets[0] != 0) fail("offsets start at ", offsets[0], ", not at 0. Pass offsets made from the lengths.");
+  if (offsets[0] != 0)
+    fail("offsets start at ", offsets[0], ", not at 0. Pass offsets made from the lengths.");
   if (falls) {
     int64_t bag = 0;
     while (offsets[bag + 1] >= offsets[bag]) ++bag;
@@ -77,7 +78,8 @@ Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optiona
       fail("segments must be an int64 CPU tensor with blocks * keys + 1 entries.");
     const auto* data = static_cast<const int64_t*>(segments.const_data_ptr());
     starts.assign(data, data + segments.numel());
-    if (starts.front() != 0 || starts.back() != batch.num_bags || !std::is_sorted(starts.begin(), starts.end()))
+    if (starts.front() != 0 || starts.back() != batch.num_bags ||
+        !std::is_sorted(starts.begin(), starts.end()))
       fail("segments must rise from 0 to the number of bags (", batch.num_bags, ").");
   } else {
     if (num_keys == 0 || batch.num_bags % num_keys != 0)
@@ -96,7 +98,8 @@ Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optiona
       const int64_t key = shape.keys[feature];
       if (key < 0 || key >= num_keys) fail("feature ", feature, " reads key ", key, " of ", num_keys, ".");
       const int64_t segment = block * num_keys + key;
-      Lookup lookup{.feature = feature, .table = shape.tables[feature], .pooling = Pooling(shape.pooling[feature])};
+      Lookup lookup{
+          .feature = feature, .table = shape.tables[feature], .pooling = Pooling(shape.pooling[feature])};
       lookup.dim = dims[feature];
       lookup.first_bag = starts[segment];
       lookup.num_bags = starts[segment + 1] - starts[segment];
@@ -152,12 +155,14 @@ Weights make_weights(std::vector<Tensor> tensors, bool writable) {
     weights.num_rows.push_back(tensor.size(0));
     weights.dims.push_back(tensor.size(1));
     if (tensor.size(0) > int64_t(UINT32_MAX))
-      fail("weight ", t, " has ", tensor.size(0), " rows; the kernels take at most 4294967295. Split it by rows.");
+      fail("weight ", t, " has ", tensor.size(0),
+           " rows; the kernels take at most 4294967295. Split it by rows.");
   }
   return weights;
 }
 
-std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables, const std::vector<int64_t>& table_dims) {
+std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables,
+                                  const std::vector<int64_t>& table_dims) {
   std::vector<int64_t> dims;
   for (int64_t table : tables) {
     if (table < 0 || table >= int64_t(table_dims.size()))

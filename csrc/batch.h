@@ -1,5 +1,5 @@
-// The arguments that all tbe_* ops share, checked and resolved into lookups: which bags of which key read which
-// table, and where their output rows lie.
+// The arguments that all tbe_* ops share, checked and resolved into lookups: which bags of which key read
+// which table, and where their output rows lie.
 #pragma once
 
 #include "kernels.h"
@@ -17,7 +17,8 @@ struct Lookup {
   int64_t dim = 0;
   int64_t first_bag = 0, num_bags = 0;
   int64_t first_id = 0, num_ids = 0;
-  int64_t out_offset = 0, out_stride = 0;  // in elements of the output; rows are bags, or ids where nothing is pooled
+  int64_t out_offset = 0,
+          out_stride = 0;  // in elements of the output; rows are bags, or ids where nothing is pooled
 };
 
 struct Shape {

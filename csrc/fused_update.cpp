@@ -75,18 +75,20 @@ void check_dims(const Batch& batch, const Weights& weights) {
            " is not. Give dims as in the forward.");
 }
 
-std::vector<float*> state_data(const std::vector<Tensor>& state, const StateShape& shape, const Weights& weights) {
+std::vector<float*> state_data(const std::vector<Tensor>& state, const StateShape& shape,
+                               const Weights& weights) {
   const size_t num_tables = weights.tensors.size();
   if (state.size() != shape.num_slots * num_tables)
-    fail("got ", state.size(), " state tensors for ", num_tables, " tables of an optimizer with ", shape.num_slots,
-         " state slots.");
+    fail("got ", state.size(), " state tensors for ", num_tables, " tables of an optimizer with ",
+         shape.num_slots, " state slots.");
   std::vector<float*> data;
   for (size_t k = 0; k < state.size(); ++k) {
     const size_t table = k % num_tables;
     const int64_t width = shape.row_wise[k / num_tables] ? 1 : weights.dims[table];
     if (state[k].scalar_type() != ScalarType::Float || !state[k].is_contiguous() ||
         state[k].numel() != weights.num_rows[table] * width)
-      fail("state tensor ", k, " must be contiguous float32 with ", weights.num_rows[table] * width, " elements.");
+      fail("state tensor ", k, " must be contiguous float32 with ", weights.num_rows[table] * width,
+           " elements.");
     data.push_back(static_cast<float*>(state[k].mutable_data_ptr()));
   }
   return data;
@@ -94,9 +96,9 @@ std::vector<float*> state_data(const std::vector<Tensor>& state, const StateShap
 
 void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor> sample_weights,
                 std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
-                std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat, std::vector<int64_t> dims,
-                std::vector<Tensor> weight_list, std::vector<Tensor> state, int64_t optimizer, Tensor hyper_tensor,
-                std::optional<Tensor> row_stats) {
+                std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat,
+                std::vector<int64_t> dims, std::vector<Tensor> weight_list, std::vector<Tensor> state,
+                int64_t optimizer, Tensor hyper_tensor, std::optional<Tensor> row_stats) {
   const Weights weights = make_weights(std::move(weight_list), true);
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
@@ -111,7 +113,8 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
     if (stats->scalar_type() != ScalarType::Float || stats->numel() != 3 * batch.num_ids)
       fail("row_stats must be float32 [num_ids, 3].");
     for (const Lookup& lookup : batch.lookups)
-      if (lookup.table >= 0 && lookup.pooling != kNone) fail("row_stats belong to lookups that are not pooled.");
+      if (lookup.table >= 0 && lookup.pooling != kNone)
+        fail("row_stats belong to lookups that are not pooled.");
   }
   const auto* stats_data = stats.has_value() ? static_cast<const float*>(stats->const_data_ptr()) : nullptr;
   const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), weights.num_rows, stats_data);
@@ -137,10 +140,11 @@ int64_t count_runs(const Pair* pairs, int64_t begin, int64_t end) {
   return count;
 }
 
-std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor> sample_weights,
-                                    std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
-                                    std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat,
-                                    std::vector<int64_t> dims, std::vector<int64_t> num_rows) {
+std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
+                                    std::optional<Tensor> sample_weights, std::optional<Tensor> segments,
+                                    int64_t num_keys, std::vector<int64_t> keys, std::vector<int64_t> tables,
+                                    std::vector<int64_t> pooling, bool flat, std::vector<int64_t> dims,
+                                    std::vector<int64_t> num_rows) {
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   const Tensor g = checked_grad(grad, batch);
@@ -176,17 +180,19 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets, 
   parallel_tasks(runs.ranges.size(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
-    kernels().sum({runs.arguments(range, task_scratch(table.dim)),
-                   static_cast<int64_t*>(result[2 * table.table].mutable_data_ptr()) + starts[task],
-                   static_cast<float*>(result[2 * table.table + 1].mutable_data_ptr()) + starts[task] * table.dim,
-                   false});
+    kernels().sum(
+        {runs.arguments(range, task_scratch(table.dim)),
+         static_cast<int64_t*>(result[2 * table.table].mutable_data_ptr()) + starts[task],
+         static_cast<float*>(result[2 * table.table + 1].mutable_data_ptr()) + starts[task] * table.dim,
+         false});
   });
   return result;
 }
 
-std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
-                                   std::optional<Tensor> sample_weights, std::optional<Tensor> segments,
-                                   int64_t num_keys, std::vector<int64_t> keys, std::vector<int64_t> tables,
+std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list, Tensor values,
+                                   Tensor offsets, std::optional<Tensor> sample_weights,
+                                   std::optional<Tensor> segments, int64_t num_keys,
+                                   std::vector<int64_t> keys, std::vector<int64_t> tables,
                                    std::vector<int64_t> pooling, bool flat, std::vector<int64_t> dims) {
   const Weights weights = make_weights(std::move(weight_list), false);
   const Batch batch =
@@ -205,7 +211,8 @@ std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list,
                    static_cast<float*>(result[table.table].mutable_data_ptr()), true});
   });
   for (size_t t = 0; t < weights.tensors.size(); ++t)
-    if (weights.types[t] != kFloat) result[t] = torch::stable::to(result[t], weights.tensors[t].scalar_type());
+    if (weights.types[t] != kFloat)
+      result[t] = torch::stable::to(result[t], weights.tensors[t].scalar_type());
   return result;
 }
 

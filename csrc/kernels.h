@@ -1,6 +1,6 @@
-// The inner loops, compiled once per instruction set (kernels_*.cpp include kernels.inl) and chosen at run time.
-// Plain pointers only: this header is shared by translation units built with different machine flags, so it must
-// not pull in inline functions that a linker could take from the wrong one.
+// The inner loops, compiled once per instruction set (kernels_*.cpp include kernels.inl) and chosen at run
+// time. Plain pointers only: this header is shared by translation units built with different machine flags,
+// so it must not pull in inline functions that a linker could take from the wrong one.
 #pragma once
 
 #include <cstdint>
@@ -75,8 +75,8 @@ struct Hyper {
 // Pairs sorted by row; a run of equal rows is one update.
 struct RunArgs {
   const Pair* pairs;
-  int64_t begin, end;  // a whole number of runs
-  int64_t readable;    // pairs[0 .. readable) may be looked at for prefetching
+  int64_t begin, end;         // a whole number of runs
+  int64_t readable;           // pairs[0 .. readable) may be looked at for prefetching
   const float* const* grads;  // by slot
   const float* scales;        // by slot, or null for 1
   int64_t dim;
@@ -100,7 +100,8 @@ struct SumArgs {
   bool dense;
 };
 
-constexpr int64_t kScratchRows = 4;
+constexpr int kMaxBatch = 16;  // runs whose rows are worked on together
+constexpr int64_t kScratchRows = kMaxBatch + 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 struct Kernels {

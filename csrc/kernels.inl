@@ -1,4 +1,5 @@
-// The inner loops. Every kernels_<isa>.cpp defines MESHREC_KERNELS (the name of its table) and includes this file.
+// The inner loops. Every kernels_<isa>.cpp defines MESHREC_KERNELS (the name of its table) and includes this
+// file.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -22,12 +23,14 @@ int64_t rows_ahead(int64_t dim) {
   return rows < 4 ? 4 : rows > 32 ? 32 : rows;
 }
 
-// ---- forward ----------------------------------------------------------------------------------------------------
+// ---- forward
+// ----------------------------------------------------------------------------------------------------
 
-// Columns [column, column + N * kLanes) of one bag; the first block of a row also prefetches the rows to come.
+// Columns [column, column + N * kLanes) of one bag; the first block of a row also prefetches the rows to
+// come.
 template <int N, bool kWeighted, bool kPrefetch, typename Weight, typename Id>
-inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end, int64_t ahead,
-                       float scale, float* out) {
+inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
+                       int64_t ahead, float scale, float* out) {
   const Weight* weight = static_cast<const Weight*>(a.weight);
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t dim = a.dim;
@@ -48,8 +51,8 @@ inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t
 }
 
 template <bool kWeighted, bool kPrefetch, typename Weight, typename Id>
-inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end, int64_t ahead,
-                      float scale, float* out) {
+inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
+                      int64_t ahead, float scale, float* out) {
   const Weight* weight = static_cast<const Weight*>(a.weight);
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t rest = a.dim - column;
@@ -120,26 +123,38 @@ void gather(const GatherArgs& a) {
   }
 }
 
-// Sums in 16 lanes and one fixed tree, so that every instruction set adds in the same order.
-struct Sum16 {
-  float lane[16] = {};
-  float total() const {
-    float s[16];
-    for (int j = 0; j < 16; ++j) s[j] = lane[j];
-    for (int width = 8; width > 0; width /= 2)
-      for (int j = 0; j < width; ++j) s[j] += s[j + width];
-    return s[0];
+// Reads columns as vectors, or one by one at the end of a row; terms are written once for both.
+struct VectorAt {
+  int64_t column;
+  template <typename T>
+  Vec operator()(const T* row) const {
+    return load(row + column);
+  }
+};
+struct ScalarAt {
+  int64_t column;
+  template <typename T>
+  float operator()(const T* row) const {
+    return to_float(row[column]);
   }
 };
 
-template <typename Function>
-inline float sum_over(int64_t dim, const Function& term) {
-  Sum16 sum;
+// The sum of term(at) over all columns, in 16 lanes and one fixed tree: every instruction set adds in one
+// order.
+template <typename Term>
+inline float sum_over(int64_t dim, const Term& term) {
+  constexpr int kParts = 16 / kLanes;
+  Vec part[kParts];
+  for (int k = 0; k < kParts; ++k) part[k] = Vec{};
   int64_t d = 0;
   for (; d + 16 <= dim; d += 16)
-    for (int j = 0; j < 16; ++j) sum.lane[j] += term(d + j);
-  for (int j = 0; d + j < dim; ++j) sum.lane[j] += term(d + j);
-  return sum.total();
+    for (int k = 0; k < kParts; ++k) part[k] += term(VectorAt{d + k * kLanes});
+  if (d < dim) {
+    float rest[16] = {};
+    for (int j = 0; d + j < dim; ++j) rest[j] = term(ScalarAt{d + j});
+    for (int k = 0; k < kParts; ++k) part[k] += load(rest + k * kLanes);
+  }
+  return lanes_total(part);
 }
 
 template <typename Weight, typename Id>
@@ -154,14 +169,15 @@ void dot(const DotArgs& a) {
     for (int64_t i = first; i < last; ++i) {
       if (i + ahead < end) prefetch_row(weight + int64_t(ids[i + ahead]) * a.dim, a.dim);
       const Weight* row = weight + int64_t(ids[i]) * a.dim;
-      a.out[i] = scale * sum_over(a.dim, [&](int64_t d) { return grad[d] * to_float(row[d]); });
+      a.out[i] = scale * sum_over(a.dim, [&](auto at) { return at(grad) * at(row); });
     }
   }
 }
 
-// ---- runs of equal rows ------------------------------------------------------------------------------------------
+// ---- runs of equal rows
+// ------------------------------------------------------------------------------------------
 
-constexpr int64_t kPairsAhead = 12;
+constexpr int64_t kPairsAhead = 16;
 
 template <int N, bool kScaled>
 inline void sum_block(const RunArgs& a, int64_t column, int64_t first, int64_t last, float* out) {
@@ -184,7 +200,8 @@ inline void sum_block(const RunArgs& a, int64_t column, int64_t first, int64_t l
 template <bool kScaled>
 inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
   int64_t column = 0;
-  while (a.dim - column >= 8 * kLanes) sum_block<8, kScaled>(a, column, first, last, out), column += 8 * kLanes;
+  while (a.dim - column >= 8 * kLanes)
+    sum_block<8, kScaled>(a, column, first, last, out), column += 8 * kLanes;
   if (a.dim - column >= 4 * kLanes) sum_block<4, kScaled>(a, column, first, last, out), column += 4 * kLanes;
   if (a.dim - column >= 2 * kLanes) sum_block<2, kScaled>(a, column, first, last, out), column += 2 * kLanes;
   if (a.dim - column >= kLanes) sum_block<1, kScaled>(a, column, first, last, out), column += kLanes;
@@ -199,65 +216,87 @@ inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
   for (int64_t d = 0; d < rest; ++d) out[column + d] = sum[d];
 }
 
-// Calls use(row, gradient, first pair) for every run; touch(row) announces a row that comes soon. Long runs are cut
-// into pieces so that the prefetching of what follows stays close to its use.
-template <typename Touch, typename Use>
-inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
-  const auto announce = [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to && i < a.readable; ++i) {
-      prefetch_row(a.grads[a.pairs[i].slot], a.dim);
-      if (i == 0 || a.pairs[i].row != a.pairs[i - 1].row) touch(a.pairs[i].row);
+// A few runs whose gradients are summed before any of their rows is touched: the rows' cache lines arrive
+// meanwhile, and the steps' long dependency chains overlap.
+struct RunBatch {
+  int size = 0;
+  uint32_t rows[kMaxBatch];
+  uint32_t slots[kMaxBatch];  // of each run's first pair
+  const float* grads[kMaxBatch];
+};
+
+// The summed gradient of pairs [first, last); long runs are cut into pieces so that prefetching keeps pace.
+template <typename Announce>
+inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, float* sum,
+                              const Announce& announce) {
+  constexpr int64_t kPiece = 16;
+  float* spare = a.scratch + kMaxBatch * padded(a.dim);
+  for (int64_t piece = first; piece < last; piece += kPiece) {
+    const int64_t end = piece + kPiece < last ? piece + kPiece : last;
+    announce(end - piece);
+    float* target = piece == first ? sum : spare;
+    if (a.scales != nullptr) {
+      sum_run<true>(a, piece, end, target);
+    } else {
+      sum_run<false>(a, piece, end, target);
     }
+    if (target == spare)
+      for (int64_t d = 0; d < a.dim; ++d) sum[d] += spare[d];
+  }
+  return sum;
+}
+
+// Calls use(batch) for all runs; touch(row) announces a row that comes soon.
+template <typename Touch, typename Use>
+inline void for_each_batch(const RunArgs& a, const Touch& touch, const Use& use) {
+  int64_t announced = a.begin;
+  const auto announce = [&](int64_t count) {
+    const int64_t to = announced + count < a.readable ? announced + count : a.readable;
+    for (; announced < to; ++announced)
+      if (announced == a.begin || a.pairs[announced].row != a.pairs[announced - 1].row)
+        touch(a.pairs[announced].row);
   };
-  constexpr int64_t kPiece = 8;
-  announce(a.begin, a.begin + kPairsAhead);
+  const int64_t batch_size = 2048 / a.dim < 1 ? 1 : 2048 / a.dim < kMaxBatch ? 2048 / a.dim : kMaxBatch;
+  announce(kPairsAhead);
+  RunBatch batch;
   for (int64_t first = a.begin; first < a.end;) {
     const uint32_t row = a.pairs[first].row;
     int64_t last = first + 1;
-    if (last < a.end && a.pairs[last].row == row) {
-      float* sum = a.scratch;
-      bool fresh = true;
-      for (int64_t piece = first; piece < a.end && a.pairs[piece].row == row; piece = last, fresh = false) {
-        last = piece + 1;
-        while (last < a.end && last - piece < kPiece && a.pairs[last].row == row) ++last;
-        announce(piece + kPairsAhead, last + kPairsAhead);
-        float* target = fresh ? sum : sum + padded(a.dim);
-        if (a.scales != nullptr) {
-          sum_run<true>(a, piece, last, target);
-        } else {
-          sum_run<false>(a, piece, last, target);
-        }
-        if (!fresh)
-          for (int64_t d = 0; d < a.dim; ++d) sum[d] += target[d];
-      }
-      use(row, sum, first);
+    while (last < a.end && a.pairs[last].row == row) ++last;
+    const uint32_t slot = a.pairs[first].slot;
+    float* sum = a.scratch + batch.size * padded(a.dim);
+    batch.rows[batch.size] = row;
+    batch.slots[batch.size] = slot;
+    if (last == first + 1 && a.scales == nullptr) {
+      announce(1);
+      batch.grads[batch.size] = a.grads[slot];
     } else {
-      announce(first + kPairsAhead, last + kPairsAhead);
-      const uint32_t slot = a.pairs[first].slot;
-      const float* grad = a.grads[slot];
-      if (a.scales != nullptr) {
-        for (int64_t d = 0; d < a.dim; ++d) a.scratch[d] = grad[d] * a.scales[slot];
-        grad = a.scratch;
-      }
-      use(row, grad, first);
+      batch.grads[batch.size] = sum_pairs(a, first, last, sum, announce);
     }
     first = last;
+    if (++batch.size == batch_size || first >= a.end) {
+      use(batch);
+      batch.size = 0;
+    }
   }
 }
 
 void sum(const SumArgs& a) {
   const int64_t dim = a.runs.dim;
   int64_t run = 0;
-  for_each_run(
+  for_each_batch(
       a.runs, [](uint32_t) {},
-      [&](uint32_t row, const float* grad, int64_t) {
-        if (a.rows != nullptr) a.rows[run] = row;
-        memcpy(a.sums + (a.dense ? int64_t(row) : run) * dim, grad, dim * sizeof(float));
-        ++run;
+      [&](const RunBatch& batch) {
+        for (int k = 0; k < batch.size; ++k, ++run) {
+          if (a.rows != nullptr) a.rows[run] = batch.rows[k];
+          memcpy(a.sums + (a.dense ? int64_t(batch.rows[k]) : run) * dim, batch.grads[k],
+                 dim * sizeof(float));
+        }
       });
 }
 
-// ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py --------------------------------------
+// ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py
+// --------------------------------------
 
 constexpr bool row_state0(int optimizer) { return optimizer == kRowWiseAdagrad; }
 constexpr bool row_state1(int optimizer) {
@@ -270,20 +309,31 @@ struct Step {
   float* work;         // dim floats, for the normalised direction
 };
 
+inline float mean_square(const float* g, const float* w, int64_t dim, const Step& step) {
+  const float l2 = step.hyper.decay_mode == kL2 ? step.hyper.weight_decay : 0.0f;
+  if (step.stats != nullptr) return float(step.stats[0] / step.hyper.row_dim);
+  const float total =
+      l2 == 0 ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // spares reading the row
+              : sum_over(dim, [&](auto at) { return (at(g) + at(w) * l2) * (at(g) + at(w) * l2); });
+  return float(total / step.hyper.row_dim);
+}
+
+inline void adagrad_row(float* __restrict w, const float* __restrict g, float rate, int64_t dim,
+                        const Hyper& h) {
+  const float l2 = h.decay_mode == kL2 ? h.weight_decay : 0.0f;
+  const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
+  for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * (g[d] + l2 * w[d]);
+}
+
 template <int kOptimizer>
-inline void step_row(float* __restrict w, const float* __restrict g, float* __restrict s0, float* __restrict s1,
-                     int64_t dim, const Step& step) {
+inline void step_row(float* __restrict w, const float* __restrict g, float* __restrict s0,
+                     float* __restrict s1, int64_t dim, const Step& step) {
   const Hyper& h = step.hyper;
   const float lr = h.lr, eps = h.eps;
   const float l2 = h.decay_mode == kL2 ? h.weight_decay : 0.0f;
   const bool lamb = kOptimizer == kLAMB || kOptimizer == kPartialRowWiseLAMB;
   const float keep = h.decay_mode == kDecoupled && !lamb ? 1.0f - lr * h.weight_decay : 1.0f;
   const auto grad = [&](int64_t d) { return g[d] + l2 * w[d]; };
-  const auto mean_square = [&] {
-    const float total =
-        step.stats != nullptr ? step.stats[0] : sum_over(dim, [&](int64_t d) { return grad(d) * grad(d); });
-    return float(total / h.row_dim);
-  };
   if constexpr (kOptimizer == kSGD) {
     for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - lr * grad(d);
   } else if constexpr (kOptimizer == kAdagrad) {
@@ -293,14 +343,13 @@ inline void step_row(float* __restrict w, const float* __restrict g, float* __re
       w[d] = keep * w[d] - lr * x / (__builtin_sqrtf(s0[d]) + eps);
     }
   } else if constexpr (kOptimizer == kRowWiseAdagrad) {
-    s0[0] += mean_square();
-    const float rate = lr / (__builtin_sqrtf(s0[0]) + eps);
-    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * grad(d);
+    s0[0] += mean_square(g, w, dim, step);
+    adagrad_row(w, g, lr / (__builtin_sqrtf(s0[0]) + eps), dim, h);
   } else if constexpr (kOptimizer == kLARS) {
     const float w_norm = __builtin_sqrtf(
-        step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](int64_t d) { return w[d] * w[d]; }));
+        step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](auto at) { return at(w) * at(w); }));
     const float g_norm = __builtin_sqrtf(
-        step.stats != nullptr ? step.stats[0] : sum_over(dim, [&](int64_t d) { return g[d] * g[d]; }));
+        step.stats != nullptr ? step.stats[0] : sum_over(dim, [&](auto at) { return at(g) * at(g); }));
     const float rate =
         w_norm > 0 && g_norm > 0 ? lr * h.trust_coefficient * w_norm / (g_norm + l2 * w_norm + eps) : lr;
     for (int64_t d = 0; d < dim; ++d) {
@@ -311,7 +360,7 @@ inline void step_row(float* __restrict w, const float* __restrict g, float* __re
     // The Adam family: work holds the normalised direction r.
     float row_denominator = 0;
     if constexpr (row_state1(kOptimizer)) {
-      s1[0] = h.beta2 * s1[0] + (1 - h.beta2) * mean_square();
+      s1[0] = h.beta2 * s1[0] + (1 - h.beta2) * mean_square(g, w, dim, step);
       row_denominator = __builtin_sqrtf(s1[0] / h.correction2) + eps;
     }
     float* r = step.work;
@@ -329,9 +378,9 @@ inline void step_row(float* __restrict w, const float* __restrict g, float* __re
     float rate = lr;
     if (lamb) {
       const float w_square =
-          step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](int64_t d) { return w[d] * w[d]; });
+          step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](auto at) { return at(w) * at(w); });
       const float r_square =
-          step.stats != nullptr ? step.stats[2] : sum_over(dim, [&](int64_t d) { return r[d] * r[d]; });
+          step.stats != nullptr ? step.stats[2] : sum_over(dim, [&](auto at) { return at(r) * at(r); });
       if (w_square > 0 && r_square > 0) rate = lr * (__builtin_sqrtf(w_square) / __builtin_sqrtf(r_square));
     }
     for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * r[d];
@@ -346,31 +395,52 @@ void update_rows(const UpdateArgs& args) {
   const int64_t dim = kDim != 0 ? kDim : runs.dim;
   Weight* weight = static_cast<Weight*>(args.weight);
   const int64_t width0 = row_state0(kOptimizer) ? 1 : dim, width1 = row_state1(kOptimizer) ? 1 : dim;
-  float* work = runs.scratch + 2 * padded(dim);
+  float* work = runs.scratch + (kMaxBatch + 1) * padded(dim);
   float* row_buffer = work + padded(dim);
   const bool stochastic = args.hyper.seed != 0;
-  for_each_run(
+  const auto state = [](float* base, int64_t row, int64_t width) {
+    return base != nullptr ? base + row * width : base;
+  };
+  const auto stats = [&](const RunBatch& batch, int k) {
+    return args.row_stats != nullptr ? args.row_stats[batch.slots[k]] : nullptr;
+  };
+  for_each_batch(
       runs,
       [&](uint32_t row) {
-        prefetch_row_for_write(weight + int64_t(row) * dim, dim);
-        if (args.state0 != nullptr) prefetch_row_for_write(args.state0 + int64_t(row) * width0, width0);
-        if (args.state1 != nullptr) prefetch_row_for_write(args.state1 + int64_t(row) * width1, width1);
+        prefetch_row(weight + int64_t(row) * dim, dim);
+        if (args.state0 != nullptr) prefetch_row(args.state0 + int64_t(row) * width0, width0);
+        if (args.state1 != nullptr) prefetch_row(args.state1 + int64_t(row) * width1, width1);
       },
-      [&](uint32_t row, const float* grad, int64_t first) {
-        const float* stats = args.row_stats != nullptr ? args.row_stats[runs.pairs[first].slot] : nullptr;
-        const Step step{args.hyper, stats, work};
-        float* s0 = args.state0 != nullptr ? args.state0 + int64_t(row) * width0 : nullptr;
-        float* s1 = args.state1 != nullptr ? args.state1 + int64_t(row) * width1 : nullptr;
-        Weight* target = weight + int64_t(row) * dim;
-        if constexpr (sizeof(Weight) == sizeof(float)) {
-          step_row<kOptimizer>(target, grad, s0, s1, dim, step);
-        } else {
-          row_to_float(target, dim, row_buffer);
-          step_row<kOptimizer>(row_buffer, grad, s0, s1, dim, step);
-          for (int64_t d = 0; d < dim; ++d) {
-            const uint32_t noise =
-                stochastic ? random_bits(args.hyper.seed, args.hyper.step, row, uint64_t(d)) : 0;
-            target[d] = round_to(target, row_buffer[d], noise, stochastic);
+      [&](const RunBatch& batch) {
+        if constexpr (kOptimizer == kRowWiseAdagrad && sizeof(Weight) == sizeof(float)) {
+          // All rates first: their chains of additions, root and division overlap.
+          float rates[kMaxBatch];
+          for (int k = 0; k < batch.size; ++k) {
+            float* sum = args.state0 + batch.rows[k];
+            const Step step{args.hyper, stats(batch, k), work};
+            *sum += mean_square(batch.grads[k], weight + int64_t(batch.rows[k]) * dim, dim, step);
+            rates[k] = args.hyper.lr / (__builtin_sqrtf(*sum) + args.hyper.eps);
+          }
+          for (int k = 0; k < batch.size; ++k)
+            adagrad_row(weight + int64_t(batch.rows[k]) * dim, batch.grads[k], rates[k], dim, args.hyper);
+          return;
+        }
+        for (int k = 0; k < batch.size; ++k) {
+          const uint32_t row = batch.rows[k];
+          const Step step{args.hyper, stats(batch, k), work};
+          float* s0 = state(args.state0, row, width0);
+          float* s1 = state(args.state1, row, width1);
+          Weight* target = weight + int64_t(row) * dim;
+          if constexpr (sizeof(Weight) == sizeof(float)) {
+            step_row<kOptimizer>(target, batch.grads[k], s0, s1, dim, step);
+          } else {
+            row_to_float(target, dim, row_buffer);
+            step_row<kOptimizer>(row_buffer, batch.grads[k], s0, s1, dim, step);
+            for (int64_t d = 0; d < dim; ++d) {
+              const uint32_t noise =
+                  stochastic ? random_bits(args.hyper.seed, args.hyper.step, row, uint64_t(d)) : 0;
+              target[d] = round_to(target, row_buffer[d], noise, stochastic);
+            }
           }
         }
       });
@@ -400,10 +470,15 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
   return bad == 0;
 }
 
-#define MESHREC_BY_WEIGHT(function) \
-  { {function<float, int32_t>, function<float, int64_t>}, {function<Half, int32_t>, function<Half, int64_t>}, \
-    {function<BFloat16, int32_t>, function<BFloat16, int64_t>} }
-#define MESHREC_UPDATE(optimizer) {update<optimizer, float>, update<optimizer, Half>, update<optimizer, BFloat16>}
+#define MESHREC_BY_WEIGHT(function)                            \
+  {                                                            \
+    {function<float, int32_t>, function<float, int64_t>},      \
+        {function<Half, int32_t>, function<Half, int64_t>}, {  \
+      function<BFloat16, int32_t>, function<BFloat16, int64_t> \
+    }                                                          \
+  }
+#define MESHREC_UPDATE(optimizer) \
+  {update<optimizer, float>, update<optimizer, Half>, update<optimizer, BFloat16>}
 
 const Kernels kTable = {MESHREC_NAME,
                         MESHREC_BY_WEIGHT(pool),

@@ -3,13 +3,15 @@
 #include <cmath>
 
 #include "batch.h"
+#include "memory.h"
 
 namespace meshrec {
 
 namespace {
 
 bool ids_fit(const Batch& batch, int64_t first, int64_t count, int64_t num_rows) {
-  if (batch.wide_ids) return kernels().all_below64(static_cast<const int64_t*>(batch.ids(first)), count, num_rows);
+  if (batch.wide_ids)
+    return kernels().all_below64(static_cast<const int64_t*>(batch.ids(first)), count, num_rows);
   return kernels().all_below32(static_cast<const int32_t*>(batch.ids(first)), count, num_rows);
 }
 
@@ -38,24 +40,24 @@ void look_up(const Batch& batch, const Weights& weights, const Piece& piece, flo
     kernels().gather[type][batch.wide_ids]({weight, lookup.dim, batch.ids(first), last - first, target});
     return;
   }
-  kernels().pool[type][batch.wide_ids]({weight, lookup.dim, batch.ids(0), batch.bags + piece.first_bag,
-                                        batch.sample_weights, piece.num_bags, lookup.pooling == kMean,
-                                        out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride});
+  kernels().pool[type][batch.wide_ids](
+      {weight, lookup.dim, batch.ids(0), batch.bags + piece.first_bag, batch.sample_weights, piece.num_bags,
+       lookup.pooling == kMean, out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride});
 }
 
 Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
                    std::optional<Tensor> sample_weights, std::optional<Tensor> segments, int64_t num_keys,
-                   std::vector<int64_t> keys, std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat,
-                   int64_t out_size, ScalarType out_dtype, bool check_ids, Tensor names) {
+                   std::vector<int64_t> keys, std::vector<int64_t> tables, std::vector<int64_t> pooling,
+                   bool flat, int64_t out_size, ScalarType out_dtype, bool check_ids, Tensor names) {
   const Weights weights = make_weights(std::move(weight_list), false);
-  const Batch batch = make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat},
-                                 feature_dims(tables, weights.dims));
+  const Batch batch =
+      make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat},
+                 feature_dims(tables, weights.dims));
   const int64_t expected = flat ? batch.out_size : batch.out_rows;
   if (out_size != expected) fail("out_size is ", out_size, " but the lookups give ", expected, ".");
-  const auto device = torch::stable::Device(torch::headeronly::DeviceType::CPU);
   const std::vector<int64_t> size =
       flat ? std::vector<int64_t>{batch.out_size} : std::vector<int64_t>{batch.out_rows, batch.out_columns};
-  Tensor result = torch::stable::empty({size.data(), size.size()}, ScalarType::Float, std::nullopt, device);
+  Tensor result = empty_buffer(size, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
 
   const std::vector<Piece> pieces = cut(batch);
@@ -92,8 +94,8 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
   const float* grad_data = static_cast<const float*>(g.const_data_ptr());
   Tensor result = torch::stable::new_zeros(g, {batch.num_ids});
   float* out = static_cast<float*>(result.mutable_data_ptr());
-  // A key that several features read gets the sum of their gradients: one feature after the other, in parallel
-  // over its bags.
+  // A key that several features read gets the sum of their gradients: one feature after the other, in
+  // parallel over its bags.
   const std::vector<Piece> pieces = cut(batch);
   std::vector<bool> written(num_keys, false);
   for (size_t feature = 0; feature < keys.size(); ++feature) {
@@ -113,18 +115,20 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
       const int64_t row = piece.first_bag - lookup.first_bag;
       kernels().dot[weights.types[lookup.table]][batch.wide_ids](
           {weights.data[lookup.table], lookup.dim, batch.ids(0), batch.bags + piece.first_bag, piece.num_bags,
-           lookup.pooling == kMean, grad_data + lookup.out_offset + row * lookup.out_stride, lookup.out_stride, out});
+           lookup.pooling == kMean, grad_data + lookup.out_offset + row * lookup.out_stride,
+           lookup.out_stride, out});
       for (size_t i = 0; i < before.size(); ++i) out[first + i] += before[i];
     });
   }
   return result;
 }
 
-std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optional<Tensor> segments, int64_t num_keys,
-                                     std::vector<int64_t> keys, std::vector<int64_t> tables,
+std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optional<Tensor> segments,
+                                     int64_t num_keys, std::vector<int64_t> keys, std::vector<int64_t> tables,
                                      std::vector<int64_t> num_rows) {
   const std::vector<int64_t> pooling(keys.size(), kSum), dims(keys.size(), 1);
-  const Batch batch = make_batch(values, offsets, std::nullopt, {segments, num_keys, keys, tables, pooling, true}, dims);
+  const Batch batch =
+      make_batch(values, offsets, std::nullopt, {segments, num_keys, keys, tables, pooling, true}, dims);
   Tensor clean = torch::stable::clone(batch.values);
   Tensor counts = torch::stable::new_zeros(batch.offsets, {int64_t(keys.size())});
   auto* count = static_cast<int64_t*>(counts.mutable_data_ptr());

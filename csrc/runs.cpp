@@ -1,5 +1,7 @@
 #include "runs.h"
 
+#include "memory.h"
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -8,16 +10,18 @@ namespace meshrec {
 
 namespace {
 
+constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kKeptBytes = size_t(64) << 20;
 constexpr int64_t kChunkIds = 1 << 14;
 constexpr int kMaxDigitBits = 11;
 constexpr int64_t kPartitions = 256;
 
-thread_local std::unique_ptr<char[]> kept_memory;
+thread_local Arena::Memory kept_memory;
 thread_local size_t kept_capacity = 0;
 
 template <typename Id>
-void fill_pairs(const Batch& batch, int64_t first_bag, int64_t last_bag, bool slot_per_id, int64_t slot, Pair* pairs) {
+void fill_pairs(const Batch& batch, int64_t first_bag, int64_t last_bag, bool slot_per_id, int64_t slot,
+                Pair* pairs) {
   const Id* ids = static_cast<const Id*>(batch.ids(0));
   const int64_t step = slot_per_id ? 1 : 0;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
@@ -60,7 +64,8 @@ void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uin
       position += size;
     }
     const int shift = pass * digit_bits;
-    for (int64_t i = 0; i < count; ++i) to[counts[pass][(from[i].row - first_row) >> shift & mask]++] = from[i];
+    for (int64_t i = 0; i < count; ++i)
+      to[counts[pass][(from[i].row - first_row) >> shift & mask]++] = from[i];
     std::swap(from, to);
   }
   if (from != pairs) std::memcpy(pairs, from, count * sizeof(Pair));
@@ -69,14 +74,16 @@ void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uin
 }  // namespace
 
 Arena::Arena(size_t bytes) {
-  if (kept_capacity >= bytes) {
+  if (kept_capacity >= bytes && kept_memory != nullptr) {
     memory_ = std::move(kept_memory);
     capacity_ = std::exchange(kept_capacity, 0);
   } else {
-    memory_.reset(new char[bytes + 64]);
-    capacity_ = bytes;
+    capacity_ = (bytes / kAlignment + 1) * kAlignment;
+    memory_.reset(std::aligned_alloc(kAlignment, capacity_));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    advise_huge_pages(memory_.get(), capacity_);
   }
-  next_ = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64;
+  next_ = static_cast<char*>(memory_.get());
 }
 
 Arena::~Arena() {
@@ -86,8 +93,10 @@ Arena::~Arena() {
   }
 }
 
-Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats) {
-  if (batch.num_ids > int64_t(UINT32_MAX)) fail("a batch has ", batch.num_ids, " ids; at most 4294967295 fit.");
+Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows,
+           const float* row_stats) {
+  if (batch.num_ids > int64_t(UINT32_MAX))
+    fail("a batch has ", batch.num_ids, " ids; at most 4294967295 fit.");
   std::vector<int64_t> index(num_rows.size(), -1);
   for (size_t l = 0; l < batch.lookups.size(); ++l) {
     const Lookup& lookup = batch.lookups[l];
@@ -107,10 +116,18 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
   size_t bytes = 0;
   for (TableRuns& table : tables) {
     table.scaled = batch.sample_weights != nullptr;
+    bool strided = false;
     for (int64_t l : table.lookups) {
-      table.scaled |= batch.lookups[l].pooling == kMean;
-      table.num_slots += table.slot_per_id ? batch.lookups[l].num_ids : batch.lookups[l].num_bags;
+      const Lookup& lookup = batch.lookups[l];
+      table.scaled |= lookup.pooling == kMean;
+      table.num_slots += table.slot_per_id ? lookup.num_ids : lookup.num_bags;
+      table.num_grads += lookup.num_bags;
+      strided |= lookup.pooling != kNone && lookup.out_stride > lookup.dim;
     }
+    // A gradient row that many ids share is read many times; at a wide stride such rows fight for a few cache
+    // sets.
+    table.pack = strided && table.num_pairs > 2 * table.num_grads;
+    if (table.pack) bytes += Arena::bytes<float>(table.num_grads * table.dim);
     bytes += 2 * Arena::bytes<Pair>(table.num_pairs) + Arena::bytes<float*>(table.num_slots) +
              (table.scaled ? Arena::bytes<float>(table.num_slots) : 0) +
              (row_stats != nullptr ? Arena::bytes<float*>(table.num_slots) : 0);
@@ -120,6 +137,7 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     table.pairs = arena_->take<Pair>(table.num_pairs);
     table.spare = arena_->take<Pair>(table.num_pairs);
     table.grads = arena_->take<const float*>(table.num_slots);
+    if (table.pack) table.packed = arena_->take<float>(table.num_grads * table.dim);
     if (table.scaled) table.scales = arena_->take<float>(table.num_slots);
     if (row_stats != nullptr) table.row_stats = arena_->take<const float*>(table.num_slots);
   }
@@ -145,15 +163,18 @@ std::vector<Runs::Chunk> Runs::chunks(const Batch& batch) const {
   std::vector<Chunk> result;
   for (size_t t = 0; t < tables.size(); ++t) {
     const TableRuns& table = tables[t];
-    int64_t pair = 0, slot = 0;
+    int64_t pair = 0, slot = 0, grad = 0;
     for (int64_t l : table.lookups) {
       const Lookup& lookup = batch.lookups[l];
       const int64_t end_bag = lookup.first_bag + lookup.num_bags;
-      const int64_t parts = std::clamp<int64_t>(lookup.num_ids / kChunkIds, 1, std::max<int64_t>(1, lookup.num_bags));
+      const int64_t parts =
+          std::clamp<int64_t>(lookup.num_ids / kChunkIds, 1, std::max<int64_t>(1, lookup.num_bags));
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t first = lookup.first_bag + lookup.num_bags * part / parts;
-        const int64_t last = part + 1 == parts ? end_bag : lookup.first_bag + lookup.num_bags * (part + 1) / parts;
-        result.push_back({int64_t(t), l, first, last, pair, slot});
+        const int64_t last =
+            part + 1 == parts ? end_bag : lookup.first_bag + lookup.num_bags * (part + 1) / parts;
+        result.push_back({int64_t(t), l, first, last, pair, slot, grad});
+        grad += last - first;
         pair += batch.bags[last] - batch.bags[first];
         slot += table.slot_per_id ? batch.bags[last] - batch.bags[first] : last - first;
       }
@@ -182,6 +203,10 @@ bool Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const
     const int64_t first = batch.bags[bag], last = batch.bags[bag + 1];
     const float scale = lookup.pooling == kMean && last > first ? 1.0f / float(last - first) : 1.0f;
     const float* row = grad + lookup.out_offset + (bag - lookup.first_bag) * lookup.out_stride;
+    if (table.packed != nullptr) {
+      float* copy = table.packed + (chunk.first_grad + bag - chunk.first_bag) * table.dim;
+      row = static_cast<const float*>(std::memcpy(copy, row, table.dim * sizeof(float)));
+    }
     if (!table.slot_per_id) {
       table.grads[slot] = row;
       if (table.scales != nullptr) table.scales[slot] = scale;
@@ -189,8 +214,9 @@ bool Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const
       continue;
     }
     for (int64_t i = first; i < last; ++i, ++slot) {
-      table.grads[slot] =
-          lookup.pooling == kNone ? grad + lookup.out_offset + (i - lookup.first_id) * lookup.out_stride : row;
+      table.grads[slot] = lookup.pooling == kNone
+                              ? grad + lookup.out_offset + (i - lookup.first_id) * lookup.out_stride
+                              : row;
       if (table.scales != nullptr)
         table.scales[slot] = batch.sample_weights != nullptr ? scale * batch.sample_weights[i] : scale;
       if (table.row_stats != nullptr) table.row_stats[slot] = row_stats + 3 * i;
@@ -199,16 +225,18 @@ bool Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const
   return true;
 }
 
-// Tables with more pairs than the target are dealt out by the top bits of the row into ranges of neighbouring rows,
-// so that one large or hot table keeps every thread busy.
+// Tables with more pairs than the target are dealt out by the top bits of the row into ranges of neighbouring
+// rows, so that one large or hot table keeps every thread busy.
 void Runs::partition(const std::vector<Chunk>& all, int64_t target) {
   std::vector<bool> large(tables.size());
   std::vector<int64_t> shift(tables.size());
   for (size_t t = 0; t < tables.size(); ++t) {
     TableRuns& table = tables[t];
     large[t] = table.num_pairs > target;
-    shift[t] = std::max<int64_t>(0, std::bit_width(uint64_t(table.num_rows)) - std::bit_width(uint64_t(kPartitions - 1)));
-    if (!large[t] && table.num_pairs > 0) ranges.push_back({int64_t(t), 0, table.num_pairs, 0, table.num_rows});
+    shift[t] = std::max<int64_t>(
+        0, std::bit_width(uint64_t(table.num_rows)) - std::bit_width(uint64_t(kPartitions - 1)));
+    if (!large[t] && table.num_pairs > 0)
+      ranges.push_back({int64_t(t), 0, table.num_pairs, 0, table.num_rows});
   }
   std::vector<Chunk> dealt;
   for (const Chunk& chunk : all)

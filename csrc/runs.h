@@ -1,7 +1,9 @@
 // From a batch to runs: for every table, the (row, gradient) pairs sorted by row, cut into ranges that can be
-// worked on in parallel. A stable sort by row has one result, so neither the cuts nor the threads show in the numbers.
+// worked on in parallel. A stable sort by row has one result, so neither the cuts nor the threads show in the
+// numbers.
 #pragma once
 
+#include <cstdlib>
 #include <memory>
 
 #include "batch.h"
@@ -28,7 +30,15 @@ class Arena {
   }
 
  private:
-  std::unique_ptr<char[]> memory_;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+
+ public:
+  using Memory = std::unique_ptr<void, Free>;
+
+ private:
+  Memory memory_;
   size_t capacity_ = 0;
   char* next_ = nullptr;
 };
@@ -36,12 +46,13 @@ class Arena {
 struct TableRuns {
   int64_t table, num_rows, dim;
   std::vector<int64_t> lookups = {};
-  int64_t num_pairs = 0, num_slots = 0;
-  bool slot_per_id = false, scaled = false;
-  Pair* pairs = nullptr;    // sorted once its range is done
-  Pair* spare = nullptr;    // as long again
-  const float** grads = nullptr;
-  float* scales = nullptr;  // null: all 1
+  int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
+  bool slot_per_id = false, scaled = false, pack = false;
+  Pair* pairs = nullptr;          // sorted once its range is done
+  Pair* spare = nullptr;          // as long again
+  const float** grads = nullptr;  // by slot
+  float* packed = nullptr;        // the gradient rows side by side, or null: used where they lie
+  float* scales = nullptr;        // null: all 1
   const float** row_stats = nullptr;
 };
 
@@ -66,7 +77,7 @@ class Runs {
  private:
   struct Chunk {
     int64_t table, lookup, first_bag, last_bag;
-    int64_t first_pair, first_slot;
+    int64_t first_pair, first_slot, first_grad;
   };
   std::vector<Chunk> chunks(const Batch& batch) const;
   bool fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;

@@ -31,8 +31,8 @@ inline float to_float(Half value) {
 #if defined(__F16C__)
   return _cvtsh_ss(value.bits);
 #else
-  // Shift the exponent into place; a multiplication by 2^112 rebases it and normalises subnormals. Infinity and NaN
-  // keep an all-ones exponent.
+  // Shift the exponent into place; a multiplication by 2^112 rebases it and normalises subnormals. Infinity
+  // and NaN keep an all-ones exponent.
   const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
   float result = as_float(magnitude) * as_float(0x77800000);
   if (magnitude >= 0x0f800000) result = as_float(magnitude | 0x7f800000);
@@ -63,10 +63,26 @@ inline void prefetch_row(const T* row, int64_t dim) {
   const char* p = reinterpret_cast<const char*>(row);
   for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 0, 3);
 }
-template <typename T>
-inline void prefetch_row_for_write(const T* row, int64_t dim) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 1, 3);
+// The sum of 16 lanes, held in 16 / kLanes vectors: halves are added to each other until one number is left.
+inline float lanes_total(const Vec* part) {
+  typedef float Vec8 __attribute__((vector_size(32), unused));
+  typedef float Vec4 __attribute__((vector_size(16)));
+  Vec4 low, high;  // lanes j and j + 8 added, for j in [0, 4) and [4, 8)
+#if defined(__AVX512F__)
+  const Vec8 sum = __builtin_shufflevector(part[0], part[0], 0, 1, 2, 3, 4, 5, 6, 7) +
+                   __builtin_shufflevector(part[0], part[0], 8, 9, 10, 11, 12, 13, 14, 15);
+  low = __builtin_shufflevector(sum, sum, 0, 1, 2, 3);
+  high = __builtin_shufflevector(sum, sum, 4, 5, 6, 7);
+#elif defined(__AVX2__)
+  const Vec8 sum = part[0] + part[1];
+  low = __builtin_shufflevector(sum, sum, 0, 1, 2, 3);
+  high = __builtin_shufflevector(sum, sum, 4, 5, 6, 7);
+#else
+  low = part[0] + part[2];
+  high = part[1] + part[3];
+#endif
+  const Vec4 four = low + high;
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 // splitmix64's finalizer over a counter: the same bits for the same (seed, step, row, column), whoever asks.

@@ -30,7 +30,8 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Runs work(task) for every task in [0, num_tasks), handed out one by one: results must not depend on who runs what.
+// Runs work(task) for every task in [0, num_tasks), handed out one by one: results must not depend on who
+// runs what.
 template <typename Work>
 void parallel_tasks(int64_t num_tasks, const Work& work) {
   const int64_t num_threads = std::min<int64_t>(torch::stable::get_num_threads(), num_tasks);

@@ -20,9 +20,10 @@ MAX_LINES = 600
 MAX_DEPTH = 2
 
 # From the ground up. A room imports rooms below it, and of its own floor those that do not import it back.
+# Operations know tensors only; the sparse types permute and split themselves with them, and so stand above.
 FLOORS = [
-    {"sparse"},
     {"ops"},
+    {"sparse"},
     {"modules", "optim"},
     {"distributed"},
     {"planner"},
@@ -36,8 +37,17 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PLANNER_READS = {"distributed.sharding_plan", "distributed.mesh"}
 
 # Which tests cover which C++ source: several sources may serve one op, so the names cannot say it.
+TBE_TESTS = ["tests/ops/tbe/test_kernels.py"]
 CPP_TESTS = {
+    "batch.cpp": TBE_TESTS,
+    "fused_update.cpp": TBE_TESTS,
+    "jagged.cpp": ["tests/ops/jagged/test_kernels.py"],
+    "kernels_avx2.cpp": TBE_TESTS,
+    "kernels_avx512.cpp": TBE_TESTS,
+    "kernels_baseline.cpp": TBE_TESTS,
+    "pooled_forward.cpp": TBE_TESTS,
     "register.cpp": ["tests/test_architecture.py"],
+    "runs.cpp": TBE_TESTS,
 }
 
 

@@ -41,7 +41,12 @@ def apply_optimizer_in_backward(
                 f"{'' if present is None else f', {present}'}. One parameter takes one; remove this choice."
             )
     for parameter in chosen:
-        setattr(parameter, _SPEC, spec)
+        mark_in_backward(parameter, spec)
+
+
+def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
+    """Records a parameter's optimizer, so that ``in_backward_optimizer_filter`` knows it."""
+    setattr(parameter, _SPEC, spec)
 
 
 def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:

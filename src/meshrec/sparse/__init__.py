@@ -1,1 +1,8 @@
-"""."""
+"""The data types of sparse inputs and of embedding modules' results, with TorchRec's names and semantics."""
+
+from meshrec.sparse import pytrees  # noqa: F401  registers the types
+from meshrec.sparse.jagged_tensor import JaggedTensor
+from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from meshrec.sparse.keyed_tensor import KeyedTensor
+
+__all__ = ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"]

@@ -1,1 +1,21 @@
-"""."""
+"""Table-batched embedding: lookups in many tables, and their update, in one kernel each."""
+
+from meshrec.ops.tbe.lookup import (
+    Lookups,
+    Updater,
+    dense_grad,
+    forward,
+    fused_forward,
+    sample_weight_grad,
+    sparse_grad,
+)
+
+__all__ = [
+    "Lookups",
+    "Updater",
+    "dense_grad",
+    "forward",
+    "fused_forward",
+    "sample_weight_grad",
+    "sparse_grad",
+]

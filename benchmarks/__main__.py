@@ -1,0 +1,52 @@
+"""`python -m benchmarks [tbe] [import] [--case N] [--quick]`: all benches, or those named."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from benchmarks import import_time, tbe
+from benchmarks.harness import Effort, Result, bars_table, save
+
+
+def run_tbe(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return tbe.run(effort, arguments.case or list(tbe.CASES), tiny=arguments.tiny)
+
+
+def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return import_time.run(effort)
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {"tbe": run_tbe, "import": run_import}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Verify, then time.")
+    parser.add_argument("bench", nargs="*", help=f"{', '.join(BENCHES)}; all of them when none is named")
+    parser.add_argument("--case", type=int, action="append", choices=list(tbe.CASES), help="a case of tbe")
+    parser.add_argument("--quick", action="store_true", help="few rounds: noisier")
+    parser.add_argument("--tiny", action="store_true", help="tiny tables: only tries the benches themselves")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.bench if name not in BENCHES]
+    if unknown:
+        parser.error(f"no bench is called {unknown[0]!r}; there are {', '.join(BENCHES)}")
+    return arguments
+
+
+def main() -> int:
+    """Run the benches named on the command line; 1 if a bar is missed."""
+    arguments = parse()
+    effort = Effort(rounds=2, calls=1) if arguments.quick or arguments.tiny else Effort()
+    missed = 0
+    for name in arguments.bench or list(BENCHES):
+        print(f"== {name}", flush=True)
+        result = BENCHES[name](arguments, effort)
+        if arguments.tiny:
+            print("verified; the times of tiny tables say nothing\n")
+            continue
+        print(f"{bars_table(result.bars)}\n\n{save(name, result)}\n", flush=True)
+        missed += sum(not bar.met for bar in result.bars)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Fair timing, bars that pass or miss, and reports as text and JSON: what all benches share."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """``rounds`` over all contenders, with ``calls`` timed calls of each after one untimed."""
+
+    rounds: int = 7
+    calls: int = 3
+
+
+class Timing(NamedTuple):
+    """Milliseconds per call."""
+
+    median: float
+    min: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A figure that a bench promises: ``figure`` has to reach ``asked`` (or stay below it)."""
+
+    name: str
+    figure: float
+    asked: float
+    unit: str = "x"
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.figure <= self.asked if self.at_most else self.figure >= self.asked
+
+
+class Result(NamedTuple):
+    """What a bench hands back: its figures as JSON would hold them, and its bars."""
+
+    figures: Any
+    bars: list[Bar]
+
+
+def measure(contenders: Mapping[str, Callable[[], Any]], effort: Effort) -> dict[str, Timing]:
+    """Time the contenders in turn, round after round, so that a slow minute of the machine meets all."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(effort.rounds):
+        for name, call in contenders.items():
+            call()  # brings the caches into the state that a run of the same contender has
+            for _ in range(effort.calls):
+                start = time.perf_counter()
+                call()
+                seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(1e3 * statistics.median(each), 1e3 * min(each)) for name, each in seconds.items()}
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Plain text: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        return "  ".join([row[0].ljust(widths[0]), *cells]).rstrip()
+
+    return "\n".join([line(header), "-" * len(line(header)), *map(line, rows)])
+
+
+def bars_table(bars: list[Bar]) -> str:
+    rows = [
+        [
+            bar.name,
+            f"{bar.figure:.2f}{bar.unit}",
+            f"{'<=' if bar.at_most else '>='} {bar.asked:g}{bar.unit}",
+            "PASS" if bar.met else "MISS",
+        ]
+        for bar in bars
+    ]
+    return table(["bar", "figure", "asked", ""], rows)
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on, without the machine's name."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": model or platform.processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def save(bench: str, result: Result) -> Path:
+    """Write one run's figures and verdicts as JSON, for comparisons later on."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    path = RESULTS / f"{bench}_{now:%Y%m%dT%H%M%S}.json"
+    bars = [{**asdict(bar), "met": bar.met} for bar in result.bars]
+    report = {"machine": machine(), "figures": result.figures, "bars": bars}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    return path

@@ -1,0 +1,71 @@
+"""The memory limit: the time of a loop that only touches the rows of a lookup, in the tables' own memory."""
+
+import ctypes
+import functools
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "memory_limit.so"
+        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+        flags = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread"]
+        subprocess.run([*compiler, *flags, str(SOURCE), "-o", str(target)], check=True)
+        library = ctypes.CDLL(str(target))
+    library.read_rows.restype = ctypes.c_float
+    library.write_rows.restype = None
+    return library
+
+
+class _Rows:
+    """Rows of several tables, laid out as the C++ functions want them."""
+
+    def __init__(self, weights: list[Tensor], ids_per_table: list[Tensor]) -> None:
+        self.weights = weights  # kept alive: the loop sees their addresses only
+        self.ids = torch.cat(ids_per_table).to(torch.int64)
+        counts = torch.tensor([0, *(ids.numel() for ids in ids_per_table)])
+        self.starts = counts.cumsum(0)
+        self.tables = (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights))
+        self.dim = weights[0].shape[1]
+
+    def arguments(self) -> list[object]:
+        pointers = [ctypes.c_void_p(self.starts.data_ptr()), ctypes.c_void_p(self.ids.data_ptr())]
+        sizes = [len(self.tables), self.dim, torch.get_num_threads()]
+        return [self.tables, *pointers, *map(ctypes.c_int64, sizes)]
+
+
+class MemoryLimit:
+    """Touches the rows that a lookup and its update have to touch.
+
+    Args:
+        weights: fp32 tables of one width, a multiple of 64; they keep their values.
+        ids_per_table: for each table the ids that are looked up, in the order of the lookup.
+    """
+
+    def __init__(self, weights: list[Tensor], ids_per_table: list[Tensor]) -> None:
+        assert all(weight.dtype == torch.float32 and weight.shape[1] % 64 == 0 for weight in weights)
+        self._looked_up = _Rows(weights, ids_per_table)
+        self._touched = _Rows(weights, [ids.unique() for ids in ids_per_table])
+
+    def forward(self) -> float:
+        """Read each looked-up row once, in the order of the lookup."""
+        return float(_library().read_rows(*self._looked_up.arguments()))
+
+    def step(self) -> None:
+        """Read each looked-up row once, then read and write each distinct row once."""
+        self.forward()
+        self.add(0.0)
+
+    def add(self, delta: float) -> None:
+        """Add ``delta`` to each element of the distinct rows."""
+        _library().write_rows(*self._touched.arguments(), ctypes.c_float(delta))

@@ -1,0 +1,200 @@
+"""Lookups of many tables, with and without update, against FBGEMM, plain torch and the memory limit."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Bar, Effort, Result, Timing, measure, table
+from benchmarks.memory_limit import MemoryLimit
+from benchmarks.tbe_contenders import (
+    EPS,
+    LR,
+    Contender,
+    Fbgemm,
+    Lookups,
+    MeshRec,
+    Shape,
+    Torch,
+    contenders,
+)
+
+LIMIT = "memory limit"
+THREADS = (1, 2)
+
+Timings = dict[int, dict[str, Timing]]  # threads -> contender -> timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A shape, and how many times faster than the peers it has to be."""
+
+    shape: Shape
+    step_vs_fbgemm: float
+    forward_vs_best: float
+    near_limit: bool = False
+
+
+SMALL = Shape(num_tables=8, num_rows=100_000, dim=64, batch=2048, bag=20)
+CASES = {
+    1: Case(shape=SMALL, step_vs_fbgemm=12, forward_vs_best=1.2, near_limit=True),
+    2: Case(shape=replace(SMALL, zipf=1.2), step_vs_fbgemm=5, forward_vs_best=1),
+    3: Case(shape=replace(SMALL, num_tables=26, dim=128, bag=1), step_vs_fbgemm=4, forward_vs_best=1.2),
+    4: Case(
+        shape=replace(SMALL, num_rows=1_000_000), step_vs_fbgemm=12, forward_vs_best=1.1, near_limit=True
+    ),
+    5: Case(shape=replace(SMALL, num_tables=1, num_rows=1_000_000), step_vs_fbgemm=8, forward_vs_best=1),
+}
+
+
+class Expected:
+    """What every contender has to give, in float64: the sums, and the touched rows after some steps."""
+
+    def __init__(self, lookups: Lookups, weights: list[Tensor]) -> None:
+        shape = lookups.shape
+        samples = torch.arange(shape.batch).repeat_interleave(shape.bag)
+        sums, self.touched, self._before, self._grads = [], [], [], []
+        for ids, weight, grad in zip(
+            lookups.ids_per_table, weights, lookups.grad.double().chunk(shape.num_tables, dim=1), strict=True
+        ):
+            rows, inverse = ids.unique(return_inverse=True)
+            before = weight[rows].double()
+            sums.append(grad.new_zeros(grad.shape).index_add_(0, samples, before[inverse]))
+            self.touched.append(rows)
+            self._before.append(before)
+            self._grads.append(torch.zeros_like(before).index_add_(0, inverse, grad[samples]))
+        self.out = torch.cat(sums, dim=1)
+
+    def rows_after(self, num_steps: int, *, rowwise: bool) -> list[Tensor]:
+        """w -= lr * g / (sqrt(s) + eps) with s += g^2, or s += mean(g^2) over the row when ``rowwise``."""
+        after = []
+        for before, grad in zip(self._before, self._grads, strict=True):
+            square = grad.square().mean(dim=1, keepdim=True) if rowwise else grad.square()
+            rates = sum(LR / ((step * square).sqrt() + EPS) for step in range(1, num_steps + 1))
+            after.append(before - rates * grad)
+        return after
+
+
+def verify(contender: Contender, expected: Expected, num_steps: int = 2) -> None:
+    """Compare outputs, the touched rows after ``num_steps`` steps, and the sum of the untouched ones."""
+    torch.testing.assert_close(contender.forward().detach(), expected.out.float(), rtol=1e-4, atol=1e-5)
+    totals = [weight.double().sum() for weight in contender.weights]
+    before = [
+        weight[rows].double().sum() for weight, rows in zip(contender.weights, expected.touched, strict=True)
+    ]
+    for _ in range(num_steps):
+        contender.step()
+    after = expected.rows_after(num_steps, rowwise=contender.rowwise)
+    for weight, rows, wanted, total, moved in zip(
+        contender.weights, expected.touched, after, totals, before, strict=True
+    ):
+        torch.testing.assert_close(weight[rows], wanted.float(), rtol=1e-3, atol=2e-5)
+        untouched = weight.double().sum() - weight[rows].double().sum()
+        torch.testing.assert_close(untouched, total - moved, rtol=1e-9, atol=1e-6)
+
+
+def verify_limit(limit: MemoryLimit, lookups: Lookups, weights: list[Tensor]) -> None:
+    """That the loop reads what it says it reads, and writes each distinct row once."""
+    read = sum(weight[ids].double().sum() for weight, ids in zip(weights, lookups.ids_per_table, strict=True))
+    torch.testing.assert_close(torch.tensor(limit.forward()), read.float(), rtol=1e-2, atol=1.0)
+    rows = lookups.ids_per_table[0][:1000].unique()
+    before = weights[0][rows]
+    limit.add(1.0)
+    torch.testing.assert_close(weights[0][rows], before + 1)
+    limit.add(-1.0)
+
+
+def without_grad(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    return call
+
+
+def time_case(lookups: Lookups, effort: Effort) -> dict[str, Timings]:
+    """Verify, then time: "forward" and "step" -> threads -> contender -> timing."""
+    ours = contenders(lookups)
+    expected = Expected(lookups, ours[MeshRec.name].weights)
+    for contender in ours.values():
+        verify(contender, expected)
+    weights = ours[MeshRec.name].weights
+    limit = MemoryLimit(weights, lookups.ids_per_table)
+    verify_limit(limit, lookups, weights)
+
+    forwards = {name: without_grad(each.forward) for name, each in ours.items()} | {LIMIT: limit.forward}
+    steps = {name: each.step for name, each in ours.items()} | {LIMIT: limit.step}
+    timings: dict[str, Timings] = {"forward": {}, "step": {}}
+    before = torch.get_num_threads()
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        timings["forward"][threads] = measure(forwards, effort)
+        timings["step"][threads] = measure(steps, effort)
+    torch.set_num_threads(before)
+    return timings
+
+
+def bars_of(number: int, case: Case, timings: dict[str, Timings]) -> list[Bar]:
+    forward, step = timings["forward"][2], timings["step"][2]
+    ours_forward, ours_step = forward[MeshRec.name].median, step[MeshRec.name].median
+    best = min(forward[name].median for name in (Fbgemm.name, Torch.name) if name in forward)
+    bars = []
+    if Fbgemm.name in step:
+        bars.append(
+            Bar(
+                name=f"{number} forward + update vs FBGEMM",
+                figure=step[Fbgemm.name].median / ours_step,
+                asked=case.step_vs_fbgemm,
+            )
+        )
+    faster = "the faster of FBGEMM and torch" if Fbgemm.name in forward else "torch"
+    bars.append(
+        Bar(name=f"{number} forward vs {faster}", figure=best / ours_forward, asked=case.forward_vs_best)
+    )
+    if case.near_limit:
+        for what, times in (("forward", forward), ("forward + update", step)):
+            ratio = times[MeshRec.name].median / times[LIMIT].median
+            bars.append(
+                Bar(name=f"{number} {what} over the memory limit", figure=ratio, asked=1.5, at_most=True)
+            )
+    scaling = timings["step"][1][MeshRec.name].median / ours_step
+    bars.append(Bar(name=f"{number} forward + update, 2 threads over 1", figure=scaling, asked=1.7))
+    return bars
+
+
+def report(timings: dict[str, Timings]) -> str:
+    rows = []
+    for what, label in (("forward", "forward"), ("step", "forward + update")):
+        one, two = (timings[what][threads] for threads in THREADS)
+        for name in one:
+            cells = [f"{one[name].median:.2f}", f"{one[name].min:.2f}", f"{two[name].median:.2f}"]
+            scaling = one[name].median / two[name].median
+            rows.append([f"{label}: {name}", *cells, f"{two[name].min:.2f}", f"{scaling:.2f}x"])
+    return table(["ms per call", "1 thread", "min", "2 threads", "min", "scaling"], rows)
+
+
+def run(effort: Effort, numbers: list[int], *, tiny: bool = False) -> Result:
+    """Verify and time the cases; ``tiny`` shrinks them until they only show that the bench itself works."""
+    figures: list[dict[str, Any]] = []
+    bars: list[Bar] = []
+    for number in numbers:
+        case = CASES[number]
+        shape = replace(case.shape, num_rows=1000, batch=64) if tiny else case.shape
+        print(f"case {number}: {shape}", flush=True)
+        timings = time_case(Lookups(shape), effort)
+        print(report(timings), end="\n\n", flush=True)
+        figures.append({"case": number, **asdict(shape), "ms": as_dicts(timings)})
+        bars += bars_of(number, case, timings)
+    return Result(figures, bars)
+
+
+def as_dicts(timings: dict[str, Timings]) -> dict[str, Any]:
+    return {
+        what: {
+            str(threads): {name: each._asdict() for name, each in times.items()}
+            for threads, times in by.items()
+        }
+        for what, by in timings.items()
+    }

@@ -1,0 +1,121 @@
+"""What an embedding table is: its size, its features, how it is pooled and how it starts."""
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+class PoolingType(enum.Enum):
+    """How the rows of one bag become one vector; NONE keeps them apart (sequence embeddings)."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+class DataType(enum.Enum):
+    """The type of a table's elements."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The same as a torch dtype."""
+        return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[self.value]
+
+
+class BoundsCheckMode(enum.Enum):
+    """What happens to an id outside its table."""
+
+    ERROR = "error"
+    """ValueError before anything is looked up: names table, feature, sample and id."""
+    WARN = "warn"
+    """The id is replaced by 0, counted in ``num_clamped_ids``, and reported once in the log."""
+    OFF = "off"
+    """Not looked at: such an id reads memory that is not the table's. For input checked elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseEmbeddingConfig:
+    """One table of ``num_embeddings`` rows, ``embedding_dim`` wide.
+
+    Args:
+        num_embeddings: rows; ids lie in ``[0, num_embeddings)``.
+        embedding_dim: the width of a row.
+        name: unique in its collection; part of the parameter's name, so it has no dot.
+        feature_names: the features whose ids are looked up here. Several features may share a table, and
+            one feature may read several tables.
+        data_type: of the elements.
+        init_fn: fills the new ``[num_embeddings, embedding_dim]`` weight in place. Without it the elements
+            are uniform in ``[weight_init_min, weight_init_max]``, which default to
+            ``-sqrt(1/num_embeddings)`` and ``sqrt(1/num_embeddings)``.
+
+    Raises:
+        ValueError: for sizes below 1, an empty or dotted name, no features, or a feature given twice.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str
+    feature_names: Sequence[str]
+    data_type: DataType = DataType.FP32
+    weight_init_min: float | None = None
+    weight_init_max: float | None = None
+    init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.name or "." in self.name:
+            raise ValueError(f"a table's name must not be empty nor contain a dot, got {self.name!r}.")
+        for size in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, size)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"table {self.name!r}: {size} must be an integer >= 1, got {value!r}.")
+        if isinstance(self.feature_names, str) or not self.feature_names:
+            raise ValueError(
+                f"table {self.name!r}: feature_names must be a list with at least one name, "
+                f"got {self.feature_names!r}."
+            )
+        twice = sorted({f for f in self.feature_names if list(self.feature_names).count(f) > 1})
+        if twice:
+            raise ValueError(f"table {self.name!r}: features {twice} are given twice. Name each once.")
+
+    def init_weight(self, weight: Tensor) -> None:
+        """Fills a weight of this table in place as configured."""
+        with torch.no_grad():
+            if self.init_fn is not None:
+                self.init_fn(weight)
+                return
+            bound = math.sqrt(1 / self.num_embeddings)
+            low = -bound if self.weight_init_min is None else self.weight_init_min
+            high = bound if self.weight_init_max is None else self.weight_init_max
+            weight.uniform_(low, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingBagConfig(BaseEmbeddingConfig):
+    """A table whose rows are pooled, bag by bag: ``pooling`` is SUM or MEAN.
+
+    Raises:
+        ValueError: for the reasons of ``BaseEmbeddingConfig``, and for pooling NONE.
+    """
+
+    pooling: PoolingType = PoolingType.SUM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise ValueError(
+                f"table {self.name!r}: pooling must be SUM or MEAN, got {self.pooling}. "
+                "For rows that are not pooled use EmbeddingConfig and EmbeddingCollection."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig(BaseEmbeddingConfig):
+    """A table whose rows are returned one per id (sequence embeddings)."""

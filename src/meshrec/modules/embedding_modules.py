@@ -1,0 +1,269 @@
+"""Collections of embedding tables, looked up together: pooled (bags) and as sequences."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from meshrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    BoundsCheckMode,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from meshrec.modules.table_lookup import TableLookup, TableUpdater, make_weight, spans
+from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+# F features in the order of the tables, B samples, N ids, D width
+
+
+class TableCollection(nn.Module, ABC):
+    """What both collections are: named tables, one lookup, and perhaps a fused optimizer."""
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        pooling: Sequence[PoolingType],
+        is_weighted: bool,
+        bounds_check: BoundsCheckMode,
+    ) -> None:
+        super().__init__()
+        self._configs = list(configs)
+        self._lookup = TableLookup(configs, pooling, is_weighted=is_weighted, bounds_check=bounds_check)
+        self._updater: TableUpdater | None = None
+
+    @abstractmethod
+    def table_holders(self) -> tuple[str, nn.ModuleDict]:
+        """The name of the ModuleDict that holds the tables, and the ModuleDict."""
+
+    def tables(self) -> dict[str, tuple[BaseEmbeddingConfig, nn.Parameter]]:
+        """Configuration and weight of each table, by the parameter's name."""
+        prefix, _ = self.table_holders()
+        names = [f"{prefix}.{config.name}.weight" for config in self._configs]
+        return dict(zip(names, zip(self._configs, self._weights(), strict=True), strict=True))
+
+    def embedding_names(self) -> list[str]:
+        """The keys of the result."""
+        return list(self._lookup.embedding_names)
+
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids ``BoundsCheckMode.WARN`` replaced so far."""
+        return self._lookup.num_clamped_ids
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._weights()[0].device
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether ``meshrec.fuse`` attached an optimizer."""
+        return self._updater is not None
+
+    @property
+    def fused_optimizer(self) -> TableUpdater:
+        """The ``FusedOptimizer`` that ``meshrec.fuse`` attached.
+
+        Raises:
+            ValueError: if the module is not fused.
+        """
+        if self._updater is None:
+            raise ValueError(
+                "the module has no fused optimizer. Call meshrec.fuse(module, optimizer=...) first."
+            )
+        return self._updater
+
+    def attach(self, updater: TableUpdater) -> None:
+        """Lets ``updater`` have the gradients; ``meshrec.fuse`` calls this."""
+        self._updater = updater
+
+    def reset_parameters(self) -> None:
+        """Fills all weights as at construction."""
+        for config, weight in self.tables().values():
+            config.init_weight(weight)
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [holder.weight for holder in self.table_holders()[1].values()]  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self._updater is not None:
+            raise ValueError(
+                "a fused module cannot be moved or cast: its optimizer state would stay behind. "
+                "Move it first and fuse it afterwards."
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class EmbeddingBagCollection(TableCollection):
+    """Tables whose rows are pooled bag by bag, all of them in one kernel.
+
+    The parameters are ``embedding_bags.<table>.weight``. They get ordinary gradients, or are updated in the
+    backward pass after ``meshrec.fuse``.
+
+    Args:
+        tables: the tables. Several features may share one; a feature read by several tables gives one result
+            per table, named ``feature@table``.
+        is_weighted: whether each row is scaled by the input's weight of its id.
+        device: of the parameters; on ``meta`` they are not allocated.
+        bounds_check: what happens to ids outside their table.
+
+    Raises:
+        ValueError: for no tables, and for a name given to several tables.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR,
+    ) -> None:
+        super().__init__(tables, [config.pooling for config in tables], is_weighted, bounds_check)
+        self._bag_configs = list(tables)
+        self.embedding_bags = nn.ModuleDict(
+            {
+                config.name: nn.EmbeddingBag(
+                    config.num_embeddings,
+                    config.embedding_dim,
+                    mode=config.pooling.value.lower(),
+                    include_last_offset=True,
+                    _weight=make_weight(config, _as_device(device)),
+                )
+                for config in tables
+            }
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks up and pools.
+
+        Args:
+            features: must have the features of all tables; other keys are ignored. Keys with batch sizes of
+                their own need ``inverse_indices``.
+
+        Returns:
+            ``[B, sum of D]``, one column block per feature, in the order of tables and their features.
+
+        Raises:
+            ValueError: for a missing feature, missing weights, input on another device, offsets that do not
+                fit the values, NaN weights, and (``BoundsCheckMode.ERROR``) for ids outside their table.
+        """
+        weights = self._weights()
+        lookup = self._lookup
+        if features.variable_stride_per_key():
+            values = self._variable_batch(features, weights)
+        else:
+            lookups = lookup.lookups(features, weights, flat=False)
+            values = lookup.run(weights, lookups, features.stride(), self._updater)
+        return KeyedTensor(lookup.embedding_names, lookup.dims, values)
+
+    def _variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
+        lookup = self._lookup
+        inverse = features.inverse_indices_or_none()
+        if inverse is None:
+            raise ValueError(
+                f"the keys have batch sizes of their own, {features.stride_per_key()}, and one result matrix "
+                "needs one batch size. Give the KeyedJaggedTensor inverse_indices, or equal batch sizes."
+            )
+        lookups = lookup.lookups(features, weights, flat=True)
+        strides = features.stride_per_key()
+        sizes = [strides[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
+        flat = lookup.run(weights, lookups, sum(sizes), self._updater)
+        row_of = {key: row for row, key in enumerate(inverse[0])}
+        pieces = [
+            flat[start:end].view(-1, dim).index_select(0, inverse[1][row_of[feature]].long())
+            for (start, end), dim, feature in zip(spans(sizes), lookup.dims, lookup.features, strict=True)
+        ]
+        return torch.cat(pieces, dim=1)
+
+    def table_holders(self) -> tuple[str, nn.ModuleDict]:
+        """``embedding_bags``."""
+        return "embedding_bags", self.embedding_bags
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables' configurations."""
+        return list(self._bag_configs)
+
+    def is_weighted(self) -> bool:
+        """Whether the input's weights scale the rows."""
+        return self._lookup.is_weighted
+
+
+class EmbeddingCollection(TableCollection):
+    """Tables that give one row per id (sequence embeddings), all of them in one kernel.
+
+    The parameters are ``embeddings.<table>.weight``. They get ordinary gradients, or are updated in the
+    backward pass after ``meshrec.fuse``.
+
+    Args: see ``EmbeddingBagCollection``.
+
+    Raises:
+        ValueError: for no tables, and for a name given to several tables.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        *,
+        bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR,
+    ) -> None:
+        super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check)
+        self._sequence_configs = list(tables)
+        self.embeddings = nn.ModuleDict(
+            {
+                config.name: nn.Embedding(
+                    config.num_embeddings,
+                    config.embedding_dim,
+                    _weight=make_weight(config, _as_device(device)),
+                )
+                for config in tables
+            }
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Looks up every id.
+
+        Args:
+            features: must have the features of all tables; other keys are ignored.
+
+        Returns:
+            by feature (``feature@table`` where several tables read it) a JaggedTensor with one row of width
+            D per id, ``[n, D]``, and the feature's lengths.
+
+        Raises:
+            ValueError: as in ``EmbeddingBagCollection.forward``.
+        """
+        weights = self._weights()
+        lookup = self._lookup
+        lookups = lookup.lookups(features, weights, flat=True)
+        counts = features.length_per_key()
+        sizes = [counts[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
+        flat = lookup.run(weights, lookups, sum(sizes), self._updater)
+        ids_of = features.to_dict()
+        result: dict[str, JaggedTensor] = {}
+        for name, feature, dim, (start, end) in zip(
+            lookup.embedding_names, lookup.features, lookup.dims, spans(sizes), strict=True
+        ):
+            ids = ids_of[feature]
+            result[name] = JaggedTensor(
+                values=flat[start:end].view(-1, dim), lengths=ids.lengths(), offsets=ids.offsets()
+            )
+        return result
+
+    def table_holders(self) -> tuple[str, nn.ModuleDict]:
+        """``embeddings``."""
+        return "embeddings", self.embeddings
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configurations."""
+        return list(self._sequence_configs)
+
+
+def _as_device(device: torch.device | str | None) -> torch.device | None:
+    return None if device is None else torch.device(device)

@@ -1,0 +1,182 @@
+"""What the two collections share: which feature reads which table, and one kernel call for all of them."""
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.modules.embedding_configs import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
+from meshrec.ops import tbe
+from meshrec.ops.memory import use_huge_pages
+from meshrec.sparse import KeyedJaggedTensor
+
+# F features in the order of the tables, B samples, N ids, D width
+
+_logger = logging.getLogger("meshrec")
+_POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
+
+
+class TableLookup:
+    """Looks up the features of a KeyedJaggedTensor in tables.
+
+    Args:
+        tables: the tables, with unique names.
+        pooling: of each table.
+        is_weighted: whether the input's weights scale the rows.
+        bounds_check: what happens to ids outside their table.
+
+    Raises:
+        ValueError: for no tables and for names given twice.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[BaseEmbeddingConfig],
+        pooling: Sequence[PoolingType],
+        *,
+        is_weighted: bool,
+        bounds_check: BoundsCheckMode,
+    ) -> None:
+        if not tables:
+            raise ValueError("tables is empty. Give at least one table.")
+        twice = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
+        if twice:
+            raise ValueError(f"the names {twice} are given to several tables. Names must be unique.")
+        pairs = [(index, feature) for index, table in enumerate(tables) for feature in table.feature_names]
+        self.features = [feature for _, feature in pairs]
+        self.tables = [index for index, _ in pairs]
+        self.pooling = [_POOLING_CODES[pooling[index]] for index in self.tables]
+        self.dims = [tables[index].embedding_dim for index in self.tables]
+        self.is_weighted = is_weighted
+        self.bounds_check = bounds_check
+        self.num_clamped_ids = 0
+        self._table_names = [table.name for table in tables]
+        self._num_rows = [table.num_embeddings for table in tables]
+        readers = Counter(self.features)
+        self.embedding_names = [
+            f"{feature}@{self._table_names[index]}" if readers[feature] > 1 else feature
+            for index, feature in pairs
+        ]
+        lines = "".join(f"{self._table_names[index]}\t{feature}\n" for index, feature in pairs)
+        self._names = torch.frombuffer(bytearray(lines.encode()), dtype=torch.uint8)
+        self._known_keys: list[str] = []
+        self._key_indices: list[int] = []
+
+    def lookups(self, features: KeyedJaggedTensor, weights: Sequence[Tensor], *, flat: bool) -> tbe.Lookups:
+        """The kernels' arguments for one batch.
+
+        Raises:
+            ValueError: for a missing feature or missing weights, and for input on another device.
+        """
+        values = features.values()
+        if values.device != weights[0].device:
+            raise ValueError(
+                f"the input is on {values.device} and table {self._table_names[0]!r} on {weights[0].device}. "
+                "Move one to the other with .to()."
+            )
+        sample_weights = None
+        if self.is_weighted:
+            sample_weights = features.weights_or_none()
+            if sample_weights is None:
+                raise ValueError(
+                    "the collection is weighted (is_weighted=True) but the input has no weights. "
+                    "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
+                )
+            sample_weights = sample_weights.to(torch.float32)
+        keys = features.keys()
+        if keys != self._known_keys:
+            self._key_indices = self._indices_of(keys)
+            self._known_keys = list(keys)
+        lookups = tbe.Lookups(
+            values=values,
+            offsets=features.offsets(),
+            per_sample_weights=sample_weights,
+            segments=features.segments_or_none(),
+            num_keys=len(keys),
+            keys=self._key_indices,
+            tables=self.tables,
+            pooling=self.pooling,
+            flat=flat,
+            dims=self.dims,
+        )
+        return self._clamped(lookups) if self.bounds_check is BoundsCheckMode.WARN else lookups
+
+    def run(
+        self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: "TableUpdater | None"
+    ) -> Tensor:
+        """Looks up: ``[B, sum of D]``, or flat; the dtype is the widest of the tables'."""
+        dtype = weights[0].dtype
+        for weight in weights[1:]:
+            dtype = torch.promote_types(dtype, weight.dtype)
+        options = (out_size, dtype, self.bounds_check is BoundsCheckMode.ERROR, self._names)
+        if updater is not None and torch.is_grad_enabled():
+            plain = [table for table in updater.plain_tables if weights[table].requires_grad]
+            result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
+            return result
+        return tbe.forward(weights, lookups, *options)
+
+    def _indices_of(self, keys: list[str]) -> list[int]:
+        index = {key: position for position, key in enumerate(keys)}
+        missing = sorted({feature for feature in self.features if feature not in index})
+        if missing:
+            tables = sorted(
+                {
+                    self._table_names[table]
+                    for table, feature in zip(self.tables, self.features, strict=True)
+                    if feature in missing
+                }
+            )
+            raise ValueError(
+                f"features {missing} of tables {tables} are missing: the input has the keys {keys}. "
+                "Add them to the input, with empty bags where there are no ids."
+            )
+        return [index[feature] for feature in self.features]
+
+    def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
+        values, counts = torch.ops.meshrec.clamp_ids(
+            lookups.values,
+            lookups.offsets,
+            lookups.segments,
+            lookups.num_keys,
+            lookups.keys,
+            lookups.tables,
+            self._num_rows,
+        )
+        num_clamped = int(counts.sum())
+        if num_clamped and not self.num_clamped_ids:
+            worst = int(counts.argmax())
+            _logger.warning(
+                "%d ids lie outside their table, most of them of feature %r in table %r; row 0 takes their "
+                "place. This is said once; num_clamped_ids counts on.",
+                num_clamped,
+                self.features[worst],
+                self._table_names[self.tables[worst]],
+            )
+        self.num_clamped_ids += num_clamped
+        return lookups._replace(values=values)
+
+
+class TableUpdater(tbe.Updater):
+    """What a collection needs to know of its fused optimizer."""
+
+    plain_tables: list[int]
+    """The tables it leaves to ordinary gradients."""
+
+
+def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
+    """A new weight ``[num_embeddings, embedding_dim]``, initialised unless on ``meta``."""
+    shape = (config.num_embeddings, config.embedding_dim)
+    weight = torch.empty(shape, dtype=config.data_type.dtype, device=device)
+    use_huge_pages(weight)
+    if not weight.is_meta:
+        config.init_weight(weight)
+    return nn.Parameter(weight)
+
+
+def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, end) of consecutive pieces of the given sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return list(zip([0, *ends[:-1]], ends, strict=True))

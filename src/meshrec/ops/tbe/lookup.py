@@ -1,0 +1,152 @@
+"""Lookups as the modules call them: one kernel for all tables, and a backward pass that may update them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.tbe import autograd  # noqa: F401 - registers the gradient of tbe_forward
+
+# F features, K keys, T tables, N ids, B samples, D width
+
+
+class Lookups(NamedTuple):
+    """Which bags of which key are looked up in which table: the arguments that all tbe ops share."""
+
+    values: Tensor
+    """int32 or int64 [N]."""
+    offsets: Tensor
+    """int32 or int64: where each bag starts, and N."""
+    per_sample_weights: Tensor | None
+    """float32 [N]."""
+    segments: Tensor | None
+    """int64 on the CPU: the first bag of each key, and the number of bags; None: equally many per key."""
+    num_keys: int
+    keys: list[int]
+    """[F]: the key that the feature reads."""
+    tables: list[int]
+    """[F]: the table it reads, as an index into the weights."""
+    pooling: list[int]
+    """[F]: 0 SUM, 1 MEAN, 2 NONE."""
+    flat: bool
+    """One dimension (each feature's ``[B, D]`` after the other) instead of ``[B, sum of D]``."""
+    dims: list[int]
+    """[F]: widths."""
+
+    def of_tables(self, chosen: Sequence[int]) -> "Lookups":
+        """The same batch for some of the tables, counted anew in their order; the others are skipped."""
+        index = {table: position for position, table in enumerate(chosen)}
+        return self._replace(tables=[index.get(table, -1) for table in self.tables])
+
+
+class Updater(Protocol):
+    """Takes the gradient of a lookup and updates tables with it."""
+
+    def take(self, grad: Tensor, lookups: Lookups) -> None:
+        """``grad``: shaped like the lookup's output; ``lookups.tables`` index the module's tables."""
+
+
+def forward(
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
+) -> Tensor:
+    """Looks up; differentiable in the weights (dense gradients) and the per-sample weights.
+
+    Args:
+        weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
+        out_size: rows (2-D) or elements (flat) of the result.
+        names: uint8 bytes of ``"table\\tfeature\\n"`` per feature, for messages.
+
+    Raises:
+        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside their table and NaN
+            per-sample weights.
+    """
+    result: Tensor = torch.ops.meshrec.tbe_forward(
+        list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names
+    )
+    return result
+
+
+def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
+    """Gradients shaped and typed like the weights."""
+    result: list[Tensor] = torch.ops.meshrec.tbe_dense_grad(grad, list(weights), *lookups)
+    return result
+
+
+def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Per table: the touched rows, int64 [U] ascending, and their summed gradients, float32 [U, D]."""
+    flat = torch.ops.meshrec.tbe_sparse_grad(grad, *lookups, num_rows)
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
+    """The gradient of the per-sample weights, float32 [N]."""
+    values, offsets, _, segments, *rest = lookups
+    result: Tensor = torch.ops.meshrec.tbe_sample_weight_grad(
+        grad, list(weights), values, offsets, segments, *rest
+    )
+    return result
+
+
+class _FusedLookup(torch.autograd.Function):
+    """Forward as ever; backward hands the gradient to the updater and returns none for its tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        per_sample_weights: Tensor | None,
+        weights: Sequence[Tensor],
+        lookups: Lookups,
+        updater: Updater,
+        options: tuple[int, torch.dtype, bool, Tensor],
+        plain: list[int],
+        *plain_weights: Tensor,
+    ) -> Tensor:
+        # Not saved for backward: the update changes the weights in place, and that is meant.
+        ctx.weights, ctx.lookups, ctx.updater, ctx.plain = weights, lookups, updater, plain
+        return forward(weights, lookups, *options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sample_grad = None
+        if ctx.needs_input_grad[1]:
+            sample_grad = sample_weight_grad(grad, ctx.weights, ctx.lookups)
+        plain_grads: list[Tensor] = []
+        if ctx.plain:
+            plain_weights = [ctx.weights[table] for table in ctx.plain]
+            plain_grads = dense_grad(grad, plain_weights, ctx.lookups.of_tables(ctx.plain))
+        ctx.updater.take(grad, ctx.lookups)
+        return (None, sample_grad, None, None, None, None, None, *plain_grads)
+
+
+def fused_forward(
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    updater: Updater,
+    plain: list[int],
+    options: tuple[int, torch.dtype, bool, Tensor],
+) -> Tensor:
+    """Looks up like ``forward``; in the backward pass ``updater`` gets the gradient.
+
+    ``plain``: the tables that the updater leaves alone; they get ordinary dense gradients.
+    ``options``: the rest of ``forward``'s arguments.
+
+    Not traced by torch.compile, which runs it between its graphs.
+    """
+    anchor = torch.empty(0, requires_grad=True)
+    plain_weights = [weights[table] for table in plain]
+    result: Tensor = _FusedLookup.apply(  # type: ignore[no-untyped-call]
+        anchor, lookups.per_sample_weights, weights, lookups, updater, options, plain, *plain_weights
+    )
+    return result
+
+
+# What torch.compiler.disable sets, without its import of the compiler: the update in the backward pass is an effect
+# that a traced graph would lose.
+fused_forward._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,0 +1,128 @@
+"""Registers the sparse types as pytrees, which torch.compile and torch.export pass in and out of programs.
+
+The leaves are what a tensor was made of, not what was computed since: a program exported with one input then
+fits every input that is made the same way. Batch sizes are in the leaves' shapes, never in the context: a
+program exported for one batch size serves others.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import _pytree as fx_pytree
+from torch.utils import _pytree as pytree
+
+from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor
+from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from meshrec.sparse.keyed_tensor import KeyedTensor
+
+T = TypeVar("T")
+
+
+class KeyedContext(NamedTuple):
+    """What a flattened KeyedJaggedTensor keeps beside its tensors."""
+
+    keys: tuple[str, ...]
+    stride: int | None  # without keys, where no shape tells it
+    inverse_keys: tuple[str, ...] | None
+
+
+class DenseContext(NamedTuple):
+    """What a flattened KeyedTensor keeps beside its tensor."""
+
+    keys: tuple[str, ...]
+    length_per_key: tuple[int, ...]
+    key_dim: int
+
+
+def _bags(jagged: Jagged) -> list[Tensor | None]:
+    if jagged._by_offsets:
+        return [jagged._values, jagged._weights, None, jagged._offsets]
+    return [jagged._values, jagged._weights, jagged._lengths, None]
+
+
+def _flatten_jagged(jt: JaggedTensor) -> tuple[list[Any], None]:
+    return _bags(jt), None
+
+
+def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
+    return JaggedTensor.unchecked(*leaves)
+
+
+def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedContext]:
+    strides, inverse = kjt._strides, kjt._inverse_indices
+    if isinstance(strides, list):
+        strides = torch.tensor(strides, dtype=torch.int64).view(len(kjt._keys), -1)
+    return [*_bags(kjt), strides, None if inverse is None else inverse[1]], KeyedContext(
+        tuple(kjt._keys),
+        None if kjt._keys else kjt.stride(),
+        None if inverse is None else tuple(inverse[0]),
+    )
+
+
+def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> KeyedJaggedTensor:
+    values, weights, lengths, offsets, strides, inverse = leaves
+    return KeyedJaggedTensor.unchecked(
+        list(context.keys),
+        values,
+        weights,
+        lengths,
+        offsets,
+        stride=context.stride,
+        strides=strides,
+        inverse_indices=None if context.inverse_keys is None else (list(context.inverse_keys), inverse),
+    )
+
+
+def _flatten_keyed(kt: KeyedTensor) -> tuple[list[Any], DenseContext]:
+    return [kt._values], DenseContext(tuple(kt._keys), tuple(kt._length_per_key), kt._key_dim)
+
+
+def _unflatten_keyed(leaves: Iterable[Any], context: DenseContext) -> KeyedTensor:
+    (values,) = leaves
+    return KeyedTensor.unchecked(list(context.keys), list(context.length_per_key), values, context.key_dim)
+
+
+def _keyed_context(dumped: Any) -> KeyedContext:
+    keys, stride, inverse_keys = dumped
+    return KeyedContext(tuple(keys), stride, None if inverse_keys is None else tuple(inverse_keys))
+
+
+def _dense_context(dumped: Any) -> DenseContext:
+    keys, length_per_key, key_dim = dumped
+    return DenseContext(tuple(keys), tuple(length_per_key), key_dim)
+
+
+def _register(
+    cls: type[T],
+    leaf_names: list[str],
+    flatten: Callable[[T], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], T],
+    from_dumpable: Callable[[Any], Any] | None = None,
+) -> None:
+    def flatten_with_keys(tensor: T) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        leaves, context = flatten(tensor)
+        return list(zip(map(pytree.GetAttrKey, leaf_names), leaves, strict=True)), context
+
+    def flatten_spec(tensor: T, spec: pytree.TreeSpec) -> list[Any]:
+        return flatten(tensor)[0]
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"meshrec.{cls.__name__}",
+        to_dumpable_context=None if from_dumpable is None else list,
+        from_dumpable_context=from_dumpable,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    fx_pytree.register_pytree_flatten_spec(cls, flatten_spec)
+    torch.serialization.add_safe_globals([cls])  # an exported program carries its example inputs
+
+
+_JAGGED = ["values", "weights", "lengths", "offsets"]
+_KEYED = [*_JAGGED, "stride_per_key_per_rank", "inverse_indices"]
+_register(JaggedTensor, _JAGGED, _flatten_jagged, _unflatten_jagged)
+_register(KeyedJaggedTensor, _KEYED, _flatten_keyed_jagged, _unflatten_keyed_jagged, _keyed_context)
+_register(KeyedTensor, ["values"], _flatten_keyed, _unflatten_keyed, _dense_context)
