@@ -1,0 +1,57 @@
+"""``meshrec calibrate``: measures the machine and saves a hardware profile."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table as Grid
+
+from meshrec.planner.calibrate import Sizes, calibrate
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """Measures this machine in under a minute and saves a profile for `meshrec plan --hardware FILE`.
+
+    Under torchrun it measures the process group as well: torchrun --nproc-per-node=2 -m meshrec.cli calibrate
+    """
+
+    out: Annotated[Path, tyro.conf.Positional] = Path("hardware.json")
+    """Where to save the profile."""
+    name: str = "calibrated"
+    """What to call it."""
+    ranks_per_node: int | None = None
+    """Ranks that share a node (default: all)."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    quick: bool = False
+    """Small tables and few rounds: a rough profile in seconds."""
+
+
+def run(options: CalibrateOptions) -> None:
+    """Measures, saves on rank 0, prints."""
+    under_torchrun = dist.is_torchelastic_launched()
+    if under_torchrun and not dist.is_initialized():
+        dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
+    sizes = Sizes(1 << 14, 1 << 12, 1 << 20, 3) if options.quick else Sizes()
+    try:
+        device = torch.device(options.device)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        profile = calibrate(group, local_size=options.ranks_per_node, device=device, sizes=sizes)
+        if group is None or group.rank() == 0:
+            profile.named(options.name).save(options.out)
+            _print(profile.to_json(), options.out)
+    finally:
+        if under_torchrun:
+            dist.destroy_process_group()
+
+
+def _print(values: dict[str, object], path: Path) -> None:
+    grid = Grid("figure", "value", title=str(path))
+    for name, value in values.items():
+        grid.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(grid)

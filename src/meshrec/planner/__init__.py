@@ -1,0 +1,29 @@
+"""The planner: fast sharding plans, with a proof of how good they are."""
+
+from meshrec.planner.evaluate import StepEstimate, evaluate
+from meshrec.planner.hardware import BUILTIN_PROFILES, HardwareProfile, Link, get_profile
+from meshrec.planner.module_tables import estimate_from_batches, tables_of_model
+from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs, load_plan, save_plan
+from meshrec.planner.planners import EmbeddingShardingPlanner, plan_tables
+from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
+
+__all__ = [
+    "BUILTIN_PROFILES",
+    "EmbeddingShardingPlanner",
+    "HardwareProfile",
+    "Link",
+    "OptimizerKind",
+    "ParameterConstraints",
+    "PlannedShardingPlan",
+    "PlannerInputs",
+    "StepEstimate",
+    "Table",
+    "Topology",
+    "estimate_from_batches",
+    "evaluate",
+    "get_profile",
+    "load_plan",
+    "plan_tables",
+    "save_plan",
+    "tables_of_model",
+]

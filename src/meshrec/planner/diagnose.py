@@ -1,0 +1,166 @@
+"""When no plan fits: what is missing where, and the smallest change that would help."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.planner.construct import fitting_plan
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.types import ParameterConstraints, Table, Topology
+
+_MOST_NODES = 64
+
+
+def diagnose(
+    tables: Sequence[Table],
+    topology: Topology,
+    *,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints],
+) -> str:
+    """Why no plan for `tables` fits, in words: the missing memory, the largest tables, what would make it
+    fit."""
+    free = replace(topology, replicate=(1,))
+    lines = ["no plan fits into memory."]
+    lines.append(_missing(tables, free, batch_size, constraints))
+    largest = sorted(tables, key=lambda table: -table.num_bytes)[:5]
+    listing = ", ".join(f"{table.name} {_gib(table.num_bytes)}" for table in largest)
+    lines.append(f"The largest tables with optimizer state: {listing}.")
+    remedies = [
+        _row_wise(tables, free, batch_size, constraints, largest),
+        _half_precision(tables, free, batch_size, constraints, largest),
+        _more_ranks(tables, free, batch_size, constraints),
+    ]
+    found = [remedy for remedy in remedies if remedy is not None]
+    if found:
+        lines.append("It would fit with one of: " + "; ".join(found) + ".")
+    else:
+        lines.append(
+            f"Neither other sharding types, nor fp16, nor {_MOST_NODES} times the nodes are enough: "
+            f"reduce the "
+            "reserve, the batch size, or the tables."
+        )
+    return "\n".join(lines)
+
+
+def _fits(
+    tables: Sequence[Table],
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints],
+) -> bool:
+    if topology.memory_cap <= 0:
+        return False
+    try:
+        problem = build_problem(CostModel(tables, topology, batch_size=batch_size), constraints)
+    except ValueError:
+        return False
+    return fitting_plan(problem) is not None
+
+
+def _missing(
+    tables: Sequence[Table],
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints],
+) -> str:
+    cap = topology.memory_cap
+    if cap <= 0:
+        return (
+            f"A rank has {_gib(topology.profile.memory)}; the dense model takes "
+            f"{_gib(topology.dense_bytes)} and the "
+            f"reserve {topology.reserve:.0%}: nothing is left for tables."
+        )
+    unlimited = replace(topology, hbm_cap=1 << 60, ddr_cap=1 << 60, dense_bytes=0)
+    problem = build_problem(CostModel(tables, unlimited, batch_size=batch_size), constraints)
+    state = fitting_plan(problem._replace(memory_cap=float(1 << 60)))
+    assert state is not None
+    bytes_R = state.bytes_R + state.common_bytes
+    rank = int(bytes_R.argmax())
+    over = int(np.count_nonzero(bytes_R > cap))
+    return (
+        f"With memory spread as evenly as the constraints allow, rank {rank} needs "
+        f"{_gib(bytes_R[rank])} and has "
+        f"{_gib(cap)} (of {_gib(topology.profile.memory)}, less the dense model "
+        f"{_gib(topology.dense_bytes)} and a "
+        f"reserve of {topology.reserve:.0%}): {_gib(max(bytes_R[rank] - cap, 0.0))} are missing, and "
+        f"{over} of "
+        f"{len(bytes_R)} ranks are over."
+    )
+
+
+def _row_wise(
+    tables: Sequence[Table],
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints],
+    largest: Sequence[Table],
+) -> str | None:
+    """Row-wise on as few of the largest constrained tables as it takes."""
+    changed = dict(constraints)
+    names = []
+    for table in largest:
+        old = constraints.get(table.name)
+        if old is None or (ShardingType.ROW_WISE in old.allowed_types and old.ranks is None):
+            continue
+        kinds = sorted(old.allowed_types | {ShardingType.ROW_WISE}, key=lambda kind: kind.value)
+        changed[table.name] = replace(old, sharding_types=kinds, ranks=None)
+        names.append(table.name)
+        if _fits(tables, topology, batch_size, changed):
+            return f"row-wise sharding on {', '.join(names)}"
+    return None
+
+
+def _half_precision(
+    tables: Sequence[Table],
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints],
+    largest: Sequence[Table],
+) -> str | None:
+    """fp16 weights for as few of the largest tables as it takes."""
+    changed = list(tables)
+    names = []
+    for table in largest:
+        if table.weight_bytes <= 2:
+            continue
+        changed = [replace(t, weight_bytes=2) if t.name == table.name else t for t in changed]
+        names.append(table.name)
+        if _fits(changed, topology, batch_size, constraints):
+            return f"fp16 weights for {', '.join(names)}"
+    changed = [replace(table, weight_bytes=min(2, table.weight_bytes)) for table in tables]
+    return "fp16 weights for all tables" if _fits(changed, topology, batch_size, constraints) else None
+
+
+def _more_ranks(
+    tables: Sequence[Table],
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints],
+) -> str | None:
+    """The fewest ranks, in whole nodes, that are enough with the same global batch."""
+    samples = batch_size * topology.world_size
+    step = topology.local_size
+
+    def enough(nodes: int) -> bool:
+        ranks = nodes * step
+        bigger = replace(topology, world_size=ranks, local_world_size=step)
+        return _fits(tables, bigger, max(1, samples // ranks), constraints)
+
+    low = topology.world_size // step
+    high = low
+    while not enough(high):
+        low, high = high, high * 2
+        if high > _MOST_NODES * (topology.world_size // step):
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return f"{high * step} ranks instead of {topology.world_size}"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 1024**3:.2f} GiB"

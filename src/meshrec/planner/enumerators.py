@@ -1,0 +1,284 @@
+"""Candidates: every useful way to split each table, within the user's constraints.
+
+The only place that knows sharding types. Types are left out where another one gives the same rectangles or
+is never
+worse: `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is tried only where the user allows it
+but not `COLUMN_WISE`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.planner.estimators import NUM_PHASES, CostModel
+from meshrec.planner.problem import Layout, Problem, Scope
+from meshrec.planner.types import (
+    COLUMN_ALIGNMENT,
+    DEFAULT_MIN_PARTITION,
+    Bools,
+    Floats,
+    Ints,
+    ParameterConstraints,
+    Table,
+)
+
+_MAX_COLUMN_PARTS = 16
+_FREE = ParameterConstraints()
+
+
+def column_widths(columns: int, parts: int) -> tuple[int, ...]:
+    """`columns` in `parts` as even as multiples of 4 allow (the last takes what is left)."""
+    units = -(-columns // COLUMN_ALIGNMENT)
+    if parts > units:
+        return tuple(columns // parts + (part < columns % parts) for part in range(parts))
+    base, extra = divmod(units, parts)
+    widths = [COLUMN_ALIGNMENT * (base + (part < extra)) for part in range(parts)]
+    widths[-1] -= sum(widths) - columns
+    return tuple(widths)
+
+
+def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, node_size: int) -> list[Layout]:
+    """All useful ways to split one table."""
+    allowed = constraints.allowed_types
+    num_nodes = num_ranks // node_size
+    splits = _column_splits(table.embedding_dim, _min_partition(constraints))
+    whole = (table.embedding_dim,)
+    found: list[Layout] = []
+    if ShardingType.DATA_PARALLEL in allowed and constraints.ranks is None:
+        found.append(Layout(Scope.EVERYWHERE, whole, 1))
+    if ShardingType.TABLE_WISE in allowed:
+        found.append(Layout(Scope.RANKS, whole, 1))
+    if ShardingType.COLUMN_WISE in allowed:
+        found += [Layout(Scope.RANKS, widths, 1) for widths in splits if len(widths) <= num_ranks]
+    elif ShardingType.TABLE_COLUMN_WISE in allowed:
+        found += [Layout(Scope.ONE_NODE, widths, 1) for widths in splits if len(widths) <= node_size]
+    if ShardingType.ROW_WISE in allowed:
+        parts = _row_parts(num_ranks, num_nodes, table.num_embeddings)
+        found += [Layout(Scope.RANKS, whole, part) for part in parts]
+    if num_nodes > 1 and constraints.ranks is None and table.num_embeddings >= node_size:
+        found += _node_layouts(table, allowed, splits, num_nodes, node_size)
+    elif num_nodes == 1 and num_ranks > 1 and _TWRW in allowed and ShardingType.ROW_WISE not in allowed:
+        found.append(Layout(Scope.RANKS, whole, min(num_ranks, table.num_embeddings)))
+    if num_ranks > 1 and ShardingType.GRID_SHARD in allowed and num_nodes == 1:
+        found += [
+            Layout(Scope.RANKS, widths, rows)
+            for widths in splits
+            for rows in range(2, num_ranks // len(widths) + 1)
+            if rows <= table.num_embeddings
+        ]
+    return found
+
+
+_TWRW = ShardingType.TABLE_ROW_WISE
+
+
+def _column_splits(columns: int, min_partition: int) -> list[tuple[int, ...]]:
+    most = min(columns // min_partition, _MAX_COLUMN_PARTS)
+    splits = [column_widths(columns, parts) for parts in range(2, most + 1)]
+    return [widths for widths in splits if min(widths) >= min_partition]
+
+
+def _row_parts(num_ranks: int, num_nodes: int, rows: int) -> list[int]:
+    if num_nodes == 1 and num_ranks <= 16:
+        parts = set(range(2, num_ranks + 1))
+    else:
+        parts = {part for part in (2, 3, 4, 6, 8, 12, 16) if part <= num_ranks}
+        if num_nodes == 1:
+            parts.add(num_ranks)
+    return sorted(part for part in parts if part <= rows)
+
+
+def _node_layouts(
+    table: Table,
+    allowed: frozenset[ShardingType],
+    splits: Sequence[tuple[int, ...]],
+    num_nodes: int,
+    node_size: int,
+) -> list[Layout]:
+    whole = (table.embedding_dim,)
+    powers = [1 << power for power in range(num_nodes.bit_length()) if 1 << power < num_nodes] + [num_nodes]
+    counts = [count for count in powers if count * node_size <= table.num_embeddings]
+    found = []
+    if _TWRW in allowed:
+        found.append(Layout(Scope.NODES, whole, 1))
+    if ShardingType.ROW_WISE in allowed:
+        found += [Layout(Scope.NODES, whole, count) for count in counts if count > 1]
+    if ShardingType.GRID_SHARD in allowed:
+        found += [
+            Layout(Scope.NODES, widths, count)
+            for widths in splits
+            for count in counts
+            if len(widths) * count <= num_nodes
+        ]
+    return found
+
+
+class _Pieces(NamedTuple):
+    candidate: Ints
+    num_equal: Ints
+    rows: Floats
+    columns: Ints
+    in_node: Bools
+
+
+def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstraints]) -> Problem:
+    """Enumerates candidates for `model.tables` and prices their pieces.
+
+    Raises ValueError when a table's constraints leave no candidate.
+    """
+    type_T, examples = _group(model.tables, constraints)
+    layouts_C: list[Layout] = []
+    type_C: list[int] = []
+    for kind, index in enumerate(examples):
+        table = model.tables[index]
+        found = layouts(table, constraints.get(table.name, _FREE), model.num_ranks, model.node_size)
+        if not found:
+            raise ValueError(_no_candidate(table, constraints[table.name], model))
+        layouts_C += found
+        type_C += [kind] * len(found)
+    table_C = np.array(examples, np.int64)[type_C]
+    pieces = _pieces(model, layouts_C, table_C)
+    ranks_P = pieces.num_equal * np.where(pieces.in_node, model.node_size, 1)
+    table_P = table_C[pieces.candidate]
+    load_PF = model.rectangle_loads(table_P, pieces.rows, pieces.columns, pieces.in_node)
+    bytes_P = model.rectangle_bytes(table_P, pieces.rows, pieces.columns)
+    parts_C = np.array([layout.row_parts for layout in layouts_C])
+    by_rows_P = pieces.in_node | (parts_C[pieces.candidate] > 1)
+    by_columns_P = ~by_rows_P & np.array([len(layout.widths) > 1 for layout in layouts_C])[pieces.candidate]
+    least_rows = np.where(by_rows_P, 0, pieces.rows)
+    least_columns = np.where(by_columns_P, 0, pieces.columns)
+    fixed_PF = model.rectangle_loads(table_P, least_rows, least_columns, pieces.in_node)
+    merge_FK = _merge_phases(load_PF, fixed_PF)
+    received_P = ranks_P * model.received_bytes(table_P, pieces.rows, pieces.columns, pieces.in_node)
+    everywhere_C = np.array([layout.scope is Scope.EVERYWHERE for layout in layouts_C], bool)
+    common_CF = np.where(everywhere_C[:, None], model.replicated_loads(table_C), 0.0)
+    common_bytes_C = np.where(everywhere_C, model.replicated_bytes(table_C), 0.0)
+    np.add.at(common_bytes_C, pieces.candidate, received_P)
+    mean_PF = load_PF * (ranks_P / model.num_ranks)[:, None]
+    mean_CF = np.zeros((len(layouts_C), NUM_PHASES))
+    np.add.at(mean_CF, pieces.candidate, mean_PF)
+    shared_C = np.array([model.shared_loads(mean_F).sum() for mean_F in mean_CF])
+    row_stats_C = mean_CF[:, _ROW_STATS] > 0
+    start_C = np.searchsorted(pieces.candidate, np.arange(len(layouts_C) + 1))
+    return Problem(
+        num_ranks=model.num_ranks,
+        node_size=model.node_size,
+        memory_cap=model.memory_cap,
+        type_T=type_T,
+        layouts_C=layouts_C,
+        type_C=np.array(type_C, np.int64),
+        common_C=common_CF.sum(1) + shared_C,
+        common_bytes_C=common_bytes_C,
+        piece_start_C=start_C,
+        candidate_P=pieces.candidate,
+        count_P=pieces.num_equal,
+        load_PK=load_PF @ merge_FK,
+        fixed_PK=fixed_PF @ merge_FK,
+        bytes_P=bytes_P,
+        fixed_bytes_P=model.rectangle_bytes(table_P, least_rows, least_columns),
+        width_P=pieces.columns,
+        rows_P=pieces.rows,
+        min_partition_Y=np.array(
+            [_min_partition(constraints.get(model.tables[i].name, _FREE)) for i in examples]
+        ),
+        merge_FK=merge_FK,
+        ranks_Y=[_rank_mask(constraints.get(model.tables[i].name), model.num_ranks) for i in examples],
+        sharded_C=~everywhere_C,
+        row_stats_C=row_stats_C,
+    )
+
+
+_ROW_STATS = 4
+
+
+def _group(
+    tables: Sequence[Table], constraints: Mapping[str, ParameterConstraints]
+) -> tuple[Ints, list[int]]:
+    """The type of each table, and one table of each type."""
+    kinds: dict[str, int] = {}
+    examples: list[int] = []
+    type_T = np.empty(len(tables), np.int64)
+    for index, table in enumerate(tables):
+        key = repr((_anonymous(table), constraints.get(table.name)))
+        if key not in kinds:
+            kinds[key] = len(examples)
+            examples.append(index)
+        type_T[index] = kinds[key]
+    return type_T, examples
+
+
+def _anonymous(table: Table) -> tuple[object, ...]:
+    names = (name for name in table.__dataclass_fields__ if name not in ("name", "module_path"))
+    return tuple(getattr(table, name) for name in names)
+
+
+def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pieces:
+    found: list[tuple[int, int, float, int, bool]] = []
+    rows_C = model.arrays.rows_T[table_C]
+    for index, layout in enumerate(layouts_C):
+        if layout.scope is Scope.EVERYWHERE:
+            continue
+        in_node = layout.scope is Scope.NODES
+        height = float(rows_C[index]) / (layout.row_parts * (model.node_size if in_node else 1))
+        for width, count in Counter(layout.widths).items():
+            found.append((index, count * layout.row_parts, height, width, in_node))
+    candidate, counts, rows, columns, in_nodes = zip(*found, strict=True) if found else ((), (), (), (), ())
+    return _Pieces(
+        np.array(candidate, np.int64),
+        np.array(counts, np.int64),
+        np.array(rows, np.float64),
+        np.array(columns, np.int64),
+        np.array(in_nodes, bool),
+    )
+
+
+def _merge_phases(*loads_PF: Floats) -> Floats:
+    """Which phases have loads in one proportion over all pieces: the slowest rank of one is that of the
+    other."""
+    load_PF = np.concatenate(loads_PF)
+    groups: list[list[int]] = []
+    for phase in range(load_PF.shape[1]):
+        load = load_PF[:, phase]
+        if not load.any():
+            continue
+        for group in groups:
+            other = load_PF[:, group[0]]
+            if np.allclose(load, other * (load.sum() / other.sum()), rtol=1e-9, atol=0):
+                group.append(phase)
+                break
+        else:
+            groups.append([phase])
+    merge_FK = np.zeros((load_PF.shape[1], max(len(groups), 1)))
+    for index, group in enumerate(groups):
+        merge_FK[group, index] = 1.0
+    return merge_FK
+
+
+def _min_partition(constraints: ParameterConstraints) -> int:
+    return constraints.min_partition or DEFAULT_MIN_PARTITION
+
+
+def _rank_mask(constraints: ParameterConstraints | None, num_ranks: int) -> Bools | None:
+    if constraints is None or constraints.ranks is None:
+        return None
+    mask = np.zeros(num_ranks, bool)
+    for rank in constraints.ranks:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"a constraint names rank {rank}; the ranks are [0, {num_ranks}).")
+        mask[rank] = True
+    return mask
+
+
+def _no_candidate(table: Table, constraints: ParameterConstraints, model: CostModel) -> str:
+    kinds = sorted(kind.value for kind in constraints.allowed_types)
+    partition = _min_partition(constraints)
+    return (
+        f"table {table.name!r} ({table.num_embeddings} rows x {table.embedding_dim} columns): its "
+        f"constraints leave no "
+        f"way to place it on {model.num_ranks} ranks in nodes of {model.node_size}: sharding types {kinds}, "
+        f"min_partition {partition}, ranks {constraints.ranks or 'all'}. Allow another type, or a "
+        f"smaller min_partition."
+    )

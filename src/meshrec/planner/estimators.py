@@ -1,0 +1,304 @@
+"""The cost model: seconds per phase and bytes of memory for any rectangle on any rank.
+
+A training step is a chain of phases, and each ends in (or is) a collective, that is, a barrier. So a step
+takes the sum over phases of the slowest rank's phase. Within a phase a rank's load is a sum over the
+rectangles it holds, plus what data-parallel tables cost every rank alike.
+
+The batch is spread evenly, so each rank receives from an all-to-all the mean of what ranks send (or the
+other way round for ids and gradients). The slowest owner is therefore never faster than any receiver, and a
+full-duplex phase is the slowest owner's; where a rank cannot send and receive at once, the mean is added.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrec.planner.hardware import Link
+from meshrec.planner.types import Bools, Floats, Ints, Table, Topology
+
+PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_parallel", "update")
+"""The phases of a step, in order.
+
+ids: the all-to-alls of sizes and ids. lookup: the forward kernel. output, gradient: the all-to-alls of
+embeddings and their gradients. row_stats: the all-reduce of row statistics of tables split by columns.
+replicas: the exchange of sparse gradients over the ``replicate`` axis. data_parallel: the exchange for
+tables that every rank holds.
+update: the fused optimizer step.
+"""
+NUM_PHASES = len(PHASES)
+_IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDATE = range(NUM_PHASES)
+
+ID_BYTES = 8
+LENGTH_BYTES = 4
+SAMPLE_WEIGHT_BYTES = 4
+STATE_BYTES = 4
+
+
+class Usage(NamedTuple):
+    """Which kinds of placement a plan uses: each adds the latency of its collectives."""
+
+    sharded: bool
+    row_stats: bool
+    data_parallel: bool
+
+
+class TableArrays(NamedTuple):
+    """Attributes of T tables as arrays."""
+
+    rows_T: Ints
+    columns_T: Ints
+    ids_T: Floats
+    """Ids per rank's batch."""
+    bags_T: Floats
+    """Bags per rank's batch."""
+    outputs_T: Floats
+    """Output rows per rank's batch: bags of pooled tables, ids of others."""
+    pooled_T: Bools
+    weight_bytes_T: Floats
+    id_bytes_T: Floats
+    state_per_column_T: Floats
+    state_per_row_T: Floats
+    row_statistics_bytes_T: Floats
+    """Bytes per distinct row that the parts of a row add up before the update."""
+    effective_rows_T: Floats
+
+
+class CostModel:
+    """Turns rectangles into seconds and bytes.
+
+    Args:
+        tables: what is planned.
+        topology: the machine. Its `world_size` ranks split into `replicas` groups; one group is planned.
+        batch_size: samples per rank.
+        replicas: size of the ``replicate`` axis.
+        output_bytes, gradient_bytes: bytes of one element on the wire in the output and gradient
+            all-to-alls (2 with quantised communication).
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        topology: Topology,
+        *,
+        batch_size: int,
+        replicas: int = 1,
+        output_bytes: int = 4,
+        gradient_bytes: int = 4,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; give the number of samples per rank, at least 1.")
+        if topology.world_size % replicas:
+            raise ValueError(f"{replicas} replicas do not divide {topology.world_size} ranks.")
+        self.tables = tuple(tables)
+        self.topology = topology
+        self.batch_size = batch_size
+        self.replicas = replicas
+        self.output_bytes = output_bytes
+        self.gradient_bytes = gradient_bytes
+        self.profile = topology.profile
+        self.num_ranks = topology.world_size // replicas
+        self.node_size = min(topology.local_size, self.num_ranks)
+        self.sum_in_node = topology.sum_in_node and 1 < self.node_size < self.num_ranks
+        self.memory_cap = topology.memory_cap
+        self.arrays = _arrays(self.tables, batch_size)
+        multi_node = self.num_ranks > self.node_size
+        self._outer: Link = self.profile.inter if multi_node else self.profile.intra
+        crosses_nodes = self.num_ranks >= topology.local_size and topology.world_size > topology.local_size
+        self._replica_link: Link = self.profile.inter if crosses_nodes else self.profile.intra
+        self._all_link: Link = (
+            self.profile.inter if topology.world_size > topology.local_size else self.profile.intra
+        )
+        same_node = (self.node_size - 1) / self.num_ranks
+        other_nodes = (self.num_ranks - self.node_size) / self.num_ranks
+        self._other_nodes = other_nodes
+        self._wire = same_node / self.profile.intra.all_to_all + other_nodes / self.profile.inter.all_to_all
+
+    def rectangle_loads(
+        self,
+        table_N: npt.NDArray[np.integer],
+        rows_N: npt.NDArray[np.number],
+        columns_N: npt.NDArray[np.number],
+        in_node_N: Bools,
+    ) -> Floats:
+        """Seconds [N, NUM_PHASES] that rectangles of `rows_N` x `columns_N` cost the rank that holds them.
+
+        `in_node_N`: whether every rank of the rectangle's node holds other rows of the same columns, so
+        that partial sums stay inside the node.
+        """
+        a, p = self.arrays, self.profile
+        table = np.asarray(table_N)
+        columns = np.asarray(columns_N, np.float64)
+        share = np.asarray(rows_N, np.float64) / a.rows_T[table]
+        ids = a.ids_T[table] * self.num_ranks * share
+        bags = a.bags_T[table] * self.num_ranks
+        outputs = np.where(a.pooled_T[table], bags, ids)
+        row_bytes = columns * a.weight_bytes_T[table]
+        loads = np.zeros((len(table), NUM_PHASES))
+        loads[:, _IDS] = (ids * a.id_bytes_T[table] + bags * LENGTH_BYTES) * self._wire
+        read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
+        loads[:, _LOOKUP] = read + outputs * columns * 4 / p.stream_bandwidth
+        elements = outputs * columns
+        loads[:, _OUTPUT] = self._embedding_seconds(elements * self.output_bytes, in_node_N)
+        loads[:, _GRADIENT] = self._embedding_seconds(elements * self.gradient_bytes, in_node_N)
+        loads[:, _UPDATE] = self._update_seconds(table, ids, columns, share, self.replicas)
+        if self.replicas > 1:
+            loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
+        statistics = 2 * self._distinct(table, ids, share) * a.row_statistics_bytes_T[table] * self._wire
+        loads[:, _ROW_STATS] = np.where(columns < a.columns_T[table], statistics, 0.0)
+        return loads
+
+    def rectangle_bytes(
+        self,
+        table_N: npt.NDArray[np.integer],
+        rows_N: npt.NDArray[np.number],
+        columns_N: npt.NDArray[np.number],
+    ) -> Floats:
+        """Bytes [N] on the rank that holds a rectangle: weights, optimizer state, ids in, embeddings and
+        gradients out."""
+        a = self.arrays
+        table = np.asarray(table_N)
+        rows, columns = np.asarray(rows_N, np.float64), np.asarray(columns_N, np.float64)
+        ids = a.ids_T[table] * self.num_ranks * rows / a.rows_T[table]
+        bags = a.bags_T[table] * self.num_ranks
+        outputs = np.where(a.pooled_T[table], bags, ids)
+        parameters = rows * (columns * self._column_bytes(table) + STATE_BYTES * a.state_per_row_T[table])
+        buffers = ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
+        return parameters + buffers + outputs * columns * (self.output_bytes + self.gradient_bytes)
+
+    def received_bytes(
+        self,
+        table_N: npt.NDArray[np.integer],
+        rows_N: npt.NDArray[np.number],
+        columns_N: npt.NDArray[np.number],
+        in_node_N: Bools,
+    ) -> Floats:
+        """Bytes [N] that a rectangle's outputs and their gradients take on *every* rank."""
+        a = self.arrays
+        table = np.asarray(table_N)
+        share = np.asarray(rows_N, np.float64) / a.rows_T[table]
+        outputs = np.where(a.pooled_T[table], a.bags_T[table], a.ids_T[table] * share)
+        parts = np.where(in_node_N, 1.0 / self.node_size, 1.0)
+        result: Floats = outputs * columns_N * parts * (self.output_bytes + self.gradient_bytes)
+        return result
+
+    def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
+        """Seconds [N, NUM_PHASES] that a data-parallel table costs every rank."""
+        a, p = self.arrays, self.profile
+        table = np.asarray(table_N)
+        columns = a.columns_T[table].astype(np.float64)
+        ids, one = a.ids_T[table], np.ones(len(table))
+        loads = np.zeros((len(table), NUM_PHASES))
+        read = ids * (p.read_row_seconds + columns * a.weight_bytes_T[table] / p.read_bandwidth)
+        loads[:, _LOOKUP] = read + a.outputs_T[table] * columns * 4 / p.stream_bandwidth
+        world = self.topology.world_size
+        loads[:, _UPDATE] = self._update_seconds(table, ids, columns, one, world)
+        distinct = self._distinct(table, ids, one)
+        dense = 2 * (world - 1) / world * a.rows_T[table] * columns * 4 / self._all_link.all_reduce
+        sparse = (world - 1) * distinct * (columns * 4 + ID_BYTES) / self._all_link.reduce_scatter
+        loads[:, _DATA_PARALLEL] = np.minimum(dense, sparse)
+        return loads
+
+    def replicated_bytes(self, table_N: npt.NDArray[np.integer]) -> Floats:
+        """Bytes [N] that a data-parallel table takes on every rank, its gradient included."""
+        a = self.arrays
+        table = np.asarray(table_N)
+        columns = a.columns_T[table].astype(np.float64)
+        row = columns * self._column_bytes(table) + STATE_BYTES * a.state_per_row_T[table]
+        gradient = np.minimum(a.rows_T[table], a.ids_T[table] * self.topology.world_size) * columns * 4
+        return a.rows_T[table] * row + gradient + a.outputs_T[table] * columns * 8
+
+    def shared_loads(self, mean_loads: Floats) -> Floats:
+        """Seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles' loads."""
+        if self.profile.full_duplex:
+            return np.zeros(NUM_PHASES)
+        return np.where(_IS_EXCHANGE, mean_loads, 0.0)
+
+    def fixed_seconds(self, usage: Usage) -> Floats:
+        """Seconds [NUM_PHASES] that the phases take before the first byte."""
+        fixed = np.zeros(NUM_PHASES)
+        kernel = self.profile.kernel_seconds
+        fixed[[_LOOKUP, _UPDATE]] = kernel
+        if self.num_ranks > 1 and usage.sharded:
+            latency = self._outer.latency
+            fixed[[_IDS, _OUTPUT, _GRADIENT]] = 2 * latency, latency, latency
+            fixed[_ROW_STATS] = latency if usage.row_stats else 0.0
+        if self.replicas > 1 and usage.sharded:
+            fixed[_REPLICAS] = 2 * self._replica_link.latency
+        if self.topology.world_size > 1 and usage.data_parallel:
+            fixed[_DATA_PARALLEL] = self._all_link.latency
+        return fixed
+
+    def _embedding_seconds(self, bytes_N: Floats, in_node_N: Bools) -> Floats:
+        flat = bytes_N * self._wire
+        if not self.sum_in_node:
+            return flat
+        local = self.node_size
+        inside = bytes_N * (local - 1) / local / self.profile.intra.reduce_scatter
+        across = bytes_N / local * self._other_nodes / self.profile.inter.all_to_all
+        return np.where(in_node_N, inside + across, flat)
+
+    def _update_seconds(
+        self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats, replicas: int
+    ) -> Floats:
+        """`ids` gradient rows are summed by row; then each distinct row of all replicas is read and
+        written."""
+        a, p = self.arrays, self.profile
+        distinct = self._distinct(table, ids * replicas, share)
+        outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
+        gather = ids * p.update_id_seconds + outputs * columns * 4 / p.stream_bandwidth
+        row_bytes = columns * (2 * a.weight_bytes_T[table] + 2 * STATE_BYTES * a.state_per_column_T[table])
+        result: Floats = gather + distinct * (p.update_row_seconds + row_bytes / p.update_bandwidth)
+        return result
+
+    def _replica_seconds(
+        self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats
+    ) -> Floats:
+        rows = self.arrays.rows_T[table] * share
+        others, link = self.replicas - 1, self._replica_link
+        sparse = others * self._distinct(table, ids, share) * (columns * 4 + ID_BYTES) / link.reduce_scatter
+        dense = 2 * others / self.replicas * rows * columns * 4 / link.all_reduce
+        result: Floats = np.minimum(sparse, dense)
+        return result
+
+    def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
+        """Expected distinct rows among `ids` draws, with equal odds, from the effective rows of a part of
+        a table."""
+        rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
+        distinct: Floats = rows * -np.expm1(-ids / rows)
+        return distinct
+
+    def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
+        state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]
+        result: Floats = self.arrays.weight_bytes_T[table] + state
+        return result
+
+
+_IS_EXCHANGE = np.isin(np.arange(NUM_PHASES), [_IDS, _OUTPUT, _GRADIENT])
+
+
+def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
+    batch = np.array([table.batch_size or batch_size for table in tables], np.float64)
+    ids = batch * [table.ids_per_sample for table in tables]
+    bags = batch * [table.bags_per_sample for table in tables]
+    rows = np.array([table.num_embeddings for table in tables], np.int64)
+    hot = np.array([table.effective_rows or table.num_embeddings for table in tables], np.float64)
+    return TableArrays(
+        rows_T=rows,
+        columns_T=np.array([table.embedding_dim for table in tables], np.int64),
+        ids_T=ids,
+        bags_T=bags,
+        outputs_T=np.where([table.pooled for table in tables], bags, ids),
+        pooled_T=np.array([table.pooled for table in tables], bool),
+        weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
+        id_bytes_T=np.array(
+            [ID_BYTES + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
+        ),
+        state_per_column_T=np.array([table.optimizer.state_per_row[0] for table in tables], np.float64),
+        state_per_row_T=np.array([table.optimizer.state_per_row[1] for table in tables], np.float64),
+        row_statistics_bytes_T=np.array(
+            [4.0 * table.optimizer.row_statistics for table in tables], np.float64
+        ),
+        effective_rows_T=np.minimum(hot, rows),
+    )

@@ -1,0 +1,247 @@
+"""What the machine can do: the figures that turn bytes and rows into seconds."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One mesh axis as a rank sees it.
+
+    Attributes:
+        latency: seconds that any collective takes before its first byte.
+        all_to_all: bytes/s that a rank sends (and at the same time receives) in an all-to-all.
+        reduce_scatter: bytes/s per rank in a reduce-scatter or all-gather.
+        all_reduce: bytes/s per rank in an all-reduce, counting ``2 (n - 1) / n`` times the buffer (NCCL's
+            "bus bandwidth").
+    """
+
+    latency: float
+    all_to_all: float
+    reduce_scatter: float
+    all_reduce: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0 and not (name == "latency" and value == 0):
+                raise ValueError(f"Link.{name} is {value}; it must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareProfile:
+    """Speeds and sizes of one rank. ``meshrec calibrate`` measures one; `BUILTIN_PROFILES` holds others.
+
+    Attributes:
+        name: what to call it.
+        read_row_seconds: fixed cost of reading one random row (the id, the wasted part of a memory access).
+        read_bandwidth: bytes/s while reading random rows.
+        update_row_seconds: fixed cost of updating one distinct row.
+        update_bandwidth: bytes/s of the update (a row is read and written; both count).
+        update_id_seconds: cost per id of sorting the ids and summing their gradients, without the bytes.
+        stream_bandwidth: bytes/s of sequential reads or writes.
+        kernel_seconds: fixed cost of one lookup or update.
+        intra: the link inside a node (axis ``local``).
+        inter: the link between nodes (axis ``node``).
+        full_duplex: whether a rank sends and receives at the same time.
+        memory: bytes a rank has for tables, buffers and the dense model.
+        sources: where each figure is from.
+    """
+
+    name: str
+    read_row_seconds: float
+    read_bandwidth: float
+    update_row_seconds: float
+    update_bandwidth: float
+    update_id_seconds: float
+    stream_bandwidth: float
+    kernel_seconds: float
+    intra: Link
+    inter: Link
+    full_duplex: bool = True
+    memory: int
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("read_bandwidth", "update_bandwidth", "stream_bandwidth", "memory"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must be positive.")
+        for name in ("read_row_seconds", "update_row_seconds", "update_id_seconds", "kernel_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must not be negative.")
+
+    def with_bandwidths(self, intra: float | None, inter: float | None) -> "HardwareProfile":
+        """The same machine with other bytes/s inside and between nodes; None keeps what there is."""
+        return replace(
+            self, intra=_with_bandwidth(self.intra, intra), inter=_with_bandwidth(self.inter, inter)
+        )
+
+    def named(self, name: str) -> "HardwareProfile":
+        """The same machine under another name."""
+        return replace(self, name=name)
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain JSON types."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return values | {
+            "intra": asdict(self.intra),
+            "inter": asdict(self.inter),
+            "sources": dict(self.sources),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "HardwareProfile":
+        """The inverse of `to_json`. Raises ValueError for unknown or missing fields."""
+        fields = set(cls.__dataclass_fields__)
+        if set(values) - fields or fields - set(values) - {"sources", "full_duplex"}:
+            raise ValueError(
+                f"a hardware profile has the fields {sorted(fields)}, got {sorted(values)}. "
+                "Measure one anew with `meshrec calibrate`."
+            )
+        return cls(**{**values, "intra": Link(**values["intra"]), "inter": Link(**values["inter"])})
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "HardwareProfile":
+        """Reads what `save` wrote."""
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+
+def _with_bandwidth(link: Link, bandwidth: float | None) -> Link:
+    if bandwidth is None:
+        return link
+    return replace(link, all_to_all=bandwidth, reduce_scatter=bandwidth, all_reduce=bandwidth)
+
+
+def _gpu(
+    *,
+    name: str,
+    memory_gib: int,
+    hbm: float,
+    hbm_source: str,
+    nvlink: float,
+    nvlink_source: str,
+    nic: float,
+    nic_source: str,
+) -> HardwareProfile:
+    """A GPU node from its data sheet: peak rates times the part of them that the traffic reaches."""
+    rows, stream, links = 0.65 * hbm, 0.85 * hbm, 0.8
+    assumption = "assumed for all GPUs; run `meshrec calibrate` for your own"
+    return HardwareProfile(
+        name=name,
+        read_row_seconds=64 / rows,
+        read_bandwidth=rows,
+        update_row_seconds=128 / rows,
+        update_bandwidth=rows,
+        update_id_seconds=96 / stream,
+        stream_bandwidth=stream,
+        kernel_seconds=10e-6,
+        intra=Link(
+            latency=20e-6,
+            all_to_all=links * nvlink,
+            reduce_scatter=links * nvlink,
+            all_reduce=links * nvlink,
+        ),
+        inter=Link(latency=40e-6, all_to_all=links * nic, reduce_scatter=links * nic, all_reduce=links * nic),
+        memory=memory_gib * 1024**3,
+        sources={
+            "memory": hbm_source,
+            "read_bandwidth": f"65 % of the peak of {hbm_source} ({assumption})",
+            "update_bandwidth": f"65 % of the peak of {hbm_source} ({assumption})",
+            "stream_bandwidth": f"85 % of the peak of {hbm_source} ({assumption})",
+            "read_row_seconds": f"64 bytes: an 8-byte id and partly used 32-byte sectors ({assumption})",
+            "update_row_seconds": f"128 bytes: state's sectors, read and written ({assumption})",
+            "update_id_seconds": f"96 bytes: four radix passes over 12-byte pairs ({assumption})",
+            "kernel_seconds": f"a few launches ({assumption})",
+            "intra": f"80 % of {nvlink_source} per direction; latency {assumption}",
+            "inter": f"80 % of {nic_source} per direction; latency {assumption}",
+        },
+    )
+
+
+_A100 = _gpu(
+    name="a100",
+    memory_gib=80,
+    hbm=2.039e12,
+    hbm_source="NVIDIA A100 80GB SXM data sheet: 80 GB HBM2e, 2039 GB/s",
+    nvlink=300e9,
+    nvlink_source="NVIDIA A100 data sheet: NVLink 600 GB/s, 300 GB/s",
+    nic=25e9,
+    nic_source="NVIDIA DGX A100 data sheet: 8 x 200 Gb/s, 25 GB/s per GPU",
+)
+_H100 = _gpu(
+    name="h100",
+    memory_gib=80,
+    hbm=3.35e12,
+    hbm_source="NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s",
+    nvlink=450e9,
+    nvlink_source="NVIDIA H100 data sheet: NVLink 900 GB/s, 450 GB/s",
+    nic=50e9,
+    nic_source="NVIDIA DGX H100 data sheet: 8 x 400 Gb/s, 50 GB/s per GPU",
+)
+_H200 = _gpu(
+    name="h200",
+    memory_gib=141,
+    hbm=4.8e12,
+    hbm_source="NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s",
+    nvlink=450e9,
+    nvlink_source="NVIDIA H200 data sheet: NVLink 900 GB/s, 450 GB/s",
+    nic=50e9,
+    nic_source="NVIDIA DGX H200 data sheet: 8 x 400 Gb/s, 50 GB/s per GPU",
+)
+_DDR4 = "one channel of DDR4-3200: 25.6 GB/s (JEDEC JESD79-4)"
+_CPU = HardwareProfile(
+    name="cpu",
+    read_row_seconds=10e-9,
+    read_bandwidth=10e9,
+    update_row_seconds=20e-9,
+    update_bandwidth=8e9,
+    update_id_seconds=15e-9,
+    stream_bandwidth=10e9,
+    kernel_seconds=50e-6,
+    intra=Link(latency=200e-6, all_to_all=1.5e9, reduce_scatter=1.5e9, all_reduce=1.5e9),
+    inter=Link(latency=400e-6, all_to_all=1e9, reduce_scatter=1e9, all_reduce=1e9),
+    full_duplex=False,
+    memory=32 * 1024**3,
+    sources={
+        "read_bandwidth": f"40 % of {_DDR4}, one rank with one or two threads",
+        "update_bandwidth": f"30 % of {_DDR4}",
+        "stream_bandwidth": f"40 % of {_DDR4}",
+        "read_row_seconds": "a miss of about 80 ns, 8 of them in flight",
+        "update_row_seconds": "two such misses: row and optimizer state",
+        "update_id_seconds": "four radix passes at about 250 M keys/s",
+        "kernel_seconds": "dispatch and thread start, order of magnitude",
+        "intra": "gloo over loopback, order of magnitude; run `meshrec calibrate` for your own",
+        "inter": "gloo over a 10 Gb/s network; run `meshrec calibrate` for your own",
+        "memory": "an assumption; give Topology(ddr_cap=...)",
+    },
+)
+
+BUILTIN_PROFILES: Mapping[str, HardwareProfile] = MappingProxyType(
+    {profile.name: profile for profile in (_CPU, _A100, _H100, _H200)}
+)
+"""Profiles by name: ``cpu``, ``a100``, ``h100``, ``h200`` (nodes of up to 8 GPUs). See each one's
+`sources`."""
+
+
+def get_profile(name: str) -> HardwareProfile:
+    """A built-in profile by name, or a file that `HardwareProfile.save` wrote."""
+    if name in BUILTIN_PROFILES:
+        return BUILTIN_PROFILES[name]
+    if Path(name).is_file():
+        return HardwareProfile.load(name)
+    raise ValueError(
+        f"hardware profile {name!r}: neither a file nor one of {sorted(BUILTIN_PROFILES)}. "
+        "Name one of these, or write a file with `meshrec calibrate`."
+    )
+
+
+def with_memory(profile: HardwareProfile, memory: int) -> HardwareProfile:
+    """The same machine with `memory` bytes per rank."""
+    return replace(profile, memory=memory)

@@ -1,0 +1,168 @@
+"""The tables of a model, as the planner sees them; and what sample batches tell about them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshrec.optim import OptimizerSpec, in_backward_spec
+from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
+
+_KINDS = {
+    "SGD": OptimizerKind.SGD,
+    "Adagrad": OptimizerKind.ADAGRAD,
+    "RowWiseAdagrad": OptimizerKind.ROW_WISE_ADAGRAD,
+    "Adam": OptimizerKind.ADAM,
+    "PartialRowWiseAdam": OptimizerKind.PARTIAL_ROW_WISE_ADAM,
+    "LAMB": OptimizerKind.LAMB,
+    "PartialRowWiseLAMB": OptimizerKind.PARTIAL_ROW_WISE_LAMB,
+    "LARS": OptimizerKind.LARS,
+}
+
+
+def optimizer_kind(spec: OptimizerSpec | None) -> OptimizerKind:
+    """The kind of an optimizer spec; NONE for none."""
+    return OptimizerKind.NONE if spec is None else _KINDS[type(spec).__name__]
+
+
+def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """(path, module) of the embedding modules that one of the `sharders` shards (None: any)."""
+    kinds = None if sharders is None else tuple(sharder.module_type for sharder in sharders)
+    for path, module in model.named_modules():
+        if _configs(module) is not None and (kinds is None or isinstance(module, kinds)):
+            yield path, module
+
+
+def tables_of_model(
+    model: nn.Module,
+    sharders: Sequence[Any] | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    *,
+    default_optimizer: OptimizerKind = OptimizerKind.NONE,
+) -> list[Table]:
+    """All tables of a model. The optimizer is the one attached to the table's weight, else
+    `default_optimizer`.
+
+    ValueError when two tables share a name (constraints go by name) or a constraint names no table.
+    """
+    constraints = constraints or {}
+    tables = []
+    for path, module in embedding_modules(model, sharders):
+        weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters() if "." in name}
+        for config in _configs(module) or ():
+            weight = weights.get(config.name)
+            spec = None if weight is None else in_backward_spec(weight)
+            tables.append(
+                table_of_config(
+                    config,
+                    constraints.get(config.name, ParameterConstraints()),
+                    pooled=hasattr(module, "embedding_bag_configs"),
+                    weighted=bool(getattr(module, "is_weighted", lambda: False)()),
+                    weight_bytes=4 if weight is None else weight.element_size(),
+                    optimizer=default_optimizer if spec is None else optimizer_kind(spec),
+                    module_path=path,
+                )
+            )
+    names = [table.name for table in tables]
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"tables of different modules share the name {duplicates[0]!r}; constraints go by table "
+            f"name. Rename one."
+        )
+    if unknown := [name for name in constraints if name not in names]:
+        raise ValueError(f"constraints name {unknown[0]!r}, which is no table of the model; it has {names}.")
+    return tables
+
+
+def table_of_config(
+    config: Any,
+    constraints: ParameterConstraints,
+    *,
+    pooled: bool,
+    weighted: bool = False,
+    weight_bytes: int = 4,
+    optimizer: OptimizerKind = OptimizerKind.NONE,
+    module_path: str = "",
+) -> Table:
+    """One table from its config and what the constraints say about its features."""
+    num_features = len(config.feature_names)
+    pooling = tuple(float(factor) for factor in constraints.pooling_factors or (1.0,) * num_features)
+    if len(pooling) != num_features:
+        raise ValueError(
+            f"table {config.name!r}: {len(pooling)} pooling_factors for the {num_features} features "
+            f"{list(config.feature_names)}; give one per feature."
+        )
+    batch_sizes = constraints.batch_sizes
+    return Table(
+        name=config.name,
+        num_embeddings=config.num_embeddings,
+        embedding_dim=config.embedding_dim,
+        pooling_factors=pooling,
+        num_poolings=None if constraints.num_poolings is None else tuple(constraints.num_poolings),
+        weight_bytes=weight_bytes,
+        pooled=pooled,
+        weighted=weighted,
+        optimizer=optimizer,
+        effective_rows=constraints.effective_rows,
+        batch_size=None if not batch_sizes else round(sum(batch_sizes) / len(batch_sizes)),
+        module_path=module_path,
+    )
+
+
+def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:
+    """Pooling factors and hot-row skew of each table, measured on `KeyedJaggedTensor` batches.
+
+    The skew is expressed as effective rows: as many equally likely rows as give the distinct ids seen.
+    Merge the result into your own constraints with `dataclasses.replace`.
+    """
+    num_ids: dict[str, int] = {}
+    num_bags: dict[str, int] = {}
+    seen: dict[str, list[torch.Tensor]] = {}
+    for batch in batches:
+        for key, jagged in batch.to_dict().items():
+            num_ids[key] = num_ids.get(key, 0) + jagged.values().numel()
+            num_bags[key] = num_bags.get(key, 0) + jagged.lengths().numel()
+            seen.setdefault(key, []).append(jagged.values())
+    found = {}
+    for _, module in embedding_modules(model):
+        for config in _configs(module) or ():
+            if missing := [name for name in config.feature_names if not num_bags.get(name)]:
+                raise ValueError(
+                    f"table {config.name!r}: the batches have no feature {missing[0]!r}; they have "
+                    f"{list(num_bags)}."
+                )
+            pooling = tuple(num_ids[name] / num_bags[name] for name in config.feature_names)
+            ids = torch.cat([values for name in config.feature_names for values in seen[name]])
+            rows = _effective_rows(ids.numel(), torch.unique(ids).numel(), config.num_embeddings)
+            found[config.name] = ParameterConstraints(pooling_factors=pooling, effective_rows=rows)
+    return found
+
+
+def _effective_rows(draws: int, distinct: int, rows: int) -> float:
+    """The number of equally likely rows of which `draws` draws hit `distinct` on average (by bisection)."""
+    if draws == 0 or distinct >= draws:
+        return float(rows)
+    low, high = float(distinct), float(rows)
+    if _expected_distinct(high, draws) <= distinct:
+        return high
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _expected_distinct(middle, draws) < distinct:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _expected_distinct(rows: float, draws: int) -> float:
+    return rows * (1 - float(torch.exp(torch.tensor(-draws / rows, dtype=torch.float64))))
+
+
+def _configs(module: nn.Module) -> Sequence[Any] | None:
+    for name in ("embedding_bag_configs", "embedding_configs"):
+        method = getattr(module, name, None)
+        if callable(method):
+            configs: Sequence[Any] = method()
+            return configs
+    return None

@@ -1,0 +1,141 @@
+"""A planner's plan, and its file: the plan with the inputs it was made from."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from meshrec.distributed.sharding_plan import ShardingPlan, ShardingType
+from meshrec.planner.estimators import PHASES
+from meshrec.planner.evaluate import StepEstimate, evaluate
+from meshrec.planner.hardware import HardwareProfile
+from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerInputs:
+    """What a plan was made from."""
+
+    tables: tuple[Table, ...]
+    topology: Topology
+    batch_size: int
+    constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict, hash=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The inputs as plain JSON types."""
+        topology = {f.name: getattr(self.topology, f.name) for f in fields(Topology)}
+        topology["hardware"] = self.topology.profile.to_json()
+        topology["replicate"] = list(self.topology.replicate)
+        return {
+            "batch_size": self.batch_size,
+            "topology": topology,
+            "tables": [asdict(table) | {"optimizer": table.optimizer.value} for table in self.tables],
+            "constraints": {name: _constraints_to_json(value) for name, value in self.constraints.items()},
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "PlannerInputs":
+        """The inverse of `to_json`."""
+        topology = dict(values["topology"])
+        topology["hardware"] = HardwareProfile.from_json(topology["hardware"])
+        topology["replicate"] = tuple(topology["replicate"])
+        tables = tuple(
+            Table(
+                **{
+                    **table,
+                    "optimizer": OptimizerKind(table["optimizer"]),
+                    "pooling_factors": tuple(table["pooling_factors"]),
+                    "num_poolings": None if table["num_poolings"] is None else tuple(table["num_poolings"]),
+                }
+            )
+            for table in values["tables"]
+        )
+        constraints = {name: ParameterConstraints(**value) for name, value in values["constraints"].items()}
+        return cls(
+            tables=tables,
+            topology=Topology(**topology),
+            batch_size=values["batch_size"],
+            constraints=constraints,
+        )
+
+
+@dataclass(frozen=True)
+class PlannedShardingPlan(ShardingPlan):
+    """A plan with its proof.
+
+    Attributes:
+        seconds: the predicted time of a step, without its dense part.
+        lower_bound: seconds that no plan of the allowed kinds can beat.
+        replicas: the size of the ``replicate`` axis that the plan is for.
+        inputs: what the plan was made from.
+    """
+
+    seconds: float = 0.0
+    lower_bound: float = 0.0
+    replicas: int = 1
+    inputs: PlannerInputs | None = None
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best, as a fraction of its time."""
+        return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
+
+    def estimate(self) -> StepEstimate:
+        """The cost of the plan, rank by rank. ValueError for a plan without inputs."""
+        inputs = self.required_inputs()
+        return evaluate(
+            self, inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=self.replicas
+        )
+
+    def required_inputs(self) -> PlannerInputs:
+        """The inputs; ValueError for a plan that came without."""
+        if self.inputs is None:
+            raise ValueError("this plan does not say what it was made from; plan again, or use evaluate().")
+        return self.inputs
+
+
+def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
+    """Writes a plan with its inputs as JSON. `ShardingPlan.load` reads such a file too, and leaves the
+    inputs out."""
+    data = json.loads(plan.to_json())
+    inputs = plan.required_inputs()
+    estimate = plan.estimate()
+    data["planner"] = {
+        "seconds": plan.seconds,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "replicas": plan.replicas,
+        "phases": dict(zip(PHASES, map(float, estimate.phase_seconds_F), strict=True)),
+        "bytes_per_rank": [round(value) for value in estimate.bytes_R],
+        "inputs": inputs.to_json(),
+    }
+    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+
+def load_plan(path: str | Path) -> PlannedShardingPlan:
+    """Reads what `save_plan` wrote. ValueError for a file without the planner's part."""
+    text = Path(path).read_text()
+    plan = ShardingPlan.from_json(text)
+    planner = json.loads(text).get("planner")
+    if planner is None:
+        raise ValueError(
+            f"{path} holds a plan but not what it was made from; read it with ShardingPlan.load()."
+        )
+    return PlannedShardingPlan(
+        plan.plan,
+        seconds=planner["seconds"],
+        lower_bound=planner["lower_bound"],
+        replicas=planner["replicas"],
+        inputs=PlannerInputs.from_json(planner["inputs"]),
+    )
+
+
+def _constraints_to_json(constraints: ParameterConstraints) -> dict[str, Any]:
+    values = asdict(constraints)
+    if constraints.sharding_types is not None:
+        values["sharding_types"] = [ShardingType(kind).value for kind in constraints.sharding_types]
+    return {
+        name: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for name, value in values.items()
+    }

@@ -1,0 +1,157 @@
+"""`EmbeddingShardingPlanner`: from a model to a plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from meshrec.distributed.sharding_plan import ShardingPlan
+from meshrec.planner.diagnose import diagnose
+from meshrec.planner.module_tables import tables_of_model
+from meshrec.planner.optimize import DEFAULT_EFFORT, optimize
+from meshrec.planner.placements import to_plan
+from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
+from meshrec.planner.search import Effort
+from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
+
+
+class EmbeddingShardingPlanner:
+    """Finds a fast plan, and proves how much faster any other could be.
+
+    Args:
+        topology: the machine (default: the ranks of the process group, or one rank, on CPU).
+        constraints: per table, what the planner may do and what it should assume.
+        batch_size: samples per rank.
+        time_limit: seconds of wall clock after which the best plan so far is returned.
+        max_work: the same in touched array elements, which does not depend on the machine's speed: if the
+            clock does not run out first, equal inputs give equal plans everywhere.
+        gap: good enough: stop when the plan is proven to be this close to the best.
+        static_plan: a plan to reuse: `plan` checks that it places the model's tables, and plans nothing.
+        default_optimizer: the optimizer of tables that have none attached.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        batch_size: int = 512,
+        *,
+        time_limit: float = DEFAULT_EFFORT.time_limit,
+        max_work: float = DEFAULT_EFFORT.max_work,
+        gap: float = DEFAULT_EFFORT.gap,
+        static_plan: ShardingPlan | None = None,
+        default_optimizer: OptimizerKind = OptimizerKind.NONE,
+    ) -> None:
+        self._topology = topology
+        self._constraints = dict(constraints or {})
+        self._batch_size = batch_size
+        self._effort = Effort(time_limit, max_work, gap)
+        self._static_plan = static_plan
+        self._default_optimizer = default_optimizer
+
+    def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
+        """The plan of all tables of `module` that the `sharders` shard (None: all).
+
+        Raises ValueError for constraints that cannot hold, and when no plan fits into memory, with what
+        would help.
+        """
+        tables = tables_of_model(
+            module, sharders, self._constraints, default_optimizer=self._default_optimizer
+        )
+        if self._static_plan is not None:
+            return _checked(self._static_plan, tables)
+        topology = self._topology or _present_topology()
+        return plan_tables(
+            tables,
+            topology,
+            batch_size=self._batch_size,
+            constraints=self._constraints,
+            effort=self._effort,
+        )
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: Sequence[Any] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """`plan` on rank 0 of `pg` (default: the default group), the same plan on all; an error is raised
+        on all."""
+        if pg is None and not dist.is_initialized():
+            return self.plan(module, sharders)
+        group = pg if pg is not None else dist.group.WORLD
+        assert group is not None
+        outcome: list[_Outcome | None] = [None]
+        if group.rank() == 0:
+            try:
+                outcome = [_Outcome(self.plan(module, sharders), None)]
+            except Exception as error:
+                outcome = [_Outcome(None, error)]
+        dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+        received = outcome[0]
+        assert received is not None
+        if received.error is not None:
+            raise received.error
+        assert received.plan is not None
+        return received.plan
+
+
+def plan_tables(
+    tables: Sequence[Table],
+    topology: Topology,
+    *,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    effort: Effort = DEFAULT_EFFORT,
+) -> PlannedShardingPlan:
+    """The plan of tables that need no module: what `EmbeddingShardingPlanner.plan` does with a model's
+    tables."""
+    constraints = dict(constraints or {})
+    found = None
+    if topology.memory_cap > 0:
+        found = optimize(tables, topology, batch_size=batch_size, constraints=constraints, effort=effort)
+    if found is None:
+        raise ValueError(diagnose(tables, topology, batch_size=batch_size, constraints=constraints))
+    return PlannedShardingPlan(
+        to_plan(found.placements, tables, found.types_T, topology.compute_device),
+        seconds=found.estimate.seconds,
+        lower_bound=found.lower_bound,
+        replicas=found.replicas,
+        inputs=PlannerInputs(
+            tables=tuple(tables),
+            topology=replace(topology, hardware=topology.profile),
+            batch_size=batch_size,
+            constraints=constraints,
+        ),
+    )
+
+
+class _Outcome(NamedTuple):
+    plan: ShardingPlan | None
+    error: Exception | None
+
+
+def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
+    for table in tables:
+        module_plan = plan.plan.get(table.module_path)
+        sharding = module_plan.get(table.name) if module_plan else None
+        if sharding is None:
+            raise ValueError(
+                f"the static plan does not place table {table.name!r} of module {table.module_path!r}. "
+                "Plan anew without static_plan."
+            )
+        rows = max((shard.rows[1] for shard in sharding.shards), default=table.num_embeddings)
+        columns = max((shard.columns[1] for shard in sharding.shards), default=table.embedding_dim)
+        if (rows, columns) != (table.num_embeddings, table.embedding_dim):
+            raise ValueError(
+                f"the static plan has table {table.name!r} as {rows} x {columns}; the model has "
+                f"{table.num_embeddings} x {table.embedding_dim}. Plan anew without static_plan."
+            )
+    return plan
+
+
+def _present_topology() -> Topology:
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return Topology(world_size=world_size, compute_device="cpu")

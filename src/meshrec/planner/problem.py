@@ -1,0 +1,121 @@
+"""The planning problem as the solver sees it: candidates made of pieces, each a vector of loads.
+
+A *type* is a set of identical tables. A *candidate* is one way to split a table of a type; it costs every
+rank something (`common`) and consists of pieces that go to distinct places. A piece's place is a rank, or a
+whole node each of whose ranks takes the piece's load (rows split over the node).
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.planner.types import Bools, Floats, Ints
+
+
+class Scope(IntEnum):
+    """Where the pieces of a candidate go."""
+
+    RANKS = 0
+    """To distinct ranks."""
+    NODES = 1
+    """To distinct nodes; each rank of the node takes the piece's load."""
+    ONE_NODE = 2
+    """To distinct ranks of one node."""
+    EVERYWHERE = 3
+    """No pieces: every rank holds the table."""
+
+
+class Layout(NamedTuple):
+    """How a candidate splits a table: `row_parts` counts ranks, or with `Scope.NODES` nodes, per column
+    part."""
+
+    scope: Scope
+    widths: tuple[int, ...]
+    row_parts: int
+
+    @property
+    def by_nodes(self) -> bool:
+        """Whether the pieces are whole nodes'."""
+        return self.scope is Scope.NODES
+
+
+class Problem(NamedTuple):
+    """T tables, Y types, C candidates, P groups of equal pieces, K phases (those in one proportion are
+    merged).
+
+    Candidates are sorted by type, pieces by candidate.
+    """
+
+    num_ranks: int
+    node_size: int
+    memory_cap: float
+    type_T: Ints
+    layouts_C: list[Layout]
+    type_C: Ints
+    common_C: Floats
+    """Seconds that a candidate adds to every rank, summed over phases."""
+    common_bytes_C: Floats
+    """Bytes that a candidate adds to every rank."""
+    piece_start_C: Ints
+    """First group of each candidate; C + 1 entries."""
+    candidate_P: Ints
+    count_P: Ints
+    """Equal pieces in a group."""
+    load_PK: Floats
+    """Seconds on the rank (on each rank of the node) that a piece goes to."""
+    fixed_PK: Floats
+    """The part of the load that does not shrink with the piece: a piece `amount` times as large as its
+    equals costs fixed + amount * (load - fixed). What can vary is the rows where there are several row parts,
+    else the columns."""
+    bytes_P: Floats
+    fixed_bytes_P: Floats
+    width_P: Ints
+    """Columns of a piece."""
+    rows_P: Floats
+    """Rows of a piece."""
+    min_partition_Y: Ints
+    """The least number of columns of a column part."""
+    merge_FK: Floats
+    """Which phases [F] were added up into which [K]."""
+    ranks_Y: list[Bools | None]
+    """The ranks that a type may use; None for all."""
+    sharded_C: Bools
+    """Whether a candidate has pieces."""
+    row_stats_C: Bools
+    """Whether a candidate needs row statistics added up."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the shard axis."""
+        return self.num_ranks // self.node_size
+
+    def pieces(self, candidate: int) -> slice:
+        """The pieces of a candidate."""
+        return slice(int(self.piece_start_C[candidate]), int(self.piece_start_C[candidate + 1]))
+
+    def ranks_per_piece_C(self) -> Ints:
+        """How many ranks take a piece's load."""
+        nodes = np.array([layout.scope is Scope.NODES for layout in self.layouts_C], bool)
+        return np.where(nodes, self.node_size, 1).astype(np.int64)
+
+    def mean_load_CK(self) -> Floats:
+        """Seconds [C, K] that a candidate adds to the mean over ranks."""
+        weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
+        return self._sum_over_pieces(self.load_PK * weight_P[:, None])
+
+    def mean_bytes_C(self) -> Floats:
+        """Bytes that a candidate adds to the mean over ranks."""
+        weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
+        return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
+
+    def largest_load_CK(self) -> Floats:
+        """Seconds [C, K] of a candidate's largest piece."""
+        largest = np.zeros((len(self.layouts_C), self.load_PK.shape[1]))
+        np.maximum.at(largest, self.candidate_P, self.load_PK)
+        return largest
+
+    def _sum_over_pieces(self, values_P_: Floats) -> Floats:
+        total = np.zeros((len(self.layouts_C), values_P_.shape[1]))
+        np.add.at(total, self.candidate_P, values_P_)
+        return total

@@ -1,0 +1,168 @@
+"""Better and better plans: starts from relaxations, then repeated small disturbances of the best plan."""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.planner.bound import Box
+from meshrec.planner.construct import candidates_by_type, construct, fitting_plan, table_order
+from meshrec.planner.local_search import exchange, reinsert
+from meshrec.planner.polish import polish
+from meshrec.planner.problem import Problem
+from meshrec.planner.state import Parts, State
+from meshrec.planner.types import Bools, Ints
+
+_EXPONENTS = (8, 16, 32, 64)
+_KICK_EXPONENT = 64
+_WORSE = 1.002
+"""A disturbed plan that is this much slower than the best may still be the next one to disturb."""
+_PATIENCE = 40
+"""Disturbances in a row without a better plan before the search returns to the best one."""
+
+
+class Effort(NamedTuple):
+    """When to stop: seconds of wall clock, work, and the gap (a fraction) that is good enough.
+
+    Work is counted in array elements touched, with a surcharge per operation: about 10 ns each.
+    """
+
+    time_limit: float
+    max_work: float
+    gap: float
+
+
+class Search:
+    """The best plan so far, and what makes it better.
+
+    Attributes:
+        seconds, parts_T: the best plan; no parts before the first.
+        work: the work done so far.
+    """
+
+    def __init__(self, problem: Problem, allowed_C: Bools, effort: Effort) -> None:
+        self.problem = problem
+        self.effort = effort
+        self.work = 0
+        self.seconds = np.inf
+        self.parts_T: list[Parts] = []
+        self._allowed_C = allowed_C
+        self._candidates_Y = candidates_by_type(problem, allowed_C)
+        self._deadline = time.perf_counter() + effort.time_limit
+        self._random = np.random.default_rng(0)
+        self._current: State | None = None
+        self._failures = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the work or the time is used up."""
+        return self.work >= self.effort.max_work or time.perf_counter() >= self._deadline
+
+    def start_from(self, box: Box, admitted_C: Bools) -> None:
+        """A plan from a box's relaxation, improved with the candidates that the box admits."""
+        candidates_Y = candidates_by_type(self.problem, admitted_C)
+        state = self.construct_from(box, admitted_C)
+        if state is None:
+            return
+        for exponent in _EXPONENTS:
+            if self.is_spent:
+                break
+            state.set_exponent(exponent)
+            self._exchange(state)
+            self._reinsert_all(state, candidates_Y)
+        self._settle(state)
+
+    def construct_from(self, box: Box, admitted_C: Bools) -> State | None:
+        """A plan from a box's relaxation, as it comes; None where it does not fit into memory."""
+        candidates_Y = candidates_by_type(self.problem, admitted_C)
+        state = construct(self.problem, box.share_C, candidates_Y) or self._fitting()
+        if state is not None:
+            self._keep(state)
+        return state
+
+    def disturb(self) -> None:
+        """Places a few tables of the slowest ranks anew, lets everything settle, keeps what is better."""
+        state = self._current
+        if state is None or self._failures >= _PATIENCE:
+            state = self._restored()
+        before = [parts for parts in state.parts_T if parts is not None]
+        tables = self._some_tables(state)
+        for table in tables:
+            state.remove(int(table))
+        for table in tables:
+            reinsert(state, int(table), self._candidates_Y[self.problem.type_T[table]])
+        if any(parts is None for parts in state.parts_T):
+            self._current = None
+            self._spend(state)
+            return
+        self._exchange(state)
+        if state.seconds < self.seconds * 1.05:
+            self._settle(state)
+        accepted = state.seconds < self.seconds * _WORSE and state.fits()
+        self._current = state if accepted else None
+        if not accepted:
+            self._failures += 1
+            self._current = self._state_of(before) if self._failures < _PATIENCE else None
+        self._spend(state)
+
+    def _settle(self, state: State) -> None:
+        for _ in range(3):
+            if self.is_spent or not polish(state):
+                break
+            state.set_exponent(_KICK_EXPONENT)
+            self._exchange(state)
+        self._keep(state)
+
+    def _some_tables(self, state: State) -> Ints:
+        """A few tables: from the slowest rank of some phase, and from anywhere."""
+        phase = int(self._random.integers(state.num_phases))
+        rank = int(state.load_RK[:, phase].argmax())
+        here = [
+            table for table, parts in enumerate(state.parts_T) if parts is not None and rank in parts.rank_N
+        ]
+        count = int(self._random.integers(1, 4))
+        picked = self._random.choice(here, min(count, len(here)), replace=False) if here else np.zeros(0)
+        others = self._random.choice(len(state.parts_T), min(count, len(state.parts_T)), replace=False)
+        chosen = np.unique(np.concatenate((picked, others)).astype(np.int64))
+        return np.asarray(self._random.permutation(chosen), np.int64)
+
+    def _exchange(self, state: State) -> None:
+        exchange(state, int(self.effort.max_work / 10))
+        self._keep(state)
+
+    def _reinsert_all(self, state: State, candidates_Y: list[Ints]) -> None:
+        choice_T = np.array([parts.candidate for parts in state.parts_T if parts is not None])
+        for table in table_order(self.problem, choice_T):
+            if self.is_spent:
+                break
+            reinsert(state, int(table), candidates_Y[self.problem.type_T[table]])
+            self._spend(state)
+        self._keep(state)
+
+    def _fitting(self) -> State | None:
+        by_memory = fitting_plan(self.problem, self._allowed_C) if not self.parts_T else None
+        if by_memory is None:
+            return None
+        return self._state_of([parts for parts in by_memory.parts_T if parts is not None])
+
+    def _restored(self) -> State:
+        self._failures = 0
+        return self._state_of(self.parts_T)
+
+    def _state_of(self, parts_T: list[Parts]) -> State:
+        state = State(self.problem, np.ones(self.problem.load_PK.shape[1]))
+        for table, parts in enumerate(parts_T):
+            state.add(table, parts)
+        state.set_exponent(_KICK_EXPONENT)
+        return state
+
+    def _keep(self, state: State) -> None:
+        self._spend(state)
+        if state.seconds < self.seconds * (1 - 1e-12) and state.fits():
+            self.seconds = state.seconds
+            self.parts_T = [parts for parts in state.parts_T if parts is not None]
+            self._failures = 0
+
+    def _spend(self, state: State) -> None:
+        self.work += state.work
+        state.work = 0

@@ -1,0 +1,277 @@
+"""What the planner plans for: tables, the machine, and what the user allows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.planner.hardware import HardwareProfile, get_profile, with_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+DEFAULT_MIN_PARTITION = 32
+COLUMN_ALIGNMENT = 4
+
+
+class OptimizerKind(Enum):
+    """How much state a fused optimizer keeps, and whether its update needs a whole row's statistics."""
+
+    NONE = "none"
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    ROW_WISE_ADAGRAD = "row_wise_adagrad"
+    ADAM = "adam"
+    PARTIAL_ROW_WISE_ADAM = "partial_row_wise_adam"
+    LAMB = "lamb"
+    PARTIAL_ROW_WISE_LAMB = "partial_row_wise_lamb"
+    LARS = "lars"
+
+    @property
+    def state_per_row(self) -> tuple[int, int]:
+        """fp32 numbers of state: (per column, per row)."""
+        return _STATE_PER_ROW[self]
+
+    @property
+    def row_statistics(self) -> int:
+        """fp32 numbers per row that parts of a row on several ranks must add up before the update."""
+        return _ROW_STATISTICS.get(self, 0)
+
+
+_STATE_PER_ROW = {
+    OptimizerKind.NONE: (0, 0),
+    OptimizerKind.SGD: (0, 0),
+    OptimizerKind.ADAGRAD: (1, 0),
+    OptimizerKind.ROW_WISE_ADAGRAD: (0, 1),
+    OptimizerKind.ADAM: (2, 0),
+    OptimizerKind.PARTIAL_ROW_WISE_ADAM: (1, 1),
+    OptimizerKind.LAMB: (2, 0),
+    OptimizerKind.PARTIAL_ROW_WISE_LAMB: (1, 1),
+    OptimizerKind.LARS: (1, 0),
+}
+
+_ROW_STATISTICS = {
+    OptimizerKind.ROW_WISE_ADAGRAD: 1,
+    OptimizerKind.PARTIAL_ROW_WISE_ADAM: 1,
+    OptimizerKind.LAMB: 2,
+    OptimizerKind.PARTIAL_ROW_WISE_LAMB: 3,
+    OptimizerKind.LARS: 2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table as the cost model sees it.
+
+    Attributes:
+        name: unique over the tables that are planned together.
+        num_embeddings, embedding_dim: rows and columns.
+        pooling_factors: per feature that looks the table up, the mean number of ids in a bag.
+        num_poolings: per feature, bags per sample.
+        weight_bytes: bytes of one weight.
+        pooled: one output row per bag; otherwise one per id.
+        weighted: ids come with per-sample weights (4 bytes each).
+        optimizer: the fused optimizer.
+        effective_rows: rows that draw the lookups, were they equally likely: less than num_embeddings when
+            a few rows are hot. None: all rows.
+        batch_size: samples per rank, where the table's features have another number than the rest.
+        module_path: the module that holds the table.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    pooling_factors: tuple[float, ...] = (1.0,)
+    num_poolings: tuple[float, ...] | None = None
+    weight_bytes: int = 4
+    pooled: bool = True
+    weighted: bool = False
+    optimizer: OptimizerKind = OptimizerKind.ROW_WISE_ADAGRAD
+    effective_rows: float | None = None
+    batch_size: int | None = None
+    module_path: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
+            raise ValueError(
+                f"table {self.name!r}: {self.num_embeddings} rows x {self.embedding_dim} columns; both "
+                f"must be >= 1."
+            )
+        if not self.pooling_factors or any(not factor >= 0 for factor in self.pooling_factors):
+            raise ValueError(
+                f"table {self.name!r}: pooling_factors {self.pooling_factors}; give one number >= 0 per "
+                f"feature."
+            )
+        if self.num_poolings is not None and len(self.num_poolings) != len(self.pooling_factors):
+            raise ValueError(
+                f"table {self.name!r}: {len(self.num_poolings)} num_poolings for {len(self.pooling_factors)} "
+                "pooling_factors; both have one number per feature."
+            )
+
+    @property
+    def bags_per_sample(self) -> float:
+        """Bags per sample over all features."""
+        return float(sum(self.num_poolings)) if self.num_poolings else float(len(self.pooling_factors))
+
+    @property
+    def ids_per_sample(self) -> float:
+        """Ids per sample over all features."""
+        poolings = self.num_poolings or (1.0,) * len(self.pooling_factors)
+        return float(sum(f * n for f, n in zip(self.pooling_factors, poolings, strict=True)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights and optimizer state."""
+        per_column, per_row = self.optimizer.state_per_row
+        row = self.embedding_dim * (self.weight_bytes + 4 * per_column) + 4 * per_row
+        return self.num_embeddings * row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterConstraints:
+    """What the planner may do with one table; None leaves it free.
+
+    Attributes:
+        sharding_types: the allowed sharding types.
+        min_partition: the least number of columns of a column shard (default 32).
+        pooling_factors, num_poolings: see `Table`; override what the planner would assume (1 id per bag).
+        batch_sizes: samples per rank, per feature (their mean counts).
+        ranks: the only ranks that may hold a part of the table.
+        effective_rows: see `Table`.
+    """
+
+    sharding_types: Sequence[ShardingType | str] | None = None
+    min_partition: int | None = None
+    pooling_factors: Sequence[float] | None = None
+    num_poolings: Sequence[float] | None = None
+    batch_sizes: Sequence[int] | None = None
+    ranks: Sequence[int] | None = None
+    effective_rows: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sharding_types is not None:
+            allowed = [kind.value for kind in ShardingType]
+            for kind in self.sharding_types:
+                if not isinstance(kind, ShardingType) and kind not in allowed:
+                    raise ValueError(f"sharding type {kind!r} is unknown; allowed are {allowed}.")
+        if self.min_partition is not None and self.min_partition < 1:
+            raise ValueError(f"min_partition is {self.min_partition}; it must be at least 1 column.")
+
+    @property
+    def allowed_types(self) -> frozenset[ShardingType]:
+        """The allowed sharding types as a set."""
+        if self.sharding_types is None:
+            return frozenset(ShardingType)
+        return frozenset(ShardingType(kind) for kind in self.sharding_types)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The machine: how many ranks, how they share nodes, what each can do.
+
+    Attributes:
+        world_size: all ranks.
+        compute_device: ``cpu`` or ``cuda``; chooses the default profile and which cap counts.
+        local_world_size: ranks per node (default: all of them, at most 8 on cuda).
+        hbm_cap, ddr_cap: bytes per rank on cuda and cpu (default: the profile's).
+        hardware: a `HardwareProfile`, or the name of one (default: ``h100`` on cuda, ``cpu`` on cpu).
+        intra_host_bandwidth, inter_host_bandwidth: bytes/s in and between nodes that override the profile's.
+        reserve: the fraction of memory that is kept free.
+        dense_bytes: memory of the dense model per rank: parameters, gradients, optimizer state, activations.
+        replicate: sizes of the ``replicate`` axis to choose from; 1 is no replication.
+        sum_in_node: whether partial rows are summed inside a node before they cross the network (the mesh has
+            ``node`` and ``local`` axes).
+    """
+
+    world_size: int
+    compute_device: str = "cuda"
+    local_world_size: int | None = None
+    hbm_cap: int | None = None
+    ddr_cap: int | None = None
+    hardware: HardwareProfile | str | None = None
+    intra_host_bandwidth: float | None = None
+    inter_host_bandwidth: float | None = None
+    reserve: float = 0.15
+    dense_bytes: int = 0
+    replicate: tuple[int, ...] = (1,)
+    sum_in_node: bool = True
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size is {self.world_size}; it must be at least 1.")
+        if self.compute_device not in ("cpu", "cuda"):
+            raise ValueError(f"compute_device is {self.compute_device!r}; use 'cpu' or 'cuda'.")
+        if self.world_size % self.local_size:
+            raise ValueError(
+                f"world_size {self.world_size} is no multiple of local_world_size {self.local_size}; "
+                "nodes must have equally many ranks."
+            )
+        if not 0 <= self.reserve < 1:
+            raise ValueError(f"reserve is {self.reserve}; it is a fraction of the memory in [0, 1).")
+        for size in self.replicate:
+            if size < 1 or self.world_size % size:
+                raise ValueError(f"replicate size {size} does not divide world_size {self.world_size}.")
+
+    @property
+    def local_size(self) -> int:
+        """Ranks per node."""
+        if self.local_world_size is not None:
+            return self.local_world_size
+        return min(8, self.world_size) if self.compute_device == "cuda" else self.world_size
+
+    @property
+    def profile(self) -> HardwareProfile:
+        """The hardware profile with this topology's caps and bandwidths."""
+        given = self.hardware or ("h100" if self.compute_device == "cuda" else "cpu")
+        profile = get_profile(given) if isinstance(given, str) else given
+        cap = self.hbm_cap if self.compute_device == "cuda" else self.ddr_cap
+        profile = profile if cap is None else with_memory(profile, cap)
+        return profile.with_bandwidths(self.intra_host_bandwidth, self.inter_host_bandwidth)
+
+    @property
+    def memory_cap(self) -> float:
+        """Bytes per rank that tables and their buffers may take."""
+        return self.profile.memory * (1 - self.reserve) - self.dense_bytes
+
+    @classmethod
+    def from_mesh(cls, mesh: "DeviceMesh", *, hardware: HardwareProfile | str | None = None) -> "Topology":
+        """The topology of a mesh with axes ``shard``, or ``node`` and ``local``, and perhaps
+        ``replicate``."""
+        names = mesh.mesh_dim_names or ()
+        sizes = dict(zip(names, mesh.shape, strict=False))
+        if not sizes or set(sizes) - {"replicate", "shard", "node", "local"}:
+            raise ValueError(
+                f"the mesh has the axes {names}; use 'shard', or 'node' and 'local', and perhaps 'replicate'."
+            )
+        return cls(
+            world_size=mesh.size(),
+            compute_device=mesh.device_type,
+            local_world_size=sizes.get("local"),
+            hardware=hardware,
+            replicate=(sizes.get("replicate", 1),),
+            sum_in_node="local" in sizes,
+        )
+
+
+class Placements(NamedTuple):
+    """A plan as arrays: N rectangles, T tables.
+
+    ``table_N`` is the index of the table; rows and columns are half-open intervals; ``replicated_T`` marks
+    tables that every rank holds whole (these have no rectangle).
+    """
+
+    table_N: Ints
+    row_start_N: Ints
+    row_end_N: Ints
+    column_start_N: Ints
+    column_end_N: Ints
+    rank_N: Ints
+    replicated_T: Bools

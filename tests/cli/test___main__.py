@@ -1,0 +1,19 @@
+import subprocess
+import sys
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "meshrec.cli", *arguments], capture_output=True, text=True)
+
+
+def test_help_lists_the_commands():
+    result = run("--help")
+    assert result.returncode == 0
+    assert "plan" in result.stdout
+    assert "calibrate" in result.stdout
+
+
+def test_mistakes_end_with_one_line():
+    result = run("plan", "nothing.json")
+    assert result.returncode == 1
+    assert result.stderr == "meshrec: nothing.json is no file; give a task file or a saved plan.\n"

@@ -1,0 +1,48 @@
+import json
+
+import pytest
+
+from meshrec.cli.plan import PlanOptions, run
+from meshrec.planner import load_plan
+from meshrec.planner.measured import PhaseTime, write_phases
+
+FAST = {"max_work": 1e5, "ranks": 2, "hardware": "cpu"}
+
+
+@pytest.fixture
+def task(tmp_path):
+    tables = [
+        {"name": f"t{i}", "num_embeddings": 1000, "embedding_dim": 32, "pooling_factors": [2.0]}
+        for i in range(3)
+    ]
+    path = tmp_path / "task.json"
+    path.write_text(json.dumps({"task": "mine", "global_batch_size": 64, "tables": tables}))
+    return path
+
+
+def test_plan_save_and_explain(task, tmp_path, capsys):
+    run(PlanOptions(source=task, out=tmp_path / "plan.json", html=tmp_path / "plan.html", **FAST))
+    assert "proven: no plan is" in capsys.readouterr().out.replace("\n", " ")
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    run(PlanOptions(source=tmp_path / "plan.json", json=True))
+    report = json.loads(capsys.readouterr().out)
+    assert report["seconds"] == load_plan(tmp_path / "plan.json").seconds
+
+
+def test_what_if_diff_and_compare(task, tmp_path, capsys):
+    run(PlanOptions(source=task, out=tmp_path / "plan.json", what_if="ranks=1,4", **FAST))
+    assert "samples/s" in capsys.readouterr().out
+    run(PlanOptions(diff=(tmp_path / "plan.json", tmp_path / "plan.json")))
+    assert "the plans place every table alike" in capsys.readouterr().out
+    write_phases(tmp_path / "phases.jsonl", [PhaseTime("lookup", 0, 1.0)])
+    run(PlanOptions(source=tmp_path / "plan.json", compare=tmp_path))
+    assert "1000.000" in capsys.readouterr().out
+
+
+def test_mistakes_are_named(task, tmp_path):
+    with pytest.raises(ValueError, match="name a task file or a saved plan, or use --diff OLD NEW"):
+        run(PlanOptions())
+    with pytest.raises(ValueError, match="is no file; give a task file or a saved plan"):
+        run(PlanOptions(source=tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="--what-if 'nodes=3': write ranks=16,32,64"):
+        run(PlanOptions(source=task, what_if="nodes=3", **FAST))

@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+from meshrec.planner.bound import LowerBound
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.types import ParameterConstraints, Table, Topology
+
+
+def problem_of(tables, profile, kinds, num_ranks=4):
+    constraints = {table.name: ParameterConstraints(sharding_types=kinds) for table in tables}
+    machine = Topology(world_size=num_ranks, hardware=profile)
+    return build_problem(CostModel(tables, machine, batch_size=64), constraints)
+
+
+def bound_of(problem, seconds=1.0):
+    return LowerBound(problem, np.ones(len(problem.type_C), bool), seconds)
+
+
+def test_one_whole_table_takes_its_own_time(profile):
+    """The mean over ranks says a quarter; the largest piece says all of it."""
+    problem = problem_of([Table(name="t", num_embeddings=1000, embedding_dim=32)], profile, ["table_wise"])
+    exact = problem.load_PK[0].sum()
+    bound = bound_of(problem)
+    assert bound.value == pytest.approx(exact / 4)
+    while bound.branch():
+        pass
+    assert bound.value == pytest.approx(exact, rel=1e-6)
+
+
+def test_five_equal_tables_on_four_ranks_take_two(profile):
+    """The mean says 1.25 tables per rank; sums of whole tables say two."""
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(5)]
+    problem = problem_of(tables, profile, ["table_wise"])
+    bound = bound_of(problem, 4 * problem.load_PK[0].sum())
+    while bound.branch():
+        pass
+    assert bound.value == pytest.approx(2 * problem.load_PK[0].sum(), rel=1e-6)
+
+
+def test_branching_only_raises_the_bound(make_tables, profile):
+    problem = problem_of(make_tables(8), profile, ["table_wise", "row_wise", "column_wise"][:2])
+    bound = bound_of(problem)
+    values = [bound.value]
+    while bound.branch() and len(values) < 50:
+        values.append(bound.value)
+    assert (np.diff(values) >= -1e-12).all()
+    assert values[-1] > values[0]
+
+
+def test_a_box_set_aside_keeps_its_bound(make_tables, profile):
+    bound = bound_of(problem_of(make_tables(8), profile, ["table_wise", "row_wise"]))
+    before = bound.value
+    bound.set_aside()
+    assert bound.value == before
+    assert bound.best_box is None
+    assert not bound.branch()
+
+
+def test_too_little_memory_is_proven(profile):
+    problem = problem_of([Table(name="t", num_embeddings=1000, embedding_dim=32)], profile, ["table_wise"])
+    assert bound_of(problem._replace(memory_cap=10.0)).value == np.inf

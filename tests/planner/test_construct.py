@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from meshrec.planner.bound import LowerBound
+from meshrec.planner.construct import candidates_by_type, construct, fitting_plan, round_choice, table_order
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.types import Table, Topology
+
+
+@pytest.fixture
+def problem(profile):
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(5)]
+    tables.append(Table(name="big", num_embeddings=10**6, embedding_dim=128, pooling_factors=(30.0,)))
+    return build_problem(CostModel(tables, Topology(world_size=4, hardware=profile), batch_size=64), {})
+
+
+def test_rounding_keeps_the_number_of_tables(problem):
+    share_C = np.zeros(len(problem.type_C))
+    first = np.flatnonzero(problem.type_C == 0)
+    share_C[first[:3]] = [1.4, 1.4, 2.2]
+    share_C[np.flatnonzero(problem.type_C == 1)[2]] = 1.0
+    choice_T = round_choice(problem, share_C)
+    assert np.bincount(choice_T, minlength=len(share_C))[first[:3]].tolist() == [2, 1, 2]
+    assert problem.type_C[choice_T].tolist() == problem.type_T.tolist()
+
+
+def test_the_largest_table_goes_first(problem):
+    choice_T = np.array([np.flatnonzero(problem.type_C == kind)[1] for kind in problem.type_T])
+    assert table_order(problem, choice_T)[0] == 5
+
+
+def test_every_table_finds_a_place(problem):
+    everything = np.ones(len(problem.type_C), bool)
+    box = LowerBound(problem, everything, 1.0).best_box
+    state = construct(problem, box.share_C, candidates_by_type(problem, everything))
+    assert all(parts is not None for parts in state.parts_T)
+    assert state.seconds >= box.bound * (1 - 1e-6)
+
+
+def test_types_without_an_allowed_candidate_keep_all(problem):
+    none = np.zeros(len(problem.type_C), bool)
+    assert [len(found) for found in candidates_by_type(problem, none)] == np.bincount(problem.type_C).tolist()
+
+
+def test_memory_is_spread(problem):
+    state = fitting_plan(problem)
+    assert state.bytes_R.max() < 1.5 * state.bytes_R.mean()

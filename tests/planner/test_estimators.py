@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+
+from meshrec.planner.estimators import PHASES, CostModel, Usage
+from meshrec.planner.types import OptimizerKind, Table, Topology
+
+YES, NO = np.array([True]), np.array([False])
+
+
+def phase(loads_NF, name):
+    return loads_NF[0, PHASES.index(name)]
+
+
+def one_table(**attributes):
+    return Table(name="t", num_embeddings=1000, embedding_dim=64, pooling_factors=(10.0,), **attributes)
+
+
+def load(model, rows=1000, columns=64, in_node=NO):
+    return model.rectangle_loads(np.array([0]), np.array([rows]), np.array([columns]), in_node)
+
+
+def test_a_whole_table_by_hand(profile):
+    topology = Topology(world_size=4, local_world_size=2, hardware=profile)
+    loads = load(CostModel([one_table(optimizer=OptimizerKind.SGD)], topology, batch_size=100))
+    ids, bags, row = 4 * 100 * 10, 4 * 100, 64 * 4
+    wire = (
+        0.25 / 1e9 + 0.5 / 2.5e8
+    )  # a quarter stays, a quarter goes to the neighbour, half to the other node
+    assert phase(loads, "ids") == pytest.approx((ids * 8 + bags * 4) * wire)
+    assert phase(loads, "lookup") == pytest.approx(ids * (1e-8 + row / 1e10) + bags * row / 2e10)
+    assert phase(loads, "output") == phase(loads, "gradient") == pytest.approx(bags * row * wire)
+    distinct = 1000 * -np.expm1(-ids / 1000)
+    gather = ids * 1e-9 + bags * row / 2e10
+    assert phase(loads, "update") == pytest.approx(gather + distinct * (2e-8 + 2 * row / 5e9))
+    assert phase(loads, "row_stats") == phase(loads, "replicas") == phase(loads, "data_parallel") == 0
+
+
+def test_rows_summed_inside_the_node_cross_the_network_once(profile):
+    topology = Topology(world_size=4, local_world_size=2, hardware=profile)
+    model = CostModel([one_table()], topology, batch_size=100)
+    output = 4 * 100 * 64 * 4
+    inside = phase(load(model, rows=500, in_node=YES), "output")
+    assert inside == pytest.approx(output / 2 / 2e9 + output / 2 * 0.5 / 2.5e8)
+    assert inside < phase(load(model, rows=500), "output")
+
+
+def test_loads_are_affine_in_rows_and_columns(profile):
+    topology = Topology(world_size=4, local_world_size=2, hardware=profile)
+    model = CostModel([one_table()], topology, batch_size=100)
+    np.testing.assert_allclose(
+        load(model, rows=250) + load(model, rows=750), load(model) + load(model, rows=0)
+    )
+    parts = load(model, columns=16) + load(model, columns=47)
+    np.testing.assert_allclose(parts, load(model, columns=0) + load(model, columns=63))
+
+
+def test_only_column_parts_exchange_row_statistics(profile):
+    topology = Topology(world_size=4, hardware=profile)
+    row_wise = CostModel([one_table()], topology, batch_size=100)
+    assert phase(load(row_wise), "row_stats") == 0
+    assert phase(load(row_wise, columns=32), "row_stats") > 0
+    adam = CostModel([one_table(optimizer=OptimizerKind.ADAM)], topology, batch_size=100)
+    assert phase(load(adam, columns=32), "row_stats") == 0
+
+
+def test_one_rank_sends_nothing(profile):
+    model = CostModel([one_table()], Topology(world_size=1, hardware=profile), batch_size=100)
+    assert phase(load(model), "ids") == phase(load(model), "output") == 0
+    assert model.fixed_seconds(Usage(True, True, True)).sum() == pytest.approx(2e-5)  # two kernels
+
+
+def test_data_parallel_sends_whichever_gradient_is_smaller(profile):
+    topology = Topology(world_size=4, local_world_size=4, hardware=profile)
+    small = CostModel([one_table()], topology, batch_size=100).replicated_loads(np.array([0]))
+    dense = 2 * 3 / 4 * 1000 * 64 * 4 / 4e9
+    assert phase(small, "data_parallel") == pytest.approx(dense)
+    large = Table(name="t", num_embeddings=10**8, embedding_dim=64)
+    loads = CostModel([large], topology, batch_size=100).replicated_loads(np.array([0]))
+    assert phase(loads, "data_parallel") == pytest.approx(3 * 100 * (256 + 8) / 2e9, rel=1e-3)
+
+
+def test_replicas_exchange_gradients_and_shrink_the_group(profile):
+    topology = Topology(world_size=4, local_world_size=2, hardware=profile)
+    model = CostModel([one_table()], topology, batch_size=100, replicas=2)
+    assert model.num_ranks == 2
+    assert phase(load(model), "replicas") > 0
+    assert phase(load(model), "ids") == pytest.approx((2 * 1000 * 8 + 200 * 4) * 0.5 / 1e9)
+    with pytest.raises(ValueError, match="3 replicas do not divide 4 ranks"):
+        CostModel([one_table()], topology, batch_size=100, replicas=3)
+
+
+def test_half_duplex_adds_what_a_rank_receives(profile):
+    from dataclasses import replace
+
+    slow = replace(profile, full_duplex=False)
+    model = CostModel([one_table()], Topology(world_size=2, hardware=slow), batch_size=100)
+    mean = np.full(len(PHASES), 3.0)
+    shared = dict(zip(PHASES, model.shared_loads(mean), strict=True))
+    assert (shared["ids"], shared["output"], shared["gradient"], shared["lookup"]) == (3.0, 3.0, 3.0, 0.0)
+
+
+def test_memory_counts_state_and_buffers(profile):
+    topology = Topology(world_size=4, hardware=profile)
+    model = CostModel([one_table(optimizer=OptimizerKind.ADAM)], topology, batch_size=100)
+    size = model.rectangle_bytes(np.array([0]), np.array([500]), np.array([64]))[0]
+    tables, ids, outputs = 500 * 64 * (4 + 8), 4 * 100 * (10 / 2 * 8 + 4), 4 * 100 * 64 * 8
+    assert size == tables + ids + outputs
+
+
+def test_sequences_send_one_row_per_id(profile):
+    topology = Topology(world_size=2, hardware=profile)
+    bags = load(CostModel([one_table()], topology, batch_size=10))
+    sequence = load(CostModel([one_table(pooled=False)], topology, batch_size=10))
+    assert phase(sequence, "output") == pytest.approx(10 * phase(bags, "output"))
+
+
+def test_batch_size_must_be_positive(profile):
+    with pytest.raises(ValueError, match="batch_size is 0; give the number of samples per rank"):
+        CostModel([one_table()], Topology(world_size=2, hardware=profile), batch_size=0)

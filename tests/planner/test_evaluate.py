@@ -1,0 +1,153 @@
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrec.distributed.plan_builders import (
+    Ranks,
+    column_wise,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from meshrec.distributed.plan_checks import verify_plan
+from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
+from meshrec.planner.estimators import PHASES
+from meshrec.planner.evaluate import evaluate
+from meshrec.planner.optimize import optimize
+from meshrec.planner.placements import to_plan
+from meshrec.planner.search import Effort
+from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
+
+
+TWO_NODES = Ranks(4, 2)
+
+
+def by_hand(table, generator, world=TWO_NODES) -> Mapping[str, EmbeddingModuleShardingPlan]:
+    size = TableSize(table.num_embeddings, table.embedding_dim)
+    return {"": EmbeddingModuleShardingPlan({table.name: generator(table.name, size, world)})}
+
+
+@pytest.fixture
+def table():
+    return Table(name="t", num_embeddings=1000, embedding_dim=64, pooling_factors=(10.0,))
+
+
+def cost(table, generator, profile, **topology):
+    machine = Topology(world_size=4, local_world_size=2, hardware=profile, **topology)
+    return evaluate(by_hand(table, generator), [table], machine, batch_size=100)
+
+
+def test_a_whole_table_loads_one_rank(table, profile):
+    estimate = cost(table, table_wise(rank=3), profile)
+    assert (estimate.load_RF[:3] == 0).all()
+    assert estimate.load_RF[3].sum() > 0
+    latencies = 4 * 2e-5 + 2 * 1e-5  # four all-to-alls over the network, two kernels
+    assert estimate.seconds == pytest.approx(estimate.load_RF[3].sum() + latencies)
+    assert sum(estimate.phases.values()) == pytest.approx(estimate.seconds)
+
+
+def test_a_step_waits_for_the_slowest_rank_of_each_phase(profile):
+    wide = Table(name="a", num_embeddings=10, embedding_dim=256, pooling_factors=(1.0,))
+    many = Table(name="b", num_embeddings=10, embedding_dim=8, pooling_factors=(100.0,))
+    machine = Topology(world_size=4, local_world_size=2, hardware=profile)
+    size = {t.name: TableSize(t.num_embeddings, t.embedding_dim) for t in (wide, many)}
+    plan = {"": EmbeddingModuleShardingPlan(
+        a=table_wise(rank=0)("a", size["a"], TWO_NODES), b=table_wise(rank=1)("b", size["b"], TWO_NODES)
+    )}  # fmt: skip
+    estimate = evaluate(plan, [wide, many], machine, batch_size=100)
+    assert estimate.load_RF[:, PHASES.index("ids")].argmax() == 1
+    assert estimate.load_RF[:, PHASES.index("output")].argmax() == 0
+    slowest_sum = estimate.load_RF.sum(axis=1).max()
+    assert estimate.load_RF.max(axis=0).sum() > slowest_sum
+
+
+def test_copies_load_every_rank_alike(table, profile):
+    estimate = cost(table, data_parallel(), profile)
+    assert np.ptp(estimate.load_RF, axis=0).max() == 0
+    assert estimate.phases["ids"] == 0
+    assert estimate.phases["data_parallel"] > 0
+
+
+def test_rows_of_a_whole_node_are_summed_there(table, profile):
+    summed = cost(table, table_row_wise(node=1), profile)
+    flat = cost(table, table_row_wise(node=1), profile, sum_in_node=False)
+    crossing = cost(table, row_wise(ranks=[1, 2]), profile)
+    assert summed.phases["output"] < flat.phases["output"] == crossing.phases["output"]
+
+
+def test_column_parts_are_charged_for_row_statistics(table, profile):
+    assert cost(table, column_wise(ranks=[0, 1]), profile).phases["row_stats"] > 0
+    assert cost(table, grid_shard(), profile).phases["row_stats"] > 0
+    assert cost(table, row_wise(), profile).phases["row_stats"] == 0
+
+
+def test_wrong_plans_are_refused(table, profile):
+    machine = Topology(world_size=2, hardware=profile)
+    with pytest.raises(ValueError, match="the plan does not place table 't' of module ''; it has"):
+        evaluate({}, [table], machine, batch_size=8)
+    with pytest.raises(ValueError, match=r"the plan uses ranks 3..3; the topology has \[0, 2\)"):
+        evaluate(by_hand(table, table_wise(rank=3)), [table], machine, batch_size=8)
+
+
+tables_strategy = st.lists(
+    st.tuples(
+        st.integers(1, 10**5),
+        st.sampled_from([4, 10, 32, 64, 100, 128]),
+        st.floats(0.0, 60.0),
+        st.sampled_from(list(OptimizerKind)),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=7,
+)
+types_strategy = st.sampled_from(
+    [None, ["row_wise", "table_wise"], ["data_parallel", "column_wise", "table_wise"]]
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    drawn=tables_strategy,
+    machine=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 3), (8, 4)]),
+    allowed=types_strategy,
+    memory=st.sampled_from([1 << 24, 1 << 27, 1 << 33]),
+    replicate=st.booleans(),
+)
+def test_every_plan_is_one_and_costs_what_was_claimed(profile, drawn, machine, allowed, memory, replicate):
+    tables = [
+        Table(
+            name=f"t{i}",
+            num_embeddings=rows,
+            embedding_dim=columns,
+            pooling_factors=(pooling,),
+            optimizer=kind,
+            pooled=pooled,
+        )
+        for i, (rows, columns, pooling, kind, pooled) in enumerate(drawn)
+    ]
+    world, local = machine
+    sizes = (1, 2) if replicate and world % 2 == 0 else (1,)
+    topology = Topology(
+        world_size=world, local_world_size=local, hardware=profile, hbm_cap=memory, replicate=sizes
+    )
+    constraints = {"t0": ParameterConstraints(sharding_types=allowed)}
+    found = optimize(tables, topology, batch_size=16, constraints=constraints, effort=Effort(60.0, 3e6, 0.0))
+    if found is None:
+        assert memory == 1 << 24
+        return
+    plan = to_plan(found.placements, tables, found.types_T, "cuda")
+    sizes_by_name = {table.name: TableSize(table.num_embeddings, table.embedding_dim) for table in tables}
+    verify_plan(ShardingPlan(plan), {"": sizes_by_name}, world_size=world // found.replicas)
+    again = evaluate(plan, tables, topology, batch_size=16, replicas=found.replicas)
+    assert again.seconds == pytest.approx(found.estimate.seconds, rel=1e-12)
+    assert again.fits
+    assert 0 <= found.lower_bound <= found.estimate.seconds
+    assert allowed is None or found.types_T[0].value in allowed
+    for table in tables:
+        widths = [shard.shard_sizes[1] for shard in plan[""][table.name].shards]
+        assert all(width >= min(32, table.embedding_dim) for width in widths)

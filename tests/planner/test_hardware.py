@@ -1,0 +1,53 @@
+from dataclasses import replace
+
+import pytest
+
+from meshrec.planner.hardware import BUILTIN_PROFILES, HardwareProfile, Link, get_profile, with_memory
+
+
+def test_a_profile_survives_its_file(tmp_path, profile):
+    profile.save(tmp_path / "hardware.json")
+    assert HardwareProfile.load(tmp_path / "hardware.json") == profile
+    assert get_profile(str(tmp_path / "hardware.json")) == profile
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN_PROFILES))
+def test_every_built_in_figure_has_a_source(name):
+    profile = get_profile(name)
+    figures = {
+        "read_bandwidth",
+        "update_bandwidth",
+        "stream_bandwidth",
+        "read_row_seconds",
+        "update_row_seconds",
+    }
+    figures |= {"update_id_seconds", "kernel_seconds", "intra", "inter", "memory"}
+    assert set(profile.sources) == figures
+
+
+def test_faster_machines_are_faster():
+    a100, h100, h200 = (get_profile(name) for name in ("a100", "h100", "h200"))
+    assert a100.read_bandwidth < h100.read_bandwidth < h200.read_bandwidth
+    assert a100.inter.all_to_all < h100.inter.all_to_all
+    assert h100.memory < h200.memory
+
+
+def test_overrides_change_only_what_they_name(profile):
+    changed = profile.with_bandwidths(7.0, None)
+    assert (changed.intra.all_to_all, changed.intra.latency) == (7.0, profile.intra.latency)
+    assert changed.inter == profile.inter
+    assert with_memory(profile, 5).memory == 5
+    assert profile.named("x").name == "x"
+
+
+def test_bad_profiles_are_refused(profile):
+    with pytest.raises(ValueError, match=r"profile 'h300': neither a file nor one of \['a100', 'cpu'"):
+        get_profile("h300")
+    with pytest.raises(ValueError, match="read_bandwidth is 0; it must be positive"):
+        replace(profile, read_bandwidth=0)
+    with pytest.raises(ValueError, match="kernel_seconds is -1; it must not be negative"):
+        replace(profile, kernel_seconds=-1)
+    with pytest.raises(ValueError, match=r"Link\.all_to_all is 0; it must be positive"):
+        Link(latency=0, all_to_all=0, reduce_scatter=1, all_reduce=1)
+    with pytest.raises(ValueError, match="Measure one anew with `meshrec calibrate`"):
+        HardwareProfile.from_json({"name": "x"})

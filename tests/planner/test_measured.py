@@ -1,0 +1,36 @@
+import pytest
+
+from meshrec.planner.measured import PhaseTime, compare, read_phases, write_phases
+
+
+def test_measurements_survive_their_file(tmp_path):
+    times = [PhaseTime("ids", 0, 0.5), PhaseTime("dense", 1, 2.0, step=3)]
+    write_phases(tmp_path / "phases.jsonl", times[:1])
+    write_phases(tmp_path / "phases.jsonl", times[1:])
+    assert read_phases(tmp_path) == read_phases(tmp_path / "phases.jsonl") == times
+
+
+def test_the_slowest_ranks_median_counts(small_plan):
+    predicted = small_plan.estimate().phases
+    times = [PhaseTime("ids", 0, seconds, step) for step, seconds in enumerate([9.0, 1.0, 1.0])]
+    times += [
+        PhaseTime("ids", 1, 2.0),
+        PhaseTime("lookup", 0, 4 * predicted["lookup"]),
+        PhaseTime("dense", 0, 7.0),
+    ]
+    ids, lookup, step = compare(small_plan, times)
+    assert (ids.phase, ids.predicted, ids.measured) == ("ids", predicted["ids"], 2.0)
+    assert lookup.error == pytest.approx(-0.75)
+    assert step.measured == pytest.approx(2.0 + lookup.measured)
+
+
+def test_bad_files_are_named(tmp_path, small_plan):
+    path = tmp_path / "phases.jsonl"
+    path.write_text('{"phase": "ids", "rank": 0, "seconds": 1}\n{"phase": "ids"}\n')
+    with pytest.raises(ValueError, match=r"phases.jsonl:2: .*a line has phase, rank, seconds, and step"):
+        read_phases(path)
+    path.write_text('{"phase": "lunch", "rank": 0, "seconds": 1}\n')
+    with pytest.raises(ValueError, match=r"phases.jsonl:1: phase 'lunch' is none of \['ids'"):
+        read_phases(path)
+    with pytest.raises(ValueError, match="the run recorded no phase"):
+        compare(small_plan, [])

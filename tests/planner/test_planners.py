@@ -1,0 +1,99 @@
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from meshrec.distributed.plan_checks import verify_plan
+from meshrec.distributed.sharding_plan import ShardingType, TableSize
+from meshrec.planner.planners import EmbeddingShardingPlanner, plan_tables
+from meshrec.planner.types import ParameterConstraints, Table, Topology
+
+
+class Bags(nn.Module):
+    def __init__(self, rows=100):
+        super().__init__()
+        self.rows = rows
+
+    def embedding_bag_configs(self):
+        return [
+            SimpleNamespace(
+                name=name, num_embeddings=self.rows, embedding_dim=64, feature_names=[f"f_{name}"]
+            )
+            for name in ("a", "b", "c")
+        ]
+
+
+def planner(**arguments):
+    topology = arguments.pop("topology", Topology(world_size=2, compute_device="cpu"))
+    return EmbeddingShardingPlanner(topology, batch_size=16, max_work=1e6, **arguments)
+
+
+def test_a_model_gets_a_verified_plan_with_a_bound():
+    plan = planner().plan(nn.ModuleDict({"tables": Bags()}))
+    sizes = {"tables": {name: TableSize(100, 64) for name in "abc"}}
+    verify_plan(plan, sizes, world_size=2)
+    assert 0 < plan.lower_bound <= plan.seconds
+    assert 0 <= plan.gap < 1
+
+
+def test_constraints_hold():
+    kinds = {name: ParameterConstraints(sharding_types=["row_wise"]) for name in "abc"}
+    plan = planner(constraints=kinds).plan(Bags())
+    assert {sharding.sharding_type for sharding in plan.plan[""].values()} == {ShardingType.ROW_WISE}
+    only = {"a": ParameterConstraints(sharding_types=["table_wise"], ranks=[1])}
+    assert planner(constraints=only).plan(Bags()).plan[""]["a"].ranks == (1,)
+
+
+def test_a_static_plan_is_reused():
+    plan = planner().plan(Bags())
+    assert planner(static_plan=plan).plan(Bags()) is plan
+    with pytest.raises(ValueError, match=r"the static plan has table '.' as 100 x 64; the model has 7 x 64"):
+        planner(static_plan=planner(constraints={
+            name: ParameterConstraints(sharding_types=["table_wise"]) for name in "abc"
+        }).plan(Bags())).plan(Bags(rows=7))  # fmt: skip
+    with pytest.raises(ValueError, match="the static plan does not place table 'a' of module 'x'"):
+        planner(static_plan=plan).plan(nn.ModuleDict({"x": Bags()}))
+
+
+def test_what_does_not_fit_is_diagnosed():
+    small = Topology(world_size=2, ddr_cap=1 << 14, compute_device="cpu")
+    with pytest.raises(ValueError, match="no plan fits into memory"):
+        planner(topology=small).plan(Bags())
+    with pytest.raises(ValueError, match="no plan fits into memory"):
+        plan_tables(
+            [Table(name="t", num_embeddings=10, embedding_dim=8)],
+            Topology(world_size=2, dense_bytes=1 << 60),
+            batch_size=8,
+        )
+
+
+def test_one_process_needs_no_group():
+    plan = EmbeddingShardingPlanner(batch_size=16, max_work=1e5).collective_plan(Bags())
+    assert all(set(sharding.ranks or (0,)) == {0} for sharding in plan.plan[""].values())
+
+
+def plan_on_each_rank(rank, file, results):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(rank)
+        plan = planner().collective_plan(Bags(), None, dist.group.WORLD)
+        try:
+            planner(constraints={"z": ParameterConstraints()}).collective_plan(Bags())
+            message = ""
+        except ValueError as error:
+            message = str(error)
+        results[rank] = (plan.digest(), message)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_all_ranks_get_rank_0s_plan_and_its_error():
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(plan_on_each_rank, (f"{folder}/store", results), nprocs=2)
+        assert results[0] == results[1]
+        assert "constraints name 'z'" in results[1][1]

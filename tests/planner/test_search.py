@@ -1,0 +1,37 @@
+import numpy as np
+import pytest
+
+from meshrec.planner.bound import LowerBound
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.search import Effort, Search
+from meshrec.planner.types import Topology
+
+
+@pytest.fixture
+def started(make_tables, profile):
+    topology = Topology(world_size=4, hardware=profile)
+    problem = build_problem(CostModel(make_tables(10, 4), topology, batch_size=64), {})
+    everything = np.ones(len(problem.type_C), bool)
+    search = Search(problem, everything, Effort(time_limit=60.0, max_work=1e8, gap=0.0))
+    search.construct_from(LowerBound(problem, everything, 1.0).best_box, everything)
+    return search
+
+
+def test_disturbances_never_lose_the_best_plan(started):
+    seconds = [started.seconds]
+    for _ in range(60):
+        started.disturb()
+        seconds.append(started.seconds)
+    assert (np.diff(seconds) <= 0).all()
+    assert seconds[-1] < seconds[0]
+    assert len(started.parts_T) == 10
+
+
+def test_work_adds_up_until_it_is_spent(started):
+    before = started.work
+    started.disturb()
+    assert started.work > before
+    assert not started.is_spent
+    started.work = int(1e8)
+    assert started.is_spent

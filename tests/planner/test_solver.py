@@ -1,0 +1,163 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrec.planner.construct import fitting_plan
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.problem import Problem, Scope
+from meshrec.planner.search import Effort
+from meshrec.planner.solver import solve
+from meshrec.planner.types import ParameterConstraints, Table, Topology
+
+EFFORT = Effort(time_limit=60.0, max_work=1e8, gap=0.0)
+
+
+def options(problem: Problem, kind: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Every way to place a table of a type: (loads [R, K] with the common part in the first entry, bytes
+    [R])."""
+    found = []
+    for candidate in np.flatnonzero(problem.type_C == kind):
+        layout = problem.layouts_C[candidate]
+        nodes = layout.scope is Scope.NODES
+        places = problem.num_nodes if nodes else problem.num_ranks
+        span = problem.node_size if nodes else 1
+        groups = range(*problem.pieces(candidate).indices(len(problem.candidate_P)))
+        pieces = [group for group in groups for _ in range(problem.count_P[group])]
+        for chosen in set(itertools.permutations(range(places), len(pieces))):
+            load_RK = np.zeros((problem.num_ranks, problem.load_PK.shape[1]))
+            bytes_R = np.full(problem.num_ranks, problem.common_bytes_C[candidate])
+            for group, place in zip(pieces, chosen, strict=True):
+                ranks = slice(place * span, (place + 1) * span)
+                load_RK[ranks] += problem.load_PK[group]
+                bytes_R[ranks] += problem.bytes_P[group]
+            found.append((np.concatenate(([problem.common_C[candidate]], load_RK.ravel())), bytes_R))
+    unique = {(load.tobytes(), size.tobytes()): (load, size) for load, size in found}
+    return list(unique.values())
+
+
+def brute_force(problem: Problem) -> float:
+    """The least step time over all even splits and all places."""
+    loads = np.zeros((1, 1 + problem.num_ranks * problem.load_PK.shape[1]))
+    sizes = np.zeros((1, problem.num_ranks))
+    for kind in problem.type_T:
+        ways = options(problem, kind)
+        loads = (loads[:, None] + np.stack([way[0] for way in ways])).reshape(-1, loads.shape[1])
+        sizes = (sizes[:, None] + np.stack([way[1] for way in ways])).reshape(-1, sizes.shape[1])
+        fits = sizes.max(axis=1) <= problem.memory_cap
+        loads, sizes = loads[fits], sizes[fits]
+        _both, index = np.unique(np.concatenate((loads, sizes), axis=1).round(15), axis=0, return_index=True)
+        loads, sizes = loads[index], sizes[index]
+    shape = (len(loads), problem.num_ranks, problem.load_PK.shape[1])
+    slowest = loads[:, 1:].reshape(shape).max(axis=1).sum(axis=1)
+    return float((loads[:, 0] + slowest).min())
+
+
+def problem_of(tables, profile, num_ranks, constraints=None, **topology):
+    machine = Topology(world_size=num_ranks, hardware=profile, **topology)
+    return build_problem(CostModel(tables, machine, batch_size=64), constraints or {})
+
+
+def everything(problem):
+    return np.ones(len(problem.type_C), bool)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_as_good_as_brute_force(make_tables, profile, seed):
+    """All split types of three tables on three ranks. Uneven cuts may beat the best even plan."""
+    problem = problem_of(make_tables(3, seed), profile, 3)
+    best = brute_force(problem)
+    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    assert solution.seconds <= best * 1.001
+    assert solution.lower_bound <= min(best, solution.seconds) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_six_tables_as_good_as_brute_force(make_tables, profile, seed):
+    tables = make_tables(6, seed)
+    kinds = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
+    problem = problem_of(tables, profile, 3, {table.name: kinds for table in tables})
+    best = brute_force(problem)
+    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    assert solution.seconds == pytest.approx(best, rel=1e-9)
+    assert solution.lower_bound <= best * (1 + 1e-6)
+
+
+def test_nodes_as_good_as_brute_force(make_tables, profile):
+    tables = make_tables(3, 5)
+    kinds = ParameterConstraints(sharding_types=["table_wise", "table_row_wise", "data_parallel"])
+    problem = problem_of(tables, profile, 4, {t.name: kinds for t in tables}, local_world_size=2)
+    best = brute_force(problem)
+    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    assert solution.seconds <= best * 1.001
+    assert solution.lower_bound <= min(best, solution.seconds) * (1 + 1e-6)
+
+
+table_strategy = st.builds(
+    lambda rows, columns, pooling: (rows, columns, pooling),
+    st.integers(1, 10**6),
+    st.sampled_from([4, 8, 64, 100, 128]),
+    st.floats(0.1, 50.0),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(table_strategy, min_size=1, max_size=4), st.integers(1, 3))
+def test_the_bound_never_exceeds_the_best_plan(profile, drawn, num_ranks):
+    tables = [
+        Table(name=f"t{i}", num_embeddings=rows, embedding_dim=columns, pooling_factors=(pooling,))
+        for i, (rows, columns, pooling) in enumerate(drawn)
+    ]
+    kinds = ["table_wise", "column_wise", "row_wise", "data_parallel"]
+    free = {table.name: ParameterConstraints(sharding_types=kinds) for table in tables}
+    problem = problem_of(tables, profile, num_ranks, free)
+    solution = solve(problem, everything(problem), EFFORT._replace(max_work=2e7), 0.0)
+    assert solution.lower_bound <= solution.seconds * (1 + 1e-9)
+    if len(tables) <= 3:
+        assert solution.lower_bound <= brute_force(problem) * (1 + 1e-6)
+
+
+def test_same_input_same_plan(make_tables, profile):
+    problem = problem_of(make_tables(12), profile, 4)
+    first, second = (
+        solve(problem, everything(problem), EFFORT._replace(max_work=3e7), 0.0) for _ in range(2)
+    )
+    assert (first.seconds, first.lower_bound, first.work) == (second.seconds, second.lower_bound, second.work)
+    for one, other in zip(first.parts_T, second.parts_T, strict=True):
+        np.testing.assert_array_equal(one.rank_N, other.rank_N)
+
+
+def test_more_work_is_never_worse(make_tables, profile):
+    problem = problem_of(make_tables(12, 3), profile, 4)
+    results = [
+        solve(problem, everything(problem), EFFORT._replace(max_work=work), 0.0) for work in (1e5, 5e7)
+    ]
+    assert results[1].seconds <= results[0].seconds * (1 + 1e-9)
+
+
+def test_the_clock_stops_the_search(make_tables, profile):
+    problem = problem_of(make_tables(12), profile, 4)
+    solution = solve(problem, everything(problem), Effort(time_limit=0.0, max_work=1e12, gap=0.0), 0.0)
+    assert solution.seconds >= solution.lower_bound > 0
+
+
+def test_no_memory_no_plan(make_tables, profile):
+    problem = problem_of(make_tables(4), profile, 2, hbm_cap=1 << 12)
+    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    assert solution.parts_T == []
+    assert solution.lower_bound == np.inf
+    assert fitting_plan(problem) is None
+
+
+def test_memory_alone_can_be_spread(make_tables, profile):
+    """Whole tables of equal size fill the ranks exactly: only a balanced plan fits."""
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=8) for i in range(6)]
+    kinds = ParameterConstraints(sharding_types=["table_wise"])
+    problem = problem_of(tables, profile, 3, {table.name: kinds for table in tables})
+    tight = problem._replace(memory_cap=float(2 * problem.bytes_P[0] + 6 * problem.common_bytes_C[0]) + 1)
+    state = fitting_plan(tight)
+    assert state is not None
+    assert np.bincount([parts.rank_N[0] for parts in state.parts_T]).tolist() == [2, 2, 2]
