@@ -23,7 +23,6 @@ from meshrec.planner.placements import to_plan
 from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
-
 TWO_NODES = Ranks(4, 2)
 
 
