@@ -73,6 +73,6 @@ def test_tables_of_one_rule_must_agree_on_their_steps():
     state = optimizer.state_dict()
     state["state"]["embedding_bags.t1.weight"]["step"] = 7
     with pytest.raises(
-        ValueError, match="has had 7 updates and 'embedding_bags.t0.weight' 0, but they share Adam"
+        ValueError, match=r"has had 7 updates and 'embedding_bags.t0.weight' 0, but they share Adam"
     ):
         optimizer.load_state_dict(state)
