@@ -130,7 +130,8 @@ def test_ids_of_keys_that_no_table_reads_are_not_looked_at(make):
 def test_nan_weights_are_named():
     weights = torch.ones(8)
     weights[4] = float("nan")
-    with pytest.raises(ValueError, match=r"weight of id 4 of feature .* \(sample 1\) is NaN"):
+    message = r"table 'users': the weight of id 4 of feature 'friend' \(sample 1\) is NaN"
+    with pytest.raises(ValueError, match=message):
         make_bags(is_weighted=True)(make_input(weights=weights))
 
 

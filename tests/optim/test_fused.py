@@ -91,7 +91,7 @@ def same(one, other):
 
 def close(one, other):
     for a, b in zip(weights_of(one), weights_of(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
 
 
 def row_step(spec, w, g, s, t):
