@@ -54,6 +54,16 @@ def test_a_fused_module_keeps_its_state():
     assert {state["step"] for state in sharded.fused_optimizer.state.values()} == {2}
 
 
+def test_a_module_that_updates_on_step_cannot_be_sharded():
+    module = fuse(collection(), optimizer=SGD(lr=0.1), update="on_step")
+    message = (
+        r"the tables \['t0', 't1'\] is fused with update=\"on_step\" and cannot be sharded.*"
+        r'allow only update="in_backward"\. Fuse it with update="in_backward"'
+    )
+    with pytest.raises(ValueError, match=message):
+        md.EmbeddingBagCollectionSharder().shard(module, one_process_plan(module), ENV)
+
+
 def test_each_table_keeps_its_own_optimizer():
     module = collection()
     apply_optimizer_in_backward(torch.optim.SGD, [module.embedding_bags["t1"].weight], {"lr": 0.5})

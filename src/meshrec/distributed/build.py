@@ -27,6 +27,7 @@ from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.memory import use_huge_pages
+from meshrec.optim.fused import FusedOptimizer
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.optimizers import OptimizerSpec
 
@@ -74,8 +75,20 @@ class Built:
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
     """The tables of an unsharded module with their weights (perhaps on ``meta``), optimizers and their
-    state."""
-    state = module.fused_optimizer.state if module.is_fused else {}  # type: ignore[attr-defined]
+    state.
+
+    Raises:
+        ValueError: if the module is fused with ``update="on_step"``: sharded tables are updated in backward.
+    """
+    fused = module.fused_optimizer if module.is_fused else None
+    if isinstance(fused, FusedOptimizer) and not fused.updates_in_backward:
+        names = [config.name for config, _ in module.tables().values()]
+        raise ValueError(
+            f'the module with the tables {names} is fused with update="on_step" and cannot be sharded: '
+            'sharded tables allow only update="in_backward". Fuse it with update="in_backward", or leave it '
+            "unfused and give the sharder the optimizer (fused_params)."
+        )
+    state = {} if fused is None else fused.state  # type: ignore[attr-defined]
     found = []
     for config, weight in module.tables().values():
         mean = getattr(config, "pooling", None) is PoolingType.MEAN

@@ -191,6 +191,12 @@ class InputDist:
                 "the collection is weighted (is_weighted=True) but the input has no weights. "
                 "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
             )
+        if self._weighted and weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "the input's weights require grad, but gradients of per-sample weights are not carried "
+                "across ranks: a sharded module takes only weights that need none. Detach them, or use the "
+                "unsharded module."
+            )
         if not self._sequence and features.variable_stride_per_key():
             features = _expanded(features)
         values, offsets = features.values(), features.offsets()

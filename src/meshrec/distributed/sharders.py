@@ -48,7 +48,8 @@ class EmbeddingBagCollectionSharder:
         tables live, by default what the process group works on.
 
         Raises:
-            ValueError: for a plan or a device that does not fit, before anything is allocated.
+            ValueError: for a plan or a device that does not fit, and for a module fused with
+            ``update="on_step"``, before anything is allocated.
         """
         env, device = _place(env, device)
         options = BuildOptions(
