@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import import_time, tbe
+from benchmarks import import_time, planner, tbe
 from benchmarks.harness import Effort, Result, bars_table, save
 
 
@@ -16,7 +16,15 @@ def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
     return import_time.run(effort)
 
 
-BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {"tbe": run_tbe, "import": run_import}
+def run_planner(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return planner.run(effort, tiny=arguments.tiny)
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
+    "tbe": run_tbe,
+    "import": run_import,
+    "planner": run_planner,
+}
 
 
 def parse() -> argparse.Namespace:
