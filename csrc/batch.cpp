@@ -89,14 +89,19 @@ Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optiona
   }
 
   const int64_t num_blocks = num_keys == 0 ? 0 : (int64_t(starts.size()) - 1) / num_keys;
-  for (int64_t dim : dims) batch.out_columns += dim;
+  for (int64_t feature = 0; feature < num_features; ++feature) {
+    const int64_t key = shape.keys[feature];
+    if (key < 0 || key >= num_keys) fail("feature ", feature, " reads key ", key, " of ", num_keys, ".");
+    if (dims[feature] < 1)
+      fail("feature ", feature, " is ", dims[feature], " wide; every width is at least 1.");
+    batch.out_columns += dims[feature];
+  }
   batch.lookups.reserve(num_blocks * num_features);
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t block_rows = starts[block * num_keys + 1] - starts[block * num_keys];
     int64_t column = 0;
     for (int64_t feature = 0; feature < num_features; ++feature) {
       const int64_t key = shape.keys[feature];
-      if (key < 0 || key >= num_keys) fail("feature ", feature, " reads key ", key, " of ", num_keys, ".");
       const int64_t segment = block * num_keys + key;
       Lookup lookup{
           .feature = feature, .table = shape.tables[feature], .pooling = Pooling(shape.pooling[feature])};
@@ -172,6 +177,14 @@ std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables,
   return dims;
 }
 
+void check_dims(const Batch& batch, const Weights& weights) {
+  for (const Lookup& lookup : batch.lookups)
+    if (lookup.table >= 0 &&
+        (lookup.table >= int64_t(weights.dims.size()) || weights.dims[lookup.table] != lookup.dim))
+      fail("feature ", lookup.feature, " is ", lookup.dim, " wide but table ", lookup.table,
+           " is not. Give dims as in the forward.");
+}
+
 Tensor checked_grad(const Tensor& grad, const Batch& batch) {
   if (grad.numel() != batch.out_size)
     fail("the gradient has ", grad.numel(), " elements; the forward gave ", batch.out_size, ".");
@@ -196,17 +209,20 @@ std::vector<Piece> cut(const Batch& batch) {
   return pieces;
 }
 
+std::pair<std::string, std::string> names_of(const Lookup& lookup, const Tensor* names) {
+  if (names == nullptr || names->numel() == 0)
+    return {std::to_string(lookup.table), std::to_string(lookup.feature)};
+  const Tensor bytes = as_contiguous(*names);
+  std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.numel());
+  for (int64_t line = 0; line < lookup.feature; ++line) text.remove_prefix(text.find('\n') + 1);
+  const std::string table(text.substr(0, text.find('\t')));
+  text.remove_prefix(text.find('\t') + 1);
+  return {table, std::string(text.substr(0, text.find('\n')))};
+}
+
 void fail_for_id(const Batch& batch, int64_t index, int64_t num_rows, const Tensor* names) {
   const Lookup& lookup = batch.lookups[index];
-  std::string table = std::to_string(lookup.table), feature = std::to_string(lookup.feature);
-  if (names != nullptr && names->numel() > 0) {
-    const Tensor bytes = as_contiguous(*names);
-    std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.numel());
-    for (int64_t line = 0; line < lookup.feature; ++line) text.remove_prefix(text.find('\n') + 1);
-    table = text.substr(0, text.find('\t'));
-    text.remove_prefix(text.find('\t') + 1);
-    feature = text.substr(0, text.find('\n'));
-  }
+  const auto [table, feature] = names_of(lookup, names);
   for (int64_t bag = lookup.first_bag; bag < lookup.first_bag + lookup.num_bags; ++bag) {
     for (int64_t i = batch.bags[bag]; i < batch.bags[bag + 1]; ++i) {
       const int64_t id = batch.id(i);

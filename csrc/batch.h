@@ -59,6 +59,9 @@ struct Weights {
 Weights make_weights(std::vector<Tensor> tensors, bool writable);
 std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables, const std::vector<int64_t>& table_dims);
 
+// Raises unless every feature is as wide as its table; skipped features aside.
+void check_dims(const Batch& batch, const Weights& weights);
+
 // A gradient as fp32, contiguous, with the size that the batch's output has.
 Tensor checked_grad(const Tensor& grad, const Batch& batch);
 
@@ -68,7 +71,10 @@ struct Piece {
 };
 std::vector<Piece> cut(const Batch& batch);
 
-// Raises for the first id outside its table. names: UTF-8 bytes, "table\tfeature\n" for every feature.
+// What messages call the lookup's table and feature: as named, or by their numbers. names: UTF-8 bytes,
+// "table\tfeature\n" for every feature.
+std::pair<std::string, std::string> names_of(const Lookup& lookup, const Tensor* names);
+// Raises for the first id outside its table.
 [[noreturn]] void fail_for_id(const Batch& batch, int64_t lookup, int64_t num_rows, const Tensor* names);
 
 }  // namespace meshrec

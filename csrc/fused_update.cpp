@@ -36,6 +36,8 @@ Hyper make_hyper(const Tensor& tensor) {
           .beta2 = float(h[kBeta2]),
           .momentum = float(h[kMomentum]),
           .trust_coefficient = float(h[kTrustCoefficient]),
+          .fresh1 = float(1 - h[kBeta1]),
+          .fresh2 = float(1 - h[kBeta2]),
           .correction1 = float(1 - std::pow(h[kBeta1], h[kStep])),
           .correction2 = float(1 - std::pow(h[kBeta2], h[kStep])),
           .step = uint64_t(h[kStep]),
@@ -65,14 +67,6 @@ StateShape state_shape(int64_t optimizer) {
       return {2, {false, true}};
   }
   fail("optimizer ", optimizer, " is unknown; codes 0 to ", int(kNumOptimizers) - 1, " exist.");
-}
-
-void check_dims(const Batch& batch, const Weights& weights) {
-  for (const Lookup& lookup : batch.lookups)
-    if (lookup.table >= 0 &&
-        (lookup.table >= int64_t(weights.dims.size()) || weights.dims[lookup.table] != lookup.dim))
-      fail("feature ", lookup.feature, " is ", lookup.dim, " wide but table ", lookup.table,
-           " is not. Give dims as in the forward.");
 }
 
 std::vector<float*> state_data(const std::vector<Tensor>& state, const StateShape& shape,
@@ -168,8 +162,7 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
   }
 
   std::vector<int64_t> index(num_rows.size(), -1), table_dims(num_rows.size(), 0);
-  for (size_t f = 0; f < tables.size(); ++f)
-    if (tables[f] >= 0) table_dims[tables[f]] = dims[f];
+  for (const TableRuns& table : runs.tables) table_dims[table.table] = table.dim;
   for (size_t t = 0; t < runs.tables.size(); ++t) index[runs.tables[t].table] = t;
   std::vector<Tensor> result;
   for (size_t t = 0; t < num_rows.size(); ++t) {

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "memory.h"
 #include "router.h"
 
 namespace meshrec {
@@ -100,7 +101,7 @@ Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces
   if (local) own = contiguous(*local);
   const int64_t own_dim = own && batch > 0 ? own->numel() / batch : 0;
   const float* own_rows = own ? own->const_data_ptr<float>() : nullptr;
-  Tensor out = torch::stable::empty({batch, out_dim}, ScalarType::Float);
+  Tensor out = empty_buffer({batch, out_dim}, ScalarType::Float);
   float* rows = out.mutable_data_ptr<float>();
   with_floats(source.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -136,8 +137,8 @@ std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vecto
   const int64_t batch = source.size(0), grad_dim = source.size(1);
   const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
   const float* rows = source.const_data_ptr<float>();
-  Tensor sent = torch::stable::empty({pooled.first_element.back()}, dtype);
-  Tensor own = torch::stable::empty({batch, local_dim}, ScalarType::Float);
+  Tensor sent = empty_buffer({pooled.first_element.back()}, dtype);
+  Tensor own = empty_buffer({batch, local_dim}, ScalarType::Float);
   float* own_rows = own.mutable_data_ptr<float>();
   with_floats(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -251,7 +252,7 @@ Tensor gather_sequence(Tensor received, Tensor values, Tensor offsets, std::opti
     fail("received ", received.numel(), " elements in place of ", sequence.first_element.back());
   }
   const Tensor source = contiguous(received);
-  Tensor out = torch::stable::empty({sequence.out_begin.back()}, ScalarType::Float);
+  Tensor out = empty_buffer({sequence.out_begin.back()}, ScalarType::Float);
   float* to = out.mutable_data_ptr<float>();
   with_floats(source.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -272,7 +273,7 @@ Tensor scatter_sequence(Tensor grad, Tensor values, Tensor offsets, std::optiona
     fail("the gradient must be float32 with ", sequence.out_begin.back(), " elements, got ", source.numel());
   }
   const float* from = source.const_data_ptr<float>();
-  Tensor sent = torch::stable::empty({sequence.first_element.back()}, dtype);
+  Tensor sent = empty_buffer({sequence.first_element.back()}, dtype);
   with_floats(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     T* to = static_cast<T*>(sent.mutable_data_ptr());

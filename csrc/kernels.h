@@ -67,6 +67,7 @@ struct Hyper {
   float lr, eps, weight_decay;
   int decay_mode;
   float beta1, beta2, momentum, trust_coefficient;
+  float fresh1, fresh2;            // 1 - beta, rounded once: 1 - 0.999f is off by 1e-5 of it
   float correction1, correction2;  // 1 - beta^step
   uint64_t step, seed;
   double row_dim;
@@ -101,7 +102,7 @@ struct SumArgs {
 };
 
 constexpr int kMaxBatch = 16;  // runs whose rows are worked on together
-constexpr int64_t kScratchRows = kMaxBatch + 3;
+constexpr int64_t kScratchRows = kMaxBatch + 2;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 struct Kernels {

@@ -177,7 +177,7 @@ void dot(const DotArgs& a) {
 // ---- runs of equal rows
 // ------------------------------------------------------------------------------------------
 
-constexpr int64_t kPairsAhead = 16;
+constexpr int64_t kPairsAhead = 24;
 
 template <int N, bool kScaled>
 inline void sum_block(const RunArgs& a, int64_t column, int64_t first, int64_t last, float* out) {
@@ -223,34 +223,25 @@ struct RunBatch {
   uint32_t rows[kMaxBatch];
   uint32_t slots[kMaxBatch];  // of each run's first pair
   const float* grads[kMaxBatch];
+  int64_t num_pairs[kMaxBatch];
 };
 
-// The summed gradient of pairs [first, last); long runs are cut into pieces so that prefetching keeps pace.
-template <typename Announce>
-inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, float* sum,
-                              const Announce& announce) {
-  constexpr int64_t kPiece = 16;
-  float* spare = a.scratch + kMaxBatch * padded(a.dim);
-  for (int64_t piece = first; piece < last; piece += kPiece) {
-    const int64_t end = piece + kPiece < last ? piece + kPiece : last;
-    announce(end - piece);
-    float* target = piece == first ? sum : spare;
-    if (a.scales != nullptr) {
-      sum_run<true>(a, piece, end, target);
-    } else {
-      sum_run<false>(a, piece, end, target);
-    }
-    if (target == spare)
-      for (int64_t d = 0; d < a.dim; ++d) sum[d] += spare[d];
+// The summed gradient of pairs [first, last).
+inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, float* sum) {
+  if (a.scales != nullptr) {
+    sum_run<true>(a, first, last, sum);
+  } else {
+    sum_run<false>(a, first, last, sum);
   }
   return sum;
 }
 
-// Calls use(batch) for all runs; touch(row) announces a row that comes soon.
-template <typename Touch, typename Use>
-inline void for_each_batch(const RunArgs& a, const Touch& touch, const Use& use) {
+// Calls prepare(batch), and then use(batch, k) for each of its runs; touch(row) announces a row that comes
+// soon, a little at a time, so that memory and arithmetic overlap.
+template <typename Touch, typename Prepare, typename Use>
+inline void for_each_batch(const RunArgs& a, const Touch& touch, const Prepare& prepare, const Use& use) {
   int64_t announced = a.begin;
-  const auto announce = [&](int64_t count) {
+  const auto announce = [&](int64_t count) __attribute__((always_inline)) {
     const int64_t to = announced + count < a.readable ? announced + count : a.readable;
     for (; announced < to; ++announced)
       if (announced == a.begin || a.pairs[announced].row != a.pairs[announced - 1].row)
@@ -267,15 +258,19 @@ inline void for_each_batch(const RunArgs& a, const Touch& touch, const Use& use)
     float* sum = a.scratch + batch.size * padded(a.dim);
     batch.rows[batch.size] = row;
     batch.slots[batch.size] = slot;
+    batch.num_pairs[batch.size] = last - first;
     if (last == first + 1 && a.scales == nullptr) {
-      announce(1);
       batch.grads[batch.size] = a.grads[slot];
     } else {
-      batch.grads[batch.size] = sum_pairs(a, first, last, sum, announce);
+      batch.grads[batch.size] = sum_pairs(a, first, last, sum);
     }
     first = last;
     if (++batch.size == batch_size || first >= a.end) {
-      use(batch);
+      prepare(batch);
+      for (int k = 0; k < batch.size; ++k) {
+        announce(batch.num_pairs[k]);
+        use(batch, k);
+      }
       batch.size = 0;
     }
   }
@@ -285,13 +280,11 @@ void sum(const SumArgs& a) {
   const int64_t dim = a.runs.dim;
   int64_t run = 0;
   for_each_batch(
-      a.runs, [](uint32_t) {},
-      [&](const RunBatch& batch) {
-        for (int k = 0; k < batch.size; ++k, ++run) {
-          if (a.rows != nullptr) a.rows[run] = batch.rows[k];
-          memcpy(a.sums + (a.dense ? int64_t(batch.rows[k]) : run) * dim, batch.grads[k],
-                 dim * sizeof(float));
-        }
+      a.runs, [](uint32_t) {}, [](const RunBatch&) {},
+      [&](const RunBatch& batch, int k) {
+        if (a.rows != nullptr) a.rows[run] = batch.rows[k];
+        memcpy(a.sums + (a.dense ? int64_t(batch.rows[k]) : run) * dim, batch.grads[k], dim * sizeof(float));
+        ++run;
       });
 }
 
@@ -360,17 +353,17 @@ inline void step_row(float* __restrict w, const float* __restrict g, float* __re
     // The Adam family: work holds the normalised direction r.
     float row_denominator = 0;
     if constexpr (row_state1(kOptimizer)) {
-      s1[0] = h.beta2 * s1[0] + (1 - h.beta2) * mean_square(g, w, dim, step);
+      s1[0] = h.beta2 * s1[0] + h.fresh2 * mean_square(g, w, dim, step);
       row_denominator = __builtin_sqrtf(s1[0] / h.correction2) + eps;
     }
     float* r = step.work;
     const float decay_in_r = lamb && h.decay_mode == kDecoupled ? h.weight_decay : 0.0f;
     for (int64_t d = 0; d < dim; ++d) {
       const float x = grad(d);
-      s0[d] = h.beta1 * s0[d] + (1 - h.beta1) * x;
+      s0[d] = h.beta1 * s0[d] + h.fresh1 * x;
       float denominator = row_denominator;
       if constexpr (!row_state1(kOptimizer)) {
-        s1[d] = h.beta2 * s1[d] + (1 - h.beta2) * x * x;
+        s1[d] = h.beta2 * s1[d] + h.fresh2 * x * x;
         denominator = __builtin_sqrtf(s1[d] / h.correction2) + eps;
       }
       r[d] = s0[d] / h.correction1 / denominator + decay_in_r * w[d];
@@ -395,9 +388,12 @@ void update_rows(const UpdateArgs& args) {
   const int64_t dim = kDim != 0 ? kDim : runs.dim;
   Weight* weight = static_cast<Weight*>(args.weight);
   const int64_t width0 = row_state0(kOptimizer) ? 1 : dim, width1 = row_state1(kOptimizer) ? 1 : dim;
-  float* work = runs.scratch + (kMaxBatch + 1) * padded(dim);
+  float* work = runs.scratch + kMaxBatch * padded(dim);
   float* row_buffer = work + padded(dim);
   const bool stochastic = args.hyper.seed != 0;
+  // All rates of a batch first: their chains of additions, root and division overlap.
+  constexpr bool kRatesFirst = kOptimizer == kRowWiseAdagrad && sizeof(Weight) == sizeof(float);
+  float rates[kMaxBatch];
   const auto state = [](float* base, int64_t row, int64_t width) {
     return base != nullptr ? base + row * width : base;
   };
@@ -406,31 +402,30 @@ void update_rows(const UpdateArgs& args) {
   };
   for_each_batch(
       runs,
-      [&](uint32_t row) {
+      [&](uint32_t row) __attribute__((always_inline)) {
         prefetch_row(weight + int64_t(row) * dim, dim);
         if (args.state0 != nullptr) prefetch_row(args.state0 + int64_t(row) * width0, width0);
         if (args.state1 != nullptr) prefetch_row(args.state1 + int64_t(row) * width1, width1);
       },
       [&](const RunBatch& batch) {
-        if constexpr (kOptimizer == kRowWiseAdagrad && sizeof(Weight) == sizeof(float)) {
-          // All rates first: their chains of additions, root and division overlap.
-          float rates[kMaxBatch];
+        if constexpr (kRatesFirst) {
           for (int k = 0; k < batch.size; ++k) {
             float* sum = args.state0 + batch.rows[k];
             const Step step{args.hyper, stats(batch, k), work};
             *sum += mean_square(batch.grads[k], weight + int64_t(batch.rows[k]) * dim, dim, step);
             rates[k] = args.hyper.lr / (__builtin_sqrtf(*sum) + args.hyper.eps);
           }
-          for (int k = 0; k < batch.size; ++k)
-            adagrad_row(weight + int64_t(batch.rows[k]) * dim, batch.grads[k], rates[k], dim, args.hyper);
-          return;
         }
-        for (int k = 0; k < batch.size; ++k) {
-          const uint32_t row = batch.rows[k];
+      },
+      [&](const RunBatch& batch, int k) {
+        const uint32_t row = batch.rows[k];
+        Weight* target = weight + int64_t(row) * dim;
+        if constexpr (kRatesFirst) {
+          adagrad_row(target, batch.grads[k], rates[k], dim, args.hyper);
+        } else {
           const Step step{args.hyper, stats(batch, k), work};
           float* s0 = state(args.state0, row, width0);
           float* s1 = state(args.state1, row, width1);
-          Weight* target = weight + int64_t(row) * dim;
           if constexpr (sizeof(Weight) == sizeof(float)) {
             step_row<kOptimizer>(target, batch.grads[k], s0, s1, dim, step);
           } else {

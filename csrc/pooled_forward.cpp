@@ -15,11 +15,12 @@ bool ids_fit(const Batch& batch, int64_t first, int64_t count, int64_t num_rows)
   return kernels().all_below32(static_cast<const int32_t*>(batch.ids(first)), count, num_rows);
 }
 
-void check_sample_weights(const Batch& batch, const Lookup& lookup) {
+void check_sample_weights(const Batch& batch, const Lookup& lookup, const Tensor& names) {
+  const auto [table, feature] = names_of(lookup, &names);
   for (int64_t bag = lookup.first_bag; bag < lookup.first_bag + lookup.num_bags; ++bag)
     for (int64_t i = batch.bags[bag]; i < batch.bags[bag + 1]; ++i)
       if (std::isnan(batch.sample_weights[i]))
-        fail("the per-sample weight of id ", batch.id(i), " of feature ", lookup.feature, " (sample ",
+        fail("table '", table, "': the weight of id ", batch.id(i), " of feature '", feature, "' (sample ",
              bag - lookup.first_bag, ") is NaN. Weights must be numbers; find where this one comes from.");
 }
 
@@ -79,7 +80,7 @@ Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offset
     look_up(batch, weights, piece, out);
   });
   if (bad_id < none) fail_for_id(batch, bad_id, weights.num_rows[batch.lookups[bad_id].table], &names);
-  if (bad_weight < none) check_sample_weights(batch, batch.lookups[bad_weight]);
+  if (bad_weight < none) check_sample_weights(batch, batch.lookups[bad_weight], names);
   return out_dtype == ScalarType::Float ? result : torch::stable::to(result, out_dtype);
 }
 
@@ -90,6 +91,9 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
   const Weights weights = make_weights(std::move(weight_list), false);
   const Batch batch =
       make_batch(values, offsets, std::nullopt, {segments, num_keys, keys, tables, pooling, flat}, dims);
+  check_dims(batch, weights);
+  if (std::find(pooling.begin(), pooling.end(), kNone) != pooling.end())
+    fail("per-sample weights belong to pooled lookups; a sequence lookup takes none.");
   const Tensor g = checked_grad(grad, batch);
   const float* grad_data = static_cast<const float*>(g.const_data_ptr());
   Tensor result = torch::stable::new_zeros(g, {batch.num_ids});
@@ -97,6 +101,8 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
   // A key that several features read gets the sum of their gradients: one feature after the other, in
   // parallel over its bags.
   const std::vector<Piece> pieces = cut(batch);
+  const int64_t none = batch.lookups.size();
+  std::atomic<int64_t> bad_id{none};
   std::vector<bool> written(num_keys, false);
   for (size_t feature = 0; feature < keys.size(); ++feature) {
     const bool again = written[keys[feature]];
@@ -109,7 +115,8 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
       const Piece& piece = own[task];
       const Lookup& lookup = batch.lookups[piece.lookup];
       const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
-      if (!ids_fit(batch, first, last - first, weights.num_rows[lookup.table])) return;
+      if (!ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
+        return atomic_min(bad_id, piece.lookup);
       std::vector<float> before;
       if (again) before.assign(out + first, out + last);
       const int64_t row = piece.first_bag - lookup.first_bag;
@@ -120,6 +127,7 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
       for (size_t i = 0; i < before.size(); ++i) out[first + i] += before[i];
     });
   }
+  if (bad_id < none) fail_for_id(batch, bad_id, weights.num_rows[batch.lookups[bad_id].table], nullptr);
   return result;
 }
 

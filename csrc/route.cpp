@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "memory.h"
 #include "router.h"
 
 namespace meshrec {
@@ -13,7 +14,7 @@ namespace {
 constexpr int64_t kHeaderFields = 4;  // status, words, ids, bags per route (-1: they differ between uses)
 
 Tensor empty_cpu(int64_t size, ScalarType type) {
-  return torch::stable::empty({size}, type);
+  return empty_buffer({size}, type);
 }
 
 // Where the parts of one route lie in the payload.

@@ -1,10 +1,10 @@
 #include "runs.h"
 
-#include "memory.h"
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
+
+#include "memory.h"
 
 namespace meshrec {
 

@@ -58,8 +58,10 @@ inline Vec load(const Half* p) {
 #endif
 }
 
+// Always inlined, as are the lambdas that end in it: GCC takes a call of a function that only prefetches for
+// one without effect, and removes it.
 template <typename T>
-inline void prefetch_row(const T* row, int64_t dim) {
+__attribute__((always_inline)) inline void prefetch_row(const T* row, int64_t dim) {
   const char* p = reinterpret_cast<const char*>(row);
   for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 0, 3);
 }

@@ -37,7 +37,9 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PLANNER_READS = {"distributed.sharding_plan", "distributed.mesh"}
 
 # Which tests cover which C++ source: several sources may serve one op, so the names cannot say it.
-TBE_TESTS = ["tests/ops/tbe/test_kernels.py"]
+TBE_TESTS = [
+    f"tests/ops/tbe/{name}.py" for name in ("test_kernels", "test_kernels_update", "test_kernels_errors")
+]
 CPP_TESTS = {
     "batch.cpp": TBE_TESTS,
     "fused_update.cpp": TBE_TESTS,
@@ -45,6 +47,7 @@ CPP_TESTS = {
     "kernels_avx2.cpp": TBE_TESTS,
     "kernels_avx512.cpp": TBE_TESTS,
     "kernels_baseline.cpp": TBE_TESTS,
+    "memory.cpp": ["tests/ops/test_memory.py"],
     "pooled_forward.cpp": TBE_TESTS,
     "register.cpp": ["tests/test_architecture.py"],
     "runs.cpp": TBE_TESTS,

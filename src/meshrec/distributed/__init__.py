@@ -1,6 +1,10 @@
 """Sharded execution: plans, meshes, and the modules that run them."""
 
+from meshrec.distributed.awaitable import LazyAwaitable
+from meshrec.distributed.collectives import CollectiveError, measure_traffic
+from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.mesh import ShardingEnv
+from meshrec.distributed.output_dist import CommsPrecision
 from meshrec.distributed.plan_builders import (
     column_wise,
     construct_module_sharding_plan,
@@ -12,6 +16,7 @@ from meshrec.distributed.plan_builders import (
     table_wise,
 )
 from meshrec.distributed.plan_checks import verify_module_plan, verify_plan, verify_same_plan
+from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.distributed.sharding_plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -25,12 +30,19 @@ from meshrec.distributed.sharding_plan import (
 )
 
 __all__ = [
+    "CollectiveError",
+    "CommsPrecision",
+    "EmbeddingBagCollectionSharder",
+    "EmbeddingCollectionSharder",
     "EmbeddingComputeKernel",
     "EmbeddingModuleShardingPlan",
     "EnumerableShardingSpec",
+    "LazyAwaitable",
     "ParameterSharding",
     "Placement",
     "ShardMetadata",
+    "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
     "ShardingEnv",
     "ShardingPlan",
     "ShardingType",
@@ -39,6 +51,7 @@ __all__ = [
     "construct_module_sharding_plan",
     "data_parallel",
     "grid_shard",
+    "measure_traffic",
     "row_wise",
     "table_column_wise",
     "table_row_wise",

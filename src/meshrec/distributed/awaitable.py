@@ -60,5 +60,3 @@ class LazyAwaitable(Generic[W]):
 def awaited(value: Any) -> Any:
     """The value of a LazyAwaitable; anything else as it is."""
     return value.wait() if isinstance(value, LazyAwaitable) else value
-
-

@@ -1,7 +1,7 @@
 """The collectives that sharded modules use: started here, waited for where the value is needed.
 
-A failure names the collective, this rank, and the ranks that do not answer; that is found out through the store of
-the process group, since a broken connection tells an address, not a rank.
+A failure names the collective, this rank, and the ranks that do not answer; that is found out through the
+store of the process group, since a broken connection tells an address, not a rank.
 """
 
 import time
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshrec.distributed.mesh import Axis
+from meshrec.ops.memory import use_huge_pages
 
 _ANSWER_SECONDS = 3.0
+_LARGE = 1 << 22  # bytes from which fresh memory is worth huge pages
 # The older name warns where the newer one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []
@@ -40,8 +41,10 @@ class InFlight:
         """Blocks (on CUDA: the current stream) until the tensor is filled. Raises CollectiveError."""
         if self.work is not None:
             work, self.work = self.work, None
-            with _explained(self.name, self.group):
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise _explained(error, self.name, self.group) from error
         return self.tensor
 
 
@@ -54,36 +57,48 @@ class Splits(NamedTuple):
 
 def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
     """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis."""
-    if axis.group is None or axis.size == 1:
+    group = axis.group
+    if group is None or axis.size == 1:
         return InFlight(sent, None, name, None)
-    _count(name, sent, splits.sent, axis.rank)
     received = sent.new_empty(sum(splits.received))
-    with _explained(name, axis.group):
+    if received.nbytes > _LARGE:
+        use_huge_pages(received)
+    if _traffic:
+        _count(name, sent, splits.sent, axis.rank)
+    try:
         work = dist.all_to_all_single(
-            received, sent, splits.received, splits.sent, group=axis.group, async_op=True
+            received, sent, splits.received, splits.sent, group=group, async_op=True
         )
-    return InFlight(received, work, name, axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    return InFlight(received, work, name, group)
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     """Starts gathering tensors of one shape: [size of the axis, *shape]."""
-    if axis.group is None or axis.size == 1:
+    group = axis.group
+    if group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)
-    _count(name, sent, [sent.numel()] * axis.size, axis.rank)
     received = sent.new_empty(axis.size * sent.numel())
-    with _explained(name, axis.group):
-        work = _all_gather(received, sent.reshape(-1), group=axis.group, async_op=True)
-    return InFlight(received.view(axis.size, *sent.shape), work, name, axis.group)
+    if received.nbytes > _LARGE:
+        use_huge_pages(received)
+    if _traffic:
+        _count(name, sent, [sent.numel()] * axis.size, axis.rank)
+    try:
+        work = _all_gather(received, sent.reshape(-1), group=group, async_op=True)
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    return InFlight(received.view(axis.size, *sent.shape), work, name, group)
 
 
-def all_reduce(tensor: Tensor, axis: Axis, name: str) -> InFlight:
-    """Starts summing a tensor over an axis, in place."""
+def broadcast(tensor: Tensor, axis: Axis, name: str) -> None:
+    """Gives all ranks of an axis what its first rank has, in place."""
     if axis.group is None or axis.size == 1:
-        return InFlight(tensor, None, name, None)
-    _count(name, tensor, [tensor.numel() * 2 // axis.size] * axis.size, axis.rank)
-    with _explained(name, axis.group):
-        work = dist.all_reduce(tensor, group=axis.group, async_op=True)
-    return InFlight(tensor, work, name, axis.group)
+        return
+    try:
+        dist.broadcast(tensor, dist.get_global_rank(axis.group, 0), group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
 
 
 def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
@@ -91,8 +106,10 @@ def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
     if axis.group is None or axis.size == 1:
         return [item]
     items: list[Any] = [None] * axis.size
-    with _explained(name, axis.group):
+    try:
         dist.all_gather_object(items, item, group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
     return items
 
 
@@ -112,29 +129,23 @@ def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:
         counter[name] += (sum(elements) - elements[own]) * tensor.element_size()
 
 
-class _explained:  # noqa: N801 - reads as a word where it is used
-    """Turns an error of the backend into one that names collective and peers (a class: it is on the hot path)."""
-
-    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
-        self.name, self.group = name, group
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and self.group is not None:
-            ranks = dist.get_process_group_ranks(self.group)
-            silent = _silent_peers(ranks)
-            whom = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
-            raise CollectiveError(
-                f"rank {dist.get_rank()}: the collective '{self.name}' over ranks {ranks} failed: {whom}. "
-                "See the log of that rank for the first error; restart all ranks from the last checkpoint. "
-                f"The backend says: {str(error).splitlines()[0]}"
-            ) from error
+def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> CollectiveError:
+    """An error of the backend as one that names collective and peers."""
+    ranks = dist.get_process_group_ranks(group)
+    silent = _silent_peers(ranks)
+    whom = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
+    return CollectiveError(
+        f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {whom}. See the log "
+        "of that "
+        "rank for the first error; restart all ranks from the last checkpoint. The backend says: "
+        f"{str(error).splitlines()[0]}"
+    )
 
 
 def _silent_peers(ranks: list[int]) -> list[int]:
-    """The ranks that do not report a failure of their own soon: a live peer sees this collective fail, too."""
+    """The ranks that do not report a failure of their own soon: a live peer sees this collective fail,
+    too.
+    """
     me = dist.get_rank()
     try:
         store = dist.distributed_c10d._get_default_store()
@@ -147,8 +158,3 @@ def _silent_peers(ranks: list[int]) -> list[int]:
     except RuntimeError:
         return [0]  # the store lives in rank 0
     return waiting
-
-
-def host_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``; itself when it is there already."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)

@@ -1,7 +1,8 @@
 """Gives every replica of a table the ids and gradients of all replicas, so that all make the same update.
 
-What travels is what the backward pass works from: packed ids and the gradient of the looked-up rows. For pooled tables
-that is one row per bag, fewer bytes than one gradient row per id; the update then runs as if one rank had seen it all.
+What travels is what the backward pass works from: packed ids and the gradient of the looked-up rows. For
+pooled tables that is one row per bag, fewer bytes than one gradient row per id; the update then runs as if
+one rank had seen it all.
 """
 
 from typing import NamedTuple

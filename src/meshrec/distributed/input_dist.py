@@ -1,37 +1,29 @@
 """Sends every id to the ranks that own its row: sizes first, then one packed message to each rank.
 
-Errors that one rank finds in its own input travel with the sizes, so that every rank raises the same error and none
-waits for a message that will not come.
+Errors that one rank finds in its own input travel with the sizes, so that every rank raises the same error
+and none waits for a message that will not come.
 """
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist
 from meshrec.distributed.collectives import InFlight, Splits, all_to_all, gather_objects
 from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.routing import Routing
-import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist
+from meshrec.modules import BoundsCheckMode
+from meshrec.sparse import KeyedJaggedTensor
 
 # U uses, Q routes, R ranks, K keys, N ids
 
 _logger = logging.getLogger("meshrec")
 _HEADER = 4  # status, words, ids, bags per route (-1: they differ)
 _NO_BAGS = -1
-
-
-class Features(Protocol):
-    """What is read of a KeyedJaggedTensor."""
-
-    def keys(self) -> Sequence[str]: ...
-    def values(self) -> Tensor: ...
-    def offsets(self) -> Tensor: ...
-    def weights_or_none(self) -> Tensor | None: ...
-    def stride_per_key(self) -> Sequence[int]: ...
 
 
 class SourceIds(NamedTuple):
@@ -48,6 +40,14 @@ class SourceIds(NamedTuple):
     """int64 [Q] the ids sent on each route of all ranks, local ones included."""
     batches: list[int]
     """[U] bags of each use."""
+
+    def bag_bounds(self) -> list[int]:
+        """[K + 1] the first bag of each key, and the number of bags."""
+        if self.segments is not None:
+            bounds: list[int] = self.segments.tolist()
+            return bounds
+        num_bags = (self.offsets.numel() - 1) // self.num_keys
+        return [key * num_bags for key in range(self.num_keys + 1)]
 
 
 class Message(NamedTuple):
@@ -66,6 +66,8 @@ class LookupIds(NamedTuple):
     segments: Tensor
     batches: list[int]
     """Bags per route of each block, -1 where they differ."""
+    ragged: bool
+    """Whether they differ in some block."""
 
 
 class Arrived(NamedTuple):
@@ -100,22 +102,34 @@ class Exchanging:
 class InputDist:
     """The id routing of one module: ``finish(exchange(start(features)))``.
 
-    ``weighted``: whether the caller gives per-sample weights. ``check_ids``: ids outside a table raise; without it
-    they count as row 0, and with ``warn`` the log says so once.
+    ``weighted``: whether the caller gives per-sample weights. ``bounds_check``: what happens to ids outside
+    their table; with WARN and OFF they count as row 0 (a remote rank's memory is never read out of bounds).
     """
 
     def __init__(
-        self, routing: Routing, env: ShardingEnv, *, weighted: bool, check_ids: bool = True, warn: bool = False
+        self,
+        routing: Routing,
+        env: ShardingEnv,
+        device: torch.device,
+        *,
+        weighted: bool,
+        sequence: bool,
+        bounds_check: BoundsCheckMode,
     ) -> None:
-        self._routing, self._env = routing, env
-        self._weighted, self._check_ids, self._warn = weighted, check_ids, warn
+        self._routing, self._env, self._device = routing, env, device
+        self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
+        self.num_clamped_ids = 0
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
         self._keys: tuple[Sequence[str], list[int]] | None = None
         self._first = env.replicate.rank * env.shard.size
+        sizes = [_HEADER] * env.world.size
+        self._size_splits = Splits(sizes, sizes)
 
-    def start(self, features: Features) -> Started:
-        """Routes the ids and starts to exchange sizes. Never raises for bad input: ``exchange`` does, everywhere."""
+    def start(self, features: KeyedJaggedTensor) -> Started:
+        """Routes the ids and starts to exchange sizes. Never raises for bad input: ``exchange`` does,
+        everywhere.
+        """
         num_ranks = self._env.shard.size
         try:
             source, payload, header = self._route(features)
@@ -125,9 +139,8 @@ class InputDist:
             payload = torch.empty(0, dtype=torch.int32)
             header = torch.zeros(num_ranks + 1, _HEADER, dtype=torch.int64)
             header[:, 0] = 1
-        sizes = all_to_all(
-            self._world_rows(header), self._size_splits(), self._env.world, "sizes of ids"
-        )
+        rows = header[:-1].reshape(-1) if self._env.replicate.size == 1 else self._world_rows(header)
+        sizes = all_to_all(rows, self._size_splits, self._env.world, "sizes of ids")
         own = payload.numel() - int(header[-1, 1])
         return Started(
             source,
@@ -162,16 +175,12 @@ class InputDist:
         values, offsets, weights, segments = torch.ops.meshrec.unpack_ids(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
         )
-        batches = message.header[:, 3].tolist()
+        batches = message.header[blocks, 3].tolist()
         return LookupIds(
-            values,
-            offsets,
-            weights if self._weighted else None,
-            segments,
-            [batches[block] for block in blocks],
+            values, offsets, weights if self._weighted else None, segments, batches, -1 in batches
         )
 
-    def _route(self, features: Features) -> tuple[SourceIds, Tensor, Tensor]:
+    def _route(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor, Tensor]:
         keys = features.keys()
         if self._keys is None or self._keys[0] != keys:
             self._keys = list(keys), self._positions(keys)
@@ -179,14 +188,19 @@ class InputDist:
         weights = features.weights_or_none()
         if self._weighted and weights is None:
             raise ValueError(
-                "this collection is weighted (is_weighted=True), but the features carry no weights. "
-                "Give weights, or build the collection with is_weighted=False."
+                "the collection is weighted (is_weighted=True) but the input has no weights. "
+                "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
             )
-        strides = features.stride_per_key()
-        segments = None
-        if any(stride != strides[0] for stride in strides):
-            segments = torch.tensor([0, *strides]).cumsum(0)
+        if not self._sequence and features.variable_stride_per_key():
+            features = _expanded(features)
         values, offsets = features.values(), features.offsets()
+        if values.device != self._device:
+            raise ValueError(
+                f"the input is on {values.device} and table {self._routing.tables[0].name!r} on "
+                f"{self._device}. "
+                "Move one to the other with .to()."
+            )
+        strides, segments = features.stride_per_key(), features.segments_or_none()
         payload, header, counts, bad = torch.ops.meshrec.route_ids(
             values,
             offsets,
@@ -197,10 +211,10 @@ class InputDist:
             self._router,
             self._env.shard.size + 1,
             self._routing.wide,
-            self._check_ids,
+            self._bounds_check is BoundsCheckMode.ERROR,
             self._routing.names,
         )
-        if self._warn and bool(bad.any()):
+        if self._bounds_check is BoundsCheckMode.WARN and bool(bad.any()):
             self._report(bad.tolist())
         batches = [strides[key] for key in positions]
         return SourceIds(values, offsets, segments, len(keys), positions, counts, batches), payload, header
@@ -209,36 +223,30 @@ class InputDist:
         place = {key: position for position, key in enumerate(keys)}
         if missing := [feature for feature in self._features if feature not in place]:
             raise ValueError(
-                f"feature {missing[0]!r} is missing: the features are {list(keys)}, the tables read "
-                f"{sorted(set(self._features))}. Give every feature, empty ones too."
+                f"features {sorted(set(missing))} are missing: the input has the keys {list(keys)}. "
+                "Add them to the input, with empty bags where there are no ids."
             )
         return [place[feature] for feature in self._features]
 
     def _report(self, bad: list[int]) -> None:
-        self._warn = False
-        for use, count in zip(self._routing.uses, bad, strict=True):
-            if count:
-                _logger.warning(
-                    "table %r: %d ids of feature %r are outside [0, %d) and count as row 0 "
-                    "(further warnings of this collection are left out)",
-                    self._routing.tables[use.table].name,
-                    count,
-                    use.feature,
-                    self._routing.tables[use.table].num_rows,
-                )
+        if self.num_clamped_ids == 0:
+            worst = max(range(len(bad)), key=bad.__getitem__)
+            use = self._routing.uses[worst]
+            _logger.warning(
+                "%d ids lie outside their table, most of them of feature %r in table %r; row 0 takes their "
+                "place. This is said once; num_clamped_ids counts on.",
+                sum(bad),
+                use.feature,
+                self._routing.tables[use.table].name,
+            )
+        self.num_clamped_ids += sum(bad)
 
     def _world_rows(self, header: Tensor) -> Tensor:
         """A row for every rank of the world: ranks of other replica groups learn the status only."""
-        if self._env.replicate.size == 1:
-            return header[:-1].reshape(-1)
         rows = torch.zeros(self._env.world.size, _HEADER, dtype=torch.int64)
         rows[:, 0] = header[0, 0]
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
         return rows.view(-1)
-
-    def _size_splits(self) -> Splits:
-        splits = [_HEADER] * self._env.world.size
-        return Splits(splits, splits)
 
     def _raise(self, error: Exception | None) -> None:
         messages = gather_objects(None if error is None else str(error), self._env.world, "input errors")
@@ -246,3 +254,34 @@ class InputDist:
         if self._env.world.size == 1 and error is not None:
             raise error
         raise ValueError("\n".join(causes)) from error
+
+
+def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """One bag per sample and key, where equal bags had been dropped: what one result matrix needs.
+
+    Raises:
+        ValueError: without inverse indices, which say which bag each sample takes.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise ValueError(
+            f"the keys have batch sizes of their own, {features.stride_per_key()}, and one result matrix "
+            "needs one "
+            "batch size. Give the KeyedJaggedTensor inverse_indices, or equal batch sizes."
+        )
+    row_of = {key: row for row, key in enumerate(inverse[0])}
+    firsts = features.lengths_offset_per_key()
+    bags = torch.cat(
+        [
+            inverse[1][row_of[key]].long() + first
+            for key, first in zip(features.keys(), firsts[:-1], strict=True)
+        ]
+    )
+    lengths, starts = features.lengths()[bags], features.offsets()[bags].long()
+    ends = lengths.long().cumsum(0)
+    ids = torch.arange(int(ends[-1]), device=bags.device)
+    ids += torch.repeat_interleave(starts - (ends - lengths), lengths.long())
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        features.keys(), features.values()[ids], None if weights is None else weights[ids], lengths=lengths
+    )

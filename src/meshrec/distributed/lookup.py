@@ -1,6 +1,8 @@
-"""Looks up all rectangles of a rank in one kernel call, and updates them in place from the gradient that comes back."""
+"""Looks up all rectangles of a rank in one kernel call, and updates them in place from the gradient that
+comes back.
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,20 +17,6 @@ from meshrec.distributed.routing import RankWork, Routing
 _SUM, _MEAN, _NONE = 0, 1, 2
 
 
-class UpdateGroup(NamedTuple):
-    """Rectangles that share an optimizer: one call of ``tbe_update``."""
-
-    optimizer: int
-    """The code of the optimizer."""
-    rectangles: list[int]
-    state: list[Tensor]
-    """Slot-major: slot 0 of all rectangles of the group, then slot 1."""
-    hyper: Callable[[], Tensor]
-    """The numbers of the next update."""
-    split_columns: bool = False
-    """Whether norms and means are sums over several ranks."""
-
-
 class TbeArguments(NamedTuple):
     """What all tbe ops take between the ids and the tables."""
 
@@ -39,7 +27,9 @@ class TbeArguments(NamedTuple):
 
 
 class LookupTables:
-    """The rectangles that a rank looks up together: its share of the split tables, or the data-parallel ones."""
+    """The rectangles that a rank looks up together: its share of the split tables, or the data-parallel
+    ones.
+    """
 
     def __init__(
         self,
@@ -51,6 +41,9 @@ class LookupTables:
         out_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.work, self.weights, self.sequence = work, list(weights), sequence
+        self.is_empty = not work.lookups
+        """Whether there is nothing to look up."""
+        self._dim = sum(lookup.width for lookup in work.lookups)
         self._out_dtype = out_dtype
         self._names = routing.names
         self._widths = [lookup.width for lookup in work.lookups]
@@ -64,21 +57,16 @@ class LookupTables:
         for lookup in work.lookups:
             self._route_widths[lookup.route] += lookup.width
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to look up."""
-        return not self.work.lookups
-
     def is_flat(self, ids: LookupIds) -> bool:
         """Whether outputs lie piece by piece, because rows of different lookups differ in number."""
-        return self.sequence or -1 in ids.batches
+        return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
         """Elements of the output for each block, that is for each rank that asked."""
         if self.is_empty:
             return [0] * len(ids.batches)
-        if not self.is_flat(ids):
-            dim = self.work.dim
+        if not (self.sequence or ids.ragged):
+            dim = self._dim
             return [batch * dim for batch in ids.batches]
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
         rows = starts.diff().view(len(ids.batches), -1)
@@ -89,7 +77,7 @@ class LookupTables:
         """Rows for every block: [sum of batches, columns], or flat [num_elements]."""
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
-        flat = self.is_flat(ids)
+        flat = self.sequence or ids.ragged
         return torch.ops.meshrec.tbe_forward(  # type: ignore[no-any-return]
             self.weights,
             *ids[:4],
@@ -106,25 +94,35 @@ class LookupTables:
         grad = grad.float()
         if self.is_flat(ids) or self.is_empty:
             return grad.reshape(-1)
-        return grad.view(-1, self.work.dim)
+        return grad.view(-1, self._dim)
 
-    def update(self, grad: Tensor, ids: LookupIds, group: UpdateGroup) -> None:
-        """Steps the rectangles of a group in place."""
-        tables = _positions(self._arguments.tables, group.rectangles)
+    def update(
+        self,
+        grad: Tensor,
+        ids: LookupIds,
+        rectangles: list[int],
+        state: list[Tensor],
+        optimizer: int,
+        hyper: Tensor,
+    ) -> None:
+        """Steps some rectangles in place; ``state`` is slot-major, as ``tbe_update`` takes it."""
+        tables = _positions(self._arguments.tables, rectangles)
         torch.ops.meshrec.tbe_update(
             grad,
             *ids[:4],
             *self._arguments._replace(tables=tables),
             self.is_flat(ids),
             self._widths,
-            [self.weights[i] for i in group.rectangles],
-            group.state,
-            group.optimizer,
-            group.hyper(),
+            [self.weights[i] for i in rectangles],
+            state,
+            optimizer,
+            hyper,
             None,
         )
 
-    def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def sparse_grads(
+        self, grad: Tensor, ids: LookupIds, rectangles: list[int]
+    ) -> list[tuple[Tensor, Tensor]]:
         """For each of the rectangles its touched rows [U], ascending, and their gradient [U, D]."""
         flat = torch.ops.meshrec.tbe_sparse_grad(
             grad,
@@ -150,7 +148,7 @@ class LookupTables:
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """[N] the gradient of the per-sample weights."""
-        values, offsets, _, segments, _ = ids
+        values, offsets, _, segments = ids[:4]
         return torch.ops.meshrec.tbe_sample_weight_grad(  # type: ignore[no-any-return]
             grad,
             self.weights,

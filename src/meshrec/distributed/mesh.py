@@ -83,6 +83,15 @@ class ShardingEnv:
             return self.mesh
         return _flat_mesh(self.mesh, ("node", "local"), "shard") if self.node else self.mesh["shard"]
 
+    @property
+    def dense_mesh(self) -> DeviceMesh | None:
+        """The mesh that FSDP2 takes: (replicate, shard) for HSDP, else all ranks on one axis."""
+        if self.mesh is None or self.node is None:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return _flat_mesh(self.mesh, names, "world" if "replicate" in names else "shard")
+
 
 def default_env() -> ShardingEnv:
     """All ranks of the default process group, or a single process where there is none."""

@@ -1,7 +1,9 @@
-"""Brings results back to the ranks that asked, and puts them in table order; gradients go the same way in reverse.
+"""Brings results back to the ranks that asked, and puts them in table order; gradients go the same way in
+reverse.
 
-A *hop* is one all-to-all and the sums behind it. A flat mesh needs one. With ``node`` and ``local`` axes there are two:
-partial rows are summed inside the node first, and what crosses the network is one row per node.
+A *hop* is one all-to-all and the sums behind it. A flat mesh needs one. With ``node`` and ``local`` axes
+there are two: partial rows are summed inside the node first, and what crosses the network is one row per
+node.
 """
 
 from collections.abc import Sequence
@@ -27,6 +29,10 @@ class CommsPrecision(NamedTuple):
     backward: torch.dtype = torch.float32
 
 
+FULL_PRECISION = CommsPrecision()
+"""Nothing is rounded on the way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hop:
     """The columns that arrive from each rank of an axis, and where they belong."""
@@ -38,7 +44,9 @@ class Hop:
     local_dim: int = 0
 
     def gather(self, received: Tensor, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """[rows, out_dim]: what arrived, summed and in order. ``bags`` divides MEAN tables, where that is due."""
+        """[rows, out_dim]: what arrived, summed and in order. ``bags`` divides MEAN tables, where that is
+        due.
+        """
         return torch.ops.meshrec.gather_pooled(  # type: ignore[no-any-return]
             received, local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
         )
@@ -53,7 +61,9 @@ class Hop:
         return sent, local
 
     def splits(self, rows_sent: Sequence[int], rows: int, dim: int) -> Splits:
-        """Elements, when every rank p gets ``rows_sent[p]`` rows of ``dim`` columns and gives ``rows`` of its own."""
+        """Elements, when every rank p gets ``rows_sent[p]`` rows of ``dim`` columns and gives ``rows`` of
+        its own.
+        """
         return Splits([count * dim for count in rows_sent], [rows * width for width in self.dims])
 
 
@@ -119,7 +129,7 @@ class PooledOutput:
         self._precision = precision
         self._dim = routing.work[env.shard.rank].dim
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
-            self._hops = node_hops(routing, env)
+            self._hops: tuple[Hop, ...] = node_hops(routing, env)
             num_nodes, size = env.node.size, env.local.size
             self.blocks = [n * size + local for local in range(size) for n in range(num_nodes)]
             self._own_local = env.local.rank
@@ -128,7 +138,9 @@ class PooledOutput:
             self.blocks = list(range(env.shard.size))
 
     def start(self, out: Tensor, asked: Asked) -> InFlight:
-        """Sends the lookup's rows on the first hop. ``out``: [sum of batches, dim], of the type that travels."""
+        """Sends the lookup's rows on the first hop. ``out``: [sum of batches, dim], of the type that
+        travels.
+        """
         return all_to_all(out.view(-1), self._splits(asked)[0], self._hops[0].axis, "embeddings")
 
     def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
@@ -145,7 +157,9 @@ class PooledOutput:
         return self._hops[-1].gather(received, local, source.batches[0], source)
 
     def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local columns."""
+        """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local
+        columns.
+        """
         dtype, splits = self._precision.backward, self._splits(asked)
         sent, local = self._hops[-1].scatter(grad, asked.source, scale, dtype)
         if len(self._hops) == 2:
@@ -192,6 +206,8 @@ class SequenceOutput:
         self._route_widths = torch.zeros(first_route, dtype=torch.int64)
         for route, _, _, width in lookups:
             self._route_widths[route] += width
+        replicated = [routing.replicated[use.table] for use in routing.uses]
+        self.uses_in_order = sorted(range(len(replicated)), key=replicated.__getitem__)
         self._lookups = torch.tensor(lookups, dtype=torch.int64).view(-1, 4)
         self._dims = [
             0 if routing.replicated[use.table] else dim
@@ -203,7 +219,9 @@ class SequenceOutput:
         return all_to_all(out, self._splits(asked), self._axis, "embeddings")
 
     def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
-        """Flat fp32: for each use [ids, dim]; the tables that every rank holds come last, as ``local`` has them."""
+        """Flat fp32: for each use [ids, dim]; the tables that every rank holds come last, as ``local`` has
+        them.
+        """
         rows: Tensor = torch.ops.meshrec.gather_sequence(in_flight.wait(), *self._ids(asked.source))
         return rows if local is None else torch.cat([rows, local])
 
@@ -217,11 +235,6 @@ class SequenceOutput:
         back = Splits(splits.received, splits.sent)
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
 
-    def uses_in_order(self) -> list[int]:
-        """The uses in the order of the result: split tables first."""
-        replicated = [self._routing.replicated[use.table] for use in self._routing.uses]
-        return sorted(range(len(replicated)), key=replicated.__getitem__)
-
     def _ids(self, source: SourceIds) -> tuple[object, ...]:
         return (
             source.values,
@@ -234,18 +247,16 @@ class SequenceOutput:
 
     def _splits(self, asked: Asked) -> Splits:
         elements = asked.source.counts[: self._route_widths.numel()] * self._route_widths
-        received: list[int] = torch.zeros(self._axis.size, dtype=torch.int64).index_add_(
-            0, self._route_ranks, elements
-        ).tolist()
+        received: list[int] = (
+            torch.zeros(self._axis.size, dtype=torch.int64)
+            .index_add_(0, self._route_ranks, elements)
+            .tolist()
+        )
         return Splits(asked.block_sizes, received)
 
     def _num_elements(self, source: SourceIds) -> int:
         """Elements of the result that come from split tables."""
-        bounds = source.segments
-        if bounds is None:
-            num_bags = (source.offsets.numel() - 1) // source.num_keys
-            bounds = torch.arange(source.num_keys + 1) * num_bags
-        num_ids = source.offsets.cpu()[bounds].diff().tolist()
+        num_ids = source.offsets.cpu()[source.bag_bounds()].diff().tolist()
         return sum(num_ids[key] * dim for key, dim in zip(source.keys, self._dims, strict=True))
 
 

@@ -1,8 +1,8 @@
 """Where pooled results belong: which columns of which source are which columns of the result.
 
-A *source* is a row of columns that arrives from one rank (or is computed here, for tables that every rank holds).
-Each column of the result is written by the first source that has it; further sources are added, in the order of ranks,
-so that the sum does not depend on who was faster.
+A *source* is a row of columns that arrives from one rank (or is computed here, for tables that every rank
+holds). Each column of the result is written by the first source that has it; further sources are added, in
+the order of ranks, so that the sum does not depend on who was faster.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +55,9 @@ def as_tensor(pieces: Sequence[Piece]) -> Tensor:
 
 
 def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span]:
-    """The columns that a rank's lookups give; those of row-split MEAN tables must be divided where they are summed."""
+    """The columns that a rank's lookups give; those of row-split MEAN tables must be divided where they are
+    summed.
+    """
     return [
         Span(
             rank,

@@ -1,8 +1,10 @@
-"""A plan compiled to what the run time needs: routes for ids, lookups on every rank, and where results belong.
+"""A plan compiled to what the run time needs: routes for ids, lookups on every rank, and where results
+belong.
 
-Words: a *use* is a feature read in a table, the unit of the output. A *rectangle* is a part of a table on a rank. A
-*route* is what one rank gets of one use: the ids of one interval of rows. A *lookup* is a route read in a rectangle.
-Every rank compiles the same plan and gets the same numbers, so no rank has to tell another what it sends.
+Words: a *use* is a feature read in a table, the unit of the output. A *rectangle* is a part of a table on a
+rank. A *route* is what one rank gets of one use: the ids of one interval of rows. A *lookup* is a route read
+in a rectangle. Every rank compiles the same plan and gets the same numbers, so no rank has to tell another
+what it sends.
 """
 
 from collections.abc import Sequence
@@ -126,7 +128,8 @@ class Routing:
 
     @cached_property
     def router(self) -> list[Tensor]:
-        """What ``route_ids`` reads: cut_begin, cuts, interval_begin, interval_routes, routes (ops/dist/naive.py).
+        """What ``route_ids`` reads: cut_begin, cuts, interval_begin, interval_routes, routes
+        (ops/dist/naive.py).
 
         The data-parallel tables are those of one more rank, number R, whose message stays here.
         """
@@ -135,8 +138,8 @@ class Routing:
         for number, (_, use, r0, r1) in enumerate(routes):
             of_use[use].append((number, r0, r1))
         cut_begin, cuts, interval_begin, interval_routes = [0], [], [0], []
-        for use, own in zip(self.uses, of_use, strict=True):
-            edges = {0, self.tables[use.table].num_rows}
+        for reader, own in zip(self.uses, of_use, strict=True):
+            edges = {0, self.tables[reader.table].num_rows}
             use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in own)))
             cuts += use_cuts
             cut_begin.append(len(cuts))
@@ -153,9 +156,7 @@ class Routing:
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def compile_plan(
-    tables: Sequence[Table], plan: EmbeddingModuleShardingPlan, *, num_ranks: int
-) -> Routing:
+def compile_plan(tables: Sequence[Table], plan: EmbeddingModuleShardingPlan, *, num_ranks: int) -> Routing:
     """Compiles a verified plan. Uses come in table order, for each table in the order of its features."""
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]

@@ -5,19 +5,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrec.distributed.collectives import InFlight
 from meshrec.distributed.gradient_exchange import finish_gather, gathered_sizes, start_gather
-from meshrec.distributed.input_dist import Arrived, Exchanging, Features, InputDist, LookupIds, Message, Started
+from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Message, Started
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
 from meshrec.distributed.routing import Routing
-from meshrec.distributed.updates import TableUpdates
+from meshrec.distributed.updates import FusedRule, TableUpdates, distinct
+from meshrec.sparse import KeyedJaggedTensor
 
 
 @dataclass(kw_only=True)
@@ -31,34 +32,54 @@ class Step:
     in_flight: InFlight | None = None
 
 
+class Tables(NamedTuple):
+    """What a rank holds: a weight and its optimizer state for each rectangle."""
+
+    weights: Sequence[nn.Parameter]
+    state: Sequence[Sequence[Tensor]]
+
+
 class ShardedTables:
     """Everything a rank does for one module.
 
-    ``weights``: its rectangles, in the order of ``routing.work[rank].rectangles``; ``local_weights``: the whole
-    data-parallel tables. ``updates`` and ``local_updates`` say what a gradient does to them.
+    ``split``: its rectangles, in the order of ``routing.work[rank].rectangles``; ``local``: the whole
+    data-parallel tables. ``rules``: for each table of the module what a gradient does to it; None: ordinary
+    gradients.
     """
 
     def __init__(
         self,
         routing: Routing,
         env: ShardingEnv,
-        weights: Sequence[Tensor],
-        local_weights: Sequence[Tensor],
+        split: Tables,
+        local: Tables,
         *,
+        rules: Sequence[FusedRule | None],
         input_dist: InputDist,
         sequence: bool,
         precision: CommsPrecision,
     ) -> None:
-        self._env, self._routing = env, routing
+        self._env, self._rules = env, distinct(rules)
         work = routing.work[env.shard.rank]
-        self.split = LookupTables(routing, work, weights, sequence=sequence, out_dtype=precision.forward)
-        self.local = LookupTables(routing, routing.local, local_weights, sequence=sequence)
-        self.split_updates = TableUpdates(self.split)
-        self.local_updates = TableUpdates(self.local)
+        self.split = LookupTables(
+            routing, work, split.weights, sequence=sequence, out_dtype=precision.forward
+        )
+        self.local = LookupTables(routing, routing.local, local.weights, sequence=sequence)
+        self._split_updates = TableUpdates(
+            self.split, routing, env.shard, _of(rules, routing.replicated, False), split.state
+        )
+        self._local_updates = TableUpdates(
+            self.local, routing, env.shard, _of(rules, routing.replicated, True), local.state
+        )
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
 
-    def start(self, features: Features) -> Started:
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        return self._input.num_clamped_ids
+
+    def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""
         return self._input.start(features)
 
@@ -76,11 +97,18 @@ class ShardedTables:
         batches = arrived.message.header[:, 3].tolist()
         asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
         step = Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
-        received, local = _Send.apply(self, step, *self.split.weights, *self.local.weights)
+        received, local = _send(self, step, *self.split.weights, *self.local.weights)
         return Results(self, step, received, local)
 
+    def uses_in_order(self) -> list[int]:
+        """For sequences: the uses in the order of their parts of the result."""
+        assert isinstance(self._output, SequenceOutput)
+        return self._output.uses_in_order
+
     def send(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The forward pass up to the wire: what will have arrived, and the rows of the data-parallel tables."""
+        """The forward pass up to the wire: what will have arrived, and the rows of the data-parallel
+        tables.
+        """
         rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
         step.in_flight = self._output.start(rows, step.asked)
         local = rows.new_empty(0, dtype=torch.float32)
@@ -104,7 +132,6 @@ class ShardedTables:
     def receive_grad(self, step: Step, local_grad: Tensor) -> list[Tensor | None]:
         """The backward pass from the wire on: updates tables in place, or gives their gradients."""
         assert step.in_flight is not None
-        grads: list[Tensor | None] = []
         local = None
         if step.local_ids is not None:
             local = self._gathered(
@@ -115,11 +142,19 @@ class ShardedTables:
         split = self._gathered(
             self.split, step.arrived.message, step.ids, self._output.blocks, split_grad, self._env.replicate
         )
-        grads = self.split_updates.apply(*split)
-        return grads + (self.local_updates.apply(*local) if local is not None else [None] * len(self.local.weights))
+        for rule in self._rules:
+            rule.advance()
+        grads = self._split_updates.apply(*split)
+        return grads + (self._local_updates.apply(*local) if local is not None else [])
 
     def _gathered(
-        self, tables: LookupTables, message: Message, ids: LookupIds, blocks: list[int], grad: Tensor, axis: Axis
+        self,
+        tables: LookupTables,
+        message: Message,
+        ids: LookupIds,
+        blocks: list[int],
+        grad: Tensor,
+        axis: Axis,
     ) -> tuple[Tensor, LookupIds]:
         if axis.size > 1:
             gathering = start_gather(message, grad, axis)
@@ -129,6 +164,12 @@ class ShardedTables:
         return tables.shaped(grad, ids), ids
 
 
+def _of(
+    rules: Sequence[FusedRule | None], replicated: Sequence[bool], wanted: bool
+) -> list[FusedRule | None]:
+    return [rule if flag == wanted else None for rule, flag in zip(rules, replicated, strict=True)]
+
+
 class Results:
     """Embeddings on their way back; ``wait`` gives them."""
 
@@ -136,9 +177,13 @@ class Results:
         self._tables, self.step = tables, step
         self._received, self._local = received, local
 
+    def uses_in_order(self) -> list[int]:
+        """For flat results: the uses in the order of their parts."""
+        return self._tables.uses_in_order()
+
     def wait(self) -> Tensor:
         """[B, D] for pooled tables, else flat rows per id."""
-        out: Tensor = _Receive.apply(self._tables, self.step, self._received, self._local)
+        out: Tensor = _receive(self._tables, self.step, self._received, self._local)
         return out
 
 
@@ -167,5 +212,11 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         local = ctx.tables.send_grad(ctx.step, grads[0].contiguous())
-        # The gradient of what was received travels in the step: it is what the other side's backward waits for.
+        # The gradient of what was received travels in the step: it is what the other side's backward waits
+        # for.
         return None, None, ctx.like.new_zeros(()).expand_as(ctx.like), local
+
+
+# Typed here, because torch's own is not.
+_send: Any = _Send.apply
+_receive: Any = _Receive.apply

@@ -50,6 +50,11 @@ class TableCollection(nn.Module, ABC):
         return list(self._lookup.embedding_names)
 
     @property
+    def bounds_check(self) -> BoundsCheckMode:
+        """What happens to ids outside their table."""
+        return self._lookup.bounds_check
+
+    @property
     def num_clamped_ids(self) -> int:
         """How many ids ``BoundsCheckMode.WARN`` replaced so far."""
         return self._lookup.num_clamped_ids

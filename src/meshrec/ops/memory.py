@@ -5,14 +5,14 @@ from torch import Tensor
 
 import meshrec.ops.library  # noqa: F401 - the op must exist before it is implemented
 
-# Alive as long as the op: huge pages are an advice to the system, and where no kernel gives it nothing is lost.
+# Kept alive with the op. Huge pages are an advice: where no kernel gives it nothing is lost.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("use_huge_pages", lambda memory: None, "CompositeExplicitAutograd")
 _registration.impl("use_huge_pages", lambda memory: None, "Meta")
 
 
 def use_huge_pages(memory: Tensor) -> None:
-    """Asks the system to back a new, untouched CPU tensor with huge pages, so that random rows miss the TLB less.
+    """Asks the system to back a new, untouched CPU tensor with huge pages: random rows miss the TLB less.
 
     An advice: systems that do not know it, and small tensors, are left as they are.
     """

@@ -119,6 +119,8 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             _check_slots(name, slots, new_state[name])
         for name, slots in state.items():
             for slot, value in new_state[name].items():
+                if value is slots[slot]:
+                    continue  # a hook has loaded it in place
                 if isinstance(value, Tensor):
                     slots[slot].detach().copy_(value)
                 else:

@@ -36,8 +36,9 @@ class RankError(RuntimeError):
 class RankPool:
     """``world_size`` processes in one gloo process group (the default group of each), one thread each.
 
-    ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The function is
-    found by its file and name, so that tests can hand over their own; arguments and results are pickled.
+    ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The
+    function is found by its file and name, so that tests can hand over their own; arguments and results are
+    pickled.
     """
 
     def __init__(self, world_size: int, *, timeout_seconds: float = 60.0) -> None:
@@ -65,7 +66,8 @@ class RankPool:
         """The results of ``function(*args)`` by rank.
 
         Raises:
-            RankError: when a rank raised, died, or did not answer in time. The pool is of no use after the latter two.
+            RankError: when a rank raised, died, or did not answer in time. The pool is of no use after the
+            latter two.
         """
         task = _Task(inspect.getfile(function), function.__qualname__, args)
         for pipe in self._pipes:
@@ -77,15 +79,16 @@ class RankPool:
             if not ready:
                 missing = [rank for rank in range(self.world_size) if rank not in outcomes]
                 outcomes |= {rank: _Outcome(None, "no answer in time") for rank in missing}
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
-                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                    outcomes[rank] = self._pipes[rank].recv()
                 except EOFError:
                     self._processes[rank].join(1.0)
                     code = self._processes[rank].exitcode
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
-        errors = [f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error]
+        errors = [
+            f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error
+        ]
         if errors:
             raise RankError("\n".join(errors))
         return [outcomes[rank].result for rank in range(self.world_size)]
@@ -115,7 +118,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.FileStore(  # type: ignore[attr-defined]
+            store, world_size
+        ),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds / 2),
@@ -125,7 +130,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
         while (task := pipe.recv()) is not None:
             try:
                 outcome = _Outcome(getattr(_module(task.file, modules), task.name)(*task.args), None)
-            except Exception:
+            except BaseException:  # checkpoint errors are no Exceptions
                 outcome = _Outcome(None, traceback.format_exc())
             pipe.send(outcome)
     dist.destroy_process_group()

@@ -277,7 +277,9 @@ def test_ids_outside_the_table_name_table_feature_and_sample(bad):
 def test_nan_weights_are_found_only_when_checked():
     batch = make_batch(ONE_BLOCK, weighted=True)
     batch.sample_weights[-1] = float("nan")
-    with pytest.raises(ValueError, match=r"per-sample weight of id \d+ of feature 'd' \(sample \d\) is NaN"):
+    with pytest.raises(
+        ValueError, match=r"table 't2': the weight of id \d+ of feature 'd' \(sample \d\) is NaN"
+    ):
         forward(batch)
     assert forward(batch, check_ids=False).isnan().any()
 

@@ -100,10 +100,14 @@ def make_layout(
     """Lays out every feature of every block.
 
     Raises:
-        ValueError: for NONE in a 2-D output, and for a 2-D output of features with different batch sizes.
+        ValueError: for widths below 1, for NONE in a 2-D output, and for a 2-D output of features with
+            different batch sizes.
     """
     if NONE in pooling and not flat:
         raise ValueError("lookups that are not pooled have a flat output.")
+    for feature, dim in enumerate(dims):
+        if dim < 1:
+            raise ValueError(f"feature {feature} is {dim} wide; every width is at least 1.")
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     pieces: list[Piece] = []
     first_row = first_element = 0

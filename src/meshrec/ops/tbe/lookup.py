@@ -147,6 +147,6 @@ def fused_forward(
     return result
 
 
-# What torch.compiler.disable sets, without its import of the compiler: the update in the backward pass is an effect
-# that a traced graph would lose.
+# What torch.compiler.disable sets, without its import of the compiler: the update in the backward pass is
+# an effect that a traced graph would lose.
 fused_forward._torchdynamo_disable = True  # type: ignore[attr-defined]

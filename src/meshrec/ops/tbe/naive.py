@@ -185,6 +185,7 @@ def tbe_sample_weight_grad(
     """The gradient of the per-sample weights, fp32 [N]. Features of one key add up; unread ids get 0."""
     _check_inputs(values, offsets, None, [])
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    _check_pooled(pooling)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     num_rows = [weight.shape[0] for weight in weights]
     for part in _id_gradients(layout, grad, values, None, tables, pooling, dims, num_rows):
@@ -295,6 +296,10 @@ def _check_inputs(
         )
     if per_sample_weights.dtype != torch.float32:
         raise ValueError("per-sample weights must be float32. Convert them with .float().")
+    _check_pooled(pooling)
+
+
+def _check_pooled(pooling: Sequence[int]) -> None:
     if NONE in pooling:
         raise ValueError("per-sample weights belong to pooled lookups; a sequence lookup takes none.")
 
@@ -310,7 +315,7 @@ def _check_ids(
             continue
         if (at := _first(per_sample_weights[piece.ids].isnan())) is not None:
             raise ValueError(
-                f"the per-sample weight of id {int(ids[at])} of feature '{feature}' "
+                f"table '{table}': the weight of id {int(ids[at])} of feature '{feature}' "
                 f"(sample {int(piece.bag_of_id()[at])}) is NaN. "
                 "Weights must be numbers; find where this one comes from."
             )

@@ -83,7 +83,8 @@ def _mean_of_squares(rows: Rows, h: Hyper, g_UD: Tensor) -> Tensor:
     return _sum_of_squares(rows, 0, g_UD) / (h.row_dim or g_UD.shape[1])
 
 
-def _gradient(rows: Rows, h: Hyper) -> Tensor:
+def decayed_gradient(rows: Rows, h: Hyper) -> Tensor:
+    """``g``, with the L2 term where there is one."""
     if h.decay_mode == L2_DECAY:
         return rows.gradient + h.weight_decay * rows.weight
     return rows.gradient
@@ -97,29 +98,29 @@ def _decayed(rows: Rows, h: Hyper) -> Tensor:
 
 def _sgd(rows: Rows, h: Hyper) -> Tensor:
     """w -= lr * g."""
-    return _decayed(rows, h) - h.lr * _gradient(rows, h)
+    return _decayed(rows, h) - h.lr * decayed_gradient(rows, h)
 
 
 def _adagrad(rows: Rows, h: Hyper) -> Tensor:
     """s += g^2; w -= lr * g / (sqrt(s) + eps)."""
-    g, (total,) = _gradient(rows, h), rows.slots
+    g, (total,) = decayed_gradient(rows, h), rows.slots
     total += g.square()
     return _decayed(rows, h) - h.lr * g / (total.sqrt() + h.eps)
 
 
 def _rowwise_adagrad(rows: Rows, h: Hyper) -> Tensor:
     """s += mean(g^2), one number per row; w -= lr * g / (sqrt(s) + eps)."""
-    g, (total,) = _gradient(rows, h), rows.slots
+    g, (total,) = decayed_gradient(rows, h), rows.slots
     total += _mean_of_squares(rows, h, g)
     return _decayed(rows, h) - (h.lr / (total.sqrt() + h.eps))[:, None] * g
 
 
-def _moments_step(rows: Rows, h: Hyper) -> Tensor:
+def moments_step(rows: Rows, h: Hyper) -> Tensor:
     """Adam's step before the lr: m = b1*m + (1-b1)*g; v likewise of g^2; m^ / (sqrt(v^) + eps).
 
     Where v holds one number per row it takes mean(g^2).
     """
-    g, (m, v) = _gradient(rows, h), rows.slots
+    g, (m, v) = decayed_gradient(rows, h), rows.slots
     square = g.square() if v.dim() == 2 else _mean_of_squares(rows, h, g)
     m.mul_(h.beta1).add_(g, alpha=1 - h.beta1)
     v.mul_(h.beta2).add_(square, alpha=1 - h.beta2)
@@ -129,12 +130,12 @@ def _moments_step(rows: Rows, h: Hyper) -> Tensor:
 
 def _adam(rows: Rows, h: Hyper) -> Tensor:
     """w -= lr * m^ / (sqrt(v^) + eps), with v per element or per row."""
-    return _decayed(rows, h) - h.lr * _moments_step(rows, h)
+    return _decayed(rows, h) - h.lr * moments_step(rows, h)
 
 
 def _lamb(rows: Rows, h: Hyper) -> Tensor:
     """r = Adam's step (+ weight_decay * w if decoupled); w -= lr * |w|/|r| * r; ratio 1 if a norm is 0."""
-    r = _moments_step(rows, h)
+    r = moments_step(rows, h)
     if h.decay_mode == DECOUPLED_DECAY:
         r = r + h.weight_decay * rows.weight
     weight_norm = _sum_of_squares(rows, 1, rows.weight).sqrt()

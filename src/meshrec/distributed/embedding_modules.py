@@ -1,0 +1,132 @@
+"""EmbeddingBagCollection and EmbeddingCollection with their tables split over ranks."""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.distributed.awaitable import LazyAwaitable
+from meshrec.distributed.build import Built
+from meshrec.distributed.fused_optimizer import ShardedFusedOptimizer
+from meshrec.distributed.input_dist import Exchanging, Started
+from meshrec.distributed.sharded_tables import Results, ShardedTables
+from meshrec.modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+# B batch, D columns of all tables, N ids of a feature
+
+
+class ShardedEmbeddingBagCollection(nn.Module):
+    """Pooled embeddings of split tables; parameters at ``embedding_bags.<table>.weight``.
+
+    ``forward`` may be taken apart, for pipelines: ``start``, ``exchange``, ``look_up`` are its halves before
+    the result is awaited; each starts what the next one waits for.
+    """
+
+    def __init__(self, module: EmbeddingBagCollection, built: Built) -> None:
+        super().__init__()
+        self.embedding_bags = nn.ModuleDict(built.shards)
+        self._configs = module.embedding_bag_configs()
+        self._is_weighted = module.is_weighted()
+        self._tables = built.tables
+        self._names, self._dims = built.names, built.dims
+        self._offsets = list(accumulate(built.dims, initial=0))
+        self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embedding_bags")
+        self.plan = built.plan
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs of the whole tables."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether features carry per-sample weights."""
+        return self._is_weighted
+
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        return self._tables.num_clamped_ids
+
+    def start(self, features: KeyedJaggedTensor) -> Started:
+        """Routes the ids and starts to exchange sizes."""
+        return self._tables.start(features)
+
+    def exchange(self, started: Started) -> Exchanging:
+        """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
+        return self._tables.exchange(started)
+
+    def look_up(self, exchanging: Exchanging) -> LazyAwaitable[KeyedTensor]:
+        """Looks up and starts to send embeddings back."""
+        results = self._tables.look_up(exchanging)
+        return LazyAwaitable(lambda: self._keyed(results))
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
+        """[B, D] by feature, as the unsharded module has it; waits when it is first used."""
+        return self.look_up(self.exchange(self.start(features)))
+
+    def _keyed(self, results: Results) -> KeyedTensor:
+        return KeyedTensor(self._names, self._dims, results.wait(), offset_per_key=self._offsets)
+
+
+class ShardedEmbeddingCollection(nn.Module):
+    """Embeddings of every id, from split tables; parameters at ``embeddings.<table>.weight``.
+
+    Taken apart for pipelines as ShardedEmbeddingBagCollection is.
+    """
+
+    def __init__(self, module: EmbeddingCollection, built: Built) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict(built.shards)
+        self._configs = module.embedding_configs()
+        self._tables: ShardedTables = built.tables
+        self._names, self._dims = built.names, built.dims
+        self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embeddings")
+        self.plan = built.plan
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The configs of the whole tables."""
+        return self._configs
+
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        return self._tables.num_clamped_ids
+
+    def start(self, features: KeyedJaggedTensor) -> Started:
+        """Routes the ids and starts to exchange sizes."""
+        return self._tables.start(features)
+
+    def exchange(self, started: Started) -> Exchanging:
+        """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
+        return self._tables.exchange(started)
+
+    def look_up(self, exchanging: Exchanging) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Looks up and starts to send embeddings back."""
+        results = self._tables.look_up(exchanging)
+        return LazyAwaitable(lambda: self._jagged(results))
+
+    def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """A JaggedTensor of [N, dim] for each feature, as the unsharded module has it; waits when first
+        used.
+        """
+        return self.look_up(self.exchange(self.start(features)))
+
+    def _jagged(self, results: Results) -> dict[str, JaggedTensor]:
+        source = results.step.asked.source
+        order = results.uses_in_order()
+        bounds = source.bag_bounds()
+        offsets = [source.offsets[bounds[key] : bounds[key + 1] + 1] for key in source.keys]
+        rows = [int(offset[-1] - offset[0]) for offset in offsets]
+        parts = results.wait().split([rows[use] * self._dims[use] for use in order])
+        values: list[Tensor] = [torch.empty(0)] * len(rows)
+        for use, part in zip(order, parts, strict=True):
+            values[use] = part.view(rows[use], self._dims[use])
+        return {
+            name: JaggedTensor.unchecked(value, None, None, offset - offset[0])
+            for name, value, offset in zip(self._names, values, offsets, strict=True)
+        }

@@ -1,0 +1,175 @@
+"""The fused optimizer of a sharded module: rules for the backward pass, and state by the names of whole
+tables.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.distributed.table_shards import TableShards
+from meshrec.ops.memory import use_huge_pages
+from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
+from meshrec.optim.optimizers import OptimizerSpec
+
+
+class SpecRule:
+    """One spec, with its numbers of now and the count of updates so far.
+
+    Args:
+        seed: of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
+    """
+
+    def __init__(self, spec: OptimizerSpec, *, seed: int = 1) -> None:
+        self.spec, self._seed = spec, seed
+        self._numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        self.group: dict[str, Any] = {"params": [], **self._numbers}
+        self.states: list[dict[str, Any]] = []
+        """The state of every table of this rule; each holds the count as ``"step"``."""
+
+    @property
+    def code(self) -> int:
+        """Which formula."""
+        return self.spec.code
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return type(self.spec).__name__
+
+    @property
+    def step(self) -> int:
+        """The number of updates."""
+        return int(self.states[0]["step"])
+
+    def hyper(self, row_dim: int) -> Tensor:
+        """The numbers of the present update, as ``param_groups`` has them."""
+        spec = self._current()
+        return spec.hyper(lr=spec.lr, step=self.step, seed=self._seed, row_dim=row_dim)
+
+    def advance(self) -> None:
+        """Begins a new update."""
+        for state in self.states:
+            state["step"] += 1
+
+    def _current(self) -> OptimizerSpec:
+        changed: dict[str, Any] = {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in self.group.items()
+            if key in self._numbers and value != self._numbers[key]
+        }
+        return dataclasses.replace(self.spec, **changed) if changed else self.spec
+
+
+def make_state(spec: OptimizerSpec | None, weight: Tensor) -> list[Tensor]:
+    """The state of one rectangle before its first update, on huge pages where it is large."""
+    state = []
+    for slot in spec.state_slots() if spec is not None else ():
+        tensor = torch.empty(slot.shape(*weight.shape), dtype=torch.float32, device=weight.device)
+        use_huge_pages(tensor)
+        state.append(tensor.fill_(slot.initial_value))
+    return state
+
+
+class Slot(NamedTuple):
+    """One state of a table: whether it has a number per row only, and its part for each rectangle here."""
+
+    per_row: bool
+    parts: list[Tensor]
+
+
+class FusedTable(NamedTuple):
+    """A table with a fused rule: its shards module, its rule, and its state by slot."""
+
+    shards: TableShards
+    rule: SpecRule
+    slots: dict[str, Slot]
+    first_step: int = 0
+    """Updates that the table has had before."""
+
+
+class ShardedFusedOptimizer(KeyedOptimizer):
+    """What updates the tables of a sharded module during backward; ``step`` has nothing left to do.
+
+    ``param_groups``: one for each spec; a scheduler may change its ``"lr"``. The state is that of whole
+    tables: a DTensor for a split table, of which this rank holds some rectangles.
+
+    Args:
+        tables: the fused tables, by the name of their weight.
+    """
+
+    def __init__(self, tables: Mapping[str, FusedTable]) -> None:
+        self.tables = dict(tables)
+        params = {name: _stand_in(table.shards) for name, table in tables.items()}
+        groups: list[dict[str, Any]] = []
+        state: dict[Tensor, dict[str, Any]] = {}
+        for name, table in tables.items():
+            table.rule.group["params"].append(params[name])
+            if all(table.rule.group is not group for group in groups):
+                groups.append(table.rule.group)
+            whole = {
+                name: table.shards.whole(slot.parts, per_row=slot.per_row)
+                for name, slot in table.slots.items()
+            }
+            state[params[name]] = {"step": table.first_step, **whole}
+            table.rule.states.append(state[params[name]])
+        super().__init__(params, state, groups)
+        self.register_load_state_dict_pre_hook(_load_split)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Always."""
+        return True
+
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        """Nothing but the closure: the backward pass has made the update."""
+        return evaluated(closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not here: raises ValueError."""
+        raise ValueError(
+            "the fused optimizer of a sharded module has the tables it was sharded with. Attach an "
+            "optimizer with "
+            "apply_optimizer_in_backward, or in the sharder's fused_params, before sharding."
+        )
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Nothing: the state was made with the tables."""
+
+
+def _stand_in(shards: TableShards) -> Tensor:
+    """A parameter to name the table by, where this rank holds nothing of it too."""
+    own = shards.shards()
+    return own[0] if own else torch.nn.Parameter(torch.empty(0))
+
+
+def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Copies the parts of split tables; what is left for ``load_state_dict`` is the same tensors again."""
+    assert isinstance(optimizer, ShardedFusedOptimizer)
+    state = {name: dict(slots) for name, slots in state_dict.get("state", {}).items()}
+    _check_steps(optimizer, state)
+    own = optimizer.state_dict()["state"]
+    for name, table in optimizer.tables.items():
+        for slot, (per_row, parts) in table.slots.items():
+            if slot in state.get(name, {}):
+                table.shards.load(parts, state[name][slot], f"{name}: {slot}", per_row=per_row)
+                state[name][slot] = own[name][slot]
+    return {**state_dict, "state": state}
+
+
+def _check_steps(optimizer: ShardedFusedOptimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Tables of one rule are updated together, so they count together."""
+    seen: dict[int, tuple[str, int]] = {}
+    for name, table in optimizer.tables.items():
+        if "step" not in state.get(name, {}):
+            continue
+        step = int(state[name]["step"])
+        first, expected = seen.setdefault(id(table.rule), (name, step))
+        if step != expected:
+            raise ValueError(
+                f"{name!r} has had {step} updates and {first!r} {expected}, but they share "
+                f"{table.rule.name}. "
+                "Give them optimizers that differ in some number, or load a state in which they agree."
+            )

@@ -1,0 +1,155 @@
+"""Norms and means over whole rows, for tables whose columns lie on several ranks.
+
+The ranks that hold the same rows of a table got the same ids, so they touch the same rows in the same order,
+and their partial sums line up without an id being sent. One all-to-all of a few numbers per touched row
+brings them together; PartialRowWiseLAMB needs two, because its second moment comes before its norm.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.distributed.collectives import Splits, all_to_all
+from meshrec.distributed.mesh import Axis
+from meshrec.distributed.routing import Rectangle, Routing
+from meshrec.ops.tbe import naive_update
+from meshrec.ops.tbe.naive_update import Hyper, Rows
+
+# U touched rows, D columns of the rectangle
+
+_GRADIENT, _WEIGHT, _STEP = 0, 1, 2
+
+ROW_WISE = frozenset(
+    {
+        naive_update.ROWWISE_ADAGRAD,
+        naive_update.PARTIAL_ROWWISE_ADAM,
+        naive_update.LAMB,
+        naive_update.PARTIAL_ROWWISE_LAMB,
+        naive_update.LARS,
+    }
+)
+"""The codes of the optimizers that need whole rows."""
+
+
+class Touched(NamedTuple):
+    """The touched rows of one rectangle: ``rows`` int64 [U], ``grad`` and ``weight`` fp32 [U, D], the
+    state's rows.
+    """
+
+    rows: Tensor
+    grad: Tensor
+    weight: Tensor
+    slots: list[Tensor]
+
+
+class ColumnPeers:
+    """Who holds other columns of the same rows, for the tables of one fused group, over all ranks.
+
+    ``tables``: the tables of the group; every rank must name the same.
+
+    Raises:
+        ValueError: when the columns of a table are not all cut at the same rows.
+    """
+
+    def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int], optimizer: str) -> None:
+        self._axis = axis
+        self._bands: list[list[_Band]] = []
+        """For each rank the bands of rows it has columns of."""
+        for work in routing.work:
+            chosen = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
+            self._bands.append(sorted({_band(rectangle) for rectangle in chosen}))
+            for rectangle in chosen:
+                _check_whole_rows(routing, rectangle, optimizer)
+        own = routing.work[axis.rank].rectangles
+        self._own = [_band(rectangle) for rectangle in own if rectangle.table in tables]
+
+    def summed(self, partial: Sequence[Tensor]) -> list[Tensor]:
+        """For each own rectangle of the group its [U, S] sums, added over all columns of its rows.
+
+        Parts are added in the order of ranks, so that all ranks get the same bits.
+        """
+        mine: dict[_Band, Tensor] = {}
+        for band, part in zip(self._own, partial, strict=True):
+            mine[band] = mine[band] + part if band in mine else part
+        shared = [
+            [band for band in bands if band in mine and rank != self._axis.rank]
+            for rank, bands in enumerate(self._bands)
+        ]
+        sizes = [sum(mine[band].numel() for band in bands) for bands in shared]
+        parts = [mine[band].reshape(-1) for bands in shared for band in bands]
+        sent = torch.cat(parts) if parts else torch.empty(0)
+        received = all_to_all(sent, Splits(sizes, sizes), self._axis, "row statistics").wait()
+        total: dict[_Band, Tensor] = {}
+        for rank, (bands, piece) in enumerate(zip(shared, received.split(sizes), strict=True)):
+            terms = dict(zip(bands, piece.split([mine[band].numel() for band in bands]), strict=True))
+            for band in mine if rank == self._axis.rank else bands:
+                term = mine[band] if rank == self._axis.rank else terms[band].view_as(mine[band])
+                total[band] = total[band] + term if band in total else term
+        return [total[band] for band in self._own]
+
+    def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
+        """For each own rectangle what ``tbe_update`` takes as ``row_stats``: fp32 [U, 3]."""
+        first = [_first_sums(rows, optimizer, h) for rows, h in zip(touched, hyper, strict=True)]
+        if optimizer != naive_update.PARTIAL_ROWWISE_LAMB:
+            return self.summed(first)
+        whole = self.summed(first)
+        steps = []
+        for rows, h, stats in zip(touched, hyper, whole, strict=True):
+            steps.append(_squares(_lamb_step(rows, h, stats))[:, None])
+        for stats, step in zip(whole, self.summed(steps), strict=True):
+            stats[:, _STEP] = step[:, 0]
+        return whole
+
+
+class _Band(NamedTuple):
+    table: int
+    r0: int
+    r1: int
+
+
+def _band(rectangle: Rectangle) -> _Band:
+    return _Band(rectangle.table, rectangle.r0, rectangle.r1)
+
+
+def _check_whole_rows(routing: Routing, rectangle: Rectangle, optimizer: str) -> None:
+    width = sum(
+        other.c1 - other.c0
+        for work in routing.work
+        for other in work.rectangles
+        if _band(other) == _band(rectangle)
+    )
+    table = routing.tables[rectangle.table]
+    if width != table.dim:
+        raise ValueError(
+            f"table {table.name!r}: {optimizer} needs whole rows, but the columns of rows "
+            f"[{rectangle.r0}, {rectangle.r1}) are not all cut at the same rows. Use a plan whose "
+            "rectangles form a "
+            "grid, or an optimizer without norms and means over rows."
+        )
+
+
+def _squares(x_UD: Tensor) -> Tensor:
+    return x_UD.square().sum(1)
+
+
+def _first_sums(touched: Touched, optimizer: int, h: Hyper) -> Tensor:
+    """[U, 3]: the sums over this rectangle's columns, the last one only where it needs no other sum first."""
+    rows = Rows(touched.weight, touched.grad, touched.slots, None)
+    stats = touched.grad.new_zeros(touched.grad.shape[0], 3)
+    lars = optimizer == naive_update.LARS
+    stats[:, _GRADIENT] = _squares(touched.grad if lars else naive_update.decayed_gradient(rows, h))
+    stats[:, _WEIGHT] = _squares(touched.weight)
+    if optimizer == naive_update.LAMB:
+        stats[:, _STEP] = _squares(_lamb_step(touched, h, None))
+    return stats
+
+
+def _lamb_step(touched: Touched, h: Hyper, stats: Tensor | None) -> Tensor:
+    """The step of LAMB before the trust ratio, from copies of the state."""
+    rows = Rows(touched.weight, touched.grad, [slot.clone() for slot in touched.slots], stats)
+    step = naive_update.moments_step(rows, h)
+    if h.decay_mode == naive_update.DECOUPLED_DECAY:
+        step = step + h.weight_decay * touched.weight
+    return step

@@ -1,0 +1,116 @@
+"""Make sharded modules from unsharded ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from meshrec.distributed.build import BuildOptions, build, source_tables
+from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
+from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
+from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan
+from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.optim.from_torch import from_torch
+from meshrec.optim.optimizers import OptimizerSpec
+
+FusedParams = OptimizerSpec | Mapping[str, Any] | None
+
+
+class EmbeddingBagCollectionSharder:
+    """Shards EmbeddingBagCollections.
+
+    Args:
+        fused_params: the optimizer of the tables that have none of their own
+        (``apply_optimizer_in_backward``): a
+            spec, or a mapping with ``"optimizer"`` (a spec, or a class with its arguments beside it, such as
+            ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such tables get ordinary gradients.
+        precision: the types that embeddings and their gradients travel in.
+    """
+
+    module_type = EmbeddingBagCollection
+
+    def __init__(self, fused_params: FusedParams = None, *, precision: CommsPrecision | None = None) -> None:
+        self.optimizer = _spec(fused_params)
+        self.precision = precision or FULL_PRECISION
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        plan: EmbeddingModuleShardingPlan,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedEmbeddingBagCollection:
+        """The sharded module, with the weights of ``module`` (drawn anew where it is on ``meta``).
+        Collective.
+
+        ``env``: all ranks of the default process group where it is None. ``device``: where this rank's
+        tables live, by default what the process group works on.
+
+        Raises:
+            ValueError: for a plan or a device that does not fit, before anything is allocated.
+        """
+        env, device = _place(env, device)
+        options = BuildOptions(
+            optimizer=self.optimizer,
+            precision=self.precision,
+            weighted=module.is_weighted(),
+            bounds_check=module.bounds_check,
+        )
+        built = build(source_tables(module), plan, env, device, options)
+        return ShardedEmbeddingBagCollection(module, built)
+
+
+class EmbeddingCollectionSharder:
+    """Shards EmbeddingCollections; arguments as for EmbeddingBagCollectionSharder."""
+
+    module_type = EmbeddingCollection
+
+    def __init__(self, fused_params: FusedParams = None, *, precision: CommsPrecision | None = None) -> None:
+        self.optimizer = _spec(fused_params)
+        self.precision = precision or FULL_PRECISION
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        plan: EmbeddingModuleShardingPlan,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedEmbeddingCollection:
+        """The sharded module; see ``EmbeddingBagCollectionSharder.shard``."""
+        env, device = _place(env, device)
+        options = BuildOptions(
+            optimizer=self.optimizer,
+            precision=self.precision,
+            sequence=True,
+            bounds_check=module.bounds_check,
+        )
+        return ShardedEmbeddingCollection(module, build(source_tables(module), plan, env, device, options))
+
+
+def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
+    env = default_env() if env is None else env
+    needed = group_device(env.world.group)
+    if device is None:
+        return env, needed
+    if env.world.group is not None and torch.device(device).type != needed.type:
+        raise ValueError(
+            f"device {device} does not fit the process group, which works on {needed.type}. Use a "
+            f"{needed.type} device, or a process group of another backend."
+        )
+    return env, torch.device(device)
+
+
+def _spec(fused_params: FusedParams) -> OptimizerSpec | None:
+    if fused_params is None or isinstance(fused_params, OptimizerSpec):
+        return fused_params
+    rest = dict(fused_params)
+    optimizer = rest.pop("optimizer", None)
+    if isinstance(optimizer, OptimizerSpec) and not rest:
+        return optimizer
+    if isinstance(optimizer, type):
+        return from_torch(optimizer, rest)
+    raise ValueError(
+        f"fused_params must name an optimizer, got {dict(fused_params)!r}. "
+        "Pass RowWiseAdagrad(lr=0.02), or {'optimizer': RowWiseAdagrad, 'lr': 0.02}."
+    )

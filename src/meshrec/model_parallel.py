@@ -1,0 +1,246 @@
+"""DistributedModelParallel: a model with its tables split over ranks, and its dense rest data-parallel."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.distributed.collectives import broadcast
+from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
+from meshrec.distributed.plan_builders import tables_of
+from meshrec.distributed.plan_checks import verify_plan, verify_same_plan
+from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from meshrec.distributed.sharding_plan import ShardingPlan
+from meshrec.optim.keyed import CombinedOptimizer
+
+Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
+
+
+def default_sharders() -> list[Sharder]:
+    """A sharder for every kind of embedding module, without an optimizer of their own."""
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+class DistributedModelParallel(nn.Module):
+    """Swaps the embedding modules of ``module`` for sharded ones, in place, and makes the rest data-parallel.
+
+    Names of parameters are those of the unsharded model. Embedding modules on ``meta`` are allocated here,
+    and only what this rank owns; dense modules on ``meta`` are reset by their ``reset_parameters`` and start
+    equal on all ranks.
+
+    Args:
+        module: the model. Do not use it on its own afterwards.
+        env: the ranks (default: all of the default process group, or one process without one).
+        device: where this rank's parameters live (default: what the process group works on).
+        plan: where tables go; None: the planner makes one.
+        sharders: one for each kind of embedding module; they bring the optimizer of the tables.
+        init_data_parallel: False leaves the dense part as it is until ``init_data_parallel`` is called.
+        init_parameters: False leaves dense parameters on ``meta`` there.
+        dense: ``"ddp"``, ``"fsdp2"`` (with a ``replicate`` axis: HSDP), or None: the dense part stays as it
+            is.
+        dense_options: more arguments for DistributedDataParallel, or for ``fully_shard``.
+
+    Raises:
+        ValueError: on every rank, for a plan that does not fit the model or differs between ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: Sequence[Sharder] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        *,
+        dense: Literal["ddp", "fsdp2"] | None = "ddp",
+        dense_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if dense not in ("ddp", "fsdp2", None):
+            raise ValueError(f"dense must be 'ddp', 'fsdp2' or None, got {dense!r}.")
+        self._env = default_env() if env is None else env
+        self._device = group_device(self._env.world.group) if device is None else torch.device(device)
+        self._dense, self._dense_options = dense, dict(dense_options or {})
+        sharders = default_sharders() if sharders is None else sharders
+        embedding_modules = _embedding_modules(module, sharders)
+        self._plan = self._checked_plan(plan, module, embedding_modules, sharders)
+        self._sharded: dict[str, Any] = {}
+        for path, (found, sharder) in embedding_modules.items():
+            module_plan = self._plan.plan[path]
+            self._sharded[path] = sharder.shard(found, module_plan, self._env, self._device)  # type: ignore[arg-type]
+            module = _replaced(module, path, self._sharded[path])
+        self._dmp_wrapped_module: nn.Module = module
+        self._is_data_parallel = False
+        if init_parameters:
+            self.init_parameters()
+        if init_data_parallel:
+            self.init_data_parallel()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._dmp_wrapped_module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, without what wraps it."""
+        wrapped = self._dmp_wrapped_module
+        return wrapped.module if isinstance(wrapped, nn.parallel.DistributedDataParallel) else wrapped
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """Where every table is."""
+        return self._plan
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """What updates the tables during backward."""
+        return CombinedOptimizer([(path, module.fused_optimizer) for path, module in self._sharded.items()])
+
+    def init_parameters(self) -> None:
+        """Moves dense parameters and buffers to the device; those on ``meta`` are reset, equal on all
+        ranks."""
+        tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
+        for child in self.module.modules():
+            own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+            if any(tensor.is_meta for tensor in own):
+                child.to_empty(device=self._device, recurse=False)
+                if not hasattr(child, "reset_parameters"):
+                    raise ValueError(
+                        f"{type(child).__name__} is on meta, but has no reset_parameters() to give it "
+                        f"values. "
+                        "Build it on a device, or pass init_parameters=False and initialise it yourself."
+                    )
+                child.reset_parameters()  # type: ignore[operator]
+            elif own and not any(tensor in tables for tensor in own):
+                child._apply(lambda tensor: tensor.to(self._device), recurse=False)
+        for parameter in self.module.parameters():
+            if parameter not in tables:
+                broadcast(parameter.detach(), self._env.world, "first dense parameters")
+
+    def init_data_parallel(self) -> None:
+        """Makes the dense part data-parallel, once."""
+        if self._is_data_parallel or self._env.world.group is None or self._dense is None:
+            return
+        self._is_data_parallel = True
+        ignored = self._table_names()
+        dense = [p for name, p in self.module.named_parameters() if name not in ignored and p.requires_grad]
+        if not dense:
+            return
+        if self._dense == "ddp":
+            self._init_ddp(ignored)
+        else:
+            self._init_fsdp2()
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Registers a communication hook with DistributedDataParallel, such as compression of dense
+        gradients."""
+        wrapped = self._dmp_wrapped_module
+        if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"communication hooks need dense='ddp', got dense={self._dense!r}.")
+        wrapped.register_comm_hook(state, hook)
+
+    def sparse_grad_parameter_names(
+        self, destination: list[str] | None = None, prefix: str = ""
+    ) -> list[str]:
+        """The parameters with gradients of sparse layout: none, ordinary gradients of tables are dense."""
+        return [] if destination is None else destination
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank holds, by the names of the unsharded model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, by the names of the unsharded model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Whole tables (as DTensors where they are split) and dense values, by the names of the unsharded
+        model."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads what ``state_dict`` gave, or whole plain tensors."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _checked_plan(
+        self,
+        plan: ShardingPlan | None,
+        module: nn.Module,
+        embedding_modules: Mapping[str, tuple[nn.Module, Sharder]],
+        sharders: Sequence[Sharder],
+    ) -> ShardingPlan:
+        if plan is None:
+            plan = self._planned(module, sharders)
+        verify_same_plan(plan, self._env.world.group)
+        tables = {path: tables_of(found) for path, (found, _) in embedding_modules.items()}
+        verify_plan(plan, tables, world_size=self._env.shard.size)
+        return plan
+
+    def _planned(self, module: nn.Module, sharders: Sequence[Sharder]) -> ShardingPlan:
+        from meshrec.planner import EmbeddingShardingPlanner, Topology
+
+        topology = Topology(
+            world_size=self._env.shard.size,
+            compute_device=self._device.type,
+            local_world_size=self._env.local_size,
+        )
+        planner = EmbeddingShardingPlanner(topology=topology)
+        plan: ShardingPlan = planner.collective_plan(module, list(sharders), self._env.world.group)
+        return plan
+
+    def _table_names(self) -> set[str]:
+        return {
+            f"{path}.{name}" if path else name
+            for path, module in self._sharded.items()
+            for name, _ in (*module.named_parameters(), *module.named_buffers())
+        }
+
+    def _init_ddp(self, ignored: set[str]) -> None:
+        parallel = nn.parallel.DistributedDataParallel
+        parallel._set_params_and_buffers_to_ignore_for_model(self._dmp_wrapped_module, ignored)
+        options: dict[str, Any] = {"process_group": self._env.world.group}
+        if self._device.type == "cuda":
+            options["device_ids"] = [self._device]
+        self._dmp_wrapped_module = parallel(self._dmp_wrapped_module, **{**options, **self._dense_options})
+
+    def _init_fsdp2(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
+        fully_shard(
+            self._dmp_wrapped_module, mesh=self._env.dense_mesh, ignored_params=tables, **self._dense_options
+        )
+
+
+def _embedding_modules(
+    module: nn.Module, sharders: Sequence[Sharder]
+) -> dict[str, tuple[nn.Module, Sharder]]:
+    """Path -> (module, its sharder), for every module that a sharder is for."""
+    return {
+        path: (found, sharder)
+        for path, found in module.named_modules()
+        for sharder in sharders
+        if isinstance(found, sharder.module_type)
+    }
+
+
+def _replaced(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    if not path:
+        return module
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, module)
+    return root
+
+
+def get_unwrapped_module(module: nn.Module) -> nn.Module:
+    """The model inside DistributedModelParallel and DistributedDataParallel; others as they are."""
+    while isinstance(module, DistributedModelParallel | nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module

@@ -1,0 +1,89 @@
+"""Shapes of the dist ops, for tracing."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist before fakes are registered for them
+
+# R ranks, Q routes, U uses
+
+_F = TypeVar("_F", bound=Callable[..., object])
+_register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fake
+
+
+@_register_fake("meshrec::route_ids")
+def _route_ids(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    num_ranks: int,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    words = torch.library.get_ctx().new_dynamic_size()
+    return (
+        values.new_empty(words, dtype=torch.int32),
+        values.new_empty(num_ranks, 4, dtype=torch.int64),
+        values.new_empty(router[4].numel() // 3, dtype=torch.int64),
+        values.new_empty(len(keys), dtype=torch.int64),
+    )
+
+
+@_register_fake("meshrec::unpack_ids")
+def _unpack_ids(
+    received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    num_ids, num_offsets = context.new_dynamic_size(), context.new_dynamic_size()
+    return (
+        received.new_empty(num_ids, dtype=torch.int64 if wide else torch.int32),
+        received.new_empty(num_offsets, dtype=torch.int64),
+        received.new_empty(num_ids if weighted else 0, dtype=torch.float32),
+        received.new_empty(len(blocks) * num_routes + 1, dtype=torch.int64),
+    )
+
+
+@_register_fake("meshrec::gather_pooled")
+def _gather_pooled(
+    received: Tensor,
+    local: Tensor | None,
+    pieces: Tensor,
+    dims: list[int],
+    batch: int,
+    out_dim: int,
+    *rest: Any,
+) -> Tensor:
+    return received.new_empty(batch, out_dim, dtype=torch.float32)
+
+
+@_register_fake("meshrec::scatter_pooled")
+def _scatter_pooled(
+    grad: Tensor,
+    pieces: Tensor,
+    dims: list[int],
+    local_dim: int,
+    offsets: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    batch = grad.shape[0]
+    return grad.new_empty(batch * sum(dims), dtype=dtype), grad.new_empty(batch, local_dim)
+
+
+@_register_fake("meshrec::gather_sequence")
+def _gather_sequence(received: Tensor, *rest: Any) -> Tensor:
+    return received.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.float32)
+
+
+@_register_fake("meshrec::scatter_sequence")
+def _scatter_sequence(grad: Tensor, *rest: Any) -> Tensor:
+    return grad.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=rest[-1])

@@ -1,0 +1,355 @@
+"""The dist ops in plain torch: the truth for the kernels, and what serves on other devices.
+
+What the ops share (U uses, Q routes, K keys, R ranks, N ids, B bags of a use, D width):
+
+- A *use* is a feature read in a table; it reads key ``keys[u]`` of the ids. ``values_N``, ``offsets``,
+``segments``
+  (int64 [K + 1] on the CPU: the first bag of each key; None: equally many bags per key) describe the ids.
+- ``router``: five int64 tensors on the CPU. ``cuts`` holds for every use, from ``cut_begin[u]`` to
+  ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. Between two cuts lies an interval; intervals
+  are numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
+  the ids of interval i. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
+- A *message* is int32 words: [bags of each route, if they differ between uses][lengths, route by route][ids,
+less
+  the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header`` int64 [R, 4] has for
+  each message: status (0), words, ids, bags per route (-1: they differ).
+- ``pieces`` int64 [P, 6]: (source, first column in the source, width, first column in the result, whether to
+add, use
+  by whose bag lengths to divide or -1). Sources are the ranks, ``dims[r]`` columns each; source R is
+  ``local``.
+- ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: the pieces of the rows of ids.
+"""
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.tbe.layout import check_offsets, segment_bounds
+
+
+class _Router(NamedTuple):
+    cuts: list[list[int]]
+    """[U] the row cuts of each use."""
+    intervals: list[list[int]]
+    """[Q] for each route its intervals, counted within its use."""
+    routes: list[list[int]]
+    """[Q] rank, use, first row."""
+
+    def num_rows(self, use: int) -> int:
+        return self.cuts[use][-1]
+
+
+def _read(router: list[Tensor]) -> _Router:
+    cut_begin, cuts, interval_begin, interval_routes, routes = (tensor.tolist() for tensor in router)
+    intervals: list[list[int]] = [[] for _ in range(len(routes) // 3)]
+    number = 0
+    for begin, end in pairwise(cut_begin):
+        for interval in range(end - begin - 1):
+            for route in interval_routes[interval_begin[number] : interval_begin[number + 1]]:
+                intervals[route].append(interval)
+            number += 1
+    return _Router(
+        [cuts[begin:end] for begin, end in pairwise(cut_begin)],
+        intervals,
+        [routes[i : i + 3] for i in range(0, len(routes), 3)],
+    )
+
+
+class _UseIds(NamedTuple):
+    ids: slice
+    lengths_B: Tensor
+    rows: Tensor
+    """int64: the ids, those outside the table as 0."""
+    intervals: Tensor
+    """int64: the interval of each id."""
+    bad: Tensor
+
+
+def _use_ids(
+    values: Tensor, offsets: Tensor, bounds: list[int], keys: list[int], use: int, router: _Router
+) -> _UseIds:
+    begin, end = bounds[keys[use]], bounds[keys[use] + 1]
+    offsets_B1 = offsets[begin : end + 1].long()
+    ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
+    rows = values[ids].long()
+    bad = (rows < 0) | (rows >= router.num_rows(use))
+    rows = rows.masked_fill(bad, 0)
+    cuts = torch.tensor(router.cuts[use][1:], device=values.device)
+    return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
+
+
+def route_ids(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    num_ranks: int,
+    wide: bool,
+    check_ids: bool,
+    names: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Packs what every rank needs: payload int32, header [R, 4], ids per route [Q], ids outside the table
+    [U].
+
+    Raises:
+        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and weights
+        that
+            are NaN. Without it such ids count as row 0.
+    """
+    check_offsets(offsets, values.numel())
+    bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
+    plan = _read(router)
+    uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
+    if check_ids:
+        for use, ids in enumerate(uses):
+            _check(ids, use, values, weights, plan.num_rows(use), names)
+    batches = {ids.lengths_B.numel() for ids in uses}
+    batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
+    header = torch.zeros(num_ranks, 4, dtype=torch.int64)
+    header[:, 3] = batch
+    counts = torch.zeros(len(plan.routes), dtype=torch.int64)
+    payload: list[Tensor] = [torch.empty(0, dtype=torch.int32, device=values.device)]
+    for rank in range(num_ranks):
+        parts: list[list[Tensor]] = [[], [], [], []]
+        for route, (_, use, first_row) in enumerate(plan.routes):
+            if plan.routes[route][0] != rank:
+                continue
+            ids = uses[use]
+            taken = torch.isin(ids.intervals, torch.tensor(plan.intervals[route], device=values.device))
+            bags = torch.repeat_interleave(ids.lengths_B)[taken]
+            local = ids.rows[taken] - first_row
+            counts[route] = local.numel()
+            if batch < 0:
+                parts[0].append(torch.tensor([ids.lengths_B.numel()], device=values.device).int())
+            parts[1].append(torch.bincount(bags, minlength=ids.lengths_B.numel()).int())
+            parts[2].append(local.view(torch.int32) if wide else local.int())
+            if weights is not None:
+                parts[3].append(weights[ids.ids][taken].view(torch.int32))
+        message = [part for group in parts for part in group]
+        header[rank, 1] = sum(part.numel() for part in message)
+        header[rank, 2] = sum(part.numel() for part in parts[2]) // (2 if wide else 1)
+        payload += message
+    bad = torch.tensor([int(ids.bad.sum()) for ids in uses], dtype=torch.int64)
+    return torch.cat(payload), header, counts, bad
+
+
+def unpack_ids(
+    received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reads messages: values, offsets [bags + 1], weights (empty if not weighted), segments [n * routes + 1].
+
+    The message of rank ``blocks[i]`` becomes block i of the bags that the tbe ops read.
+    """
+    words, num_ids, batches = header[:, 1].tolist(), header[:, 2].tolist(), header[:, 3].tolist()
+    if sum(words) != received.numel():
+        raise ValueError(f"header speaks of {sum(words)} words, {received.numel()} were received")
+    messages = received.split(words)
+    lengths, values, weights = [], [], []
+    bags: list[int] = []
+    for rank in blocks:
+        message, prefix = messages[rank], num_routes if batches[rank] < 0 else 0
+        own = message[:prefix].tolist() if prefix else [batches[rank]] * num_routes
+        ids_begin = prefix + sum(own)
+        ids_end = ids_begin + num_ids[rank] * (2 if wide else 1)
+        bags += own
+        lengths.append(message[prefix:ids_begin])
+        ids = message[ids_begin:ids_end]
+        values.append(ids.clone().view(torch.int64) if wide else ids)
+        weights.append(message[ids_end:].clone().view(torch.float32))
+        if int(lengths[-1].sum()) != num_ids[rank]:
+            raise ValueError(f"lengths do not sum to the number of ids in the message of rank {rank}")
+    offsets = torch.cat([received.new_zeros(1, dtype=torch.int64), torch.cat(lengths).long().cumsum(0)])
+    segments = torch.tensor(list(accumulate(bags, initial=0)), dtype=torch.int64)
+    empty = received.new_empty(0, dtype=torch.float32)
+    return torch.cat(values), offsets, torch.cat(weights) if weighted else empty, segments
+
+
+def gather_pooled(
+    received: Tensor,
+    local: Tensor | None,
+    pieces: Tensor,
+    dims: list[int],
+    batch: int,
+    out_dim: int,
+    offsets: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+) -> Tensor:
+    """[B, out_dim] fp32: the columns of all sources in their places; later sources add to earlier ones."""
+    if received.numel() != batch * sum(dims):
+        raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
+    sources = [
+        block.view(batch, dim).float()
+        for block, dim in zip(received.split([batch * dim for dim in dims]), dims, strict=True)
+    ]
+    if local is not None:
+        sources.append(local)
+    out = received.new_empty(batch, out_dim, dtype=torch.float32)
+    for source, source_column, width, column, add, mean_use in pieces.tolist():
+        part = sources[source][:, source_column : source_column + width]
+        if mean_use >= 0:
+            part = part * _inverse_lengths(offsets, segments, num_keys, keys[mean_use])
+        target = out[:, column : column + width]
+        _ = target.add_(part) if add else target.copy_(part)
+    return out
+
+
+def scatter_pooled(
+    grad: Tensor,
+    pieces: Tensor,
+    dims: list[int],
+    local_dim: int,
+    offsets: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The reverse of ``gather_pooled``, times ``scale``: what goes to the ranks (1-D), and the local
+    columns.
+    """
+    batch = grad.shape[0]
+    sources = [grad.new_empty(batch, dim) for dim in (*dims, local_dim)]
+    for source, source_column, width, column, _, mean_use in pieces.tolist():
+        part = grad[:, column : column + width] * scale
+        if mean_use >= 0:
+            part = part * _inverse_lengths(offsets, segments, num_keys, keys[mean_use])
+        sources[source][:, source_column : source_column + width] = part
+    return torch.cat([source.view(-1) for source in sources[:-1]]).to(dtype), sources[-1]
+
+
+def gather_sequence(
+    received: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    lookups: Tensor,
+    counts: Tensor,
+    dims: list[int],
+) -> Tensor:
+    """Flat fp32: for each use [ids, dims[u]], its rows put together from the lookups. Uses of width 0 are
+    left out.
+    """
+    places, num_elements, out_elements = _sequence_places(
+        values, offsets, segments, num_keys, keys, router, lookups, counts, dims
+    )
+    if received.numel() != num_elements:
+        raise ValueError(f"received {received.numel()} elements in place of {num_elements}")
+    out = received.new_empty(out_elements, dtype=torch.float32)
+    for sent, at in places:
+        out[at] = received[sent].float()
+    return out
+
+
+def scatter_sequence(
+    grad: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    lookups: Tensor,
+    counts: Tensor,
+    dims: list[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The reverse of ``gather_sequence``, times ``scale``."""
+    places, num_elements, out_elements = _sequence_places(
+        values, offsets, segments, num_keys, keys, router, lookups, counts, dims
+    )
+    if grad.numel() != out_elements:
+        raise ValueError(f"the gradient must be float32 with {out_elements} elements, got {grad.numel()}")
+    out = grad.new_empty(num_elements, dtype=dtype)
+    for sent, at in places:
+        out[sent] = (grad[at] * scale).to(dtype)
+    return out
+
+
+def _sequence_places(
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    lookups: Tensor,
+    counts: Tensor,
+    dims: list[int],
+) -> tuple[list[tuple[slice, Tensor]], int, int]:
+    """For each lookup its slice of the payload and where those elements belong; the sizes of both."""
+    bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
+    plan = _read(router)
+    uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
+    sizes = [ids.rows.numel() * dim for ids, dim in zip(uses, dims, strict=True)]
+    begins = list(accumulate(sizes, initial=0))
+    places, element = [], 0
+    for route, use, column, width in lookups.tolist():
+        intervals = torch.tensor(plan.intervals[route], device=values.device)
+        taken = torch.isin(uses[use].intervals, intervals).nonzero()
+        columns = torch.arange(column, column + width, device=values.device)
+        at = (begins[use] + taken * dims[use] + columns).view(-1)
+        places.append((slice(element, element + at.numel()), at))
+        element += at.numel()
+    return places, element, begins[-1]
+
+
+def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: int, key: int) -> Tensor:
+    """fp32 [B, 1]: 1 / the number of ids in each bag, 0 for empty bags."""
+    assert offsets is not None
+    bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
+    lengths_B = offsets[bounds[key] : bounds[key + 1] + 1].diff().float()[:, None]
+    return torch.where(lengths_B > 0, 1 / lengths_B, torch.zeros_like(lengths_B))
+
+
+def _check(
+    ids: _UseIds, use: int, values: Tensor, weights: Tensor | None, num_rows: int, names: Tensor
+) -> None:
+    nan = weights[ids.ids].isnan() if weights is not None else torch.zeros_like(ids.bad)
+    for bad, what in ((ids.bad, "outside"), (nan, "nan")):
+        if not bool(bad.any()):
+            continue
+        at = int(bad.nonzero()[0])
+        table, feature = bytes(names.tolist()).decode().split("\n")[use].split("\t")
+        one, sample = int(values[ids.ids][at]), int(torch.repeat_interleave(ids.lengths_B)[at])
+        if what == "outside":
+            raise ValueError(
+                f"table '{table}': id {one} of feature '{feature}' (sample {sample}) is outside [0, "
+                f"{num_rows}). "
+                "Raise num_embeddings, or hash the ids."
+            )
+        raise ValueError(
+            f"table '{table}': the weight of id {one} of feature '{feature}' (sample {sample}) is nan. "
+            "Weights must be numbers; check the input."
+        )
+
+
+def _register() -> torch.library.Library:
+    """Serves every backend that has no kernel of its own."""
+    registration = torch.library.Library("meshrec", "IMPL")
+    ops = [
+        route_ids,
+        unpack_ids,
+        gather_pooled,
+        scatter_pooled,
+        gather_sequence,
+        scatter_sequence,
+    ]
+    for op in ops:
+        registration.impl(op.__name__, op, "CompositeExplicitAutograd")
+    return registration
+
+
+_registration = _register()

@@ -1,0 +1,174 @@
+"""Checks that a sharded model computes and learns what the unsharded one does."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.distributed.mesh import ShardingEnv, default_env
+from meshrec.distributed.sharding_plan import ShardingPlan
+from meshrec.distributed.table_shards import TableShards
+from meshrec.distributed.updates import update_rows
+from meshrec.model_parallel import DistributedModelParallel, Sharder
+from meshrec.optim.in_backward import in_backward_spec
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.sparse import KeyedJaggedTensor
+
+# R ranks, U touched rows
+
+DenseOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def assert_equal_to_unsharded(
+    make_model: Callable[[], nn.Module],
+    plan: ShardingPlan,
+    batches: Sequence[Sequence[tuple[Any, ...]]],
+    *,
+    loss: Callable[[Any], Tensor],
+    sharders: Sequence[Sharder],
+    env: ShardingEnv | None = None,
+    dense: Literal["ddp", "fsdp2"] | None = "ddp",
+    dense_optimizer: DenseOptimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    """Trains a model under ``plan`` and, beside it on every rank, the unsharded model on the batches of all
+    ranks.
+
+    Call it on every rank. Compared are the output of every step, and at the end every table and dense
+    parameter.
+
+    Args:
+        make_model: builds the model with the same weights each time; optimizers that
+            ``apply_optimizer_in_backward`` attached count.
+        plan: the plan to check.
+        batches: for every step, for every rank, the arguments of the model's forward.
+        loss: from the model's output to the loss of one rank; the loss of all is their mean.
+        sharders: as for DistributedModelParallel; their optimizer is that of the tables without one.
+        env, dense: as for DistributedModelParallel.
+        dense_optimizer: for dense parameters, and for tables without a fused optimizer.
+        rtol, atol: how close numbers must be.
+
+    Raises:
+        AssertionError: names what differs first, the step, and by how much.
+    """
+    env = default_env() if env is None else env
+    reference = _Reference(make_model(), sharders, dense_optimizer)
+    model = DistributedModelParallel(make_model(), env, plan=plan, sharders=sharders, dense=dense)
+    fused = set(model.fused_optimizer.params)
+    own = [parameter for name, parameter in model.named_parameters() if name not in fused]
+    optimizer = dense_optimizer(own) if own else None
+    for step, ranks in enumerate(batches):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        output = model(*ranks[env.world.rank])
+        expected = reference.step(ranks, loss)[env.world.rank]
+        value = loss(output)
+        compare(value.detach(), expected, f"the loss of step {step}", rtol, atol)
+        value.backward()
+        if optimizer is not None:
+            optimizer.step()
+    _compare_parameters(model.module, reference.module, rtol, atol)
+
+
+def compare(actual: Tensor, expected: Tensor, what: str, rtol: float, atol: float) -> None:
+    """Raises AssertionError unless shapes are equal and values close."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{what} has shape {list(actual.shape)}, unsharded {list(expected.shape)}.")
+    close = torch.isclose(actual, expected, rtol=rtol, atol=atol)
+    if not bool(close.all()):
+        worst = (actual - expected).abs().max().item()
+        raise AssertionError(
+            f"{what} differs from the unsharded model's: {int((~close).sum())} of {close.numel()} "
+            f"values, by up "
+            f"to {worst:g}."
+        )
+
+
+class _Reference:
+    """The unsharded model: plain gradients, fused specs applied to the rows that were looked up."""
+
+    def __init__(
+        self, module: nn.Module, sharders: Sequence[Sharder], dense_optimizer: DenseOptimizer
+    ) -> None:
+        self.module = module
+        self._steps = 0
+        self._rows: dict[str, list[Tensor]] = {}
+        self._specs: dict[str, OptimizerSpec] = {}
+        for path, found in module.named_modules():
+            for sharder in sharders:
+                if isinstance(found, sharder.module_type):
+                    self._watch(path, found, sharder)
+        parameters = dict(module.named_parameters())
+        self._state = {
+            name: [
+                torch.full(slot.shape(*parameters[name].shape), slot.initial_value)
+                for slot in spec.state_slots()
+            ]
+            for name, spec in self._specs.items()
+        }
+        own = [parameter for name, parameter in parameters.items() if name not in self._specs]
+        self._optimizer = dense_optimizer(own) if own else None
+
+    def step(self, ranks: Sequence[tuple[Any, ...]], loss: Callable[[Any], Tensor]) -> list[Tensor]:
+        """One step on the batches of all ranks; gives their losses."""
+        self.module.zero_grad()
+        losses = [loss(self.module(*batch)) for batch in ranks]
+        (sum(losses, torch.zeros(())) / len(losses)).backward()
+        self._steps += 1
+        parameters = dict(self.module.named_parameters())
+        for name, spec in self._specs.items():
+            self._update(name, parameters[name], spec)
+        for rows in self._rows.values():
+            rows.clear()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        return [value.detach() for value in losses]
+
+    def _update(self, name: str, weight: nn.Parameter, spec: OptimizerSpec) -> None:
+        gradient, weight.grad = weight.grad, None
+        if gradient is None:
+            return
+        rows_U = torch.cat(self._rows[name]).long().unique()
+        hyper = spec.hyper(lr=spec.lr, step=self._steps)
+        update_rows(weight.detach(), self._state[name], rows_U, gradient[rows_U].float(), spec.code, hyper)
+
+    def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
+        """Records which rows each batch looks up."""
+        tables: dict[str, tuple[str, list[str]]] = {}
+        children = dict(module.named_parameters())
+        configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
+        for config in configs():  # type: ignore[operator]
+            inner = next(name for name in children if name.split(".")[-2] == config.name)
+            full = f"{path}.{inner}" if path else inner
+            spec = in_backward_spec(children[inner]) or sharder.optimizer
+            if spec is not None:
+                self._specs[full] = spec
+                self._rows[full] = []
+                tables[config.name] = (full, list(config.feature_names))
+
+        def record(_: nn.Module, arguments: tuple[KeyedJaggedTensor, ...]) -> None:
+            for full, features in tables.values():
+                self._rows[full] += [arguments[0][feature].values() for feature in features]
+
+        module.register_forward_pre_hook(record)
+
+
+def _compare_parameters(model: nn.Module, reference: nn.Module, rtol: float, atol: float) -> None:
+    expected: Mapping[str, Tensor] = dict(reference.named_parameters())
+    tables: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, TableShards):
+            name = f"{path}.weight"
+            whole = expected[name].detach()
+            for rectangle, shard in zip(module.rectangles, module.shards(), strict=True):
+                part = whole[rectangle.r0 : rectangle.r1, rectangle.c0 : rectangle.c1]
+                compare(shard.detach(), part, f"table {name}", rtol, atol)
+            tables |= {f"{path}.{own}" for own, _ in module.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if name not in tables:
+            value = parameter.detach()
+            if hasattr(value, "full_tensor"):
+                value = value.full_tensor()
+            compare(value, expected[name].detach(), f"parameter {name}", rtol, atol)

@@ -1,0 +1,20 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from meshrec.testing.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(2)``: a pool of 2 processes in a gloo group, started once per test worker."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for each in pools.values():
+        each.close()

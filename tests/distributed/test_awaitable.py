@@ -1,0 +1,54 @@
+import copy
+
+import pytest
+import torch
+
+from meshrec.distributed.awaitable import LazyAwaitable, awaited
+
+
+class Waits:
+    def __init__(self, value):
+        self.count, self.value = 0, value
+
+    def __call__(self):
+        self.count += 1
+        return self.value
+
+
+def test_nothing_waits_before_the_value_is_used():
+    waits = Waits({"a": 1})
+    lazy = LazyAwaitable(waits)
+    assert "on its way" in repr(lazy)
+    assert not hasattr(lazy, "__deepcopy__")
+    assert waits.count == 0
+    assert lazy["a"] == 1
+    assert "a" in lazy
+    assert len(lazy) == 1
+    assert list(lazy) == ["a"]
+    assert list(lazy.keys()) == ["a"]
+    assert waits.count == 1
+    assert repr(lazy) == "{'a': 1}"
+
+
+def test_torch_functions_take_it_for_the_tensor():
+    lazy = LazyAwaitable(Waits(torch.ones(2)))
+    assert torch.equal(torch.cat([lazy, torch.zeros(1)]), torch.tensor([1.0, 1.0, 0.0]))
+    assert torch.add(torch.ones(2), other=lazy).sum() == 4
+
+
+def test_awaited():
+    assert awaited(LazyAwaitable(Waits(3))) == 3
+    assert awaited(3) == 3
+
+
+def test_a_failure_reaches_who_uses_the_value():
+    def fail():
+        raise ValueError("rank 3: bad")
+
+    with pytest.raises(ValueError, match="rank 3: bad"):
+        LazyAwaitable(fail).values()
+
+
+def test_a_copy_is_the_same_promise():
+    waits = Waits([1])
+    assert copy.copy(LazyAwaitable(waits)).wait() == [1]

@@ -1,0 +1,110 @@
+import logging
+
+import pytest
+import torch
+
+from meshrec import BoundsCheckMode, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import distributed as md
+from meshrec.distributed.mesh import default_env
+from meshrec.testing import RankError
+
+
+def make(bounds_check=BoundsCheckMode.ERROR, weighted=False, env=None):
+    env = default_env() if env is None else env
+    collection = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name="t0", num_embeddings=10, embedding_dim=4, feature_names=["a"]),
+            EmbeddingBagConfig(name="t1", num_embeddings=10, embedding_dim=4, feature_names=["b"]),
+        ],
+        is_weighted=weighted,
+        bounds_check=bounds_check,
+    )
+    plan = md.construct_module_sharding_plan(
+        collection, {"t0": md.row_wise(), "t1": md.data_parallel()}, world_size=env.shard.size
+    )
+    return md.EmbeddingBagCollectionSharder().shard(collection, plan, env)
+
+
+def features(bad=None, keys=("a", "b"), weights=None):
+    ids = torch.tensor([1, 2, 3, 4])
+    if bad is not None:
+        ids[bad[0]] = bad[1]
+    return KeyedJaggedTensor(list(keys), ids, weights, lengths=torch.tensor([1, 1, 2, 0]))
+
+
+def forward(kind):
+    rank = default_env().world.rank
+    module = make(weighted=kind in ("no_weights", "nan"))
+    if kind == "id":
+        batch = features(bad=(1, 10) if rank == 1 else None)
+    elif kind == "local_id":
+        batch = features(bad=(2, -1) if rank == 1 else None)
+    elif kind == "key":
+        batch = features(keys=("a", "c") if rank == 1 else ("a", "b"))
+    else:
+        weights = torch.ones(4)
+        if rank == 1:
+            weights = None if kind == "no_weights" else weights.index_fill(0, torch.tensor([0]), torch.nan)
+        batch = features(weights=weights)
+    try:
+        module(batch).wait()
+    except ValueError as error:
+        message = str(error)
+    else:
+        message = "no error"
+    # The ranks are still in step: the next batch works.
+    good = features(weights=torch.ones(4) if kind in ("no_weights", "nan") else None)
+    return message, module(good).values().shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("id", "rank 1: table 't0': id 10 of feature 'a' (sample 1) is outside [0, 10)."),
+        ("local_id", "rank 1: table 't1': id -1 of feature 'b' (sample 0) is outside [0, 10)."),
+        ("key", "rank 1: features ['b'] are missing: the input has the keys ['a', 'c']."),
+        ("no_weights", "rank 1: the collection is weighted (is_weighted=True) but the input has no weights."),
+        ("nan", "rank 1: table 't0': the weight of id 1 of feature 'a' (sample 0) is nan."),
+    ],
+)
+def test_one_ranks_bad_input_is_the_same_error_on_all(ranks, kind, message):
+    for found, recovered in ranks(2).run(forward, kind):
+        assert found.startswith(message)
+        assert recovered
+
+
+def test_one_process_raises_the_error_itself():
+    with pytest.raises(ValueError, match=r"^table 't0': id 10 of feature 'a'"):
+        make(env=md.ShardingEnv.single_process())(features(bad=(0, 10)))
+
+
+def test_warn_counts_and_takes_row_0(caplog):
+    module = make(BoundsCheckMode.WARN, env=md.ShardingEnv.single_process())
+    with caplog.at_level(logging.WARNING, "meshrec"):
+        bad = module(features(bad=(0, 10))).values()
+        module(features(bad=(0, 11))).wait()
+    assert torch.equal(bad, module(features(bad=(0, 0))).values())
+    assert module.num_clamped_ids == 2
+    assert len(caplog.records) == 1
+    assert "1 ids lie outside their table, most of them of feature 'a' in table 't0'" in caplog.text
+
+
+def test_device_must_fit():
+    module = make(env=md.ShardingEnv.single_process())
+    batch = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.empty(4, dtype=torch.long, device="meta"),
+        lengths=torch.ones(4, device="meta").long(),
+    )
+    with pytest.raises(ValueError, match="the input is on meta and table 't0' on cpu"):
+        module(batch)
+
+
+def other_errors():
+    module = make()
+    module(KeyedJaggedTensor(["a", "b"], torch.tensor([1]), lengths=torch.tensor([1, 0, 1, 0])))
+
+
+def test_lengths_that_do_not_sum(ranks):
+    with pytest.raises(RankError, match="validate"):
+        ranks(2).run(other_errors)

@@ -1,0 +1,63 @@
+import torch
+
+from meshrec import distributed as md
+from meshrec.distributed.plan_builders import Ranks
+from meshrec.distributed.routing import Lookup, Rectangle, Route, Table, compile_plan
+
+
+def compiled(*builders, rows=10, dim=8, num_ranks=2):
+    tables = [Table(f"t{i}", rows, dim, (f"f{i}", "shared")) for i in range(len(builders))]
+    plan = {
+        table.name: build(table.name, md.TableSize(rows, dim), Ranks(num_ranks, num_ranks))
+        for table, build in zip(tables, builders, strict=True)
+    }
+    return compile_plan(tables, md.EmbeddingModuleShardingPlan(plan), num_ranks=num_ranks)
+
+
+def test_uses_come_in_table_order():
+    routing = compiled(md.table_wise(rank=1), md.row_wise())
+    assert [tuple(use) for use in routing.uses] == [(0, "f0"), (0, "shared"), (1, "f1"), (1, "shared")]
+    assert routing.columns == [0, 8, 16, 24, 32]
+    assert routing.row_split == [False, True]
+
+
+def test_parts_of_one_table_on_one_rank_are_joined():
+    routing = compiled(md.column_wise(ranks=[0, 0, 1]))
+    assert routing.work[0].rectangles == (Rectangle(0, 0, 10, 0, 6),)
+    assert routing.work[1].rectangles == (Rectangle(0, 0, 10, 6, 8),)
+    rows = compiled(md.row_wise(ranks=[0, 0, 1]))
+    assert rows.work[0].rectangles == (Rectangle(0, 0, 7, 0, 8),)
+
+
+def test_parts_that_do_not_touch_share_their_route():
+    routing = compiled(md.column_wise(ranks=[0, 1, 0]))
+    work = routing.work[0]
+    assert work.routes == (Route(0, 0, 10), Route(1, 0, 10))
+    assert work.lookups[:2] == (Lookup(0, 0, 0, 0, 3), Lookup(0, 1, 0, 6, 2))
+    assert work.dim == 10
+
+
+def test_data_parallel_tables_are_looked_up_by_every_rank_itself():
+    routing = compiled(md.data_parallel(), md.table_wise(rank=0))
+    assert routing.replicated == (True, False)
+    assert routing.local.rectangles == (Rectangle(0, 0, 10, 0, 8),)
+    assert routing.work[1].rectangles == ()
+
+
+def test_router_sends_each_interval_to_the_routes_that_hold_it():
+    cut_begin, cuts, interval_begin, interval_routes, routes = compiled(md.row_wise()).router
+    assert cut_begin.tolist() == [0, 3, 6]
+    assert cuts.tolist() == [0, 5, 10, 0, 5, 10]
+    assert interval_begin.tolist() == [0, 1, 2, 3, 4]
+    assert interval_routes.tolist() == [0, 2, 1, 3]
+    assert routes.view(-1, 3).tolist() == [[0, 0, 0], [0, 1, 0], [1, 0, 5], [1, 1, 5]]
+
+
+def test_ids_need_64_bits_only_for_huge_rectangles():
+    assert compiled(md.table_wise(rank=0), rows=1 << 31).wide
+    assert not compiled(md.row_wise(), rows=1 << 31).wide
+
+
+def test_names_are_lines_for_the_kernels():
+    assert bytes(compiled(md.row_wise()).names.tolist()) == b"t0\tf0\nt0\tshared\n"
+    assert compiled(md.row_wise()).names.dtype == torch.uint8

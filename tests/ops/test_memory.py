@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from meshrec.ops.memory import use_huge_pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_with_huge_pages_holds_what_is_written(dtype):
+    """Three huge pages and a bit, from an address inside one."""
+    memory = torch.empty(3 * 2**21 + 12345, dtype=dtype)[77:]
+    use_huge_pages(memory)
+    memory.copy_(torch.arange(memory.numel()) % 251)
+    use_huge_pages(memory)  # and what was there before stays
+    assert torch.equal(memory, (torch.arange(memory.numel()) % 251).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (1,), (3, 5)])
+def test_small_tensors_are_left_as_they_are(shape):
+    memory = torch.ones(shape)
+    use_huge_pages(memory)
+    assert torch.equal(memory, torch.ones(shape))
+
+
+def test_other_devices_are_left_alone():
+    use_huge_pages(torch.empty(2**22, device="meta"))
+
+
+def test_memory_must_be_one_piece():
+    with pytest.raises(ValueError, match="use_huge_pages: the tensor must be contiguous"):
+        use_huge_pages(torch.ones(4, 6)[:, ::2])
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.meshrec.use_huge_pages.default, (torch.zeros(64, 8),))

@@ -1,0 +1,214 @@
+import pytest
+import torch
+from torch import nn
+
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import distributed as md
+from meshrec.distributed.mesh import default_env
+from meshrec.model_parallel import DistributedModelParallel, get_unwrapped_module
+from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
+from meshrec.testing import RankError
+
+NAMES = ["ebc.embedding_bags.t0.weight", "ebc.embedding_bags.t1.weight", "over.weight", "over.bias"]
+
+
+class Model(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name="t0", num_embeddings=10, embedding_dim=4, feature_names=["a"]),
+                EmbeddingBagConfig(name="t1", num_embeddings=9, embedding_dim=4, feature_names=["b"]),
+            ],
+            device=device,
+        )
+        self.over = nn.Linear(8, 1, device=device)
+
+    def forward(self, features):
+        return self.over(self.ebc(features).values())
+
+
+def make_plan(t0=None, t1=None):
+    builders = {"t0": t0 or md.row_wise(), "t1": t1 or md.data_parallel()}
+    world_size = default_env().shard.size
+    return md.ShardingPlan(
+        {"ebc": md.construct_module_sharding_plan(Model("meta").ebc, builders, world_size=world_size)}
+    )
+
+
+def features():
+    return KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([1, 1, 2, 0]))
+
+
+def make(dense="ddp", device=None, sharder=None, **options):
+    sharders = [sharder or md.EmbeddingBagCollectionSharder(SGD(lr=0.1))]
+    return DistributedModelParallel(
+        Model(device), plan=make_plan(), sharders=sharders, dense=dense, **options
+    )
+
+
+def names(dense):
+    model = make(dense)
+    model(features()).sum().backward()
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(NAMES)
+    assert sorted(model.state_dict()) == sorted(NAMES)
+    assert list(model.fused_optimizer.params) == NAMES[:2]
+    assert isinstance(get_unwrapped_module(model), Model)
+    assert model.sparse_grad_parameter_names() == []
+    assert list(model.named_buffers()) == []
+    model.load_state_dict(model.state_dict())
+    return type(model._dmp_wrapped_module).__name__
+
+
+@pytest.mark.parametrize(
+    ("dense", "kind"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPModel"), (None, "Model")]
+)
+def test_names_survive(ranks, dense, kind):
+    assert kind in ranks(2).run(names, dense)[0] or dense == "fsdp2"
+
+
+def from_meta():
+    model = make(device="meta")
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return [
+        p.tolist() for name, p in model.named_parameters() if not name.startswith("ebc.embedding_bags.t0")
+    ]
+
+
+def test_dense_parameters_and_replicas_from_meta_start_equal(ranks):
+    first, second = ranks(2).run(from_meta)
+    assert first == second
+
+
+def replicas_differ_at_first():
+    torch.manual_seed(default_env().world.rank)
+    model = make(dense=None)
+    return dict(model.named_parameters())[NAMES[1]].tolist(), dict(model.named_parameters())[
+        NAMES[2]
+    ].tolist()
+
+
+def test_replicas_of_built_models_start_equal(ranks):
+    first, second = ranks(2).run(replicas_differ_at_first)
+    assert first == second
+
+
+def attached():
+    """Each table keeps the optimizer it was given, data-parallel ones too; nothing is invented."""
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.SGD, [model.ebc.embedding_bags["t1"].weight], {"lr": 0.5})
+    sharded = DistributedModelParallel(
+        model, plan=make_plan(), sharders=[md.EmbeddingBagCollectionSharder()], dense=None
+    )
+    sharded(features()).sum().backward()
+    return list(sharded.fused_optimizer.params), [
+        name for name, parameter in sharded.named_parameters() if parameter.grad is not None
+    ]
+
+
+def test_optimizers_are_neither_dropped_nor_invented(ranks):
+    for fused, with_gradients in ranks(2).run(attached):
+        assert fused == [NAMES[1]]
+        assert with_gradients == [NAMES[0], NAMES[2], NAMES[3]]
+
+
+def learning_rate():
+    model = make(dense=None, sharder=md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1)))
+    optimizer = model.fused_optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
+    model(features()).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    model(features()).sum().backward()
+    return all(torch.equal(before[name], p) for name, p in model.named_parameters() if name in NAMES[:2])
+
+
+def test_schedulers_reach_the_fused_optimizer(ranks):
+    assert ranks(2).run(learning_rate) == [True, True]
+
+
+def hook_called():
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = make(dense_options={"bucket_cap_mb": 1, "gradient_as_bucket_view": True})
+    model.register_comm_hook(None, fp16_compress_hook)
+    model(features()).sum().backward()
+    return model._dmp_wrapped_module.gradient_as_bucket_view
+
+
+def test_ddps_knobs_are_reachable(ranks):
+    assert ranks(2).run(hook_called) == [True, True]
+
+
+def hook_without_ddp():
+    make(dense=None).register_comm_hook(None, None)
+
+
+def different_plans():
+    rank = default_env().world.rank
+    plan = make_plan(t0=md.table_wise(rank=rank))
+    DistributedModelParallel(Model("meta"), plan=plan)
+
+
+def no_such_module():
+    plan = md.ShardingPlan({"other": make_plan().plan["ebc"]})
+    DistributedModelParallel(Model("meta"), plan=plan)
+
+
+def overlap():
+    plan = make_plan()
+    twice = plan.plan["ebc"]["t0"].shards
+    plan.plan["ebc"]["t0"] = md.ParameterSharding(
+        sharding_type=md.ShardingType.ROW_WISE,
+        sharding_spec=md.EnumerableShardingSpec(shards=twice + twice[:1]),
+    )
+    DistributedModelParallel(Model("meta"), plan=plan)
+
+
+def wrong_device():
+    md.EmbeddingBagCollectionSharder().shard(
+        Model().ebc, make_plan().plan["ebc"], default_env(), torch.device("cuda")
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (hook_without_ddp, "communication hooks need dense='ddp', got dense=None"),
+        (
+            different_plans,
+            "the ranks hold different plans: table 't0' of module 'ebc': ranks 0 and 1 place it",
+        ),
+        (no_such_module, "the plan has no module 'ebc'"),
+        (overlap, r"table 't0': rectangles \[0:5, 0:4\]@0 and \[0:5, 0:4\]@0 overlap"),
+        (wrong_device, "device cuda does not fit the process group, which works on cpu"),
+    ],
+)
+def test_failures_are_the_same_on_all_ranks(ranks, function, match):
+    with pytest.raises(RankError, match=match) as failure:
+        ranks(2).run(function)
+    assert "rank 0" in str(failure.value)
+    assert "rank 1" in str(failure.value)
+
+
+def test_dense_must_be_known():
+    with pytest.raises(ValueError, match="dense must be 'ddp', 'fsdp2' or None, got 'zero'"):
+        DistributedModelParallel(Model(), plan=make_plan(), dense="zero")
+
+
+def test_one_process():
+    model = make()
+    before = model(features()).detach()
+    model(features()).sum().backward()
+    assert not torch.equal(model(features()), before)
+
+
+def test_parameters_on_meta_need_a_way_to_start():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2, device="meta"))
+
+    with pytest.raises(ValueError, match="Odd is on meta, but has no reset_parameters"):
+        DistributedModelParallel(Odd(), plan=md.ShardingPlan({}))
