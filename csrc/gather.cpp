@@ -75,9 +75,7 @@ struct Pooled {
     return bag[1] > bag[0] ? 1.0f / static_cast<float>(bag[1] - bag[0]) : 0.0f;
   }
 
-  bool is_local(const PooledPiece& piece) const {
-    return piece.source == static_cast<int64_t>(dims.size());
-  }
+  bool is_local(const PooledPiece& piece) const { return piece.source == static_cast<int64_t>(dims.size()); }
 
   template <typename Work>
   void for_samples(const Work& work) const {
@@ -90,8 +88,8 @@ struct Pooled {
 };
 
 Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces, std::vector<int64_t> dims,
-                     int64_t batch, int64_t out_dim, std::optional<Tensor> offsets, std::optional<Tensor> segments,
-                     int64_t num_keys, std::vector<int64_t> keys) {
+                     int64_t batch, int64_t out_dim, std::optional<Tensor> offsets,
+                     std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys) {
   const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
   if (received.numel() != pooled.first_element.back()) {
     fail("received ", received.numel(), " elements in place of ", pooled.first_element.back());
@@ -128,12 +126,13 @@ Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces
   return out;
 }
 
-std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vector<int64_t> dims, int64_t local_dim,
-                                          std::optional<Tensor> offsets, std::optional<Tensor> segments,
-                                          int64_t num_keys, std::vector<int64_t> keys, double scale,
-                                          ScalarType dtype) {
+std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vector<int64_t> dims,
+                                          int64_t local_dim, std::optional<Tensor> offsets,
+                                          std::optional<Tensor> segments, int64_t num_keys,
+                                          std::vector<int64_t> keys, double scale, ScalarType dtype) {
   const Tensor source = contiguous(grad);
-  if (source.scalar_type() != ScalarType::Float || source.dim() != 2) fail("the gradient must be 2-D float32");
+  if (source.scalar_type() != ScalarType::Float || source.dim() != 2)
+    fail("the gradient must be 2-D float32");
   const int64_t batch = source.size(0), grad_dim = source.size(1);
   const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
   const float* rows = source.const_data_ptr<float>();
@@ -166,8 +165,8 @@ struct SequenceLookup {
   int64_t route, use, column, width;
 };
 
-// Walks the ids of one use in order, and with them the rows of all lookups that hold a part of them: since routing
-// keeps the order of ids, every lookup's rows are read one after the other.
+// Walks the ids of one use in order, and with them the rows of all lookups that hold a part of them: since
+// routing keeps the order of ids, every lookup's rows are read one after the other.
 struct Sequence {
   const Router router;
   const Bags bags;
@@ -181,7 +180,8 @@ struct Sequence {
 
   Sequence(const Tensor& offsets, const std::optional<Tensor>& segments, int64_t num_keys,
            const std::vector<int64_t>& use_keys, const std::vector<Tensor>& router_tensors,
-           const Tensor& lookup_rows, const Tensor& counts, const std::vector<int64_t>& use_dims, int64_t num_ids)
+           const Tensor& lookup_rows, const Tensor& counts, const std::vector<int64_t>& use_dims,
+           int64_t num_ids)
       : router(router_tensors),
         bags(offsets, segments, num_keys, num_ids),
         keys(use_keys),
@@ -209,7 +209,8 @@ struct Sequence {
     }
   }
 
-  // Calls visit(first element in the payload, first element in the result, width) for every part of every row.
+  // Calls visit(first element in the payload, first element in the result, width) for every part of every
+  // row.
   template <typename Id, typename Visit>
   void walk(int64_t use, const Id* values, std::vector<int64_t>& cursor, const Visit& visit) const {
     const IntervalFinder interval_of(router, use);
@@ -233,7 +234,8 @@ struct Sequence {
   template <typename Visit>
   void for_rows(const Tensor& values, const Visit& visit) const {
     const Tensor ids = contiguous(values);
-    std::vector<int64_t> cursor(first_element.begin(), first_element.end() - 1);  // uses touch their own lookups
+    std::vector<int64_t> cursor(first_element.begin(),
+                                first_element.end() - 1);  // uses touch their own lookups
     parallel_tasks(static_cast<int64_t>(keys.size()), [&](int64_t use) {
       if (ids.scalar_type() == ScalarType::Int) {
         walk(use, ids.const_data_ptr<int32_t>(), cursor, visit);
@@ -245,8 +247,8 @@ struct Sequence {
 };
 
 Tensor gather_sequence(Tensor received, Tensor values, Tensor offsets, std::optional<Tensor> segments,
-                       int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router, Tensor lookups,
-                       Tensor counts, std::vector<int64_t> dims) {
+                       int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router,
+                       Tensor lookups, Tensor counts, std::vector<int64_t> dims) {
   const Sequence sequence(offsets, segments, num_keys, keys, router, lookups, counts, dims, values.numel());
   if (received.numel() != sequence.first_element.back()) {
     fail("received ", received.numel(), " elements in place of ", sequence.first_element.back());
@@ -265,8 +267,9 @@ Tensor gather_sequence(Tensor received, Tensor values, Tensor offsets, std::opti
 }
 
 Tensor scatter_sequence(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor> segments,
-                        int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router, Tensor lookups,
-                        Tensor counts, std::vector<int64_t> dims, double scale, ScalarType dtype) {
+                        int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router,
+                        Tensor lookups, Tensor counts, std::vector<int64_t> dims, double scale,
+                        ScalarType dtype) {
   const Sequence sequence(offsets, segments, num_keys, keys, router, lookups, counts, dims, values.numel());
   const Tensor source = contiguous(grad);
   if (source.scalar_type() != ScalarType::Float || source.numel() != sequence.out_begin.back()) {

@@ -30,7 +30,7 @@ int64_t rows_ahead(int64_t dim) {
 // come.
 template <int N, bool kWeighted, bool kPrefetch, typename Weight, typename Id>
 inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
-                       int64_t ahead, float scale, float* out) {
+                       int64_t ahead, float count, float* out) {
   const Weight* weight = static_cast<const Weight*>(a.weight);
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t dim = a.dim;
@@ -47,12 +47,12 @@ inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t
       }
     }
   }
-  for (int k = 0; k < N; ++k) store(out + column + k * kLanes, a.mean ? sum[k] * scale : sum[k]);
+  for (int k = 0; k < N; ++k) store(out + column + k * kLanes, a.mean ? sum[k] / count : sum[k]);
 }
 
 template <bool kWeighted, bool kPrefetch, typename Weight, typename Id>
 inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
-                      int64_t ahead, float scale, float* out) {
+                      int64_t ahead, float count, float* out) {
   const Weight* weight = static_cast<const Weight*>(a.weight);
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t rest = a.dim - column;
@@ -63,7 +63,7 @@ inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t 
     const float factor = kWeighted ? a.sample_weights[i] : 1.0f;
     for (int64_t d = 0; d < rest; ++d) sum[d] += kWeighted ? to_float(row[d]) * factor : to_float(row[d]);
   }
-  for (int64_t d = 0; d < rest; ++d) out[column + d] = a.mean ? sum[d] * scale : sum[d];
+  for (int64_t d = 0; d < rest; ++d) out[column + d] = a.mean ? sum[d] / count : sum[d];
 }
 
 template <bool kWeighted, typename Weight, typename Id>
@@ -71,16 +71,17 @@ void pool_bags(const PoolArgs& a) {
   const int64_t ahead = rows_ahead<Weight>(a.dim), end = a.offsets[a.num_bags];
   for (int64_t bag = 0; bag < a.num_bags; ++bag) {
     const int64_t first = a.offsets[bag], last = a.offsets[bag + 1];
-    const float scale = last > first ? 1.0f / float(last - first) : 0.0f;
+    // A divisor, not a factor: this way every element is the one that torch computes.
+    const float count = last > first ? float(last - first) : 1.0f;
     float* out = a.out + bag * a.out_stride;
     int64_t column = 0;
     // The first block prefetches; it is the only one for the usual widths.
     const auto block = [&](auto lanes) {
       constexpr int N = decltype(lanes)::value;
       if (column == 0) {
-        pool_block<N, kWeighted, true, Weight, Id>(a, column, first, last, end, ahead, scale, out);
+        pool_block<N, kWeighted, true, Weight, Id>(a, column, first, last, end, ahead, count, out);
       } else {
-        pool_block<N, kWeighted, false, Weight, Id>(a, column, first, last, end, ahead, scale, out);
+        pool_block<N, kWeighted, false, Weight, Id>(a, column, first, last, end, ahead, count, out);
       }
       column += N * kLanes;
     };
@@ -89,9 +90,9 @@ void pool_bags(const PoolArgs& a) {
     if (a.dim - column >= 2 * kLanes) block(std::integral_constant<int, 2>{});
     if (a.dim - column >= kLanes) block(std::integral_constant<int, 1>{});
     if (column == 0) {
-      pool_tail<kWeighted, true, Weight, Id>(a, column, first, last, end, ahead, scale, out);
+      pool_tail<kWeighted, true, Weight, Id>(a, column, first, last, end, ahead, count, out);
     } else if (column < a.dim) {
-      pool_tail<kWeighted, false, Weight, Id>(a, column, first, last, end, ahead, scale, out);
+      pool_tail<kWeighted, false, Weight, Id>(a, column, first, last, end, ahead, count, out);
     }
   }
 }

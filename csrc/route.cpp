@@ -13,9 +13,7 @@ namespace {
 
 constexpr int64_t kHeaderFields = 4;  // status, words, ids, bags per route (-1: they differ between uses)
 
-Tensor empty_cpu(int64_t size, ScalarType type) {
-  return empty_buffer({size}, type);
-}
+Tensor empty_cpu(int64_t size, ScalarType type) { return empty_buffer({size}, type); }
 
 // Where the parts of one route lie in the payload.
 struct Slot {
@@ -55,8 +53,8 @@ struct Routing {
     const bool inside = id >= 0 && static_cast<int64_t>(id) < router.num_rows(use);
     const int64_t row = sample(keys[use], position);
     if (inside) {
-      fail("table '", name(use, 0), "': the weight of id ", id, " of feature '", name(use, 1), "' (sample ", row,
-           ") is nan. Weights must be numbers; check the input.");
+      fail("table '", name(use, 0), "': the weight of id ", id, " of feature '", name(use, 1), "' (sample ",
+           row, ") is nan. Weights must be numbers; check the input.");
     }
     fail("table '", name(use, 0), "': id ", id, " of feature '", name(use, 1), "' (sample ", row,
          ") is outside [0, ", router.num_rows(use), "). Raise num_embeddings, or hash the ids.");
@@ -88,8 +86,8 @@ struct Routing {
     num_bad[use] = bad;
     const int64_t first = router.first_interval(use);
     for (int64_t interval = 0; interval < num_intervals; ++interval) {
-      for (int64_t at = router.interval_begin[first + interval]; at < router.interval_begin[first + interval + 1];
-           ++at) {
+      for (int64_t at = router.interval_begin[first + interval];
+           at < router.interval_begin[first + interval + 1]; ++at) {
         counts[router.interval_routes[at]] += per_interval[interval];
       }
     }
@@ -177,7 +175,8 @@ Tensor lay_out(Routing& routing, int64_t num_ranks, Tensor& header_tensor) {
     row[3] = batch;
   }
   for (int64_t route = 0; route < router.num_routes; ++route) {
-    const int64_t rank = router.rank(route), route_bags = routing.bags.num_bags(routing.keys[router.use(route)]);
+    const int64_t rank = router.rank(route),
+                  route_bags = routing.bags.num_bags(routing.keys[router.use(route)]);
     int64_t* row = header + kHeaderFields * rank;
     ++num_routes[rank];
     row[2] += routing.counts[route];
@@ -227,18 +226,22 @@ Tensor route_all(Routing& routing, const Id* values, int64_t num_ranks, Tensor& 
   return payload;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> route_ids(Tensor values, Tensor offsets, std::optional<Tensor> weights,
+std::tuple<Tensor, Tensor, Tensor, Tensor> route_ids(Tensor values, Tensor offsets,
+                                                     std::optional<Tensor> weights,
                                                      std::optional<Tensor> segments, int64_t num_keys,
-                                                     std::vector<int64_t> keys, std::vector<Tensor> router_tensors,
-                                                     int64_t num_ranks, bool wide, bool check_ids, Tensor names) {
+                                                     std::vector<int64_t> keys,
+                                                     std::vector<Tensor> router_tensors, int64_t num_ranks,
+                                                     bool wide, bool check_ids, Tensor names) {
   const Router router(router_tensors);
   const Tensor ids = contiguous(values);
   if (static_cast<int64_t>(keys.size()) != router.num_uses) fail("keys must have one entry per use");
   if (weights && (weights->numel() != ids.numel() || weights->scalar_type() != ScalarType::Float)) {
-    fail("per-sample weights must be float32, one for each of ", ids.numel(), " ids, got ", weights->numel(), ".");
+    fail("per-sample weights must be float32, one for each of ", ids.numel(), " ids, got ", weights->numel(),
+         ".");
   }
   const Bags bags(offsets, segments, num_keys, ids.numel());
-  const std::optional<Tensor> id_weights = weights ? std::optional<Tensor>(contiguous(*weights)) : std::nullopt;
+  const std::optional<Tensor> id_weights =
+      weights ? std::optional<Tensor>(contiguous(*weights)) : std::nullopt;
   const Tensor name_bytes = contiguous(names);
   Routing routing{.router = router,
                   .bags = bags,
@@ -268,7 +271,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpack_ids(Tensor received, Tensor he
     words += header[kHeaderFields * rank + 1];
     num_ids += header[kHeaderFields * rank + 2];
   }
-  if (words != payload.numel()) fail("header speaks of ", words, " words, ", payload.numel(), " were received");
+  if (words != payload.numel())
+    fail("header speaks of ", words, " words, ", payload.numel(), " were received");
   Tensor segments = empty_cpu(num_ranks * num_routes + 1, ScalarType::Long);
   int64_t* bounds = segments.mutable_data_ptr<int64_t>();
   int64_t num_bags = 0;

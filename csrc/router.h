@@ -9,8 +9,9 @@ namespace meshrec {
 
 // U uses (a feature read in a table), Q routes (what one rank gets of one use), K keys, N ids
 //
-// cuts: for every use its row cuts 0 = c_0 < ... < c_P = rows, from cut_begin[u]; between two cuts lies an interval.
-// Intervals are numbered through all uses; interval_begin[i] says where the routes of interval i begin.
+// cuts: for every use its row cuts 0 = c_0 < ... < c_P = rows, from cut_begin[u]; between two cuts lies an
+// interval. Intervals are numbered through all uses; interval_begin[i] says where the routes of interval i
+// begin.
 struct Router {
   std::vector<Tensor> tensors;
   const int64_t* cut_begin;

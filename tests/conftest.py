@@ -1,8 +1,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from meshrec.testing.rank_pool import RankPool
+
+# The same examples in every run: a red build means a change, not a draw. No deadline: machines are shared.
+settings.register_profile("meshrec", derandomize=True, deadline=None)
+settings.load_profile("meshrec")
 
 
 @pytest.fixture(scope="session")

@@ -34,15 +34,22 @@ FLOORS = [
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The planner may run on a machine that trains nothing: of distributed it reads the plan and the mesh.
-PLANNER_READS = {"distributed.sharding_plan", "distributed.mesh"}
+PLANNER_READS = {
+    "distributed.sharding_plan",
+    "distributed.plan_builders",
+    "distributed.plan_checks",
+    "distributed.mesh",
+}
 
 # Which tests cover which C++ source: several sources may serve one op, so the names cannot say it.
 TBE_TESTS = [
     f"tests/ops/tbe/{name}.py" for name in ("test_kernels", "test_kernels_update", "test_kernels_errors")
 ]
+DIST_TESTS = ["tests/ops/dist/test_naive.py"]
 CPP_TESTS = {
     "batch.cpp": TBE_TESTS,
     "fused_update.cpp": TBE_TESTS,
+    "gather.cpp": DIST_TESTS,
     "jagged.cpp": ["tests/ops/jagged/test_kernels.py"],
     "kernels_avx2.cpp": TBE_TESTS,
     "kernels_avx512.cpp": TBE_TESTS,
@@ -50,6 +57,7 @@ CPP_TESTS = {
     "memory.cpp": ["tests/ops/test_memory.py"],
     "pooled_forward.cpp": TBE_TESTS,
     "register.cpp": ["tests/test_architecture.py"],
+    "route.cpp": DIST_TESTS,
     "runs.cpp": TBE_TESTS,
 }
 

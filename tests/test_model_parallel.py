@@ -212,3 +212,14 @@ def test_parameters_on_meta_need_a_way_to_start():
 
     with pytest.raises(ValueError, match="Odd is on meta, but has no reset_parameters"):
         DistributedModelParallel(Odd(), plan=md.ShardingPlan({}))
+
+
+def planned():
+    model = DistributedModelParallel(Model("meta"), sharders=[md.EmbeddingBagCollectionSharder(SGD(lr=0.1))])
+    model(features()).sum().backward()
+    return model.plan.digest()
+
+
+def test_without_a_plan_the_planner_makes_one(ranks):
+    first, second = ranks(2).run(planned)
+    assert first == second

@@ -317,6 +317,7 @@ def test_inputs_are_not_written_to(ranks):
 
 def from_meta(kinds):
     env = environment("flat")
+    torch.manual_seed(env.world.rank)  # the first rank's seed is that of all
     sharded = md.EmbeddingBagCollectionSharder().shard(
         make_collection(device="meta"), make_plan(make_collection(device="meta"), kinds, env), env
     )

@@ -91,6 +91,19 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     return InFlight(received.view(axis.size, *sent.shape), work, name, group)
 
 
+def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
+    """Sums a tensor over an axis, in place."""
+    if axis.group is None or axis.size == 1:
+        return
+    if _traffic:
+        share = 2 * tensor.numel() // axis.size
+        _count(name, tensor, [share] * axis.size, axis.rank)
+    try:
+        dist.all_reduce(tensor, group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
+
+
 def broadcast(tensor: Tensor, axis: Axis, name: str) -> None:
     """Gives all ranks of an axis what its first rank has, in place."""
     if axis.group is None or axis.size == 1:

@@ -5,12 +5,13 @@ pooled tables that is one row per bag, fewer bytes than one gradient row per id;
 one rank had seen it all.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshrec.distributed.collectives import InFlight, all_gather
+from meshrec.distributed.collectives import InFlight, all_gather, all_reduce
 from meshrec.distributed.input_dist import Message
 from meshrec.distributed.mesh import Axis
 
@@ -31,10 +32,38 @@ class Sizes(NamedTuple):
     num_grads: list[int]
     words: list[int]
 
-    def bytes_sent(self) -> int:
+    def gather_bytes(self) -> int:
         """What a gather makes each rank send to the others, in bytes."""
         per_rank = [4 * (words + grads) for words, grads in zip(self.words, self.num_grads, strict=True)]
         return max(per_rank) * (len(per_rank) - 1)
+
+
+class RowGradients(NamedTuple):
+    """The touched rows of one rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
+
+    rows: Tensor
+    grads: Tensor
+
+
+def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
+    """What summing whole gradients of tables of these shapes makes each rank send, in bytes."""
+    elements = sum(rows * (dim + 1) for rows, dim in shapes)
+    return 2 * (num_ranks - 1) * 4 * elements // num_ranks
+
+
+def reduce_gradients(
+    own: Sequence[RowGradients], shapes: Sequence[tuple[int, int]], axis: Axis
+) -> list[RowGradients]:
+    """The gradients of all ranks, summed as whole tables; a column more counts who touched each row."""
+    sizes = [rows * (dim + 1) for rows, dim in shapes]
+    flat = torch.zeros(sum(sizes), device=own[0].grads.device)
+    tables = [part.view(rows, dim + 1) for part, (rows, dim) in zip(flat.split(sizes), shapes, strict=True)]
+    for table, part in zip(tables, own, strict=True):
+        table[part.rows, :-1] = part.grads
+        table[part.rows, -1] = 1
+    all_reduce(flat, axis, "gradients of replicas")
+    rows = [table[:, -1].nonzero()[:, 0] for table in tables]
+    return [RowGradients(at, table[at, :-1]) for at, table in zip(rows, tables, strict=True)]
 
 
 def start_gather(message: Message, grad: Tensor, axis: Axis) -> Gathering:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import meshrec.ops.dist.naive  # noqa: F401 - the ops must exist
+import meshrec.ops.dist  # noqa: F401 - the ops must exist
 from meshrec.distributed.collectives import InFlight, Splits, all_to_all, gather_objects
 from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.routing import Routing

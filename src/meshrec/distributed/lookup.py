@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
+from meshrec.distributed.gradient_exchange import RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.routing import RankWork, Routing
 
@@ -120,10 +121,8 @@ class LookupTables:
             None,
         )
 
-    def sparse_grads(
-        self, grad: Tensor, ids: LookupIds, rectangles: list[int]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """For each of the rectangles its touched rows [U], ascending, and their gradient [U, D]."""
+    def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
+        """For each of the rectangles its touched rows and their gradients."""
         flat = torch.ops.meshrec.tbe_sparse_grad(
             grad,
             *ids[:4],
@@ -132,7 +131,7 @@ class LookupTables:
             self._widths,
             [self.weights[i].shape[0] for i in rectangles],
         )
-        return list(zip(flat[::2], flat[1::2], strict=True))
+        return [RowGradients(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
 
     def dense_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[Tensor]:
         """For each of the rectangles its whole gradient."""

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.distributed.collectives import InFlight
-from meshrec.distributed.gradient_exchange import finish_gather, gathered_sizes, start_gather
+from meshrec.distributed.gradient_exchange import (
+    RowGradients,
+    finish_gather,
+    gathered_sizes,
+    reduce_bytes,
+    reduce_gradients,
+    start_gather,
+)
 from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Message, Started
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis, ShardingEnv
@@ -134,20 +141,21 @@ class ShardedTables:
         assert step.in_flight is not None
         local = None
         if step.local_ids is not None:
-            local = self._gathered(
+            local = self._of_replicas(
                 self.local, step.arrived.local, step.local_ids, [0], local_grad, self._env.world
             )
         split_grad = step.in_flight.wait().float()
         step.in_flight = None
-        split = self._gathered(
+        split = self._of_replicas(
             self.split, step.arrived.message, step.ids, self._output.blocks, split_grad, self._env.replicate
         )
+        # From here on tables change: what can fail on the wire is behind us.
         for rule in self._rules:
             rule.advance()
-        grads = self._split_updates.apply(*split)
-        return grads + (self._local_updates.apply(*local) if local is not None else [])
+        grads = _applied(self._split_updates, split)
+        return grads + (_applied(self._local_updates, local) if local is not None else [])
 
-    def _gathered(
+    def _of_replicas(
         self,
         tables: LookupTables,
         message: Message,
@@ -155,13 +163,34 @@ class ShardedTables:
         blocks: list[int],
         grad: Tensor,
         axis: Axis,
-    ) -> tuple[Tensor, LookupIds]:
-        if axis.size > 1:
-            gathering = start_gather(message, grad, axis)
-            message, grad = finish_gather(gathering, gathered_sizes(gathering))
-            all_blocks = [p * len(blocks) + block for p in range(axis.size) for block in blocks]
-            ids = self._input.unpack(message, all_blocks, len(tables.work.routes))
-        return tables.shaped(grad, ids), ids
+    ) -> "_Gradient":
+        """The gradient of all replicas of these tables, in the form that moved fewer bytes."""
+        if axis.size == 1:
+            return _Gradient(tables.shaped(grad, ids), ids, None)
+        gathering = start_gather(message, grad, axis)
+        sizes = gathered_sizes(gathering)
+        shapes = [(weight.shape[0], weight.shape[1]) for weight in tables.weights]
+        if not tables.is_empty and reduce_bytes(shapes, axis.size) < sizes.gather_bytes():
+            own = tables.sparse_grads(tables.shaped(grad, ids), ids, list(range(len(shapes))))
+            return _Gradient(grad, ids, reduce_gradients(own, shapes, axis))
+        message, grad = finish_gather(gathering, sizes)
+        all_blocks = [p * len(blocks) + block for p in range(axis.size) for block in blocks]
+        ids = self._input.unpack(message, all_blocks, len(tables.work.routes))
+        return _Gradient(tables.shaped(grad, ids), ids, None)
+
+
+class _Gradient(NamedTuple):
+    """The gradient of looked-up rows, or, where ``rows`` is there, of the rows of each rectangle."""
+
+    grad: Tensor
+    ids: LookupIds
+    rows: list[RowGradients] | None
+
+
+def _applied(updates: TableUpdates, gradient: _Gradient) -> list[Tensor | None]:
+    if gradient.rows is not None:
+        return updates.apply_rows(gradient.rows)
+    return updates.apply(gradient.grad, gradient.ids)
 
 
 def _of(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
+from meshrec.distributed.gradient_exchange import RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis
@@ -93,17 +94,35 @@ class TableUpdates:
             for rule, group in self._whole:
                 tables.update(grad, ids, group.rectangles, group.state, rule.code, rule.hyper(0))
         for rule, peers, members in self._split:
-            self._update_split(grad, ids, rule, peers, members)
+            sparse = tables.sparse_grads(grad, ids, members) if members else []
+            self._update_split(sparse, rule, peers, members)
         ordinary = [i for i in self._ordinary if tables.weights[i].requires_grad]
         if ordinary:
             for i, gradient in zip(ordinary, tables.dense_grads(grad, ids, ordinary), strict=True):
                 grads[i] = gradient
         return grads
 
+    def apply_rows(self, parts: Sequence[RowGradients]) -> list[Tensor | None]:
+        """``apply`` from the gradients of rows, one part for each rectangle."""
+        tables = self._tables
+        grads: list[Tensor | None] = [None] * len(tables.weights)
+        for rule, group in self._whole:
+            hyper = rule.hyper(0)
+            for i in group.rectangles:
+                update_rows(tables.weights[i].detach(), self._state[i], *parts[i], rule.code, hyper)
+        for rule, peers, members in self._split:
+            self._update_split([parts[i] for i in members], rule, peers, members)
+        for i in self._ordinary:
+            weight = tables.weights[i]
+            if weight.requires_grad:
+                grads[i] = torch.zeros_like(weight).index_copy_(
+                    0, parts[i].rows, parts[i].grads.to(weight.dtype)
+                )
+        return grads
+
     def _update_split(
-        self, grad: Tensor, ids: LookupIds, rule: FusedRule, peers: ColumnPeers, members: list[int]
+        self, sparse: Sequence[RowGradients], rule: FusedRule, peers: ColumnPeers, members: list[int]
     ) -> None:
-        sparse = self._tables.sparse_grads(grad, ids, members) if members else []
         hypers = [rule.hyper(self._dims[self._rectangles[i].table]) for i in members]
         touched = [self._touched(i, *pair) for i, pair in zip(members, sparse, strict=True)]
         stats = peers.row_stats(touched, rule.code, [Hyper.from_tensor(h) for h in hypers])

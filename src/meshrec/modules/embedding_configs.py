@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# What torch assigns to every module; a table is a module inside another one.
+_TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 
 class PoolingType(enum.Enum):
@@ -72,6 +75,8 @@ class BaseEmbeddingConfig:
     def __post_init__(self) -> None:
         if not self.name or "." in self.name:
             raise ValueError(f"a table's name must not be empty nor contain a dot, got {self.name!r}.")
+        if self.name in _TAKEN_NAMES:
+            raise ValueError(f"a table cannot be named {self.name!r}: every torch module has that attribute.")
         for size in ("num_embeddings", "embedding_dim"):
             value = getattr(self, size)
             if not isinstance(value, int) or value < 1:

@@ -1,7 +1,9 @@
 """Collections of embedding tables, looked up together: pooled (bags) and as sequences."""
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,13 +97,25 @@ class TableCollection(nn.Module, ABC):
         return [holder.weight for holder in self.table_holders()[1].values()]  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        if self._updater is not None:
+        before = self._weights()
+        if self._updater is not None and any(_is_changed(weight, fn) for weight in before):
             raise ValueError(
                 "a fused module cannot be moved or cast: its optimizer state would stay behind. "
                 "Move it first and fuse it afterwards."
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for old, new in zip(before, self._weights(), strict=True):
+            vars(new).update(vars(old))
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # torch copies a parameter without its attributes; the choice of its optimizer is one.
+        for old, new in zip(self._weights(), copied._weights(), strict=True):
+            vars(new).update(copy.deepcopy(vars(old), memo))
+        return copied
 
 
 class EmbeddingBagCollection(TableCollection):
@@ -131,7 +145,7 @@ class EmbeddingBagCollection(TableCollection):
     ) -> None:
         super().__init__(tables, [config.pooling for config in tables], is_weighted, bounds_check)
         self._bag_configs = list(tables)
-        self.embedding_bags = nn.ModuleDict(
+        self.embedding_bags = _holder(
             {
                 config.name: nn.EmbeddingBag(
                     config.num_embeddings,
@@ -180,6 +194,12 @@ class EmbeddingBagCollection(TableCollection):
         sizes = [strides[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
         flat = lookup.run(weights, lookups, sum(sizes), self._updater)
         row_of = {key: row for row, key in enumerate(inverse[0])}
+        missing = sorted(set(lookup.features) - row_of.keys())
+        if missing:
+            raise ValueError(
+                f"inverse_indices has no rows for the features {missing}, only for {inverse[0]}. "
+                "Give one row for each key."
+            )
         pieces = [
             flat[start:end].view(-1, dim).index_select(0, inverse[1][row_of[feature]].long())
             for (start, end), dim, feature in zip(spans(sizes), lookup.dims, lookup.features, strict=True)
@@ -220,7 +240,7 @@ class EmbeddingCollection(TableCollection):
     ) -> None:
         super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check)
         self._sequence_configs = list(tables)
-        self.embeddings = nn.ModuleDict(
+        self.embeddings = _holder(
             {
                 config.name: nn.Embedding(
                     config.num_embeddings,
@@ -268,6 +288,19 @@ class EmbeddingCollection(TableCollection):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configurations."""
         return list(self._sequence_configs)
+
+
+def _holder(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    holder = nn.ModuleDict()
+    # Its own way in refuses the names of its methods, and a table may well be called "items".
+    holder._modules.update(tables)
+    return holder
+
+
+def _is_changed(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether ``fn``, which a module applies to its parameters, moves or casts this one."""
+    probe = fn(weight.detach().new_empty(0))
+    return probe.device != weight.device or probe.dtype != weight.dtype
 
 
 def _as_device(device: torch.device | str | None) -> torch.device | None:

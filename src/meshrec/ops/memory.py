@@ -5,7 +5,7 @@ from torch import Tensor
 
 import meshrec.ops.library  # noqa: F401 - the op must exist before it is implemented
 
-# Kept alive with the op. Huge pages are an advice: where no kernel gives it nothing is lost.
+# Alive as long as the op: huge pages are an advice to the system; where no kernel gives it nothing is lost.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("use_huge_pages", lambda memory: None, "CompositeExplicitAutograd")
 _registration.impl("use_huge_pages", lambda memory: None, "Meta")

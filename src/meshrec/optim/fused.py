@@ -13,7 +13,7 @@ from meshrec.ops import tbe
 from meshrec.ops.memory import use_huge_pages
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.keyed import Closure, CombinedOptimizer, KeyedOptimizer
-from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.optim.optimizers import OptimizerSpec, check_seed
 
 # T tables, U touched rows, D width
 
@@ -61,6 +61,7 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
     ) -> None:
         if update not in ("in_backward", "on_step"):
             raise ValueError(f"update must be 'in_backward' or 'on_step', got {update!r}.")
+        check_seed(seed)
         self._tables = tables
         self._update: UpdateMode = update
         self._seed = seed
@@ -88,12 +89,21 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         return self._update == "in_backward"
 
     def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
-        """Uses the gradient of a lookup: updates the tables, or keeps sparse gradients for ``step``."""
-        for group in self._groups:
+        """Uses the gradient of a lookup: updates the tables, or keeps sparse gradients for ``step``.
+
+        Tables that do not require a gradient (now, not when they were fused) are left alone.
+        """
+        trained = [
+            [index for index in group.tables if self._tables[index].weight.requires_grad]
+            for group in self._groups
+        ]
+        # All read before any is used: a number out of its range must not leave half of the tables updated.
+        specs = [_current(group) for group in self._groups]
+        for tables, spec in zip(trained, specs, strict=True):
             if self._update == "in_backward":
-                self._apply(group, group.tables, grad, lookups)
+                self._apply(spec, tables, grad, lookups)
             else:
-                self._collect(group, grad, lookups)
+                self._collect(tables, grad, lookups)
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
@@ -103,8 +113,9 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             with torch.enable_grad():
                 loss = closure()
         if self._update == "on_step":
-            for group in self._groups:
-                self._apply_collected(group)
+            specs = [_current(group) for group in self._groups]
+            for group, spec in zip(self._groups, specs, strict=True):
+                self._apply_collected(spec, group.tables)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -118,15 +129,12 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
         """Nothing to do: the state is there from the beginning."""
 
-    def _apply(self, group: _Group, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
-        """One step of some of a group's tables."""
+    def _apply(self, spec: OptimizerSpec, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
+        """One step of some tables with the same spec."""
         by_step: dict[int, list[int]] = {}
         for table in tables:
-            slots = self.state[self._tables[table].weight]
-            slots["step"] += 1
-            by_step.setdefault(slots["step"], []).append(table)
+            by_step.setdefault(self.state[self._tables[table].weight]["step"] + 1, []).append(table)
         for step, members in by_step.items():
-            spec = _current(group)
             weights: list[Tensor] = [self._tables[table].weight.detach() for table in members]
             state = [
                 self.state[self._tables[table].weight][slot.name]
@@ -138,11 +146,13 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
                 grad, *lookups.of_tables(members), weights, state, spec.code, hyper, None
             )
             torch.autograd.graph.increment_version(weights)
+            for table in members:
+                self.state[self._tables[table].weight]["step"] = step
 
-    def _collect(self, group: _Group, grad: Tensor, lookups: tbe.Lookups) -> None:
-        num_rows = [self._tables[table].weight.shape[0] for table in group.tables]
-        gradients = tbe.sparse_grad(grad, lookups.of_tables(group.tables), num_rows)
-        for table, (rows_U, grads_UD) in zip(group.tables, gradients, strict=True):
+    def _collect(self, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
+        num_rows = [self._tables[table].weight.shape[0] for table in tables]
+        gradients = tbe.sparse_grad(grad, lookups.of_tables(tables), num_rows)
+        for table, (rows_U, grads_UD) in zip(tables, gradients, strict=True):
             weight = self._tables[table].weight
             new = torch.sparse_coo_tensor(
                 rows_U[None],
@@ -153,8 +163,8 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             )
             weight.grad = new if weight.grad is None else weight.grad + new
 
-    def _apply_collected(self, group: _Group) -> None:
-        tables = [table for table in group.tables if self._tables[table].weight.grad is not None]
+    def _apply_collected(self, spec: OptimizerSpec, candidates: list[int]) -> None:
+        tables = [table for table in candidates if self._tables[table].weight.grad is not None]
         if not tables:
             return
         rows, grads = [], []
@@ -169,7 +179,7 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             rows.append(gradient._indices()[0])
             grads.append(gradient._values().float())
         lookups = rows_as_lookups(rows, [grad.shape[1] for grad in grads], tables)
-        self._apply(group, tables, torch.cat([grad.reshape(-1) for grad in grads]), lookups)
+        self._apply(spec, tables, torch.cat([grad.reshape(-1) for grad in grads]), lookups)
 
 
 def rows_as_lookups(rows: list[Tensor], dims: list[int], tables: list[int]) -> tbe.Lookups:
@@ -213,7 +223,7 @@ def fuse(
 
     Raises:
         ValueError: if there are no collections or no optimizer for any table, if one is fused already, is on
-            ``meta``, or shares a table with another.
+            ``meta``, or shares a table with another, and for an ``update`` or ``seed`` that is not allowed.
     """
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
         raise ValueError(

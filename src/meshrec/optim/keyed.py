@@ -53,6 +53,16 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     def updates_in_backward(self) -> bool:
         """Whether some parameters are updated during backward, so that nobody else sees their gradients."""
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step asks this first; it would pass over parameters whose gradients are used up already.
+        if self.updates_in_backward:
+            raise ValueError(
+                "a GradScaler cannot serve tables that are updated in backward: the update has already used "
+                'the scaled gradients, and cannot be skipped. Fuse with update="on_step".'
+            )
+        return False
+
     @abstractmethod
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Updates the parameters; returns the closure's loss if there is one."""

@@ -74,8 +74,7 @@ class OptimizerSpec(ABC):
             row_dim: the width of the whole row where a table is split by columns; 0: the table's own width.
         """
         assert step >= 1, step
-        if not 0 <= seed < _MAX_SEED:
-            raise ValueError(f"seed must be in [0, 2^53), got {seed}.")
+        check_seed(seed)
         zeros = dict.fromkeys(naive_update.Hyper._fields, 0.0)
         decay_mode = naive_update.DECOUPLED_DECAY if self.decoupled_weight_decay else naive_update.L2_DECAY
         numbers: dict[str, float] = {
@@ -244,6 +243,12 @@ class LARS(OptimizerSpec):
 
     def _constants(self) -> dict[str, float]:
         return {"eps": self.eps, "momentum": self.momentum, "trust_coefficient": self.trust_coefficient}
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed of stochastic rounding that ``hyper``, of doubles, cannot carry."""
+    if not 0 <= seed < _MAX_SEED:
+        raise ValueError(f"seed must be in [0, 2^53), got {seed}.")
 
 
 def _check(spec: str, name: str, value: object) -> None:

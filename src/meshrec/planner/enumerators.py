@@ -246,7 +246,8 @@ def _merge_phases(*loads_PF: Floats) -> Floats:
             continue
         for group in groups:
             other = load_PF[:, group[0]]
-            if np.allclose(load, other * (load.sum() / other.sum()), rtol=1e-9, atol=0):
+            # By their largest entries: a quotient of sums overflows where one of them is subnormal.
+            if np.allclose(load / load.max(), other / other.max(), rtol=1e-9, atol=0):
                 group.append(phase)
                 break
         else:

@@ -5,29 +5,21 @@ Shape legend: K keys, B bags of all keys, N values, R ranks.
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshrec.ops.jagged import permute_jagged
 from meshrec.sparse.concatenation import concatenated_bags, concatenated_inverse, concatenated_strides
 from meshrec.sparse.counting import count_per_key, total
 from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor
 from meshrec.sparse.keyed_validation import check_keyed_numbers, check_keys_and_strides
 from meshrec.sparse.printing import is_readable, keyed_bags_text, keyed_text, shape_text
+from meshrec.sparse.rearranging import cut_keys, permuted_keys, split_keys
 from meshrec.sparse.validation import check_layout, count_bags
 
 InverseIndices = tuple[list[str], Tensor]
 Strides = list[list[int]] | Tensor
-
-
-class _Group(NamedTuple):
-    """Views of a few neighbouring keys."""
-
-    values: Tensor
-    weights: Tensor | None
-    lengths: Tensor
 
 
 class KeyedJaggedTensor(Jagged):
@@ -391,7 +383,7 @@ class KeyedJaggedTensor(Jagged):
         known = self._known_dict()
         if known is not None:
             return known[key]
-        group = self._cut([index, 1, len(self._keys) - index - 1])[1]
+        group = cut_keys(self, [index, 1, len(self._keys) - index - 1])[1]
         return JaggedTensor.unchecked(*group, None)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
@@ -403,7 +395,7 @@ class KeyedJaggedTensor(Jagged):
         known = self._known_dict()
         if known is not None:
             return known
-        groups = self._cut([1] * len(self._keys))
+        groups = cut_keys(self, [1] * len(self._keys))
         jt_dict = {
             key: JaggedTensor.unchecked(*group, None) for key, group in zip(self._keys, groups, strict=True)
         }
@@ -426,43 +418,7 @@ class KeyedJaggedTensor(Jagged):
         Raises:
             ValueError: A number is negative, or they sum to more than there are keys.
         """
-        num_keys, num_taken = len(self._keys), sum(segments)
-        if num_taken > num_keys or min(segments, default=0) < 0:
-            raise ValueError(
-                f"KeyedJaggedTensor.split: segments must be 0 or more and sum to at most {num_keys} keys, "
-                f"got {segments}"
-            )
-        ends = list(accumulate(segments, initial=0))
-        groups = self._cut([*segments, num_keys - num_taken])
-        variable, strides = self._strides is not None, self.stride_per_key_per_rank()
-        known = self._length_per_key
-        return [
-            KeyedJaggedTensor.unchecked(
-                self._keys[first:last],
-                *group,
-                stride=None if variable else self.stride(),
-                strides=strides[first:last] if variable else None,
-                length_per_key=None if known is None else known[first:last],
-                inverse_indices=self._inverse_indices if last - first == num_keys else None,
-            )
-            for first, last, group in zip(ends, ends[1:], groups, strict=False)
-        ]
-
-    def _cut(self, sizes: list[int]) -> list[_Group]:
-        """Views of ``sizes[i]`` neighbouring keys each; the sizes sum to K."""
-        if len(self._keys) in sizes:  # all keys at once: the lengths need not be read
-            nothing = _Group(
-                self._values[:0], None if self._weights is None else self._weights[:0], self.lengths()[:0]
-            )
-            everything = _Group(self._values, self._weights, self.lengths())
-            return [everything if size == len(self._keys) and self._keys else nothing for size in sizes]
-        ends = list(accumulate(sizes, initial=0))
-        ids, bags = self.offset_per_key(), self.lengths_offset_per_key()
-        id_sizes = [ids[last] - ids[first] for first, last in pairwise(ends)]
-        bag_sizes = [bags[last] - bags[first] for first, last in pairwise(ends)]
-        values = self._values.split(id_sizes)
-        weights = [None] * len(sizes) if self._weights is None else self._weights.split(id_sizes)
-        return list(map(_Group, values, weights, self.lengths().split(bag_sizes)))
+        return split_keys(self, segments)
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
         """The keys in another order; some may be left out, or come twice.
@@ -474,36 +430,7 @@ class KeyedJaggedTensor(Jagged):
         Raises:
             ValueError: There is no key at a position.
         """
-        num_keys = len(self._keys)
-        for index in indices:
-            if not 0 <= index < num_keys:
-                raise ValueError(
-                    f"KeyedJaggedTensor.permute: there is no key {index}; positions are 0 to {num_keys - 1}"
-                )
-        complete = len(indices) == num_keys == len(set(indices))
-        known = self._length_per_key if complete else self.length_per_key()
-        length_per_key = None if known is None else [known[i] for i in indices]
-        bags = self.stride_per_key()
-        permuted = permute_jagged(
-            indices,
-            num_keys,
-            self.lengths(),
-            self._values,
-            weights=self._weights,
-            segments=self.segments_or_none(),
-            num_bags=self._num_bags() if complete else total([bags[i] for i in indices]),
-            num_values=self._values.size(0) if complete else total(length_per_key or []),
-        )
-        strides = self.stride_per_key_per_rank()
-        return KeyedJaggedTensor.unchecked(
-            [self._keys[i] for i in indices],
-            permuted.values,
-            permuted.weights,
-            permuted.lengths,
-            stride=self.stride() if self._strides is None else None,
-            strides=None if self._strides is None else [strides[i] for i in indices],
-            length_per_key=length_per_key,
-        )
+        return permuted_keys(self, indices)
 
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None

@@ -1,6 +1,7 @@
 """Lookups as the modules call them: one kernel for all tables, and a backward pass that may update them."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -137,8 +138,21 @@ def fused_forward(
     ``plain``: the tables that the updater leaves alone; they get ordinary dense gradients.
     ``options``: the rest of ``forward``'s arguments.
 
-    Not traced by torch.compile, which runs it between its graphs.
+    Not traced by torch.compile, which runs it between its graphs: the update in the backward pass is an
+    effect that a traced graph would lose.
     """
+    # Without the compiler's modules nothing can trace, and importing them takes seconds.
+    run = _untraced() if "torch._dynamo" in sys.modules else _run_fused
+    return run(weights, lookups, updater, plain, options)
+
+
+def _run_fused(
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    updater: Updater,
+    plain: list[int],
+    options: tuple[int, torch.dtype, bool, Tensor],
+) -> Tensor:
     anchor = torch.empty(0, requires_grad=True)
     plain_weights = [weights[table] for table in plain]
     result: Tensor = _FusedLookup.apply(  # type: ignore[no-untyped-call]
@@ -147,6 +161,11 @@ def fused_forward(
     return result
 
 
-# What torch.compiler.disable sets, without its import of the compiler: the update in the backward pass is
-# an effect that a traced graph would lose.
-fused_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+_untraced_fused: Callable[..., Tensor] | None = None
+
+
+def _untraced() -> Callable[..., Tensor]:
+    global _untraced_fused
+    if _untraced_fused is None:
+        _untraced_fused = torch.compiler.disable(_run_fused)
+    return _untraced_fused

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
+from meshrec import distributed as md
+from meshrec.distributed.mesh import default_env
+from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
+
+
+def collection(device=None):
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=4, feature_names=["a"])
+            for name in ("t0", "t1")
+        ],
+        device=device,
+    )
+
+
+def features():
+    return KeyedJaggedTensor(["a"], torch.tensor([1, 2, 2]), lengths=torch.tensor([2, 1]))
+
+
+def train(module):
+    module(features()).values().square().sum().backward()
+
+
+def one_process_plan(module):
+    return md.construct_module_sharding_plan(
+        module, {"t0": md.row_wise(), "t1": md.data_parallel()}, world_size=1
+    )
+
+
+ENV = md.ShardingEnv.single_process()
+
+
+def test_names_of_features_that_several_tables_read():
+    module = collection()
+    sharded = md.EmbeddingBagCollectionSharder().shard(module, one_process_plan(module), ENV)
+    assert list(sharded(features()).keys()) == ["a@t0", "a@t1"] == module.embedding_names()
+
+
+def test_a_fused_module_keeps_its_state():
+    expected = fuse(collection(), optimizer=RowWiseAdagrad(lr=0.1))
+    module = fuse(collection(), optimizer=RowWiseAdagrad(lr=0.1))
+    train(module)
+    sharded = md.EmbeddingBagCollectionSharder().shard(module, one_process_plan(module), ENV)
+    train(sharded)
+    train(expected)
+    train(expected)
+    for name, table in expected.embedding_bags.items():
+        torch.testing.assert_close(sharded.embedding_bags[name].weight, table.weight)
+    assert {state["step"] for state in sharded.fused_optimizer.state.values()} == {2}
+
+
+def test_each_table_keeps_its_own_optimizer():
+    module = collection()
+    apply_optimizer_in_backward(torch.optim.SGD, [module.embedding_bags["t1"].weight], {"lr": 0.5})
+    sharded = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1)).shard(
+        module, one_process_plan(module), ENV
+    )
+    specs = {name: table.rule.spec for name, table in sharded.fused_optimizer.tables.items()}
+    assert specs == {
+        "embedding_bags.t0.weight": RowWiseAdagrad(lr=0.1),
+        "embedding_bags.t1.weight": SGD(lr=0.5),
+    }
+
+
+def test_sharding_copies():
+    module = collection()
+    before = module.embedding_bags["t0"].weight.detach().clone()
+    train(md.EmbeddingBagCollectionSharder(SGD(lr=0.1)).shard(module, one_process_plan(module), ENV))
+    assert torch.equal(module.embedding_bags["t0"].weight, before)
+
+
+def allocated_from_meta():
+    env = default_env()
+    module = collection("meta")
+    plan = md.construct_module_sharding_plan(
+        module, {"t0": md.row_wise(), "t1": md.table_wise(rank=1)}, world_size=env.shard.size
+    )
+    sharded = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1)).shard(module, plan, env)
+    return [(name, list(parameter.shape)) for name, parameter in sharded.named_parameters()]
+
+
+def test_only_what_a_rank_owns_is_allocated(ranks):
+    first, second = ranks(2).run(allocated_from_meta)
+    assert first == [("embedding_bags.t0.weight", [5, 4])]
+    assert second == [("embedding_bags.t0.weight", [5, 4]), ("embedding_bags.t1.weight", [10, 4])]
+
+
+def test_a_plan_must_fit():
+    plan = one_process_plan(collection())
+    del plan["t1"]
+    with pytest.raises(ValueError, match="table 't1' is not in the plan"):
+        md.EmbeddingBagCollectionSharder().shard(collection("meta"), plan, ENV)

@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import distributed as md
+from meshrec.distributed.mesh import default_env
+from meshrec.optim import SGD
+
+
+def steps(forward, backward):
+    torch.manual_seed(0)
+    collection = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="t0", num_embeddings=10, embedding_dim=6, feature_names=["a"])]
+    )
+    env = default_env()
+    plan = md.construct_module_sharding_plan(collection, {"t0": md.row_wise()}, world_size=env.shard.size)
+    precision = md.CommsPrecision(getattr(torch, forward), getattr(torch, backward))
+    module = md.EmbeddingBagCollectionSharder(SGD(lr=0.1), precision=precision).shard(collection, plan, env)
+    features = KeyedJaggedTensor(["a"], torch.tensor([1, 7, 3]), lengths=torch.tensor([2, 1]))
+    expected = collection(features).values()
+    with md.measure_traffic() as traffic:
+        values = module(features).values()
+        values.square().sum().backward()
+    return (values - expected).abs().max().item(), dict(traffic), values.dtype is torch.float32
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_half_precision_halves_the_bytes(ranks, precision):
+    error, traffic, is_full = ranks(2).run(steps, precision, precision)[0]
+    exact, full, _ = ranks(2).run(steps, "float32", "float32")[0]
+    assert exact < 1e-6 < error < 1e-2
+    assert is_full
+    for name in ("embeddings", "gradients of embeddings"):
+        assert full[name] == 2 * traffic[name] == 2 * 6 * 4
+    # Sizes, ids, embeddings, gradients: nothing else travels, whatever the plan.
+    assert sorted(full) == ["embeddings", "gradients of embeddings", "ids", "sizes of ids"]

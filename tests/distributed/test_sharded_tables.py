@@ -1,0 +1,58 @@
+import torch
+
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import distributed as md
+from meshrec.distributed.mesh import default_env
+from meshrec.optim import SGD
+
+
+def make():
+    torch.manual_seed(0)
+    module = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="t0", num_embeddings=10, embedding_dim=4, feature_names=["a"])]
+    )
+    env = default_env()
+    plan = md.construct_module_sharding_plan(module, {"t0": md.row_wise()}, world_size=env.shard.size)
+    return module, md.EmbeddingBagCollectionSharder(SGD(lr=0.1)).shard(module, plan, env)
+
+
+def overlapped():
+    """Two batches in flight at once, stage by stage, as a pipeline runs them."""
+    module, sharded = make()
+    batches = [
+        KeyedJaggedTensor(["a"], torch.tensor([id, id + 5]), lengths=torch.tensor([1, 1])) for id in range(2)
+    ]
+    started = [sharded.start(batch) for batch in batches]
+    exchanging = [sharded.exchange(each) for each in started]
+    results = [sharded.look_up(each) for each in exchanging]
+    assert all("on its way" in repr(result) for result in results)
+    expected = [module(batch).values() for batch in batches]
+    return all(torch.equal(one.values(), other) for one, other in zip(results, expected, strict=True))
+
+
+def test_stages_of_several_batches_interleave(ranks):
+    assert ranks(2).run(overlapped) == [True, True]
+
+
+def gradients_are_averaged():
+    _module, sharded = make()
+    before = torch.cat([shard.detach().clone() for shard in sharded.embedding_bags["t0"].shards()])
+    batch = KeyedJaggedTensor(["a"], torch.tensor([0, 5]), lengths=torch.tensor([1, 1]))
+    sharded(batch).values().sum().backward()
+    return (before[0] - sharded.embedding_bags["t0"].weight[0]).tolist()
+
+
+def test_gradients_are_averaged_over_ranks(ranks):
+    for change in ranks(2).run(gradients_are_averaged):
+        torch.testing.assert_close(torch.tensor(change), torch.full((4,), 0.1))
+
+
+def no_gradients_wanted():
+    _, sharded = make()
+    batch = KeyedJaggedTensor(["a"], torch.tensor([0, 5]), lengths=torch.tensor([1, 1]))
+    with torch.no_grad():
+        return sharded(batch).values().requires_grad
+
+
+def test_inference_records_nothing(ranks):
+    assert ranks(2).run(no_gradients_wanted) == [False, False]

@@ -1,0 +1,557 @@
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+import meshrec
+from meshrec import (
+    DataType,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    fuse,
+    optim,
+)
+from meshrec.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    CombinedOptimizer,
+    FusedOptimizer,
+    RowWiseAdagrad,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
+    apply_optimizer_in_backward,
+    in_backward_optimizer_filter,
+)
+from meshrec.optim.fused import rows_as_lookups
+
+TABLES = {"t0": (12, 5, ["a", "b"]), "t1": (7, 16, ["b"])}
+UPDATES = pytest.mark.parametrize("update", ["in_backward", "on_step"])
+
+
+def make_configs(config, data_type=DataType.FP32):
+    return [
+        config(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, data_type=data_type)
+        for name, (rows, dim, features) in TABLES.items()
+    ]
+
+
+def make_bags(data_type=DataType.FP32, **options):
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(make_configs(EmbeddingBagConfig, data_type), **options)
+
+
+def make_sequences():
+    torch.manual_seed(0)
+    return EmbeddingCollection(make_configs(EmbeddingConfig))
+
+
+def make_input(seed=0, *, batch=6, all_rows=False):
+    generator = torch.Generator().manual_seed(seed)
+    if all_rows:
+        ids = [torch.arange(12) % 7, torch.arange(12)[:7], torch.arange(7, 12), torch.arange(7)]
+        return KeyedJaggedTensor(
+            ["a", "b"], torch.cat([torch.arange(12), ids[1]]), lengths=torch.tensor([5, 7, 3, 4])
+        )
+    lengths = torch.randint(0, 5, (2 * batch,), generator=generator)
+    values = torch.randint(0, 7, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
+
+
+def loss_of(module, features):
+    """Not linear in the rows, so that a wrong update changes the next gradient, too."""
+    result = module(features)
+    values = [jt.values() for jt in result.values()] if isinstance(result, dict) else [result.values()]
+    return sum((value.float().tanh() * torch.linspace(-1, 2, value.shape[1])).sum() for value in values)
+
+
+def train(module, steps=3, seed=0, optimizer=None, **options):
+    for step in range(steps):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        loss_of(module, make_input(seed + step, **options)).backward()
+        if optimizer is not None:
+            optimizer.step()
+    return module
+
+
+def weights_of(module):
+    return [weight.detach() for weight in module.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def close(one, other):
+    for a, b in zip(weights_of(one), weights_of(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def row_step(spec, w, g, s, t):
+    """One row's new weight in float64, from the formulas of the papers; ``s`` holds its state."""
+    name, wd, lr = type(spec).__name__, spec.weight_decay, spec.lr
+    stored = w
+    if name != "LARS":
+        if not spec.decoupled_weight_decay:
+            g = g + wd * w
+        elif "LAMB" not in name:
+            w = w * (1 - lr * wd)
+    if name == "SGD":
+        return w - lr * g
+    if name == "Adagrad":
+        s["sum"] = s.get("sum", spec.initial_accumulator_value) + g**2
+        return w - lr * g / (s["sum"] ** 0.5 + spec.eps)
+    if name == "RowWiseAdagrad":
+        s["sum"] = s.get("sum", spec.initial_accumulator_value) + (g**2).mean()
+        return w - lr * g / (s["sum"] ** 0.5 + spec.eps)
+    if name == "LARS":
+        decay = 0 if spec.decoupled_weight_decay else wd
+        norms = stored.norm(), g.norm()
+        local = spec.trust_coefficient * norms[0] / (norms[1] + decay * norms[0] + spec.eps)
+        s["m"] = spec.momentum * s.get("m", 0) + lr * local * (g + decay * stored)
+        return (w * (1 - lr * wd) if spec.decoupled_weight_decay else w) - s["m"]
+    b1, b2 = spec.betas
+    square = (g**2).mean() if "Partial" in name else g**2
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * square
+    step = s["m"] / (1 - b1**t) / ((s["v"] / (1 - b2**t)) ** 0.5 + spec.eps)
+    if "LAMB" not in name:
+        return w - lr * step
+    if spec.decoupled_weight_decay:
+        step = step + wd * w
+    return w - lr * w.norm() / step.norm() * step
+
+
+class Reference:
+    """Rows with a gradient from plain autograd, row by row through the formula."""
+
+    def __init__(self, module, specs):
+        self.module, self.specs = module, specs
+        self.states = [[{} for _ in weight] for weight in module.parameters()]
+        self.times = [0 for _ in specs]
+
+    def step(self, features):
+        parameters = list(self.module.parameters())
+        touched = {
+            "t0": {*features["a"].values().tolist(), *features["b"].values().tolist()},
+            "t1": set(features["b"].values().tolist()),
+        }
+        grads = torch.autograd.grad(loss_of(self.module, features), parameters)
+        for index, (name, weight) in enumerate(zip(TABLES, parameters, strict=True)):
+            self.times[index] += 1
+            for row in touched[name]:
+                new = row_step(
+                    self.specs[index],
+                    weight.data[row].double(),
+                    grads[index][row].double(),
+                    self.states[index][row],
+                    self.times[index],
+                )
+                weight.data[row] = new.float()
+
+
+SPECS = [
+    kind(lr=0.1, weight_decay=decay, decoupled_weight_decay=decoupled)
+    for kind in (
+        optim.SGD,
+        optim.Adagrad,
+        optim.RowWiseAdagrad,
+        optim.Adam,
+        optim.PartialRowWiseAdam,
+        optim.LAMB,
+        optim.PartialRowWiseLAMB,
+        optim.LARS,
+    )
+    for decay, decoupled in [(0.0, False), (0.3, False), (0.3, True)]
+]
+
+
+def name_of(spec):
+    decay = "decoupled" if spec.decoupled_weight_decay else "l2" if spec.weight_decay else "plain"
+    return f"{type(spec).__name__}-{decay}"
+
+
+@UPDATES
+@pytest.mark.parametrize("make", [make_bags, make_sequences])
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_every_optimizer_follows_its_formula(spec, make, update):
+    module, reference = fuse(make(), optimizer=spec, update=update), Reference(make(), [spec, spec])
+    for seed in range(4):
+        features = make_input(seed)
+        reference.step(features)
+        module.fused_optimizer.zero_grad()
+        loss_of(module, features).backward()
+        module.fused_optimizer.step()
+    close(module, reference.module)
+    assert not same(weights_of(module), weights_of(make()))
+
+
+@pytest.mark.parametrize(
+    ("spec", "dense"),
+    [
+        (SGD(lr=0.2, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.1)),
+        (Adagrad(lr=0.2, eps=1e-10), lambda p: torch.optim.Adagrad(p, lr=0.2)),
+        (
+            Adagrad(lr=0.2, initial_accumulator_value=0.5),
+            lambda p: torch.optim.Adagrad(p, lr=0.2, initial_accumulator_value=0.5, eps=1e-8),
+        ),
+        (Adam(lr=0.2, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=0.2, weight_decay=0.1)),
+        (
+            Adam(lr=0.2, weight_decay=0.1, decoupled_weight_decay=True),
+            lambda p: torch.optim.AdamW(p, lr=0.2, weight_decay=0.1),
+        ),
+    ],
+    ids=["SGD", "Adagrad", "Adagrad-initial", "Adam", "AdamW"],
+)
+def test_where_all_rows_are_touched_the_result_is_that_of_torch(spec, dense):
+    fused, plain = fuse(make_bags(), optimizer=spec), make_bags()
+    train(fused, all_rows=True)
+    train(plain, optimizer=dense(plain.parameters()), all_rows=True)
+    close(fused, plain)
+
+
+@pytest.mark.parametrize(
+    ("torch_class", "kwargs", "spec"),
+    [
+        (torch.optim.SGD, {"lr": 0.5}, SGD(lr=0.5)),
+        (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-6}, Adagrad(lr=0.5, eps=1e-6)),
+        (torch.optim.Adam, {"lr": 0.5}, Adam(lr=0.5)),
+        (RowWiseAdagrad, {"lr": 0.5}, RowWiseAdagrad(lr=0.5)),
+    ],
+)
+def test_both_ways_to_attach_are_equal(torch_class, kwargs, spec):
+    by_spec, by_parameter = fuse(make_bags(), optimizer=spec), make_bags()
+    apply_optimizer_in_backward(torch_class, by_parameter.parameters(), kwargs)
+    fuse(by_parameter)
+    assert same(weights_of(train(by_spec)), weights_of(train(by_parameter)))
+    assert (
+        by_spec.fused_optimizer.state_dict()["param_groups"]
+        == (by_parameter.fused_optimizer.state_dict()["param_groups"])
+    )
+
+
+def test_every_table_may_have_its_own_optimizer():
+    specs = [Adam(lr=0.1), RowWiseAdagrad(lr=0.3)]
+    module, reference = make_bags(), Reference(make_bags(), specs)
+    apply_optimizer_in_backward(torch.optim.Adam, [module.embedding_bags["t0"].weight], {"lr": 0.1})
+    fuse(module, optimizer=specs[1])
+    for seed in range(3):
+        reference.step(make_input(seed))
+    close(train(module), reference.module)
+    assert [group["lr"] for group in module.fused_optimizer.param_groups] == [0.1, 0.3]
+
+
+@UPDATES
+def test_tables_without_optimizer_get_ordinary_gradients(update):
+    module, plain = make_bags(), make_bags()
+    weight = module.embedding_bags["t0"].weight
+    apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.5})
+    fuse(module, update=update)
+    loss_of(module, make_input()).backward()
+    module.fused_optimizer.step()
+    loss_of(plain, make_input()).backward()
+    expected = [parameter.grad for parameter in plain.parameters()]
+    torch.testing.assert_close(module.embedding_bags["t1"].weight.grad, expected[1])
+    torch.testing.assert_close(weight.detach(), plain.embedding_bags["t0"].weight - 0.5 * expected[0])
+    assert list(module.fused_optimizer.params) == ["embedding_bags.t0.weight"]
+
+
+def test_the_filter_tells_fused_tables_from_dense_parameters():
+    model = torch.nn.ModuleDict({"sparse": make_bags(), "dense": torch.nn.Linear(2, 2)})
+    fuse(model, optimizer=SGD(lr=0.1))
+    for candidate in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        dense = dict(in_backward_optimizer_filter(candidate.named_parameters()))
+        assert list(dense) == ["dense.weight", "dense.bias"]
+
+
+def test_the_optimizer_of_a_model_names_tables_as_the_model_does():
+    model = torch.nn.ModuleDict({"bags": make_bags(), "sequences": make_sequences()})
+    optimizer = fuse(model, optimizer=SGD(lr=0.1)).fused_optimizer
+    assert isinstance(optimizer, CombinedOptimizer)
+    assert set(optimizer.params) == set(dict(model.named_parameters()))
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = weights_of(copy.deepcopy(model))
+    train(model["bags"], 1)
+    train(model["sequences"], 1)
+    after = weights_of(model)
+    assert same(before[:2], after[:2])
+    assert not same(before[2:], after[2:])
+
+
+@UPDATES
+def test_numbers_of_the_groups_are_read_at_every_update(update):
+    module = fuse(make_bags(), optimizer=SGD(lr=0.5), update=update)
+    optimizer = module.fused_optimizer
+    changed = fuse(make_bags(), optimizer=SGD(lr=0.25, weight_decay=0.1), update=update)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    for one in (module, changed):
+        train(one, optimizer=one.fused_optimizer)
+    assert same(weights_of(module), weights_of(changed))
+
+
+@UPDATES
+def test_a_number_out_of_range_changes_nothing(update):
+    module = make_bags()
+    apply_optimizer_in_backward(torch.optim.Adam, [module.embedding_bags["t0"].weight], {"lr": 0.1})
+    fuse(module, optimizer=SGD(lr=0.1), update=update)
+    module.fused_optimizer.param_groups[1]["lr"] = -1.0
+    before = copy.deepcopy((module.state_dict(), module.fused_optimizer.state_dict()["state"]))
+    with pytest.raises(ValueError, match="lr must be a number >= 0, got -1"):
+        train(module, 1, optimizer=module.fused_optimizer)
+    after = module.state_dict(), module.fused_optimizer.state_dict()["state"]
+    assert same(before[0].values(), after[0].values())
+    assert before[1]["embedding_bags.t0.weight"]["step"] == after[1]["embedding_bags.t0.weight"]["step"] == 0
+
+
+def test_learning_rate_schedulers_act():
+    module, plain = fuse(make_bags(), optimizer=SGD(lr=0.5)), make_bags()
+    dense = torch.optim.SGD(plain.parameters(), lr=0.5)
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        for optimizer in (module.fused_optimizer, dense)
+    ]
+    for seed in range(3):
+        train(module, 1, seed, module.fused_optimizer)
+        train(plain, 1, seed, dense)
+        for scheduler in schedulers:
+            scheduler.step()
+    close(module, plain)
+    assert module.fused_optimizer.param_groups[0]["lr"] == 0.0625
+
+
+@UPDATES
+def test_warmup_acts(update):
+    module = fuse(make_bags(), optimizer=SGD(lr=1.0), update=update)
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.0)]
+    warmed = WarmupOptimizer(module.fused_optimizer, stages, lr=0.4)
+    before = weights_of(copy.deepcopy(module))
+    train(module, 1, optimizer=warmed)
+    assert same(before, weights_of(module))
+    plain = make_bags()
+    for seed, lr in [(1, 0.1), (2, 0.2), (3, 0.3)]:
+        train(module, 1, seed, warmed)
+        train(plain, 1, seed, torch.optim.SGD(plain.parameters(), lr=lr))
+    close(module, plain)
+
+
+@UPDATES
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[6], SPECS[9], SPECS[12], SPECS[21]], ids=name_of)
+def test_training_resumes_bit_for_bit(spec, update, tmp_path):
+    module = fuse(make_bags(), optimizer=spec, update=update)
+    module.fused_optimizer.param_groups[0]["lr"] = 0.05
+    train(module, optimizer=module.fused_optimizer)
+    torch.save([module.state_dict(), module.fused_optimizer.state_dict()], tmp_path / "saved")
+    saved, saved_optimizer = torch.load(tmp_path / "saved")
+    assert set(saved_optimizer["state"]) == {"embedding_bags.t0.weight", "embedding_bags.t1.weight"}
+    slots = {"step", *(slot.name for slot in spec.state_slots())}
+    assert all(set(state) == slots and state["step"] == 3 for state in saved_optimizer["state"].values())
+    resumed = fuse(make_bags(), optimizer=spec, update=update)
+    resumed.load_state_dict(saved)
+    resumed.fused_optimizer.load_state_dict(saved_optimizer)
+    for one in (module, resumed):
+        train(one, seed=7, optimizer=one.fused_optimizer)
+    assert same(weights_of(module), weights_of(resumed))
+
+
+def test_tables_with_different_numbers_of_steps_resume_bit_for_bit():
+    def make():
+        return fuse(make_bags(), optimizer=Adam(lr=0.1), update="on_step")
+
+    module, resumed = make(), make()
+    train(module, optimizer=module.fused_optimizer)
+    loss_of(module, make_input()).backward()
+    module.embedding_bags["t1"].weight.grad = None
+    module.fused_optimizer.step()
+    module.fused_optimizer.zero_grad()
+    state = copy.deepcopy(module.fused_optimizer.state_dict())
+    assert [slots["step"] for slots in state["state"].values()] == [4, 3]
+    resumed.load_state_dict(module.state_dict())
+    resumed.fused_optimizer.load_state_dict(state)
+    for one in (module, resumed):
+        train(one, optimizer=one.fused_optimizer)
+    assert same(weights_of(module), weights_of(resumed))
+    assert [slots["step"] for slots in resumed.fused_optimizer.state.values()] == [7, 6]
+
+
+def test_a_state_dict_of_another_optimizer_is_refused():
+    saved = fuse(make_bags(), optimizer=Adam(lr=0.1)).fused_optimizer.state_dict()
+    with pytest.raises(
+        ValueError, match=r"the state of 'embedding_bags.t0.weight' is \['step', 'sum'\] here"
+    ):
+        fuse(make_bags(), optimizer=RowWiseAdagrad(lr=0.1)).fused_optimizer.load_state_dict(saved)
+
+
+def test_no_grad_and_inference_do_not_update():
+    module = fuse(make_bags(), optimizer=SGD(lr=0.1))
+    before = weights_of(copy.deepcopy(module))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not module(make_input()).values().requires_grad
+    module.eval()(make_input())
+    assert same(before, weights_of(module))
+    assert module.fused_optimizer.state_dict()["state"]["embedding_bags.t0.weight"]["step"] == 0
+
+
+def test_two_forwards_then_two_backwards():
+    module, plain = fuse(make_bags(), optimizer=SGD(lr=0.1)), make_bags()
+    losses = [loss_of(module, make_input(seed)) for seed in (0, 1)]
+    for loss in losses:
+        loss.backward()
+    for seed in (0, 1):
+        loss_of(plain, make_input(seed)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    close(module, plain)
+
+
+def test_a_table_that_is_frozen_later_stays():
+    module = fuse(make_bags(), optimizer=Adam(lr=0.1))
+    module.embedding_bags["t1"].requires_grad_(False)
+    before = weights_of(copy.deepcopy(module))
+    train(module)
+    assert torch.equal(before[1], weights_of(module)[1])
+    assert not torch.equal(before[0], weights_of(module)[0])
+    assert [slots["step"] for slots in module.fused_optimizer.state.values()] == [3, 0]
+
+
+def test_autograd_notices_the_update():
+    module = fuse(make_bags(), optimizer=SGD(lr=0.1))
+    weight = module.embedding_bags["t0"].weight
+    squared = (weight * weight).sum()
+    loss_of(module, make_input()).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+@UPDATES
+@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.FP16, DataType.BF16])
+def test_training_is_the_same_for_every_number_of_threads(data_type, update):
+    def run(num_threads):
+        torch.set_num_threads(num_threads)
+        module = fuse(make_bags(data_type), optimizer=RowWiseAdagrad(lr=0.1), update=update, seed=3)
+        return weights_of(train(module, 5, optimizer=module.fused_optimizer, batch=400))
+
+    before = torch.get_num_threads()
+    try:
+        one, *others = [run(num_threads) for num_threads in (1, 2, 3)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(one, other) for other in others)
+
+
+def test_half_precision_rounds_stochastically_by_seed():
+    def run(seed):
+        return weights_of(train(fuse(make_bags(DataType.BF16), optimizer=SGD(lr=1e-4), seed=seed)))
+
+    assert same(run(1), run(1))
+    assert not same(run(1), run(2))
+    # An update far below the precision is lost by rounding to nearest, though not on average by chance.
+    start = weights_of(make_bags(DataType.BF16))
+    moved = [
+        sum(int((a != b).sum()) for a, b in zip(start, weights, strict=True)) for weights in (run(0), run(1))
+    ]
+    assert moved[0] < moved[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (make_bags, {"optimizer": torch.optim.SGD}, "optimizer must be a spec such as .*RowWiseAdagrad"),
+        (make_bags, {"optimizer": {"lr": 0.1}}, "optimizer must be a spec such as"),
+        (
+            make_bags,
+            {},
+            r"no table has an optimizer. Pass optimizer=..., or call apply_optimizer_in_backward",
+        ),
+        (
+            lambda: torch.nn.Linear(2, 2),
+            {"optimizer": SGD(lr=0.1)},
+            "Linear contains no EmbeddingBagCollection and no EmbeddingCollection",
+        ),
+        (
+            lambda: make_bags(device="meta"),
+            {"optimizer": SGD(lr=0.1)},
+            r"the module is on meta. Allocate it first: to_empty",
+        ),
+        (
+            lambda: torch.nn.Sequential(make_bags(device="meta")),
+            {"optimizer": SGD(lr=0.1)},
+            "the module at '0' is on meta",
+        ),
+        (
+            make_bags,
+            {"optimizer": SGD(lr=0.1), "update": "later"},
+            "update must be 'in_backward' or 'on_step', got 'later'",
+        ),
+        (make_bags, {"optimizer": SGD(lr=0.1), "seed": -1}, r"seed must be in \[0, 2\^53\), got -1"),
+    ],
+)
+def test_what_cannot_be_fused(make, options, message):
+    module = make()
+    with pytest.raises(ValueError, match=message):
+        fuse(module, **options)
+    assert list(in_backward_optimizer_filter(module.named_parameters(), include=True)) == []
+    assert not getattr(module, "is_fused", False)
+
+
+def test_a_collection_is_fused_once():
+    module = fuse(make_bags(), optimizer=SGD(lr=0.1))
+    with pytest.raises(ValueError, match="the module is fused already"):
+        fuse(module, optimizer=SGD(lr=0.1))
+    model = torch.nn.ModuleDict({"fresh": make_bags(), "fused": module})
+    with pytest.raises(ValueError, match="the module at 'fused' is fused already"):
+        fuse(model, optimizer=SGD(lr=0.1))
+    assert not model["fresh"].is_fused
+
+
+def test_collections_do_not_share_tables():
+    model = torch.nn.ModuleDict({"one": make_bags(), "two": make_bags()})
+    model["two"].embedding_bags["t1"].weight = model["one"].embedding_bags["t1"].weight
+    message = "'one.embedding_bags.t1.weight' and 'two.embedding_bags.t1.weight' are one parameter"
+    with pytest.raises(ValueError, match=message):
+        fuse(model, optimizer=SGD(lr=0.1))
+    assert not model["one"].is_fused
+
+
+def test_groups_are_not_added():
+    with pytest.raises(ValueError, match="takes no parameters afterwards"):
+        fuse(make_bags(), optimizer=SGD(lr=0.1)).fused_optimizer.add_param_group({"params": {}})
+
+
+def test_state_is_there_from_the_beginning():
+    optimizer = fuse(make_bags(), optimizer=Adagrad(lr=0.1, initial_accumulator_value=0.5)).fused_optimizer
+    assert isinstance(optimizer, FusedOptimizer)
+    optimizer.init_state()
+    state = optimizer.state_dict()["state"]["embedding_bags.t1.weight"]
+    assert state["step"] == 0
+    assert torch.equal(state["sum"], torch.full((7, 16), 0.5))
+
+
+def test_fuse_is_a_public_name():
+    assert meshrec.fuse is optim.fuse
+
+
+def test_rows_as_lookups_look_every_row_up_once():
+    rows = [torch.tensor([3, 1, 3]), torch.tensor([], dtype=torch.int64)]
+    lookups = rows_as_lookups(rows, [2, 4], [1, 0])
+    weights = [torch.arange(20.0).view(5, 4), torch.arange(8.0).view(4, 2)]
+    names = torch.tensor(list(b"a\tb\nc\td\n"), dtype=torch.uint8)
+    found = meshrec.ops.tbe.forward(weights, lookups, 6, torch.float32, True, names)
+    assert torch.equal(found, weights[1][rows[0]].flatten())
+
+
+def test_an_update_leaves_other_rows_alone():
+    module = fuse(make_bags(), optimizer=Adam(lr=0.1, weight_decay=0.5))
+    before = weights_of(copy.deepcopy(module))
+    train(module)
+    assert torch.equal(before[0][7:], weights_of(module)[0][7:])
+    state = module.fused_optimizer.state[module.embedding_bags["t0"].weight]
+    assert not state["exp_avg_sq"][7:].any()
+    assert math.isfinite(float(state["exp_avg_sq"].sum()))
