@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import dlrm_step, import_time, tbe
+from benchmarks import dlrm_step, import_time, planner, tbe
 from benchmarks.harness import Effort, Result, bars_table, save
 
 
@@ -16,6 +16,10 @@ def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
     return import_time.run(effort)
 
 
+def run_planner(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return planner.run(effort, tiny=arguments.tiny)
+
+
 def run_dlrm_step(arguments: argparse.Namespace, effort: Effort) -> Result:
     return dlrm_step.run(effort, tiny=arguments.tiny)
 
@@ -23,6 +27,7 @@ def run_dlrm_step(arguments: argparse.Namespace, effort: Effort) -> Result:
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "import": run_import,
+    "planner": run_planner,
     "dlrm_step": run_dlrm_step,
 }
 

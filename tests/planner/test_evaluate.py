@@ -137,7 +137,7 @@ def test_every_plan_is_one_and_costs_what_was_claimed(profile, drawn, machine, a
     constraints = {"t0": ParameterConstraints(sharding_types=allowed)}
     found = optimize(tables, topology, batch_size=16, constraints=constraints, effort=Effort(60.0, 3e6, 0.0))
     if found is None:
-        assert memory == 1 << 24
+        assert memory < 1 << 33
         return
     plan = to_plan(found.placements, tables, found.types_T, "cuda")
     sizes_by_name = {table.name: TableSize(table.num_embeddings, table.embedding_dim) for table in tables}

@@ -14,12 +14,13 @@ from meshrec.planner.evaluate import StepEstimate, evaluate_placements
 from meshrec.planner.placements import sharding_type, to_placements
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import Effort
-from meshrec.planner.solver import solve
+from meshrec.planner.solver import Solution, solve
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools, ParameterConstraints, Placements, Table, Topology
 
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
 _TRIAL_SHARE = 0.12
+_MOST_RETRIES = 4
 
 
 class Optimized(NamedTuple):
@@ -143,7 +144,22 @@ def _solve(
     fixed = float(model.fixed_seconds(regime.usage).sum())
     cutoff = np.inf if best is None else best.estimate.seconds - fixed
     found = solve(problem, regime.allowed_C, effort, fixed, cutoff=cutoff)
-    return _Solved(found.parts_T, found.seconds, found.lower_bound, fixed, found.work, found.num_boxes)
+    bound, cap = found.lower_bound, problem.memory_cap
+    for _ in range(_MOST_RETRIES):
+        # The search cuts tables at fractions of rows; whole rows may take a little more memory.
+        excess = _excess_bytes(problem, model, found) if found.parts_T else 0.0
+        if excess <= 0:
+            break
+        cap -= 2 * excess
+        found = solve(problem._replace(memory_cap=cap), regime.allowed_C, effort, fixed, cutoff=cutoff)
+    else:
+        found = found._replace(parts_T=[])
+    return _Solved(found.parts_T, found.seconds, bound, fixed, found.work, found.num_boxes)
+
+
+def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> float:
+    estimate = evaluate_placements(to_placements(problem, solution.parts_T, model.tables), model)
+    return 0.0 if estimate.fits else float(estimate.bytes_R.max() - estimate.memory_cap)
 
 
 def _better(
