@@ -40,35 +40,45 @@ void insertion_sort(Pair* pairs, int64_t count) {
   }
 }
 
-// Least significant digit first; the digits' histograms are taken in one pass.
-void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uint32_t num_rows) {
-  const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);
-  if (count < 48) return insertion_sort(pairs, count);
-  const int passes = (bits + kMaxDigitBits - 1) / kMaxDigitBits;
-  if (passes == 0) return;
-  const int digit_bits = (bits + passes - 1) / passes;
+// Least significant digit first; the digits' histograms are taken in one pass over the pairs.
+template <int kPasses>
+void radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, int digit_bits) {
   const uint32_t mask = (1u << digit_bits) - 1;
-  uint32_t counts[3][1 << kMaxDigitBits];
-  for (int pass = 0; pass < passes; ++pass) std::memset(counts[pass], 0, sizeof(uint32_t) << digit_bits);
+  uint32_t counts[kPasses][1 << kMaxDigitBits];
+  for (int pass = 0; pass < kPasses; ++pass) std::memset(counts[pass], 0, sizeof(uint32_t) << digit_bits);
   for (int64_t i = 0; i < count; ++i) {
-    uint32_t key = pairs[i].row - first_row;
-    for (int pass = 0; pass < passes; ++pass, key >>= digit_bits) ++counts[pass][key & mask];
+    const uint32_t key = pairs[i].row - first_row;
+    for (int pass = 0; pass < kPasses; ++pass) ++counts[pass][key >> (pass * digit_bits) & mask];
   }
   Pair* from = pairs;
   Pair* to = spare;
-  for (int pass = 0; pass < passes; ++pass) {
+  for (int pass = 0; pass < kPasses; ++pass) {
     uint32_t position = 0;
-    for (uint32_t digit = 0; digit <= mask; ++digit) {
-      const uint32_t size = counts[pass][digit];
-      counts[pass][digit] = position;
-      position += size;
-    }
+    for (uint32_t digit = 0; digit <= mask; ++digit) position += std::exchange(counts[pass][digit], position);
     const int shift = pass * digit_bits;
-    for (int64_t i = 0; i < count; ++i)
-      to[counts[pass][(from[i].row - first_row) >> shift & mask]++] = from[i];
+    for (int64_t i = 0; i < count; ++i) {
+      const Pair pair = from[i];
+      to[counts[pass][(pair.row - first_row) >> shift & mask]++] = pair;
+    }
     std::swap(from, to);
   }
   if (from != pairs) std::memcpy(pairs, from, count * sizeof(Pair));
+}
+
+void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uint32_t num_rows) {
+  if (count < 48) return insertion_sort(pairs, count);
+  const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);
+  const int passes = (bits + kMaxDigitBits - 1) / kMaxDigitBits;
+  if (passes == 0) return;
+  const int digit_bits = (bits + passes - 1) / passes;
+  switch (passes) {
+    case 1:
+      return radix_sort_in<1>(pairs, spare, count, first_row, digit_bits);
+    case 2:
+      return radix_sort_in<2>(pairs, spare, count, first_row, digit_bits);
+    default:
+      return radix_sort_in<3>(pairs, spare, count, first_row, digit_bits);
+  }
 }
 
 }  // namespace
