@@ -13,6 +13,11 @@ namespace meshrec {
 // Uninitialised memory that a thread keeps between calls, up to a limit: fresh pages cost more than the sort.
 class Arena {
  public:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  using Memory = std::unique_ptr<void, Free>;
+
   explicit Arena(size_t bytes);
   ~Arena();
   Arena(const Arena&) = delete;
@@ -21,21 +26,13 @@ class Arena {
   template <typename T>
   T* take(size_t count) {
     char* start = next_;
-    next_ += (count * sizeof(T) + 63) / 64 * 64;
+    next_ += bytes<T>(count);
     return reinterpret_cast<T*>(start);
   }
   template <typename T>
   static size_t bytes(size_t count) {
     return (count * sizeof(T) + 63) / 64 * 64;
   }
-
- private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-
- public:
-  using Memory = std::unique_ptr<void, Free>;
 
  private:
   Memory memory_;
