@@ -185,7 +185,7 @@ def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="
         env=env,
         dense=dense,
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        rtol=2e-5,
+        rtol=1e-5,
         atol=2e-6,
     )
 
