@@ -23,6 +23,7 @@ from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, Looku
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
+from meshrec.distributed.phases import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.updates import FusedRule, TableUpdates, distinct
 from meshrec.sparse import KeyedJaggedTensor
@@ -88,22 +89,18 @@ class ShardedTables:
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""
-        return self._input.start(features)
+        with phase("ids") if recorders else OFF:
+            return self._input.start(features)
 
     def exchange(self, started: Started) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any was bad."""
-        return self._input.exchange(started)
+        with phase("ids") if recorders else OFF:
+            return self._input.exchange(started)
 
     def look_up(self, exchanging: Exchanging) -> "Results":
         """Waits for the ids, looks them up, and starts to send the results back."""
-        arrived = self._input.finish(exchanging)
-        ids = self._input.unpack(arrived.message, self._output.blocks, len(self.split.work.routes))
-        local_ids = None
-        if not self.local.is_empty:
-            local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
-        batches = arrived.message.header[:, 3].tolist()
-        asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
-        step = Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
+        with phase("ids") if recorders else OFF:
+            step = self._arrived(self._input.finish(exchanging))
         received, local = _send(self, step, *self.split.weights, *self.local.weights)
         return Results(self, step, received, local)
 
@@ -116,24 +113,29 @@ class ShardedTables:
         """The forward pass up to the wire: what will have arrived, and the rows of the data-parallel
         tables.
         """
-        rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
-        step.in_flight = self._output.start(rows, step.asked)
+        with phase("lookup") if recorders else OFF:
+            rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
+        with phase("output") if recorders else OFF:
+            step.in_flight = self._output.start(rows, step.asked)
         local = rows.new_empty(0, dtype=torch.float32)
         if step.local_ids is not None:
-            local = self.local.forward(step.local_ids, sum(self.local.block_sizes(step.local_ids)))
+            with phase("lookup") if recorders else OFF:
+                local = self.local.forward(step.local_ids, sum(self.local.block_sizes(step.local_ids)))
         return step.in_flight.tensor, local
 
     def receive(self, step: Step, local: Tensor) -> Tensor:
         """The forward pass from the wire on: [B, D], or flat rows per id."""
         assert step.in_flight is not None
         in_flight, step.in_flight = step.in_flight, None
-        return self._output.finish(in_flight, None if step.local_ids is None else local, step.asked)
+        with phase("output") if recorders else OFF:
+            return self._output.finish(in_flight, None if step.local_ids is None else local, step.asked)
 
     def send_grad(self, step: Step, grad: Tensor) -> Tensor:
         """The backward pass up to the wire; gives the gradient of the data-parallel rows."""
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
-        step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
+        with phase("gradient") if recorders else OFF:
+            step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
         return local
 
     def receive_grad(self, step: Step, local_grad: Tensor) -> list[Tensor | None]:
@@ -144,7 +146,8 @@ class ShardedTables:
             local = self._of_replicas(
                 self.local, step.arrived.local, step.local_ids, [0], local_grad, self._env.world
             )
-        split_grad = step.in_flight.wait().float()
+        with phase("gradient") if recorders else OFF:
+            split_grad = step.in_flight.wait().float()
         step.in_flight = None
         split = self._of_replicas(
             self.split, step.arrived.message, step.ids, self._output.blocks, split_grad, self._env.replicate
@@ -152,8 +155,18 @@ class ShardedTables:
         # From here on tables change: what can fail on the wire is behind us.
         for rule in self._rules:
             rule.advance()
-        grads = _applied(self._split_updates, split)
-        return grads + (_applied(self._local_updates, local) if local is not None else [])
+        with phase("update") if recorders else OFF:
+            grads = _applied(self._split_updates, split)
+            return grads + (_applied(self._local_updates, local) if local is not None else [])
+
+    def _arrived(self, arrived: Arrived) -> Step:
+        ids = self._input.unpack(arrived.message, self._output.blocks, len(self.split.work.routes))
+        local_ids = None
+        if not self.local.is_empty:
+            local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
+        batches = arrived.message.header[:, 3].tolist()
+        asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
+        return Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
 
     def _of_replicas(
         self,
@@ -167,6 +180,18 @@ class ShardedTables:
         """The gradient of all replicas of these tables, in the form that moved fewer bytes."""
         if axis.size == 1:
             return _Gradient(tables.shaped(grad, ids), ids, None)
+        with phase("data_parallel" if tables is self.local else "replicas") if recorders else OFF:
+            return self._exchanged(tables, message, ids, blocks, grad, axis)
+
+    def _exchanged(
+        self,
+        tables: LookupTables,
+        message: Message,
+        ids: LookupIds,
+        blocks: list[int],
+        grad: Tensor,
+        axis: Axis,
+    ) -> "_Gradient":
         gathering = start_gather(message, grad, axis)
         sizes = gathered_sizes(gathering)
         shapes = [(weight.shape[0], weight.shape[1]) for weight in tables.weights]
