@@ -4,7 +4,7 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
 from meshrec.distributed.mesh import default_env
-from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
+from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
 
 
 def collection(device=None):
@@ -75,6 +75,14 @@ def test_each_table_keeps_its_own_optimizer():
         "embedding_bags.t0.weight": RowWiseAdagrad(lr=0.1),
         "embedding_bags.t1.weight": SGD(lr=0.5),
     }
+
+
+def test_the_filter_knows_the_tables_that_update_themselves():
+    module = collection()
+    apply_optimizer_in_backward(torch.optim.SGD, [module.embedding_bags["t1"].weight], {"lr": 0.5})
+    sharded = md.EmbeddingBagCollectionSharder().shard(module, one_process_plan(module), ENV)
+    left_over = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    assert list(left_over) == ["embedding_bags.t0.weight"]
 
 
 def test_sharding_copies():

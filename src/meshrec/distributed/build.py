@@ -28,7 +28,7 @@ from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.memory import use_huge_pages
 from meshrec.optim.fused import FusedOptimizer
-from meshrec.optim.in_backward import in_backward_spec
+from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import OptimizerSpec
 
 
@@ -187,6 +187,8 @@ def _allocate(
     for rectangle in rectangles:
         source, rule = sources[rectangle.table], rules[rectangle.table]
         weight = nn.Parameter(_filled(rectangle, source, device, seed), source.weight.requires_grad)
+        if rule is not None:
+            mark_in_backward(weight, rule.spec)
         weights.append(weight)
         state.append([] if rule is None else _state(rule, rectangle, source, weight))
     return Tables(weights, state)
