@@ -49,6 +49,7 @@ def test_each_type_gives_its_layouts():
 
 def test_one_rank_holds_whole_tables():
     assert names(["table_wise", "data_parallel"], num_ranks=1, node_size=1) == [(Scope.RANKS, (128,), 1)]
+    assert names(["row_wise"], num_ranks=1, node_size=1) == [(Scope.RANKS, (128,), 1)]
     assert names(["data_parallel"], num_ranks=1, node_size=1) == [(Scope.EVERYWHERE, (128,), 1)]
 
 

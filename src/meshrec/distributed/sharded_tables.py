@@ -52,7 +52,7 @@ class ShardedTables:
 
     ``split``: its rectangles, in the order of ``routing.work[rank].rectangles``; ``local``: the whole
     data-parallel tables. ``rules``: for each table of the module what a gradient does to it; None: ordinary
-    gradients.
+    gradients. ``trained``: whether any table of the module, here or elsewhere, requires a gradient.
     """
 
     def __init__(
@@ -66,8 +66,11 @@ class ShardedTables:
         input_dist: InputDist,
         sequence: bool,
         precision: CommsPrecision,
+        trained: bool,
     ) -> None:
         self._env, self._rules = env, distinct(rules)
+        # A rank without a rectangle takes part in the backward pass too: its samples have gradients.
+        self._anchor = torch.empty(0, requires_grad=trained)
         work = routing.work[env.shard.rank]
         self.split = LookupTables(
             routing, work, split.weights, sequence=sequence, out_dtype=precision.forward
@@ -101,7 +104,7 @@ class ShardedTables:
         """Waits for the ids, looks them up, and starts to send the results back."""
         with phase("ids") if recorders else OFF:
             step = self._arrived(self._input.finish(exchanging))
-        received, local = _send(self, step, *self.split.weights, *self.local.weights)
+        received, local = _send(self, step, self._anchor, *self.split.weights, *self.local.weights)
         return Results(self, step, received, local)
 
     def uses_in_order(self) -> list[int]:
@@ -245,13 +248,15 @@ class _Send(torch.autograd.Function):
     """Lookup and departure; in the backward pass arrival and update."""
 
     @staticmethod
-    def forward(ctx: Any, tables: ShardedTables, step: Step, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, tables: ShardedTables, step: Step, anchor: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.tables, ctx.step = tables, step
         return tables.send(step)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, None, *ctx.tables.receive_grad(ctx.step, grads[1]))
+        return (None, None, None, *ctx.tables.receive_grad(ctx.step, grads[1]))
 
 
 class _Receive(torch.autograd.Function):
