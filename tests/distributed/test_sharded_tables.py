@@ -12,7 +12,9 @@ def make(builder=None):
         tables=[EmbeddingBagConfig(name="t0", num_embeddings=10, embedding_dim=4, feature_names=["a"])]
     )
     env = default_env()
-    plan = md.construct_module_sharding_plan(module, {"t0": builder or md.row_wise()}, world_size=env.shard.size)
+    plan = md.construct_module_sharding_plan(
+        module, {"t0": builder or md.row_wise()}, world_size=env.shard.size
+    )
     return module, md.EmbeddingBagCollectionSharder(SGD(lr=0.1)).shard(module, plan, env)
 
 

@@ -162,7 +162,6 @@ def build(
         input_dist=input_dist,
         sequence=options.sequence,
         precision=options.precision,
-        trained=any(source.weight.requires_grad for source in sources),
     )
     return Built(
         plan=plan, tables=tables, shards=shards, names=_names(routing), dims=routing.dims, fused=fused

@@ -146,10 +146,12 @@ class LookupTables:
         return grads
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """[N] the gradient of the per-sample weights."""
+        """fp32 [N]: the gradient of the per-sample weights, from that of the output in any shape."""
         values, offsets, _, segments = ids[:4]
+        if self.is_empty:
+            return grad.new_zeros(values.numel(), dtype=torch.float32)
         return torch.ops.meshrec.tbe_sample_weight_grad(  # type: ignore[no-any-return]
-            grad,
+            self.shaped(grad, ids),
             self.weights,
             values,
             offsets,

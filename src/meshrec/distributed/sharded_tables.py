@@ -26,6 +26,7 @@ from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput,
 from meshrec.distributed.phases import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.updates import FusedRule, TableUpdates, distinct
+from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.sparse import KeyedJaggedTensor
 
 
@@ -52,7 +53,7 @@ class ShardedTables:
 
     ``split``: its rectangles, in the order of ``routing.work[rank].rectangles``; ``local``: the whole
     data-parallel tables. ``rules``: for each table of the module what a gradient does to it; None: ordinary
-    gradients. ``trained``: whether any table of the module, here or elsewhere, requires a gradient.
+    gradients.
     """
 
     def __init__(
@@ -66,11 +67,8 @@ class ShardedTables:
         input_dist: InputDist,
         sequence: bool,
         precision: CommsPrecision,
-        trained: bool,
     ) -> None:
         self._env, self._rules = env, distinct(rules)
-        # A rank without a rectangle takes part in the backward pass too: its samples have gradients.
-        self._anchor = torch.empty(0, requires_grad=trained)
         work = routing.work[env.shard.rank]
         self.split = LookupTables(
             routing, work, split.weights, sequence=sequence, out_dtype=precision.forward
@@ -82,8 +80,10 @@ class ShardedTables:
         self._local_updates = TableUpdates(
             self.local, routing, env.shard, _of(rules, routing.replicated, True), local.state
         )
+        self._weights = [*split.weights, *local.weights]
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
+        self._weight_grads = WeightGrads(routing, env.shard)
 
     @property
     def num_clamped_ids(self) -> int:
@@ -92,8 +92,12 @@ class ShardedTables:
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""
+        trains = False
+        if torch.is_grad_enabled():
+            for weight in self._weights:
+                trains |= weight.requires_grad
         with phase("ids") if recorders else OFF:
-            return self._input.start(features)
+            return self._input.start(features, trains=trains)
 
     def exchange(self, started: Started) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any was bad."""
@@ -104,7 +108,9 @@ class ShardedTables:
         """Waits for the ids, looks them up, and starts to send the results back."""
         with phase("ids") if recorders else OFF:
             step = self._arrived(self._input.finish(exchanging))
-        received, local = _send(self, step, self._anchor, *self.split.weights, *self.local.weights)
+        # With it every rank has a backward pass if any has: they exchange gradients.
+        anchor = torch.empty(0, requires_grad=step.arrived.wishes.backward)
+        received, local = _send(self, step, anchor, step.arrived.weights, *self._weights)
         return Results(self, step, received, local)
 
     def uses_in_order(self) -> list[int]:
@@ -141,8 +147,10 @@ class ShardedTables:
             step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
         return local
 
-    def receive_grad(self, step: Step, local_grad: Tensor) -> list[Tensor | None]:
-        """The backward pass from the wire on: updates tables in place, or gives their gradients."""
+    def receive_grad(self, step: Step, local_grad: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The backward pass from the wire on: updates tables in place, or gives their gradients; before
+        them the gradient of the caller's per-sample weights, where some rank wants it.
+        """
         assert step.in_flight is not None
         local = None
         if step.local_ids is not None:
@@ -151,7 +159,9 @@ class ShardedTables:
             )
         with phase("gradient") if recorders else OFF:
             split_grad = step.in_flight.wait().float()
-        step.in_flight = None
+            step.in_flight, sample_grad = None, None
+            if step.arrived.wishes.weight_grads:
+                sample_grad = self._sample_weight_grad(step, split_grad, local_grad)
         split = self._of_replicas(
             self.split, step.arrived.message, step.ids, self._output.blocks, split_grad, self._env.replicate
         )
@@ -160,7 +170,7 @@ class ShardedTables:
             rule.advance()
         with phase("update") if recorders else OFF:
             grads = _applied(self._split_updates, split)
-            return grads + (_applied(self._local_updates, local) if local is not None else [])
+            return sample_grad, grads + (_applied(self._local_updates, local) if local is not None else [])
 
     def _arrived(self, arrived: Arrived) -> Step:
         ids = self._input.unpack(arrived.message, self._output.blocks, len(self.split.work.routes))
@@ -170,6 +180,20 @@ class ShardedTables:
         batches = arrived.message.header[:, 3].tolist()
         asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
         return Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
+
+    def _sample_weight_grad(self, step: Step, split_grad: Tensor, local_grad: Tensor) -> Tensor:
+        """fp32 [N]: that of this rank's own loss, so nothing is averaged."""
+        header = step.arrived.message.header
+        own = self.split.sample_weight_grad(split_grad, step.ids)
+        local = None
+        if step.local_ids is not None:
+            local = self.local.sample_weight_grad(local_grad, step.local_ids)
+        blocks = own.split(header[self._output.blocks, 2].tolist())
+        by_rank = [own] * len(blocks)
+        for rank, block in zip(self._output.blocks, blocks, strict=True):
+            by_rank[rank] = block
+        grads = self._weight_grads.exchange(by_rank, local, step.asked.source)
+        return grads.mul_(self._env.world.size)
 
     def _of_replicas(
         self,
@@ -249,14 +273,20 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tables: ShardedTables, step: Step, anchor: Tensor, *weights: Tensor
+        ctx: Any,
+        tables: ShardedTables,
+        step: Step,
+        anchor: Tensor,
+        sample_weights: Tensor | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.tables, ctx.step = tables, step
         return tables.send(step)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, None, None, *ctx.tables.receive_grad(ctx.step, grads[1]))
+        sample_grad, table_grads = ctx.tables.receive_grad(ctx.step, grads[1])
+        return (None, None, None, sample_grad if ctx.needs_input_grad[3] else None, *table_grads)
 
 
 class _Receive(torch.autograd.Function):

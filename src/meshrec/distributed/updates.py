@@ -1,6 +1,6 @@
 """What a gradient does to the tables of a rank: a fused update in place, or an ordinary gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -90,9 +90,8 @@ class TableUpdates:
         """
         tables = self._tables
         grads: list[Tensor | None] = [None] * len(tables.weights)
-        if not tables.is_empty:
-            for rule, group in self._whole:
-                tables.update(grad, ids, group.rectangles, group.state, rule.code, rule.hyper(0))
+        for rule, group in self._trained():
+            tables.update(grad, ids, group.rectangles, group.state, rule.code, rule.hyper(0))
         for rule, peers, members in self._split:
             sparse = tables.sparse_grads(grad, ids, members) if members else []
             self._update_split(sparse, rule, peers, members)
@@ -106,7 +105,7 @@ class TableUpdates:
         """``apply`` from the gradients of rows, one part for each rectangle."""
         tables = self._tables
         grads: list[Tensor | None] = [None] * len(tables.weights)
-        for rule, group in self._whole:
+        for rule, group in self._trained():
             hyper = rule.hyper(0)
             for i in group.rectangles:
                 update_rows(tables.weights[i].detach(), self._state[i], *parts[i], rule.code, hyper)
@@ -127,7 +126,19 @@ class TableUpdates:
         touched = [self._touched(i, *pair) for i, pair in zip(members, sparse, strict=True)]
         stats = peers.row_stats(touched, rule.code, [Hyper.from_tensor(h) for h in hypers])
         for i, rows, hyper, sums in zip(members, touched, hypers, stats, strict=True):
-            update_rows(self._tables.weights[i], self._state[i], rows.rows, rows.grad, rule.code, hyper, sums)
+            weight = self._tables.weights[i]
+            if weight.requires_grad:
+                update_rows(weight, self._state[i], rows.rows, rows.grad, rule.code, hyper, sums)
+
+    def _trained(self) -> Iterator[tuple[FusedRule, _Group]]:
+        """What needs no other rank, without the tables that are frozen now."""
+        weights = self._tables.weights
+        for rule, group in self._whole:
+            trained = [i for i in group.rectangles if weights[i].requires_grad]
+            if len(trained) == len(group.rectangles):
+                yield rule, group
+            elif trained:
+                yield rule, _Group(trained, self._state)
 
     def _touched(self, i: int, rows: Tensor, grad: Tensor) -> Touched:
         weight = self._tables.weights[i]
