@@ -109,13 +109,10 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             table.rule.group["params"].append(params[name])
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
-            whole = {
-                name: table.shards.whole(slot.parts, per_row=slot.per_row)
-                for name, slot in table.slots.items()
-            }
-            state[params[name]] = {"step": table.first_step, **whole}
+            state[params[name]] = {"step": table.first_step, **_whole_state(table)}
             table.rule.states.append(state[params[name]])
         super().__init__(params, state, groups)
+        self.register_state_dict_pre_hook(_join_again)
         self.register_load_state_dict_pre_hook(_load_split)
 
     @property
@@ -143,6 +140,18 @@ def _stand_in(shards: TableShards) -> Tensor:
     """A parameter to name the table by, where this rank holds nothing of it too."""
     own = shards.shards()
     return own[0] if own else torch.nn.Parameter(torch.empty(0))
+
+
+def _whole_state(table: FusedTable) -> dict[str, Tensor]:
+    return {name: table.shards.whole(slot.parts, per_row=slot.per_row) for name, slot in table.slots.items()}
+
+
+def _join_again(optimizer: torch.optim.Optimizer) -> None:
+    """One process that holds a table in several pieces has no view of the whole: it must be copied anew."""
+    assert isinstance(optimizer, ShardedFusedOptimizer)
+    for name, table in optimizer.tables.items():
+        if table.shards.is_joined:
+            optimizer.state[optimizer.params[name]].update(_whole_state(table))
 
 
 def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,16 @@ class TableShards(nn.Module):
         self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
 
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank may hold only a part of the table."""
+        return self._mesh is not None or len(self.rectangles) != 1
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether ``whole`` gives a copy: one process without a mesh, with the table in several pieces."""
+        return self._mesh is None and len(self.rectangles) > 1
+
     def shards(self) -> list[nn.Parameter]:
         """The rectangles that are here."""
         return list(self.parameters(recurse=False))
