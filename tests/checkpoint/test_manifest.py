@@ -81,7 +81,7 @@ def test_no_piece_leads_out_of_its_file_or_tensor(piece):
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match=r"of version 2, and 'meshrec\.checkpoint' of version 1 was expected"):
+    with pytest.raises(ValueError, match=r"of version 2, and 'meshrec\.checkpoint' of version 1"):
         Manifest.from_bytes(changed("version", 2))
 
 

@@ -1,4 +1,5 @@
-"""Whatever plan and number of ranks saved, any other loads: the same bits, and the same training from there on.
+"""Whatever plan and number of ranks saved, any other loads: the same bits, and the same training from there
+on.
 """
 
 import importlib.util

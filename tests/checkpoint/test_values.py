@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrec.checkpoint.values import decode, encode
@@ -25,6 +25,7 @@ def there_and_back(value):
     return decode(json.loads(text), tensors.__getitem__)
 
 
+@settings(max_examples=30)
 @given(PLAIN)
 def test_what_comes_back_is_the_same(value):
     back = there_and_back(value)
