@@ -20,7 +20,7 @@ def flat(lists):
 sizes = st.lists(st.integers(0, 23), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(sizes, st.integers(1, 9), st.integers(1, 5), st.integers(1, 7), st.integers(1, 9))
 def test_an_epoch_is_every_sample_once_whatever_the_ranks(sizes, batch, world, lanes, window):
     both = {"lanes": lanes, "window": window}
@@ -29,7 +29,7 @@ def test_an_epoch_is_every_sample_once_whatever_the_ranks(sizes, batch, world, l
     assert covered(steps) == covered(epoch(reader(sizes, **both), batch * world))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(sizes, st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 5))
 def test_a_position_resumes_exactly_on_any_number_of_ranks(sizes, batch, world, other, done, lanes):
     whole = covered(epoch(reader(sizes, lanes=lanes), batch, world, Position(2, 0)))
