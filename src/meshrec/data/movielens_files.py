@@ -112,9 +112,9 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
     movies = _read(file.with_name("u.item"), types, delimiter="|", columns=columns)
     if movies is None:
         return RawRatings(file.parent.name, ratings, _no_movies(ratings))
+    nothing = pa.scalar(None, pa.string())
     flags = [
-        pc.if_else(pc.equal(movies[name], "1"), pa.scalar(name), pa.scalar(None, pa.string()))
-        for name in names
+        pc.if_else(pc.equal(movies[name].combine_chunks(), "1"), pa.scalar(name), nothing) for name in names
     ]
     joined = pc.binary_join_element_wise(*flags, "|", null_handling="skip")
     return RawRatings(
@@ -123,7 +123,7 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
         pa.table(
             {
                 "movie": movies["movie"],
-                "genres": _genres(joined, "|"),
+                "genres": _genres(pa.chunked_array([joined]), "|"),
                 "year": _year_of_title(movies["title"]),
             }
         ),
