@@ -30,7 +30,8 @@ _UNKNOWN_GENRES = ["(no genres listed)", "unknown", ""]
 
 
 class RawRatings(NamedTuple):
-    """``ratings``: user, movie, rating, time; ``movies``: movie, genres (list of strings), year (or null).
+    """``ratings``: user, movie, rating, time; ``movies``: movie, genres (list of strings, or null), year (or
+    null).
 
     Users and movies have the ids of the files.
     """
@@ -123,7 +124,7 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
         pa.table(
             {
                 "movie": movies["movie"],
-                "genres": _genres(pa.chunked_array([joined]), "|"),
+                "genres": _genres(joined, "|"),
                 "year": _year_of_title(movies["title"]),
             }
         ),
@@ -225,13 +226,14 @@ def _no_movies(ratings: "pa.Table") -> "pa.Table":
     )
 
 
-def _genres(column: "pa.ChunkedArray", separator: str) -> "pa.ChunkedArray":
-    """Names split apart; an empty list where there are none."""
+def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
+    """Names split apart; null where there are none."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
-    column = pc.fill_null(column.cast(pa.string()), "")
+    column = column.cast(pa.string())
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
     unknown = pc.is_in(column, value_set=pa.array(_UNKNOWN_GENRES))
-    lists = pc.split_pattern(column, separator)
-    return pc.if_else(unknown, pa.scalar([], pa.list_(pa.string())), lists)
+    return pc.split_pattern(pc.if_else(unknown, pa.scalar(None, pa.string()), column), separator)
 
 
 def _year_of_title(title: "pa.ChunkedArray") -> "pa.ChunkedArray":
