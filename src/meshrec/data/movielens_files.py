@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from meshrec.data.delimited import parse
 from meshrec.data.faults import DataError, Faults, needs
 
@@ -113,22 +115,12 @@ def _load_100k(file: Path, faults: Faults) -> RawRatings:
     movies = _read(file.with_name("u.item"), types, delimiter="|", columns=columns)
     if movies is None:
         return RawRatings(file.parent.name, ratings, _no_movies(ratings))
-    nothing = pa.scalar(None, pa.string())
-    flags = [
-        pc.if_else(pc.equal(movies[name].combine_chunks(), "1"), pa.scalar(name), nothing) for name in names
-    ]
-    joined = pc.binary_join_element_wise(*flags, "|", null_handling="skip")
-    return RawRatings(
-        file.parent.name,
-        ratings,
-        pa.table(
-            {
-                "movie": movies["movie"],
-                "genres": _genres(joined, "|"),
-                "year": _year_of_title(movies["title"]),
-            }
-        ),
-    )
+    flags = np.stack([pc.equal(movies[name], "1").to_numpy(zero_copy_only=False) for name in names], axis=1)
+    ends = np.concatenate([[0], np.cumsum(flags.sum(1))])
+    which = pa.array(names).take(pa.array(np.nonzero(flags)[1]))
+    genres = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), which)
+    table = {"movie": movies["movie"], "genres": genres, "year": _year_of_title(movies["title"])}
+    return RawRatings(file.parent.name, ratings, pa.table(table))
 
 
 def _load_recbole(file: Path, faults: Faults) -> RawRatings:
@@ -163,8 +155,6 @@ def _ratings(
 
 def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
     """Without rows that have holes."""
-    import numpy as np
-
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     kept = np.ones(table.num_rows, dtype=np.bool_)
     for name in table.column_names:
