@@ -13,6 +13,7 @@ from meshrec.distributed.plan_checks import verify_plan, verify_same_plan
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.distributed.sharding_plan import ShardingPlan
 from meshrec.optim.keyed import CombinedOptimizer
+from meshrec.optim.parts import mark_part
 
 Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
 
@@ -133,6 +134,11 @@ class DistributedModelParallel(nn.Module):
             self._init_ddp(ignored)
         else:
             self._init_fsdp2()
+        if self._env.shard.group is not None:
+            for name, parameter in self.module.named_parameters():
+                if name not in ignored:
+                    # So that a rank without tables takes part in the norm of all gradients.
+                    mark_part(parameter, self._env.shard.group, counts=False)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook with DistributedDataParallel, such as compression of dense
@@ -205,8 +211,7 @@ class DistributedModelParallel(nn.Module):
     def _init_ddp(self, ignored: set[str]) -> None:
         parallel = nn.parallel.DistributedDataParallel
         parallel._set_params_and_buffers_to_ignore_for_model(self._dmp_wrapped_module, ignored)
-        # Gradients that lie in the buckets are neither held twice nor copied.
-        options: dict[str, Any] = {"process_group": self._env.world.group, "gradient_as_bucket_view": True}
+        options: dict[str, Any] = {"process_group": self._env.world.group}
         if self._device.type == "cuda":
             options["device_ids"] = [self._device]
         self._dmp_wrapped_module = parallel(self._dmp_wrapped_module, **{**options, **self._dense_options})

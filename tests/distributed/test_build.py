@@ -54,14 +54,22 @@ def test_a_fused_module_keeps_its_state():
     assert {state["step"] for state in sharded.fused_optimizer.state.values()} == {2}
 
 
-def test_a_module_that_updates_on_step_cannot_be_sharded():
-    module = fuse(collection(), optimizer=SGD(lr=0.1), update="on_step")
-    message = (
-        r"the tables \['t0', 't1'\] is fused with update=\"on_step\" and cannot be sharded.*"
-        r'allow only update="in_backward"\. Fuse it with update="in_backward"'
-    )
-    with pytest.raises(ValueError, match=message):
-        md.EmbeddingBagCollectionSharder().shard(module, one_process_plan(module), ENV)
+@pytest.mark.parametrize(
+    ("fused", "chosen", "in_backward"),
+    [
+        ("on_step", None, False),
+        ("in_backward", None, True),
+        ("on_step", "in_backward", True),
+        (None, "on_step", False),
+    ],
+)
+def test_when_tables_are_updated(fused, chosen, in_backward):
+    module = collection()
+    if fused is not None:
+        fuse(module, optimizer=SGD(lr=0.1), update=fused)
+    sharder = md.EmbeddingBagCollectionSharder(SGD(lr=0.1), update=chosen)
+    sharded = sharder.shard(module, one_process_plan(module), ENV)
+    assert sharded.fused_optimizer.updates_in_backward == in_backward
 
 
 def test_each_table_keeps_its_own_optimizer():

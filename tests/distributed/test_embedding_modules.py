@@ -168,7 +168,7 @@ def environment(mesh):
     return md.ShardingEnv.from_mesh(init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1]))
 
 
-def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="ddp", steps=10):
+def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="ddp", steps=10, update=None):
     env = environment(mesh)
     kind = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
     plan = make_plan(make_collection(sequence, weighted, "meta"), kinds, env)
@@ -187,7 +187,7 @@ def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="
         md.ShardingPlan({"collection": plan}),
         batches,
         loss=loss,
-        sharders=[kind(OPTIMIZERS[optimizer])],
+        sharders=[kind(OPTIMIZERS[optimizer], update=update)],
         env=env,
         dense=dense,
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -206,6 +206,11 @@ def test_every_sharding_type(ranks, kind, sequence, weighted):
     ranks(2).run(check, (kind,) * 4, "rowwise_adagrad", sequence, weighted)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "column_wise_twice"])
+def test_every_sharding_type_on_step(ranks, kind):
+    ranks(2).run(check, (kind,) * 4, "rowwise_adagrad", False, "learned", "flat", "ddp", 10, "on_step")
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kinds", [MIXED, ("column_wise",) * 4], ids=["mixed", "columns"])
 def test_every_optimizer(ranks, kinds, optimizer):
@@ -216,7 +221,7 @@ def test_every_optimizer(ranks, kinds, optimizer):
 @pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
 def test_every_mesh(ranks, mesh, dense):
     ranks(4).run(check, MIXED, "rowwise_adagrad", False, "learned", mesh, dense)
-    ranks(4).run(check, MIXED, "lamb", True, False, mesh, dense)
+    ranks(4).run(check, MIXED, "lamb", True, False, mesh, dense, 10, "on_step")
 
 
 @pytest.mark.parametrize("mesh", ["flat", "replicated", "nodes"])
@@ -227,7 +232,8 @@ def test_random_mixes(ranks, mesh, data):
     optimizer = data.draw(st.sampled_from(list(OPTIMIZERS)))
     sequence = data.draw(st.booleans())
     weighted = not sequence and data.draw(st.sampled_from([False, True, "learned"]))
-    ranks(4).run(check, kinds, optimizer, sequence, weighted, mesh, "ddp", 4)
+    update = data.draw(st.sampled_from(["in_backward", "on_step"]))
+    ranks(4).run(check, kinds, optimizer, sequence, weighted, mesh, "ddp", 4, update)
 
 
 def all_on_one_rank(optimizer, sequence):

@@ -132,7 +132,7 @@ class InputDist:
         sequence: bool,
         bounds_check: BoundsCheckMode,
     ) -> None:
-        self._routing, self._env, self._device = routing, env, device
+        self._routing, self._env, self.device = routing, env, device
         self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
         self.num_clamped_ids = 0
         self._router = routing.router
@@ -214,10 +214,10 @@ class InputDist:
             features = _expanded(features)
         weights = self._weights(features)
         values, offsets = features.values(), features.offsets()
-        if values.device != self._device:
+        if values.device != self.device:
             raise ValueError(
                 f"the input is on {values.device} and table {self._routing.tables[0].name!r} on "
-                f"{self._device}. "
+                f"{self.device}. "
                 "Move one to the other with .to()."
             )
         strides, segments = features.stride_per_key(), features.segments_or_none()

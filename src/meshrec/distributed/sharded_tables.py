@@ -5,27 +5,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from meshrec.distributed.collected import Collected
 from meshrec.distributed.collectives import InFlight
 from meshrec.distributed.gradient_exchange import (
-    RowGradients,
     finish_gather,
     gathered_sizes,
     reduce_bytes,
     reduce_gradients,
     start_gather,
 )
+from meshrec.distributed.holdings import Holdings
 from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Message, Started
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
 from meshrec.distributed.phases import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
-from meshrec.distributed.updates import FusedRule, TableUpdates, distinct
+from meshrec.distributed.updates import FusedRule, LookedUp, TableGradient, TableUpdates, distinct
 from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -41,13 +42,6 @@ class Step:
     in_flight: InFlight | None = None
 
 
-class Tables(NamedTuple):
-    """What a rank holds: a weight and its optimizer state for each rectangle."""
-
-    weights: Sequence[nn.Parameter]
-    state: Sequence[Sequence[Tensor]]
-
-
 class ShardedTables:
     """Everything a rank does for one module.
 
@@ -60,8 +54,8 @@ class ShardedTables:
         self,
         routing: Routing,
         env: ShardingEnv,
-        split: Tables,
-        local: Tables,
+        split: Holdings,
+        local: Holdings,
         *,
         rules: Sequence[FusedRule | None],
         input_dist: InputDist,
@@ -70,17 +64,15 @@ class ShardedTables:
     ) -> None:
         self._env, self._rules = env, distinct(rules)
         work = routing.work[env.shard.rank]
-        self.split = LookupTables(
-            routing, work, split.weights, sequence=sequence, out_dtype=precision.forward
-        )
-        self.local = LookupTables(routing, routing.local, local.weights, sequence=sequence)
-        self._split_updates = TableUpdates(
-            self.split, routing, env.shard, _of(rules, routing.replicated, False), split.state
-        )
-        self._local_updates = TableUpdates(
-            self.local, routing, env.shard, _of(rules, routing.replicated, True), local.state
-        )
-        self._weights = [*split.weights, *local.weights]
+        self.split = LookupTables(routing, work, split, sequence=sequence, out_dtype=precision.forward)
+        self.local = LookupTables(routing, routing.local, local, sequence=sequence)
+        self._updates = [
+            TableUpdates(self.split, routing, env.shard, _of(rules, routing.replicated, False)),
+            TableUpdates(self.local, routing, env.shard, _of(rules, routing.replicated, True)),
+        ]
+        self._parameters = [*split.parameters, *local.parameters]
+        self.collected = Collected(input_dist.device) if any(rule.deferred for rule in self._rules) else None
+        """What backward passes left for ``step``; None where there is nothing to leave."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
         self._weight_grads = WeightGrads(routing, env.shard)
@@ -94,8 +86,8 @@ class ShardedTables:
         """Routes the ids and starts to exchange sizes."""
         trains = False
         if torch.is_grad_enabled():
-            for weight in self._weights:
-                trains |= weight.requires_grad
+            for parameter in self._parameters:
+                trains |= parameter.requires_grad
         with phase("ids") if recorders else OFF:
             return self._input.start(features, trains=trains)
 
@@ -110,7 +102,7 @@ class ShardedTables:
             step = self._arrived(self._input.finish(exchanging))
         # With it every rank has a backward pass if any has: they exchange gradients.
         anchor = torch.empty(0, requires_grad=step.arrived.wishes.backward)
-        received, local = _send(self, step, anchor, step.arrived.weights, *self._weights)
+        received, local = _send(self, step, anchor, step.arrived.weights, *self._parameters)
         return Results(self, step, received, local)
 
     def uses_in_order(self) -> list[int]:
@@ -165,12 +157,42 @@ class ShardedTables:
         split = self._of_replicas(
             self.split, step.arrived.message, step.ids, self._output.blocks, split_grad, self._env.replicate
         )
-        # From here on tables change: what can fail on the wire is behind us.
-        for rule in self._rules:
-            rule.advance()
+        gradients = [split] if local is None else [split, local]
         with phase("update") if recorders else OFF:
-            grads = _applied(self._split_updates, split)
-            return sample_grad, grads + (_applied(self._local_updates, local) if local is not None else [])
+            self._collect(gradients)
+            # From here on tables change: what can fail on the wire is behind us.
+            self._begin_update(deferred=False)
+            grads = [
+                grad
+                for updates, gradient in zip(self._updates, gradients, strict=False)
+                for grad in updates.apply(gradient)
+            ]
+        return sample_grad, grads
+
+    def step(self) -> None:
+        """Applies what backward passes have collected, if they have. Collective."""
+        if self.collected is None or self.collected.signal.grad is None:
+            return
+        for updates in self._updates:
+            updates.check_collected()
+        self._begin_update(deferred=True)
+        for updates in self._updates:
+            updates.step()
+
+    def _begin_update(self, *, deferred: bool) -> None:
+        rules = [rule for rule in self._rules if rule.deferred == deferred]
+        for rule in rules:
+            rule.check()
+        for rule in rules:
+            rule.advance()
+
+    def _collect(self, gradients: Sequence[TableGradient]) -> None:
+        if self.collected is None:
+            return
+        finite = True
+        for updates, gradient in zip(self._updates, gradients, strict=False):
+            finite &= updates.collect(gradient)
+        self.collected.agree(finite, self._env.world)
 
     def _arrived(self, arrived: Arrived) -> Step:
         ids = self._input.unpack(arrived.message, self._output.blocks, len(self.split.work.routes))
@@ -203,10 +225,10 @@ class ShardedTables:
         blocks: list[int],
         grad: Tensor,
         axis: Axis,
-    ) -> "_Gradient":
+    ) -> TableGradient:
         """The gradient of all replicas of these tables, in the form that moved fewer bytes."""
         if axis.size == 1:
-            return _Gradient(tables.shaped(grad, ids), ids, None)
+            return TableGradient(LookedUp(tables, tables.shaped(grad, ids), ids), {})
         with phase("data_parallel" if tables is self.local else "replicas") if recorders else OFF:
             return self._exchanged(tables, message, ids, blocks, grad, axis)
 
@@ -218,31 +240,17 @@ class ShardedTables:
         blocks: list[int],
         grad: Tensor,
         axis: Axis,
-    ) -> "_Gradient":
+    ) -> TableGradient:
         gathering = start_gather(message, grad, axis)
         sizes = gathered_sizes(gathering)
         shapes = [(weight.shape[0], weight.shape[1]) for weight in tables.weights]
         if not tables.is_empty and reduce_bytes(shapes, axis.size) < sizes.gather_bytes():
             own = tables.sparse_grads(tables.shaped(grad, ids), ids, list(range(len(shapes))))
-            return _Gradient(grad, ids, reduce_gradients(own, shapes, axis))
+            return TableGradient(None, dict(enumerate(reduce_gradients(own, shapes, axis))))
         message, grad = finish_gather(gathering, sizes)
         all_blocks = [p * len(blocks) + block for p in range(axis.size) for block in blocks]
         ids = self._input.unpack(message, all_blocks, len(tables.work.routes))
-        return _Gradient(tables.shaped(grad, ids), ids, None)
-
-
-class _Gradient(NamedTuple):
-    """The gradient of looked-up rows, or, where ``rows`` is there, of the rows of each rectangle."""
-
-    grad: Tensor
-    ids: LookupIds
-    rows: list[RowGradients] | None
-
-
-def _applied(updates: TableUpdates, gradient: _Gradient) -> list[Tensor | None]:
-    if gradient.rows is not None:
-        return updates.apply_rows(gradient.rows)
-    return updates.apply(gradient.grad, gradient.ids)
+        return TableGradient(LookedUp(tables, tables.shaped(grad, ids), ids), {})
 
 
 def _of(
