@@ -113,14 +113,17 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   const auto* stats_data = stats.has_value() ? static_cast<const float*>(stats->const_data_ptr()) : nullptr;
   const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), weights.num_rows, stats_data);
   const int64_t num_tables = weights.tensors.size();
-  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+  const auto slot_data = [&](int64_t slot, int64_t table) {
+    return slot < shape.num_slots ? states[slot * num_tables + table] : nullptr;
+  };
+  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     runs.sort(range);
     UpdateArgs args{.runs = runs.arguments(range, task_scratch(table.dim)),
                     .weight = weights.data[table.table],
-                    .state0 = shape.num_slots > 0 ? states[table.table] : nullptr,
-                    .state1 = shape.num_slots > 1 ? states[num_tables + table.table] : nullptr,
+                    .state0 = slot_data(0, table.table),
+                    .state1 = slot_data(1, table.table),
                     .row_stats = table.row_stats,
                     .hyper = hyper};
     if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);
@@ -144,7 +147,7 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
   const Tensor g = checked_grad(grad, batch);
   const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
   std::vector<int64_t> counts(runs.ranges.size());
-  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     runs.sort(range);
     counts[task] = count_runs(runs.tables[range.table].pairs, range.begin, range.end);
@@ -170,7 +173,7 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
     result.push_back(torch::stable::new_empty(g, {rows}, ScalarType::Long));
     result.push_back(torch::stable::new_empty(g, {rows, table_dims[t]}));
   }
-  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     kernels().sum(
@@ -196,7 +199,7 @@ std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list,
   std::vector<Tensor> result;
   for (size_t t = 0; t < weights.tensors.size(); ++t)
     result.push_back(torch::stable::new_zeros(g, {weights.num_rows[t], weights.dims[t]}));
-  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
+  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     runs.sort(range);

@@ -77,7 +77,6 @@ struct Hyper {
 struct RunArgs {
   const Pair* pairs;
   int64_t begin, end;         // a whole number of runs
-  int64_t readable;           // pairs[0 .. readable) may be looked at for prefetching
   const float* const* grads;  // by slot
   const float* scales;        // by slot, or null for 1
   int64_t dim;
@@ -101,8 +100,7 @@ struct SumArgs {
   bool dense;
 };
 
-constexpr int kMaxBatch = 16;  // runs whose rows are worked on together
-constexpr int64_t kScratchRows = kMaxBatch + 2;
+constexpr int64_t kScratchRows = 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 struct Kernels {

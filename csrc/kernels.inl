@@ -15,12 +15,12 @@ namespace {
 
 #include "simd.h"
 
-constexpr int64_t kPrefetchBytes = 4096;  // how far ahead of the row in work, in bytes of rows
+constexpr int64_t kPrefetchBytes = 12288;  // how far ahead of the row in work, in bytes of rows
 
 template <typename Weight>
 int64_t rows_ahead(int64_t dim) {
   const int64_t rows = kPrefetchBytes / (dim * int64_t(sizeof(Weight)));
-  return rows < 4 ? 4 : rows > 32 ? 32 : rows;
+  return rows < 4 ? 4 : rows > 64 ? 64 : rows;
 }
 
 // ---- forward
@@ -178,7 +178,17 @@ void dot(const DotArgs& a) {
 // ---- runs of equal rows
 // ------------------------------------------------------------------------------------------
 
-constexpr int64_t kPairsAhead = 24;
+constexpr int64_t kPairsAhead = 64;
+
+// Calls touch(row) for the rows of the pairs up to kPairsAhead behind `done`, so that they are on their way.
+template <typename Touch>
+__attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t done, int64_t& announced,
+                                                    const Touch& touch) {
+  const int64_t to = done + kPairsAhead < a.end ? done + kPairsAhead : a.end;
+  for (; announced < to; ++announced)
+    if (announced == a.begin || a.pairs[announced].row != a.pairs[announced - 1].row)
+      touch(a.pairs[announced].row);
+}
 
 template <int N, bool kScaled>
 inline void sum_block(const RunArgs& a, int64_t column, int64_t first, int64_t last, float* out) {
@@ -217,16 +227,6 @@ inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
   for (int64_t d = 0; d < rest; ++d) out[column + d] = sum[d];
 }
 
-// A few runs whose gradients are summed before any of their rows is touched: the rows' cache lines arrive
-// meanwhile, and the steps' long dependency chains overlap.
-struct RunBatch {
-  int size = 0;
-  uint32_t rows[kMaxBatch];
-  uint32_t slots[kMaxBatch];  // of each run's first pair
-  const float* grads[kMaxBatch];
-  int64_t num_pairs[kMaxBatch];
-};
-
 // The summed gradient of pairs [first, last).
 inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, float* sum) {
   if (a.scales != nullptr) {
@@ -237,55 +237,38 @@ inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, flo
   return sum;
 }
 
-// Calls prepare(batch), and then use(batch, k) for each of its runs; touch(row) announces a row that comes
-// soon, a little at a time, so that memory and arithmetic overlap.
-template <typename Touch, typename Prepare, typename Use>
-inline void for_each_batch(const RunArgs& a, const Touch& touch, const Prepare& prepare, const Use& use) {
+// A run of equal rows: its pairs, and their summed gradient.
+struct Run {
+  uint32_t row, slot;  // the slot of its first pair
+  int64_t num_pairs;
+  const float* grad;
+};
+
+// Calls use(run) for each run, and touch(row) well before it.
+template <typename Touch, typename Use>
+inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
   int64_t announced = a.begin;
-  const auto announce = [&](int64_t count) __attribute__((always_inline)) {
-    const int64_t to = announced + count < a.readable ? announced + count : a.readable;
-    for (; announced < to; ++announced)
-      if (announced == a.begin || a.pairs[announced].row != a.pairs[announced - 1].row)
-        touch(a.pairs[announced].row);
-  };
-  const int64_t batch_size = 2048 / a.dim < 1 ? 1 : 2048 / a.dim < kMaxBatch ? 2048 / a.dim : kMaxBatch;
-  announce(kPairsAhead);
-  RunBatch batch;
   for (int64_t first = a.begin; first < a.end;) {
-    const uint32_t row = a.pairs[first].row;
-    int64_t last = first + 1;
-    while (last < a.end && a.pairs[last].row == row) ++last;
-    const uint32_t slot = a.pairs[first].slot;
-    float* sum = a.scratch + batch.size * padded(a.dim);
-    batch.rows[batch.size] = row;
-    batch.slots[batch.size] = slot;
-    batch.num_pairs[batch.size] = last - first;
-    if (last == first + 1 && a.scales == nullptr) {
-      batch.grads[batch.size] = a.grads[slot];
-    } else {
-      batch.grads[batch.size] = sum_pairs(a, first, last, sum);
-    }
-    first = last;
-    if (++batch.size == batch_size || first >= a.end) {
-      prepare(batch);
-      for (int k = 0; k < batch.size; ++k) {
-        announce(batch.num_pairs[k]);
-        use(batch, k);
-      }
-      batch.size = 0;
-    }
+    Run run{a.pairs[first].row, a.pairs[first].slot, 1, nullptr};
+    while (first + run.num_pairs < a.end && a.pairs[first + run.num_pairs].row == run.row) ++run.num_pairs;
+    run.grad = run.num_pairs == 1 && a.scales == nullptr
+                   ? a.grads[run.slot]
+                   : sum_pairs(a, first, first + run.num_pairs, a.scratch);
+    first += run.num_pairs;
+    announce(a, first, announced, touch);
+    use(run);
   }
 }
 
 void sum(const SumArgs& a) {
   const int64_t dim = a.runs.dim;
-  int64_t run = 0;
-  for_each_batch(
-      a.runs, [](uint32_t) {}, [](const RunBatch&) {},
-      [&](const RunBatch& batch, int k) {
-        if (a.rows != nullptr) a.rows[run] = batch.rows[k];
-        memcpy(a.sums + (a.dense ? int64_t(batch.rows[k]) : run) * dim, batch.grads[k], dim * sizeof(float));
-        ++run;
+  int64_t index = 0;
+  for_each_run(
+      a.runs, [](uint32_t) {},
+      [&](const Run& run) {
+        if (a.rows != nullptr) a.rows[index] = run.row;
+        memcpy(a.sums + (a.dense ? int64_t(run.row) : index) * dim, run.grad, dim * sizeof(float));
+        ++index;
       });
 }
 
@@ -312,13 +295,6 @@ inline float mean_square(const float* g, const float* w, int64_t dim, const Step
   return float(total / step.hyper.row_dim);
 }
 
-inline void adagrad_row(float* __restrict w, const float* __restrict g, float rate, int64_t dim,
-                        const Hyper& h) {
-  const float l2 = h.decay_mode == kL2 ? h.weight_decay : 0.0f;
-  const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
-  for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * (g[d] + l2 * w[d]);
-}
-
 template <int kOptimizer>
 inline void step_row(float* __restrict w, const float* __restrict g, float* __restrict s0,
                      float* __restrict s1, int64_t dim, const Step& step) {
@@ -338,7 +314,8 @@ inline void step_row(float* __restrict w, const float* __restrict g, float* __re
     }
   } else if constexpr (kOptimizer == kRowWiseAdagrad) {
     s0[0] += mean_square(g, w, dim, step);
-    adagrad_row(w, g, lr / (__builtin_sqrtf(s0[0]) + eps), dim, h);
+    const float rate = lr / (__builtin_sqrtf(s0[0]) + eps);
+    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * grad(d);
   } else if constexpr (kOptimizer == kLARS) {
     const float w_norm = __builtin_sqrtf(
         step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](auto at) { return at(w) * at(w); }));
@@ -381,82 +358,113 @@ inline void step_row(float* __restrict w, const float* __restrict g, float* __re
   }
 }
 
-// kDim = 0: any width; otherwise the loops are unrolled for it.
-template <int kOptimizer, typename Weight, int kDim>
+template <int kOptimizer, typename Weight>
 void update_rows(const UpdateArgs& args) {
-  RunArgs runs = args.runs;
-  if (kDim != 0) runs.dim = kDim;
-  const int64_t dim = kDim != 0 ? kDim : runs.dim;
+  const RunArgs& runs = args.runs;
+  const int64_t dim = runs.dim;
   Weight* weight = static_cast<Weight*>(args.weight);
   const int64_t width0 = row_state0(kOptimizer) ? 1 : dim, width1 = row_state1(kOptimizer) ? 1 : dim;
-  float* work = runs.scratch + kMaxBatch * padded(dim);
+  float* work = runs.scratch + padded(dim);
   float* row_buffer = work + padded(dim);
   const bool stochastic = args.hyper.seed != 0;
-  // All rates of a batch first: their chains of additions, root and division overlap.
-  constexpr bool kRatesFirst = kOptimizer == kRowWiseAdagrad && sizeof(Weight) == sizeof(float);
-  float rates[kMaxBatch];
   const auto state = [](float* base, int64_t row, int64_t width) {
     return base != nullptr ? base + row * width : base;
   };
-  const auto stats = [&](const RunBatch& batch, int k) {
-    return args.row_stats != nullptr ? args.row_stats[batch.slots[k]] : nullptr;
-  };
-  for_each_batch(
+  for_each_run(
       runs,
       [&](uint32_t row) __attribute__((always_inline)) {
         prefetch_row(weight + int64_t(row) * dim, dim);
         if (args.state0 != nullptr) prefetch_row(args.state0 + int64_t(row) * width0, width0);
         if (args.state1 != nullptr) prefetch_row(args.state1 + int64_t(row) * width1, width1);
       },
-      [&](const RunBatch& batch) {
-        if constexpr (kRatesFirst) {
-          for (int k = 0; k < batch.size; ++k) {
-            float* sum = args.state0 + batch.rows[k];
-            const Step step{args.hyper, stats(batch, k), work};
-            *sum += mean_square(batch.grads[k], weight + int64_t(batch.rows[k]) * dim, dim, step);
-            rates[k] = args.hyper.lr / (__builtin_sqrtf(*sum) + args.hyper.eps);
-          }
-        }
-      },
-      [&](const RunBatch& batch, int k) {
-        const uint32_t row = batch.rows[k];
-        Weight* target = weight + int64_t(row) * dim;
-        if constexpr (kRatesFirst) {
-          adagrad_row(target, batch.grads[k], rates[k], dim, args.hyper);
+      [&](const Run& run) {
+        Weight* target = weight + int64_t(run.row) * dim;
+        const Step step{args.hyper, args.row_stats != nullptr ? args.row_stats[run.slot] : nullptr, work};
+        float* s0 = state(args.state0, run.row, width0);
+        float* s1 = state(args.state1, run.row, width1);
+        if constexpr (sizeof(Weight) == sizeof(float)) {
+          step_row<kOptimizer>(target, run.grad, s0, s1, dim, step);
         } else {
-          const Step step{args.hyper, stats(batch, k), work};
-          float* s0 = state(args.state0, row, width0);
-          float* s1 = state(args.state1, row, width1);
-          if constexpr (sizeof(Weight) == sizeof(float)) {
-            step_row<kOptimizer>(target, batch.grads[k], s0, s1, dim, step);
-          } else {
-            row_to_float(target, dim, row_buffer);
-            step_row<kOptimizer>(row_buffer, batch.grads[k], s0, s1, dim, step);
-            for (int64_t d = 0; d < dim; ++d) {
-              const uint32_t noise =
-                  stochastic ? random_bits(args.hyper.seed, args.hyper.step, row, uint64_t(d)) : 0;
-              target[d] = round_to(target, row_buffer[d], noise, stochastic);
-            }
+          row_to_float(target, dim, row_buffer);
+          step_row<kOptimizer>(row_buffer, run.grad, s0, s1, dim, step);
+          for (int64_t d = 0; d < dim; ++d) {
+            const uint32_t noise =
+                stochastic ? random_bits(args.hyper.seed, args.hyper.step, run.row, uint64_t(d)) : 0;
+            target[d] = round_to(target, row_buffer[d], noise, stochastic);
           }
         }
       });
 }
 
+// The usual widths of the usual optimizers: the gradient is summed in registers, and so few instructions are
+// left per row that the processor reaches the next rows while this one waits for memory.
+template <int kOptimizer, int kDim, bool kScaled>
+void update_rows_of(const UpdateArgs& args) {
+  static_assert(kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad);
+  constexpr int kVectors = kDim / kLanes, kParts = 16 / kLanes;
+  const RunArgs& a = args.runs;
+  const Hyper& h = args.hyper;
+  float* weight = static_cast<float*>(args.weight);
+  const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
+  int64_t announced = a.begin;
+  for (int64_t i = a.begin; i < a.end;) {
+    const uint32_t row = a.pairs[i].row;
+    Vec grad[kVectors];
+    const auto add = [&](uint32_t slot, bool first) __attribute__((always_inline)) {
+      const float* from = a.grads[slot];
+      for (int k = 0; k < kVectors; ++k) {
+        Vec part = load(from + k * kLanes);
+        if constexpr (kScaled) part *= a.scales[slot];
+        grad[k] = first ? part : grad[k] + part;
+      }
+    };
+    add(a.pairs[i].slot, true);
+    for (++i; i < a.end && a.pairs[i].row == row; ++i) add(a.pairs[i].slot, false);
+    announce(a, i, announced, [&](uint32_t next) __attribute__((always_inline)) {
+      prefetch_row(weight + int64_t(next) * kDim, kDim);
+      if constexpr (kOptimizer == kRowWiseAdagrad) prefetch_row(args.state0 + next, 1);
+    });
+    float rate = h.lr;
+    if constexpr (kOptimizer == kRowWiseAdagrad) {
+      Vec part[kParts];
+      for (int k = 0; k < kParts; ++k) part[k] = Vec{};
+      for (int k = 0; k < kVectors; ++k) part[k % kParts] += grad[k] * grad[k];
+      float& sum = args.state0[row];
+      sum += lanes_total(part) / kDim;
+      rate = h.lr / (__builtin_sqrtf(sum) + h.eps);
+    }
+    float* target = weight + int64_t(row) * kDim;
+    for (int k = 0; k < kVectors; ++k)
+      store(target + k * kLanes, keep * load(target + k * kLanes) - rate * grad[k]);
+  }
+}
+
+template <int kOptimizer, int kDim>
+void update_rows_of(const UpdateArgs& args) {
+  if (args.runs.scales != nullptr) {
+    update_rows_of<kOptimizer, kDim, true>(args);
+  } else {
+    update_rows_of<kOptimizer, kDim, false>(args);
+  }
+}
+
 template <int kOptimizer, typename Weight>
 void update(const UpdateArgs& a) {
   if constexpr (sizeof(Weight) == sizeof(float) && (kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad)) {
-    switch (a.runs.dim) {
+    const bool plain =
+        a.hyper.decay_mode != kL2 && a.row_stats == nullptr && a.hyper.row_dim == double(a.runs.dim);
+    switch (plain ? a.runs.dim : 0) {
       case 32:
-        return update_rows<kOptimizer, Weight, 32>(a);
+        return update_rows_of<kOptimizer, 32>(a);
       case 64:
-        return update_rows<kOptimizer, Weight, 64>(a);
+        return update_rows_of<kOptimizer, 64>(a);
       case 128:
-        return update_rows<kOptimizer, Weight, 128>(a);
+        return update_rows_of<kOptimizer, 128>(a);
       case 256:
-        return update_rows<kOptimizer, Weight, 256>(a);
+        return update_rows_of<kOptimizer, 256>(a);
     }
   }
-  update_rows<kOptimizer, Weight, 0>(a);
+  update_rows<kOptimizer, Weight>(a);
 }
 
 template <typename Id>

@@ -24,12 +24,6 @@ void check_sample_weights(const Batch& batch, const Lookup& lookup, const Tensor
              bag - lookup.first_bag, ") is NaN. Weights must be numbers; find where this one comes from.");
 }
 
-void atomic_min(std::atomic<int64_t>& target, int64_t value) {
-  int64_t seen = target.load();
-  while (value < seen && !target.compare_exchange_weak(seen, value)) {
-  }
-}
-
 void look_up(const Batch& batch, const Weights& weights, const Piece& piece, float* out) {
   const Lookup& lookup = batch.lookups[piece.lookup];
   const void* weight = weights.data[lookup.table];

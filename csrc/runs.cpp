@@ -12,21 +12,38 @@ namespace {
 
 constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kKeptBytes = size_t(64) << 20;
-constexpr int64_t kChunkIds = 1 << 14;
+constexpr int64_t kChunkIds = 1 << 12;
 constexpr int kMaxDigitBits = 11;
-constexpr int64_t kPartitions = 256;
+constexpr int64_t kMaxParts = 256;  // as many places are written at a time
+constexpr size_t kRangeBytes = size_t(128)
+                               << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
+constexpr size_t kKeptPairs = size_t(1) << 20;
 
 thread_local Arena::Memory kept_memory;
 thread_local size_t kept_capacity = 0;
 
+// Counts the ids of each part; false if one is outside the table.
 template <typename Id>
-void fill_pairs(const Batch& batch, int64_t first_bag, int64_t last_bag, bool slot_per_id, int64_t slot,
-                Pair* pairs) {
+bool count_parts(const Id* ids, int64_t count, uint64_t num_rows, int64_t shift, uint32_t* counts) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t id = int64_t(ids[i]);
+    if (id >= num_rows) return false;
+    ++counts[id >> shift];
+  }
+  return true;
+}
+
+// Writes a pair for every id of the bags to where its part's next one goes.
+template <typename Id>
+void deal(const Batch& batch, int64_t first_bag, int64_t last_bag, bool slot_per_id, int64_t slot,
+          int64_t shift, Pair* pairs, uint32_t* positions) {
   const Id* ids = static_cast<const Id*>(batch.ids(0));
   const int64_t step = slot_per_id ? 1 : 0;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    for (int64_t i = batch.bags[bag]; i < batch.bags[bag + 1]; ++i, slot += step)
-      *pairs++ = {uint32_t(ids[i]), uint32_t(slot)};
+    for (int64_t i = batch.bags[bag]; i < batch.bags[bag + 1]; ++i, slot += step) {
+      const uint32_t row = uint32_t(ids[i]);
+      pairs[positions[row >> shift]++] = {row, uint32_t(slot)};
+    }
     slot += 1 - step;
   }
 }
@@ -68,7 +85,9 @@ void radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, 
 void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uint32_t num_rows) {
   if (count < 48) return insertion_sort(pairs, count);
   const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);
-  const int passes = (bits + kMaxDigitBits - 1) / kMaxDigitBits;
+  // About as many counters as pairs.
+  const int most_bits = std::clamp<int>(std::bit_width(uint64_t(count)) - 1, 8, kMaxDigitBits);
+  const int passes = (bits + most_bits - 1) / most_bits;
   if (passes == 0) return;
   const int digit_bits = (bits + passes - 1) / passes;
   switch (passes) {
@@ -76,8 +95,10 @@ void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uin
       return radix_sort_in<1>(pairs, spare, count, first_row, digit_bits);
     case 2:
       return radix_sort_in<2>(pairs, spare, count, first_row, digit_bits);
-    default:
+    case 3:
       return radix_sort_in<3>(pairs, spare, count, first_row, digit_bits);
+    default:
+      return radix_sort_in<4>(pairs, spare, count, first_row, digit_bits);
   }
 }
 
@@ -107,6 +128,22 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
            const float* row_stats) {
   if (batch.num_ids > int64_t(UINT32_MAX))
     fail("a batch has ", batch.num_ids, " ids; at most 4294967295 fit.");
+  make_tables(batch, num_rows);
+  make_chunks(batch);
+  std::atomic<int64_t> bad{int64_t(chunks_.size())};
+  parallel_tasks(chunks_.size(), [&](int64_t task) {
+    if (!count(batch, chunks_[task])) atomic_min(bad, task);
+  });
+  if (bad < int64_t(chunks_.size())) {
+    const Chunk& chunk = chunks_[bad];
+    fail_for_id(batch, chunk.lookup, tables[chunk.table].num_rows, nullptr);
+  }
+  make_ranges();
+  allocate(row_stats != nullptr);
+  parallel_tasks(chunks_.size(), [&](int64_t task) { fill(batch, chunks_[task], grad, row_stats); });
+}
+
+void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows) {
   std::vector<int64_t> index(num_rows.size(), -1);
   for (size_t l = 0; l < batch.lookups.size(); ++l) {
     const Lookup& lookup = batch.lookups[l];
@@ -123,7 +160,6 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     table.num_pairs += lookup.num_ids;
     table.slot_per_id |= lookup.pooling == kNone || batch.sample_weights != nullptr;
   }
-  size_t bytes = 0;
   for (TableRuns& table : tables) {
     table.scaled = batch.sample_weights != nullptr;
     bool strided = false;
@@ -137,77 +173,109 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     // A gradient row that many ids share is read many times; at a wide stride such rows fight for a few cache
     // sets.
     table.pack = strided && table.num_pairs > 2 * table.num_grads;
-    if (table.pack) bytes += Arena::bytes<float>(table.num_grads * table.dim);
-    bytes += 2 * Arena::bytes<Pair>(table.num_pairs) + Arena::bytes<float*>(table.num_slots) +
-             (table.scaled ? Arena::bytes<float>(table.num_slots) : 0) +
-             (row_stats != nullptr ? Arena::bytes<float*>(table.num_slots) : 0);
   }
-  arena_ = std::make_unique<Arena>(bytes);
-  for (TableRuns& table : tables) {
-    table.pairs = arena_->take<Pair>(table.num_pairs);
-    table.spare = arena_->take<Pair>(table.num_pairs);
-    table.grads = arena_->take<const float*>(table.num_slots);
-    if (table.pack) table.packed = arena_->take<float>(table.num_grads * table.dim);
-    if (table.scaled) table.scales = arena_->take<float>(table.num_slots);
-    if (row_stats != nullptr) table.row_stats = arena_->take<const float*>(table.num_slots);
-  }
-
-  const std::vector<Chunk> all = chunks(batch);
-  std::atomic<bool> bad{false};
-  parallel_tasks(all.size(), [&](int64_t task) {
-    if (!fill(batch, all[task], grad, row_stats)) bad = true;
-  });
-  if (bad) {
-    for (const TableRuns& table : tables)
-      for (int64_t l : table.lookups)
-        for (int64_t i = 0; i < batch.lookups[l].num_ids; ++i) {
-          const int64_t id = batch.id(batch.lookups[l].first_id + i);
-          if (id < 0 || id >= table.num_rows) fail_for_id(batch, l, table.num_rows, nullptr);
-        }
-  }
-  const int64_t threads = torch::stable::get_num_threads();
-  partition(all, std::clamp<int64_t>(batch.num_ids / (4 * threads), 4096, 65536));
 }
 
-std::vector<Runs::Chunk> Runs::chunks(const Batch& batch) const {
-  std::vector<Chunk> result;
+void Runs::make_chunks(const Batch& batch) {
+  int64_t num_counts = 0;
   for (size_t t = 0; t < tables.size(); ++t) {
-    const TableRuns& table = tables[t];
-    int64_t pair = 0, slot = 0, grad = 0;
+    TableRuns& table = tables[t];
+    const size_t first_chunk = chunks_.size();
+    int64_t slot = 0, grad = 0;
     for (int64_t l : table.lookups) {
       const Lookup& lookup = batch.lookups[l];
-      const int64_t end_bag = lookup.first_bag + lookup.num_bags;
       const int64_t parts =
           std::clamp<int64_t>(lookup.num_ids / kChunkIds, 1, std::max<int64_t>(1, lookup.num_bags));
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t first = lookup.first_bag + lookup.num_bags * part / parts;
-        const int64_t last =
-            part + 1 == parts ? end_bag : lookup.first_bag + lookup.num_bags * (part + 1) / parts;
-        result.push_back({int64_t(t), l, first, last, pair, slot, grad});
+        const int64_t last = lookup.first_bag + lookup.num_bags * (part + 1) / parts;
+        chunks_.push_back({int64_t(t), l, first, last, slot, grad, 0});
         grad += last - first;
-        pair += batch.bags[last] - batch.bags[first];
         slot += table.slot_per_id ? batch.bags[last] - batch.bags[first] : last - first;
       }
     }
+    // No more counters than pairs.
+    const int64_t num_chunks = chunks_.size() - first_chunk;
+    const int64_t most = std::min(kMaxParts, table.num_pairs / std::max<int64_t>(num_chunks, 32));
+    const uint64_t last_row = std::max<int64_t>(table.num_rows - 1, 0);
+    const auto bits = [](uint64_t number) { return int64_t(std::bit_width(number)); };
+    table.shift = std::max<int64_t>(0, bits(last_row) - bits(std::max<int64_t>(most, 1)) + 1);
+    table.num_parts = int64_t(last_row >> table.shift) + 1;
+    for (size_t c = first_chunk; c < chunks_.size(); ++c, num_counts += table.num_parts)
+      chunks_[c].first_count = num_counts;
   }
-  return result;
+  positions_.resize(num_counts);
 }
 
-bool Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const {
+bool Runs::count(const Batch& batch, const Chunk& chunk) {
+  const TableRuns& table = tables[chunk.table];
+  const int64_t first = batch.bags[chunk.first_bag], count = batch.bags[chunk.last_bag] - first;
+  uint32_t* counts = positions_.data() + chunk.first_count;
+  return batch.wide_ids ? count_parts(static_cast<const int64_t*>(batch.ids(first)), count, table.num_rows,
+                                      table.shift, counts)
+                        : count_parts(static_cast<const int32_t*>(batch.ids(first)), count, table.num_rows,
+                                      table.shift, counts);
+}
+
+// Parts lie in order, in a part the chunks in order; neighbouring parts make a range. A part with many pairs,
+// of hot rows, is a range of its own.
+void Runs::make_ranges() {
+  std::vector<Range> small;
+  for (size_t first = 0, last; first < chunks_.size(); first = last) {
+    const int64_t t = chunks_[first].table;
+    const TableRuns& table = tables[t];
+    for (last = first; last < chunks_.size() && chunks_[last].table == t; ++last) {
+    }
+    const int64_t target = std::clamp<int64_t>(kRangeBytes / (table.dim * sizeof(float)), 256, 2048);
+    int64_t position = 0, begin = 0, first_part = 0;
+    for (int64_t part = 0; part < table.num_parts; ++part) {
+      for (size_t c = first; c < last; ++c) {
+        uint32_t& place = positions_[chunks_[c].first_count + part];
+        position += std::exchange(place, uint32_t(position));
+      }
+      if (position - begin < target && (part + 1 < table.num_parts || position == begin)) continue;
+      const bool large = position - begin > 4 * target;
+      const int64_t end_row = std::min(table.num_rows, (part + 1) << table.shift);
+      (large ? ranges : small).push_back({t, begin, position, first_part << table.shift, end_row});
+      begin = position;
+      first_part = part + 1;
+    }
+  }
+  std::stable_sort(ranges.begin(), ranges.end(),
+                   [](const Range& a, const Range& b) { return a.end - a.begin > b.end - b.begin; });
+  num_large = ranges.size();
+  ranges.insert(ranges.end(), small.begin(), small.end());
+}
+
+void Runs::allocate(bool with_row_stats) {
+  size_t bytes = 0;
+  for (const TableRuns& table : tables)
+    bytes += Arena::bytes<Pair>(table.num_pairs) + Arena::bytes<float*>(table.num_slots) +
+             (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0) +
+             (table.scaled ? Arena::bytes<float>(table.num_slots) : 0) +
+             (with_row_stats ? Arena::bytes<float*>(table.num_slots) : 0);
+  arena_ = std::make_unique<Arena>(bytes);
+  for (TableRuns& table : tables) {
+    table.pairs = arena_->take<Pair>(table.num_pairs);
+    table.grads = arena_->take<const float*>(table.num_slots);
+    if (table.pack) table.packed = arena_->take<float>(table.num_grads * table.dim);
+    if (table.scaled) table.scales = arena_->take<float>(table.num_slots);
+    if (with_row_stats) table.row_stats = arena_->take<const float*>(table.num_slots);
+  }
+}
+
+void Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) {
+  const TableRuns& table = tables[chunk.table];
+  const auto deal_ids = batch.wide_ids ? deal<int64_t> : deal<int32_t>;
+  deal_ids(batch, chunk.first_bag, chunk.last_bag, table.slot_per_id, chunk.first_slot, table.shift,
+           table.pairs, positions_.data() + chunk.first_count);
+  pack_slots(batch, chunk, grad, row_stats);
+}
+
+void Runs::pack_slots(const Batch& batch, const Chunk& chunk, const float* grad,
+                      const float* row_stats) const {
   const TableRuns& table = tables[chunk.table];
   const Lookup& lookup = batch.lookups[chunk.lookup];
-  const int64_t first_id = batch.bags[chunk.first_bag], count = batch.bags[chunk.last_bag] - first_id;
-  const bool fit =
-      batch.wide_ids
-          ? kernels().all_below64(static_cast<const int64_t*>(batch.ids(first_id)), count, table.num_rows)
-          : kernels().all_below32(static_cast<const int32_t*>(batch.ids(first_id)), count, table.num_rows);
-  if (!fit) return false;
-  Pair* pairs = table.pairs + chunk.first_pair;
-  if (batch.wide_ids) {
-    fill_pairs<int64_t>(batch, chunk.first_bag, chunk.last_bag, table.slot_per_id, chunk.first_slot, pairs);
-  } else {
-    fill_pairs<int32_t>(batch, chunk.first_bag, chunk.last_bag, table.slot_per_id, chunk.first_slot, pairs);
-  }
   int64_t slot = chunk.first_slot;
   for (int64_t bag = chunk.first_bag; bag < chunk.last_bag; ++bag) {
     const int64_t first = batch.bags[bag], last = batch.bags[bag + 1];
@@ -232,79 +300,21 @@ bool Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const
       if (table.row_stats != nullptr) table.row_stats[slot] = row_stats + 3 * i;
     }
   }
-  return true;
-}
-
-// Tables with more pairs than the target are dealt out by the top bits of the row into ranges of neighbouring
-// rows, so that one large or hot table keeps every thread busy.
-void Runs::partition(const std::vector<Chunk>& all, int64_t target) {
-  std::vector<bool> large(tables.size());
-  std::vector<int64_t> shift(tables.size());
-  for (size_t t = 0; t < tables.size(); ++t) {
-    TableRuns& table = tables[t];
-    large[t] = table.num_pairs > target;
-    shift[t] = std::max<int64_t>(
-        0, std::bit_width(uint64_t(table.num_rows)) - std::bit_width(uint64_t(kPartitions - 1)));
-    if (!large[t] && table.num_pairs > 0)
-      ranges.push_back({int64_t(t), 0, table.num_pairs, 0, table.num_rows});
-  }
-  std::vector<Chunk> dealt;
-  for (const Chunk& chunk : all)
-    if (large[chunk.table]) dealt.push_back(chunk);
-  if (!dealt.empty()) {
-    const auto size_of = [&](size_t c) {
-      const bool last = c + 1 == dealt.size() || dealt[c + 1].table != dealt[c].table;
-      return (last ? tables[dealt[c].table].num_pairs : dealt[c + 1].first_pair) - dealt[c].first_pair;
-    };
-    std::vector<uint32_t> counts(dealt.size() * kPartitions, 0);
-    parallel_tasks(dealt.size(), [&](int64_t c) {
-      const Pair* pairs = tables[dealt[c].table].pairs + dealt[c].first_pair;
-      uint32_t* count = &counts[c * kPartitions];
-      for (int64_t i = 0, n = size_of(c); i < n; ++i) ++count[pairs[i].row >> shift[dealt[c].table]];
-    });
-    // Where each chunk writes each part: parts in order, and in a part the chunks in order.
-    for (size_t first = 0, last; first < dealt.size(); first = last) {
-      const int64_t t = dealt[first].table;
-      for (last = first; last < dealt.size() && dealt[last].table == t; ++last) {
-      }
-      int64_t position = 0, begin = 0, first_part = 0;
-      for (int64_t part = 0; part < kPartitions; ++part) {
-        for (size_t c = first; c < last; ++c) {
-          const uint32_t size = counts[c * kPartitions + part];
-          counts[c * kPartitions + part] = position;
-          position += size;
-        }
-        if (position - begin >= target || (part + 1 == kPartitions && position > begin)) {
-          const int64_t end_row = std::min(tables[t].num_rows, (part + 1) << shift[t]);
-          ranges.push_back({t, begin, position, first_part << shift[t], end_row});
-          begin = position;
-          first_part = part + 1;
-        }
-      }
-    }
-    parallel_tasks(dealt.size(), [&](int64_t c) {
-      const TableRuns& table = tables[dealt[c].table];
-      const Pair* pairs = table.pairs + dealt[c].first_pair;
-      uint32_t* position = &counts[c * kPartitions];
-      for (int64_t i = 0, n = size_of(c); i < n; ++i)
-        table.spare[position[pairs[i].row >> shift[dealt[c].table]]++] = pairs[i];
-    });
-    for (size_t t = 0; t < tables.size(); ++t)
-      if (large[t]) std::swap(tables[t].pairs, tables[t].spare);
-  }
-  std::stable_sort(ranges.begin(), ranges.end(),
-                   [](const Range& a, const Range& b) { return a.end - a.begin > b.end - b.begin; });
 }
 
 void Runs::sort(const Range& range) const {
-  const TableRuns& table = tables[range.table];
-  radix_sort(table.pairs + range.begin, table.spare + range.begin, range.end - range.begin,
-             uint32_t(range.first_row), uint32_t(range.end_row - range.first_row));
+  thread_local std::vector<Pair> kept;
+  std::vector<Pair> fresh;
+  const size_t count = range.end - range.begin;
+  std::vector<Pair>& spare = count <= kKeptPairs ? kept : fresh;
+  if (spare.size() < count) spare.resize(count);
+  radix_sort(tables[range.table].pairs + range.begin, spare.data(), count, uint32_t(range.first_row),
+             uint32_t(range.end_row - range.first_row));
 }
 
 RunArgs Runs::arguments(const Range& range, float* scratch) const {
   const TableRuns& table = tables[range.table];
-  return {table.pairs, range.begin, range.end, range.end, table.grads, table.scales, table.dim, scratch};
+  return {table.pairs, range.begin, range.end, table.grads, table.scales, table.dim, scratch};
 }
 
 float* task_scratch(int64_t dim) {

@@ -44,9 +44,9 @@ struct TableRuns {
   int64_t table, num_rows, dim;
   std::vector<int64_t> lookups = {};
   int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
+  int64_t num_parts = 1, shift = 0;  // a row's part is row >> shift
   bool slot_per_id = false, scaled = false, pack = false;
-  Pair* pairs = nullptr;          // sorted once its range is done
-  Pair* spare = nullptr;          // as long again
+  Pair* pairs = nullptr;          // by range; sorted once the range is done
   const float** grads = nullptr;  // by slot
   float* packed = nullptr;        // the gradient rows side by side, or null: used where they lie
   float* scales = nullptr;        // null: all 1
@@ -69,17 +69,25 @@ class Runs {
   RunArgs arguments(const Range& range, float* scratch) const;
 
   std::vector<TableRuns> tables;
-  std::vector<Range> ranges;  // the largest first
+  std::vector<Range> ranges;  // the large ones first, then table by table
+  int64_t num_large = 0;
 
  private:
   struct Chunk {
     int64_t table, lookup, first_bag, last_bag;
-    int64_t first_pair, first_slot, first_grad;
+    int64_t first_slot, first_grad;
+    int64_t first_count;  // its parts' entries in positions_
   };
-  std::vector<Chunk> chunks(const Batch& batch) const;
-  bool fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
-  void partition(const std::vector<Chunk>& chunks, int64_t target);
+  void make_tables(const Batch& batch, const std::vector<int64_t>& num_rows);
+  void make_chunks(const Batch& batch);
+  bool count(const Batch& batch, const Chunk& chunk);
+  void make_ranges();
+  void allocate(bool with_row_stats);
+  void fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats);
+  void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
 
+  std::vector<Chunk> chunks_;
+  std::vector<uint32_t> positions_;  // by chunk and part: the number of pairs, then where the next one goes
   std::unique_ptr<Arena> arena_;
 };
 

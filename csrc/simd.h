@@ -59,11 +59,11 @@ inline Vec load(const Half* p) {
 }
 
 // Always inlined, as are the lambdas that end in it: GCC takes a call of a function that only prefetches for
-// one without effect, and removes it.
+// one without effect, and removes it. Into the L2 cache: far more lines may be on their way there than to L1.
 template <typename T>
 __attribute__((always_inline)) inline void prefetch_row(const T* row, int64_t dim) {
   const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 0, 3);
+  for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 0, 2);
 }
 // The sum of 16 lanes, held in 16 / kLanes vectors: halves are added to each other until one number is left.
 inline float lanes_total(const Vec* part) {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
-from meshrec.distributed.holdings import Holdings, RowGradients
+from meshrec.distributed.gradient_exchange import RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.routing import RankWork, Routing
 
@@ -36,13 +36,12 @@ class LookupTables:
         self,
         routing: Routing,
         work: RankWork,
-        held: Holdings,
+        weights: Sequence[Tensor],
         *,
         sequence: bool,
         out_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.work, self.held, self.sequence = work, held, sequence
-        self._plain = None if held.is_packed else list(held.parameters)
+        self.work, self.weights, self.sequence = work, list(weights), sequence
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
         self._dim = sum(lookup.width for lookup in work.lookups)
@@ -58,11 +57,6 @@ class LookupTables:
         self._route_widths = torch.zeros(len(work.routes), dtype=torch.int64)
         for lookup in work.lookups:
             self._route_widths[lookup.route] += lookup.width
-
-    @property
-    def weights(self) -> Sequence[Tensor]:
-        """The rectangles."""
-        return self.held.weights
 
     def is_flat(self, ids: LookupIds) -> bool:
         """Whether outputs lie piece by piece, because rows of different lookups differ in number."""
@@ -86,7 +80,7 @@ class LookupTables:
             return ids.values.new_empty(0, dtype=self._out_dtype)
         flat = self.sequence or ids.ragged
         return torch.ops.meshrec.tbe_forward(  # type: ignore[no-any-return]
-            self._plain or list(self.weights),
+            self.weights,
             *ids[:4],
             *self._arguments,
             flat,
@@ -113,14 +107,14 @@ class LookupTables:
         hyper: Tensor,
     ) -> None:
         """Steps some rectangles in place; ``state`` is slot-major, as ``tbe_update`` takes it."""
-        tables, weights = _positions(self._arguments.tables, rectangles), self.weights
+        tables = _positions(self._arguments.tables, rectangles)
         torch.ops.meshrec.tbe_update(
             grad,
             *ids[:4],
             *self._arguments._replace(tables=tables),
             self.is_flat(ids),
             self._widths,
-            [weights[i] for i in rectangles],
+            [self.weights[i] for i in rectangles],
             state,
             optimizer,
             hyper,
@@ -129,23 +123,21 @@ class LookupTables:
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
         """For each of the rectangles its touched rows and their gradients."""
-        weights = self.weights
         flat = torch.ops.meshrec.tbe_sparse_grad(
             grad,
             *ids[:4],
             *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
             self.is_flat(ids),
             self._widths,
-            [weights[i].shape[0] for i in rectangles],
+            [self.weights[i].shape[0] for i in rectangles],
         )
         return [RowGradients(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
 
     def dense_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[Tensor]:
         """For each of the rectangles its whole gradient."""
-        weights = self.weights
         grads: list[Tensor] = torch.ops.meshrec.tbe_dense_grad(
             grad,
-            [weights[i] for i in rectangles],
+            [self.weights[i] for i in rectangles],
             *ids[:4],
             *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
             self.is_flat(ids),
@@ -154,13 +146,11 @@ class LookupTables:
         return grads
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """fp32 [N]: the gradient of the per-sample weights, from that of the output in any shape."""
+        """[N] the gradient of the per-sample weights."""
         values, offsets, _, segments = ids[:4]
-        if self.is_empty:
-            return grad.new_zeros(values.numel(), dtype=torch.float32)
         return torch.ops.meshrec.tbe_sample_weight_grad(  # type: ignore[no-any-return]
-            self.shaped(grad, ids),
-            list(self.weights),
+            grad,
+            self.weights,
             values,
             offsets,
             segments,
