@@ -3,6 +3,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "memory.h"
@@ -287,11 +288,57 @@ Tensor scatter_sequence(Tensor grad, Tensor values, Tensor offsets, std::optiona
   return sent;
 }
 
+template <typename Id>
+void add_weight_grads(const Router& router, const Bags& bags, const std::vector<int64_t>& keys,
+                      const Id* values, std::vector<const float*>& next, float* out) {
+  for (int64_t use = 0; use < router.num_uses; ++use) {
+    if (router.num_rows(use) == 0) continue;
+    const IntervalFinder interval_of(router, use);
+    const int64_t* routes_begin = router.interval_begin + router.first_interval(use);
+    const int64_t first = bags.first_id(keys[use]), end = first + bags.num_ids(keys[use]);
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t id = values[i];
+      const int64_t interval = interval_of(id < 0 || id >= router.num_rows(use) ? 0 : id);
+      for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
+        out[i] += *next[router.interval_routes[at]]++;
+      }
+    }
+  }
+}
+
+// Since routing keeps the order of ids, the numbers of every route are read one after the other.
+Tensor gather_weight_grads(Tensor received, Tensor values, Tensor offsets, std::optional<Tensor> segments,
+                           int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router_tensors,
+                           Tensor counts) {
+  const Router router(router_tensors);
+  const Tensor ids = contiguous(values), source = contiguous(received), count_tensor = contiguous(counts);
+  const Bags bags(offsets, segments, num_keys, ids.numel());
+  const int64_t* count = count_tensor.const_data_ptr<int64_t>();
+  const float* from = source.const_data_ptr<float>();
+  std::vector<const float*> next;
+  int64_t total = 0;
+  for (int64_t route = 0; route < router.num_routes; ++route) {
+    next.push_back(from + total);
+    total += count[route];
+  }
+  if (source.numel() != total) fail("received ", source.numel(), " elements in place of ", total);
+  Tensor out = empty_buffer({ids.numel()}, ScalarType::Float);
+  float* to = out.mutable_data_ptr<float>();
+  std::fill_n(to, ids.numel(), 0.0f);
+  if (ids.scalar_type() == ScalarType::Int) {
+    add_weight_grads(router, bags, keys, ids.const_data_ptr<int32_t>(), next, to);
+  } else {
+    add_weight_grads(router, bags, keys, ids.const_data_ptr<int64_t>(), next, to);
+  }
+  return out;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("gather_pooled", TORCH_BOX(&gather_pooled));
   m.impl("scatter_pooled", TORCH_BOX(&scatter_pooled));
   m.impl("gather_sequence", TORCH_BOX(&gather_sequence));
   m.impl("scatter_sequence", TORCH_BOX(&scatter_sequence));
+  m.impl("gather_weight_grads", TORCH_BOX(&gather_weight_grads));
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ from meshrec.distributed.plan_checks import verify_plan, verify_same_plan
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.distributed.sharding_plan import ShardingPlan
 from meshrec.optim.keyed import CombinedOptimizer
+from meshrec.optim.parts import mark_part
 
 Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
 
@@ -133,6 +134,11 @@ class DistributedModelParallel(nn.Module):
             self._init_ddp(ignored)
         else:
             self._init_fsdp2()
+        if self._env.shard.group is not None:
+            for name, parameter in self.module.named_parameters():
+                if name not in ignored:
+                    # So that a rank without tables takes part in the norm of all gradients.
+                    mark_part(parameter, self._env.shard.group, counts=False)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook with DistributedDataParallel, such as compression of dense

@@ -4,7 +4,7 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
 from meshrec.distributed.mesh import default_env
-from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
+from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
 
 
 def collection(device=None):
@@ -54,14 +54,22 @@ def test_a_fused_module_keeps_its_state():
     assert {state["step"] for state in sharded.fused_optimizer.state.values()} == {2}
 
 
-def test_a_module_that_updates_on_step_cannot_be_sharded():
-    module = fuse(collection(), optimizer=SGD(lr=0.1), update="on_step")
-    message = (
-        r"the tables \['t0', 't1'\] is fused with update=\"on_step\" and cannot be sharded.*"
-        r'allow only update="in_backward"\. Fuse it with update="in_backward"'
-    )
-    with pytest.raises(ValueError, match=message):
-        md.EmbeddingBagCollectionSharder().shard(module, one_process_plan(module), ENV)
+@pytest.mark.parametrize(
+    ("fused", "chosen", "in_backward"),
+    [
+        ("on_step", None, False),
+        ("in_backward", None, True),
+        ("on_step", "in_backward", True),
+        (None, "on_step", False),
+    ],
+)
+def test_when_tables_are_updated(fused, chosen, in_backward):
+    module = collection()
+    if fused is not None:
+        fuse(module, optimizer=SGD(lr=0.1), update=fused)
+    sharder = md.EmbeddingBagCollectionSharder(SGD(lr=0.1), update=chosen)
+    sharded = sharder.shard(module, one_process_plan(module), ENV)
+    assert sharded.fused_optimizer.updates_in_backward == in_backward
 
 
 def test_each_table_keeps_its_own_optimizer():
@@ -75,6 +83,14 @@ def test_each_table_keeps_its_own_optimizer():
         "embedding_bags.t0.weight": RowWiseAdagrad(lr=0.1),
         "embedding_bags.t1.weight": SGD(lr=0.5),
     }
+
+
+def test_the_filter_knows_the_tables_that_update_themselves():
+    module = collection()
+    apply_optimizer_in_backward(torch.optim.SGD, [module.embedding_bags["t1"].weight], {"lr": 0.5})
+    sharded = md.EmbeddingBagCollectionSharder().shard(module, one_process_plan(module), ENV)
+    left_over = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    assert list(left_over) == ["embedding_bags.t0.weight"]
 
 
 def test_sharding_copies():

@@ -84,7 +84,7 @@ def make_collection(sequence=False, weighted=False, device=None):
             )
             for name, rows, dim, features, pooling in TABLES
         ],
-        is_weighted=weighted,
+        is_weighted=bool(weighted),
         device=device,
     )
 
@@ -95,8 +95,14 @@ class Model(nn.Module):
         self.collection = make_collection(sequence, weighted)
         self.sequence = sequence
         self.over = nn.Linear(3, 2)
+        self.gain = nn.Parameter(torch.rand(5)) if weighted == "learned" else None
 
     def forward(self, dense, features):
+        if self.gain is not None:
+            weights = features.weights() * self.gain[features.values() % 5]
+            features = KeyedJaggedTensor(
+                features.keys(), features.values(), weights, lengths=features.lengths()
+            )
         embeddings = self.collection(features)
         gate = self.over(dense).mean()
         if self.sequence:
@@ -162,7 +168,7 @@ def environment(mesh):
     return md.ShardingEnv.from_mesh(init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1]))
 
 
-def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="ddp", steps=10):
+def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="ddp", steps=10, update=None):
     env = environment(mesh)
     kind = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
     plan = make_plan(make_collection(sequence, weighted, "meta"), kinds, env)
@@ -181,7 +187,7 @@ def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="
         md.ShardingPlan({"collection": plan}),
         batches,
         loss=loss,
-        sharders=[kind(OPTIMIZERS[optimizer])],
+        sharders=[kind(OPTIMIZERS[optimizer], update=update)],
         env=env,
         dense=dense,
         dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
@@ -190,10 +196,19 @@ def check(kinds, optimizer, sequence=False, weighted=False, mesh="flat", dense="
     )
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["pooled", "sequence"])
+@pytest.mark.parametrize(
+    ("sequence", "weighted"),
+    [(False, False), (False, "learned"), (True, False)],
+    ids=["pooled", "learned weights", "sequence"],
+)
 @pytest.mark.parametrize("kind", [*KINDS, "column_wise_twice"])
-def test_every_sharding_type(ranks, kind, sequence):
-    ranks(2).run(check, (kind,) * 4, "rowwise_adagrad", sequence)
+def test_every_sharding_type(ranks, kind, sequence, weighted):
+    ranks(2).run(check, (kind,) * 4, "rowwise_adagrad", sequence, weighted)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "column_wise_twice"])
+def test_every_sharding_type_on_step(ranks, kind):
+    ranks(2).run(check, (kind,) * 4, "rowwise_adagrad", False, "learned", "flat", "ddp", 10, "on_step")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -205,8 +220,8 @@ def test_every_optimizer(ranks, kinds, optimizer):
 @pytest.mark.parametrize("mesh", ["flat", "replicated", "nodes", "replicated_nodes"])
 @pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
 def test_every_mesh(ranks, mesh, dense):
-    ranks(4).run(check, MIXED, "rowwise_adagrad", False, True, mesh, dense)
-    ranks(4).run(check, MIXED, "lamb", True, False, mesh, dense)
+    ranks(4).run(check, MIXED, "rowwise_adagrad", False, "learned", mesh, dense)
+    ranks(4).run(check, MIXED, "lamb", True, False, mesh, dense, 10, "on_step")
 
 
 @pytest.mark.parametrize("mesh", ["flat", "replicated", "nodes"])
@@ -215,8 +230,61 @@ def test_every_mesh(ranks, mesh, dense):
 def test_random_mixes(ranks, mesh, data):
     kinds = data.draw(st.tuples(*[st.sampled_from([*KINDS, "column_wise_twice"])] * 4))
     optimizer = data.draw(st.sampled_from(list(OPTIMIZERS)))
-    sequence, weighted = data.draw(st.booleans()), data.draw(st.booleans())
-    ranks(4).run(check, kinds, optimizer, sequence, weighted and not sequence, mesh, "ddp", 4)
+    sequence = data.draw(st.booleans())
+    weighted = not sequence and data.draw(st.sampled_from([False, True, "learned"]))
+    update = data.draw(st.sampled_from(["in_backward", "on_step"]))
+    ranks(4).run(check, kinds, optimizer, sequence, weighted, mesh, "ddp", 4, update)
+
+
+def all_on_one_rank(optimizer, sequence):
+    env = environment("flat")
+    collection = make_collection(sequence)
+    plan = md.construct_module_sharding_plan(
+        collection, {name: md.table_wise(rank=1) for name, *_ in TABLES}, world_size=env.shard.size
+    )
+    kind = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
+    sharded = kind(OPTIMIZERS[optimizer]).shard(collection, plan, env)
+    output = sharded(make_features(0, 3))
+    values = (
+        torch.cat([jagged.values().view(-1) for jagged in output.values()]) if sequence else output.values()
+    )
+    values.sum().backward()
+    return sum(parameter.numel() for parameter in sharded.parameters()), values.requires_grad
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "none"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_rank_without_rectangles_takes_part_in_the_backward_pass(ranks, sequence, optimizer):
+    """No dense parameter makes it: the module itself must."""
+    (nothing, trains), (everything, _) = ranks(2).run(all_on_one_rank, optimizer, sequence)
+    assert nothing == 0 < everything
+    assert trains
+
+
+def frozen(kinds):
+    env = environment("flat")
+    torch.manual_seed(0)
+    collection = make_collection()
+    for name in ("t0", "t2"):
+        collection.embedding_bags[name].weight.requires_grad_(False)
+    sharded = md.EmbeddingBagCollectionSharder(LAMB(lr=0.1)).shard(
+        collection, make_plan(collection, kinds, env), env
+    )
+    before = {name: parameter.detach().clone() for name, parameter in sharded.named_parameters()}
+    sharded(make_features(0, 3)).values().square().sum().backward()
+    changed = {
+        name.split(".")[1] for name, p in sharded.named_parameters() if not torch.equal(p, before[name])
+    }
+    for parameter in sharded.parameters():
+        parameter.requires_grad_(False)
+    return sorted(changed), sharded(make_features(0, 3)).values().requires_grad
+
+
+@pytest.mark.parametrize("kinds", [("row_wise",) * 4, ("column_wise",) * 4, ("data_parallel",) * 4])
+def test_frozen_tables_stay(ranks, kinds):
+    found = ranks(2).run(frozen, kinds)
+    assert {name for changed, _ in found for name in changed} == {"t1", "t3"}
+    assert not any(records for _, records in found)
 
 
 def one_process():

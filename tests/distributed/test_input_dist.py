@@ -34,7 +34,7 @@ def features(bad=None, keys=("a", "b"), weights=None):
 
 def forward(kind):
     rank = default_env().world.rank
-    weighted = kind in ("no_weights", "nan", "grad")
+    weighted = kind in ("no_weights", "nan")
     module = make(weighted=weighted)
     if kind == "id":
         batch = features(bad=(1, 10) if rank == 1 else None)
@@ -45,8 +45,7 @@ def forward(kind):
     else:
         weights = torch.ones(4)
         if rank == 1:
-            bad = {"no_weights": None, "nan": torch.tensor([torch.nan, 1, 1, 1])}
-            weights = bad[kind] if kind in bad else weights.requires_grad_()
+            weights = None if kind == "no_weights" else torch.tensor([torch.nan, 1, 1, 1])
         batch = features(weights=weights)
     try:
         module(batch).wait()
@@ -66,7 +65,6 @@ def forward(kind):
         ("local_id", "rank 1: table 't1': id -1 of feature 'b' (sample 0) is outside [0, 10)."),
         ("key", "rank 1: features ['b'] are missing: the input has the keys ['a', 'c']."),
         ("no_weights", "rank 1: the collection is weighted (is_weighted=True) but the input has no weights."),
-        ("grad", "rank 1: the input's weights require grad, but gradients of per-sample weights are not"),
         ("nan", "rank 1: table 't0': the weight of id 1 of feature 'a' (sample 0) is nan."),
     ],
 )
@@ -79,23 +77,6 @@ def test_one_ranks_bad_input_is_the_same_error_on_all(ranks, kind, message):
 def test_one_process_raises_the_error_itself():
     with pytest.raises(ValueError, match=r"^table 't0': id 10 of feature 'a'"):
         make(env=md.ShardingEnv.single_process())(features(bad=(0, 10)))
-
-
-@pytest.mark.parametrize("computed", [False, True])
-def test_gradients_of_weights_are_refused_where_they_are_wanted(computed):
-    env = md.ShardingEnv.single_process()
-    weights = torch.ones(4, requires_grad=True)
-    module = make(weighted=True, env=env)
-    batch = features(weights=weights * 2 if computed else weights)
-    with pytest.raises(
-        ValueError, match=r"not carried across ranks: .*Detach them, or use the unsharded module"
-    ):
-        module(batch)
-    expected = module(features(weights=batch.weights().detach())).values()
-    with torch.no_grad():
-        assert torch.equal(module(batch).values(), expected)
-    # A collection without weights does not read them: nothing is lost.
-    assert make(env=env)(batch).values().shape == (2, 8)
 
 
 def test_warn_counts_and_takes_row_0(caplog):

@@ -1,6 +1,7 @@
 import torch
 
 from meshrec import distributed as md
+from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.plan_builders import Ranks
@@ -14,7 +15,9 @@ def lookup_tables(sequence):
     plan = {name: md.table_wise(rank=0)(name, size[name], Ranks(1, 1)) for name in size}
     routing = compile_plan(tables, md.EmbeddingModuleShardingPlan(plan), num_ranks=1)
     weights = [torch.nn.Parameter(torch.rand(table.num_rows, table.dim)) for table in tables]
-    return LookupTables(routing, routing.work[0], weights, sequence=sequence), weights
+    packings = [Packing([rectangle]) for rectangle in routing.work[0].rectangles]
+    held = Holdings(weights, packings, [[], []])
+    return LookupTables(routing, routing.work[0], held, sequence=sequence), weights
 
 
 # Two ranks asked: one for two samples, the other for one; three routes (a in t0, b in t0, a in t1).

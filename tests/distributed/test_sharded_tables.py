@@ -6,13 +6,15 @@ from meshrec.distributed.mesh import default_env
 from meshrec.optim import SGD
 
 
-def make():
+def make(builder=None):
     torch.manual_seed(0)
     module = EmbeddingBagCollection(
         tables=[EmbeddingBagConfig(name="t0", num_embeddings=10, embedding_dim=4, feature_names=["a"])]
     )
     env = default_env()
-    plan = md.construct_module_sharding_plan(module, {"t0": md.row_wise()}, world_size=env.shard.size)
+    plan = md.construct_module_sharding_plan(
+        module, {"t0": builder or md.row_wise()}, world_size=env.shard.size
+    )
     return module, md.EmbeddingBagCollectionSharder(SGD(lr=0.1)).shard(module, plan, env)
 
 
@@ -45,6 +47,20 @@ def gradients_are_averaged():
 def test_gradients_are_averaged_over_ranks(ranks):
     for change in ranks(2).run(gradients_are_averaged):
         torch.testing.assert_close(torch.tensor(change), torch.full((4,), 0.1))
+
+
+def all_on_rank_0():
+    """Two steps where rank 1 has no rectangle, and nothing else that requires a gradient."""
+    _module, sharded = make(md.table_wise(rank=0))
+    batch = KeyedJaggedTensor(["a"], torch.tensor([0, 5]), lengths=torch.tensor([1, 1]))
+    first = sharded(batch).values().detach()
+    sharded(batch).values().sum().backward()
+    return (first - sharded(batch).values()).tolist()
+
+
+def test_a_rank_without_a_rectangle_sends_its_gradients(ranks):
+    for change in ranks(2).run(all_on_rank_0):
+        torch.testing.assert_close(torch.tensor(change), torch.full((2, 4), 0.1))
 
 
 def no_gradients_wanted():

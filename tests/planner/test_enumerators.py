@@ -47,6 +47,12 @@ def test_each_type_gives_its_layouts():
     assert (Scope.NODES, (128,), 2) in names(["row_wise"], num_ranks=8)
 
 
+def test_one_rank_holds_whole_tables():
+    assert names(["table_wise", "data_parallel"], num_ranks=1, node_size=1) == [(Scope.RANKS, (128,), 1)]
+    assert names(["row_wise"], num_ranks=1, node_size=1) == [(Scope.RANKS, (128,), 1)]
+    assert names(["data_parallel"], num_ranks=1, node_size=1) == [(Scope.EVERYWHERE, (128,), 1)]
+
+
 def test_identical_tables_are_one_type(profile):
     model = CostModel(
         [table(name="a"), table(name="b"), table(rows=5, name="c")], Topology(world_size=2), batch_size=8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshrec.optim import Adam, apply_optimizer_in_backward
+from meshrec.optim import Adam, RowWiseAdagrad, apply_optimizer_in_backward
 from meshrec.planner.module_tables import (
     embedding_modules,
     estimate_from_batches,
@@ -66,7 +66,14 @@ def test_sharders_choose_modules(model):
     other = SimpleNamespace(module_type=nn.Linear)
     mine = SimpleNamespace(module_type=Bags)
     assert list(embedding_modules(model, [other])) == []
-    assert [path for path, _ in embedding_modules(model, [other, mine])] == ["1"]
+    assert [path for path, *_ in embedding_modules(model, [other, mine])] == ["1"]
+
+
+def test_a_sharder_brings_the_optimizer(model):
+    apply_optimizer_in_backward(torch.optim.Adam, [model[1].embedding_bags["a"].weight], {"lr": 0.1})
+    sharder = SimpleNamespace(module_type=Bags, optimizer=RowWiseAdagrad(lr=0.1))
+    kinds = [table.optimizer for table in tables_of_model(model, [sharder])]
+    assert kinds == [OptimizerKind.ADAM, OptimizerKind.ROW_WISE_ADAGRAD]
 
 
 def test_kinds_of_optimizers():

@@ -54,3 +54,5 @@ def test_layouts_have_names(layout, name):
 def test_a_name_keeps_to_the_constraints():
     only = ParameterConstraints(sharding_types=["table_row_wise"])
     assert sharding_type(Layout(Scope.RANKS, (64,), 2), only) is ShardingType.TABLE_ROW_WISE
+    only = ParameterConstraints(sharding_types=["column_wise", "data_parallel"])
+    assert sharding_type(Layout(Scope.RANKS, (64,), 1), only) is ShardingType.COLUMN_WISE

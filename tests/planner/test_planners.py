@@ -1,10 +1,8 @@
-import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from meshrec.distributed.plan_checks import verify_plan
@@ -76,24 +74,14 @@ def test_one_process_needs_no_group():
     assert all(set(sharding.ranks or (0,)) == {0} for sharding in plan.plan[""].values())
 
 
-def plan_on_each_rank(rank, file, results):
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(rank)
-        plan = planner().collective_plan(Bags(), None, dist.group.WORLD)
-        try:
-            planner(constraints={"z": ParameterConstraints()}).collective_plan(Bags())
-            message = ""
-        except ValueError as error:
-            message = str(error)
-        results[rank] = (plan.digest(), message)
-    finally:
-        dist.destroy_process_group()
+def plan_on_each_rank():
+    torch.manual_seed(dist.get_rank())
+    plan = planner().collective_plan(Bags(), None, dist.group.WORLD)
+    with pytest.raises(ValueError, match="constraints name 'z'") as caught:
+        planner(constraints={"z": ParameterConstraints()}).collective_plan(Bags())
+    return plan.digest(), str(caught.value)
 
 
-def test_all_ranks_get_rank_0s_plan_and_its_error():
-    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(plan_on_each_rank, (f"{folder}/store", results), nprocs=2)
-        assert results[0] == results[1]
-        assert "constraints name 'z'" in results[1][1]
+def test_all_ranks_get_rank_0s_plan_and_its_error(ranks):
+    first, second = ranks(2).run(plan_on_each_rank)
+    assert first == second

@@ -5,6 +5,7 @@ from meshrec.distributed.collectives import CollectiveError, measure_traffic
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.output_dist import CommsPrecision
+from meshrec.distributed.phases import record_phases
 from meshrec.distributed.plan_builders import (
     column_wise,
     construct_module_sharding_plan,
@@ -52,6 +53,7 @@ __all__ = [
     "data_parallel",
     "grid_shard",
     "measure_traffic",
+    "record_phases",
     "row_wise",
     "table_column_wise",
     "table_row_wise",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -9,27 +10,30 @@ from torch import Tensor, nn
 
 from meshrec.distributed.collectives import broadcast, gather_objects
 from meshrec.distributed.fused_optimizer import (
+    Deferred,
     FusedTable,
     ShardedFusedOptimizer,
     Slot,
     SpecRule,
     make_state,
 )
+from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.plan_checks import verify_module_plan, verify_same_plan
 from meshrec.distributed.routing import Rectangle, Routing, Table, compile_plan
-from meshrec.distributed.sharded_tables import ShardedTables, Tables
+from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
 from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.memory import use_huge_pages
-from meshrec.optim.fused import FusedOptimizer
-from meshrec.optim.in_backward import in_backward_spec
+from meshrec.optim.fused import UpdateMode
+from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.optim.parts import mark_part
 
 
 class SourceTable(NamedTuple):
@@ -45,9 +49,12 @@ class SourceTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What the sharder decides. ``optimizer``: for tables without one of their own."""
+    """What the sharder decides. ``optimizer``: for tables without one of their own. ``update``: when fused
+    tables are updated.
+    """
 
     optimizer: OptimizerSpec | None = None
+    update: UpdateMode = "in_backward"
     precision: CommsPrecision = FULL_PRECISION
     sequence: bool = False
     weighted: bool = False
@@ -68,26 +75,17 @@ class Built:
 
     def fused_optimizer(self, prefix: str) -> ShardedFusedOptimizer:
         """The optimizer, with the names that the parameters have in the module."""
-        return ShardedFusedOptimizer(
-            {f"{prefix}.{table}.weight": fused for table, fused in self.fused.items()}
-        )
+        tables = {f"{prefix}.{table}.weight": fused for table, fused in self.fused.items()}
+        collected = self.tables.collected
+        deferred = None if collected is None else Deferred(collected.signal, self.tables.step)
+        return ShardedFusedOptimizer(tables, deferred)
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
     """The tables of an unsharded module with their weights (perhaps on ``meta``), optimizers and their
     state.
-
-    Raises:
-        ValueError: if the module is fused with ``update="on_step"``: sharded tables are updated in backward.
     """
     fused = module.fused_optimizer if module.is_fused else None
-    if isinstance(fused, FusedOptimizer) and not fused.updates_in_backward:
-        names = [config.name for config, _ in module.tables().values()]
-        raise ValueError(
-            f'the module with the tables {names} is fused with update="on_step" and cannot be sharded: '
-            'sharded tables allow only update="in_backward". Fuse it with update="in_backward", or leave it '
-            "unfused and give the sharder the optimizer (fused_params)."
-        )
     state = {} if fused is None else fused.state  # type: ignore[attr-defined]
     found = []
     for config, weight in module.tables().values():
@@ -116,35 +114,22 @@ def build(
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
     verify_module_plan(plan, sizes, world_size=env.shard.size)
     routing = compile_plan([source.table for source in sources], plan, num_ranks=env.shard.size)
-    rules = _rules(sources, options.optimizer)
+    rules = _rules(sources, options)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
-    own = routing.work[env.shard.rank].rectangles
-    split = _allocate(own, sources, rules, device, seed)
+    split = _allocate(routing.work[env.shard.rank].rectangles, sources, rules, device, seed)
     local = _allocate(routing.local.rectangles, sources, rules, device, seed)
     _make_equal(split, env.replicate)
     _make_equal(local, env.world)
-    shards = {}
-    for t, table in enumerate(routing.tables):
-        held, parts = (routing.local.rectangles, local) if routing.replicated[t] else (own, split)
-        chosen = [i for i, rectangle in enumerate(held) if rectangle.table == t]
-        shards[table.name] = TableShards(
-            table,
-            [held[i] for i in chosen],
-            [parts.weights[i] for i in chosen],
-            None if routing.replicated[t] else env.shard_mesh,
-        )
-    fused = {
-        table.name: _fused_table(
-            shards[table.name],
-            rule,
-            t,
-            sources[t].state.get("step", 0),
-            (own, split),
-            (routing.local.rectangles, local),
-        )
-        for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True))
-        if rule is not None
-    }
+    shards, fused = {}, {}
+    for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True)):
+        held, mesh = (local, None) if routing.replicated[t] else (split, env.shard_mesh)
+        shards[table.name] = TableShards(table, held.of_table(t), mesh)
+        if rule is not None:
+            step = sources[t].state.get("step", 0)
+            fused[table.name] = _fused_table(shards[table.name], rule, held.state_of_table(t), step)
+    if env.shard.group is not None:
+        for parameter in split.parameters:
+            mark_part(parameter, env.shard.group, counts=True)
     input_dist = InputDist(
         routing,
         env,
@@ -168,11 +153,14 @@ def build(
     )
 
 
-def _rules(sources: Sequence[SourceTable], default: OptimizerSpec | None) -> list[SpecRule | None]:
+def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[SpecRule | None]:
     """One rule for each spec, so that tables with equal specs are updated together."""
     rules: dict[OptimizerSpec, SpecRule] = {}
-    specs = [source.spec if source.spec is not None else default for source in sources]
-    return [None if spec is None else rules.setdefault(spec, SpecRule(spec)) for spec in specs]
+    specs = [source.spec if source.spec is not None else options.optimizer for source in sources]
+    deferred = options.update == "on_step"
+    return [
+        None if spec is None else rules.setdefault(spec, SpecRule(spec, deferred=deferred)) for spec in specs
+    ]
 
 
 def _allocate(
@@ -181,23 +169,30 @@ def _allocate(
     rules: Sequence[SpecRule | None],
     device: torch.device,
     seed: int,
-) -> Tables:
+) -> Holdings:
     """Weights and optimizer state of some rectangles."""
-    weights, state = [], []
-    for rectangle in rectangles:
-        source, rule = sources[rectangle.table], rules[rectangle.table]
-        weight = nn.Parameter(_filled(rectangle, source, device, seed), source.weight.requires_grad)
-        weights.append(weight)
-        state.append([] if rule is None else _state(rule, rectangle, source, weight))
-    return Tables(weights, state)
+    parameters: list[nn.Parameter] = []
+    packings: list[Packing] = []
+    state: list[list[Tensor]] = []
+    for table, own in groupby(rectangles, key=lambda rectangle: rectangle.table):
+        source, rule, packing = sources[table], rules[table], Packing(list(own))
+        packed = torch.empty(packing.shape, dtype=source.weight.dtype, device=device)
+        use_huge_pages(packed)
+        for rectangle, weight in zip(packing.rectangles, packing.views(packed), strict=True):
+            _fill(weight, rectangle, source, seed)
+            state.append([] if rule is None else _state(rule, rectangle, source, weight))
+        parameters.append(nn.Parameter(packed, source.weight.requires_grad))
+        if rule is not None:
+            mark_in_backward(parameters[-1], rule.spec)
+        packings.append(packing)
+    return Holdings(parameters, packings, state)
 
 
-def _filled(rectangle: Rectangle, source: SourceTable, device: torch.device, seed: int) -> Tensor:
+def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) -> None:
     _, r0, r1, c0, c1 = rectangle
-    weight = torch.empty(r1 - r0, c1 - c0, dtype=source.weight.dtype, device=device)
-    use_huge_pages(weight)
     if not source.weight.is_meta:
-        return weight.copy_(source.weight.detach()[r0:r1, c0:c1])
+        weight.copy_(source.weight.detach()[r0:r1, c0:c1])
+        return
     init_rectangle(
         weight,
         table=source.table.name,
@@ -206,7 +201,6 @@ def _filled(rectangle: Rectangle, source: SourceTable, device: torch.device, see
         init_fn=source.config.init_weight,
         seed=seed,
     )
-    return weight
 
 
 def _state(rule: SpecRule, rectangle: Rectangle, source: SourceTable, weight: Tensor) -> list[Tensor]:
@@ -220,25 +214,15 @@ def _state(rule: SpecRule, rectangle: Rectangle, source: SourceTable, weight: Te
     return state
 
 
-def _make_equal(tables: Tables, axis: Axis) -> None:
+def _make_equal(held: Holdings, axis: Axis) -> None:
     """Replicas start from what the first of them has."""
-    for weight in tables.weights:
-        broadcast(weight.detach(), axis, "first weights")
+    for parameter in held.parameters:
+        broadcast(parameter.detach(), axis, "first weights")
 
 
 def _fused_table(
-    shards: TableShards,
-    rule: SpecRule,
-    table: int,
-    step: int,
-    *holders: tuple[Sequence[Rectangle], Tables],
+    shards: TableShards, rule: SpecRule, state: Sequence[Sequence[Tensor]], step: int
 ) -> FusedTable:
-    state = [
-        own
-        for rectangles, tables in holders
-        for rectangle, own in zip(rectangles, tables.state, strict=True)
-        if rectangle.table == table
-    ]
     slots = {
         slot.name: Slot(slot.per_row, [own[number] for own in state])
         for number, slot in enumerate(rule.spec.state_slots())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshrec.distributed.mesh import Axis
+from meshrec.distributed.phases import recorders
 from meshrec.ops.memory import use_huge_pages
 
 _ANSWER_SECONDS = 3.0
@@ -71,7 +72,10 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
         )
     except RuntimeError as error:
         raise _explained(error, name, group) from error
-    return InFlight(received, work, name, group)
+    started = InFlight(received, work, name, group)
+    if recorders and not recorders[0].overlap:
+        started.wait()
+    return started
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
@@ -88,7 +92,10 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
         work = _all_gather(received, sent.reshape(-1), group=group, async_op=True)
     except RuntimeError as error:
         raise _explained(error, name, group) from error
-    return InFlight(received.view(axis.size, *sent.shape), work, name, group)
+    started = InFlight(received.view(axis.size, *sent.shape), work, name, group)
+    if recorders and not recorders[0].overlap:
+        started.wait()
+    return started
 
 
 def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:

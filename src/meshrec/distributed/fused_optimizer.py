@@ -3,11 +3,11 @@ tables.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrec.distributed.table_shards import TableShards
 from meshrec.ops.memory import use_huge_pages
@@ -19,11 +19,12 @@ class SpecRule:
     """One spec, with its numbers of now and the count of updates so far.
 
     Args:
+        deferred: whether the optimizer's step makes the updates, and not the backward pass.
         seed: of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
     """
 
-    def __init__(self, spec: OptimizerSpec, *, seed: int = 1) -> None:
-        self.spec, self._seed = spec, seed
+    def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = 1) -> None:
+        self.spec, self.deferred, self._seed = spec, deferred, seed
         self._numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         self.group: dict[str, Any] = {"params": [], **self._numbers}
         self.states: list[dict[str, Any]] = []
@@ -48,6 +49,10 @@ class SpecRule:
         """The numbers of the present update, as ``param_groups`` has them."""
         spec = self._current()
         return spec.hyper(lr=spec.lr, step=self.step, seed=self._seed, row_dim=row_dim)
+
+    def check(self) -> None:
+        """ValueError where a number in ``param_groups`` is out of its range now."""
+        self._current()
 
     def advance(self) -> None:
         """Begins a new update."""
@@ -90,18 +95,27 @@ class FusedTable(NamedTuple):
     """Updates that the table has had before."""
 
 
+class Deferred(NamedTuple):
+    """How ``step`` applies what backward passes have collected. ``signal``: see ``Collected``."""
+
+    signal: nn.Parameter
+    step: Callable[[], None]
+
+
 class ShardedFusedOptimizer(KeyedOptimizer):
-    """What updates the tables of a sharded module during backward; ``step`` has nothing left to do.
+    """What updates the tables of a sharded module: during backward, and ``step`` has nothing left to do, or
+    in ``step``, from the gradients that backward collected on each rank (``update="on_step"``).
 
     ``param_groups``: one for each spec; a scheduler may change its ``"lr"``. The state is that of whole
     tables: a DTensor for a split table, of which this rank holds some rectangles.
 
     Args:
         tables: the fused tables, by the name of their weight.
+        deferred: None for updates during backward.
     """
 
-    def __init__(self, tables: Mapping[str, FusedTable]) -> None:
-        self.tables = dict(tables)
+    def __init__(self, tables: Mapping[str, FusedTable], deferred: Deferred | None = None) -> None:
+        self.tables, self._deferred = dict(tables), deferred
         params = {name: _stand_in(table.shards) for name, table in tables.items()}
         groups: list[dict[str, Any]] = []
         state: dict[Tensor, dict[str, Any]] = {}
@@ -109,23 +123,26 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             table.rule.group["params"].append(params[name])
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
-            whole = {
-                name: table.shards.whole(slot.parts, per_row=slot.per_row)
-                for name, slot in table.slots.items()
-            }
-            state[params[name]] = {"step": table.first_step, **whole}
+            state[params[name]] = {"step": table.first_step, **_whole_state(table)}
             table.rule.states.append(state[params[name]])
+        if deferred is not None:
+            groups[0]["params"].append(deferred.signal)
         super().__init__(params, state, groups)
+        self.register_state_dict_pre_hook(_join_again)
         self.register_load_state_dict_pre_hook(_load_split)
 
     @property
     def updates_in_backward(self) -> bool:
-        """Always."""
-        return True
+        """Whether there are tables, and ``step`` has nothing left to do for them."""
+        return bool(self.tables) and self._deferred is None
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Nothing but the closure: the backward pass has made the update."""
-        return evaluated(closure)
+        """Evaluates the closure, and applies what was collected. Collective over all ranks."""
+        loss = evaluated(closure)
+        if self._deferred is not None:
+            with torch.no_grad():
+                self._deferred.step()
+        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not here: raises ValueError."""
@@ -141,8 +158,19 @@ class ShardedFusedOptimizer(KeyedOptimizer):
 
 def _stand_in(shards: TableShards) -> Tensor:
     """A parameter to name the table by, where this rank holds nothing of it too."""
-    own = shards.shards()
-    return own[0] if own else torch.nn.Parameter(torch.empty(0))
+    return shards.weight if shards.rectangles else nn.Parameter(torch.empty(0))
+
+
+def _whole_state(table: FusedTable) -> dict[str, Tensor]:
+    return {name: table.shards.whole(slot.parts, per_row=slot.per_row) for name, slot in table.slots.items()}
+
+
+def _join_again(optimizer: torch.optim.Optimizer) -> None:
+    """One process that holds a table in several pieces has no view of the whole: it must be copied anew."""
+    assert isinstance(optimizer, ShardedFusedOptimizer)
+    for name, table in optimizer.tables.items():
+        if table.shards.is_joined:
+            optimizer.state[optimizer.params[name]].update(_whole_state(table))
 
 
 def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

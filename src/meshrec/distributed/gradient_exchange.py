@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshrec.distributed.collectives import InFlight, all_gather, all_reduce
+from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import Message
 from meshrec.distributed.mesh import Axis
 
@@ -36,13 +37,6 @@ class Sizes(NamedTuple):
         """What a gather makes each rank send to the others, in bytes."""
         per_rank = [4 * (words + grads) for words, grads in zip(self.words, self.num_grads, strict=True)]
         return max(per_rank) * (len(per_rank) - 1)
-
-
-class RowGradients(NamedTuple):
-    """The touched rows of one rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
-
-    rows: Tensor
-    grads: Tensor
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:

@@ -23,7 +23,8 @@ from meshrec.sparse import KeyedJaggedTensor
 
 _logger = logging.getLogger("meshrec")
 _HEADER = 4  # status, words, ids, bags per route (-1: they differ)
-_NO_BAGS = -1
+# What a rank says of itself in the status, as bits.
+_BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
 
 
 class SourceIds(NamedTuple):
@@ -70,12 +71,24 @@ class LookupIds(NamedTuple):
     """Whether they differ in some block."""
 
 
+class Wishes(NamedTuple):
+    """What the backward pass is to do. All ranks know, so that all take part in its collectives or none."""
+
+    backward: bool
+    """Whether some rank trains."""
+    weight_grads: bool
+    """Whether some rank wants the gradient of its per-sample weights."""
+
+
 class Arrived(NamedTuple):
     """After the input distribution: what the caller gave, what is to be looked up, what every rank holds."""
 
     source: SourceIds
     message: Message
     local: Message
+    weights: Tensor | None
+    """fp32 [N] the caller's per-sample weights, where they require grad."""
+    wishes: Wishes
 
 
 @dataclass
@@ -85,6 +98,7 @@ class Started:
     source: SourceIds | None
     message: Message
     local: Message
+    weights: Tensor | None
     sizes: InFlight
     error: Exception | None
 
@@ -95,6 +109,8 @@ class Exchanging:
 
     source: SourceIds
     local: Message
+    weights: Tensor | None
+    wishes: Wishes
     header: Tensor
     payload: InFlight
 
@@ -116,7 +132,7 @@ class InputDist:
         sequence: bool,
         bounds_check: BoundsCheckMode,
     ) -> None:
-        self._routing, self._env, self._device = routing, env, device
+        self._routing, self._env, self.device = routing, env, device
         self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
         self.num_clamped_ids = 0
         self._router = routing.router
@@ -126,19 +142,22 @@ class InputDist:
         sizes = [_HEADER] * env.world.size
         self._size_splits = Splits(sizes, sizes)
 
-    def start(self, features: KeyedJaggedTensor) -> Started:
+    def start(self, features: KeyedJaggedTensor, *, trains: bool) -> Started:
         """Routes the ids and starts to exchange sizes. Never raises for bad input: ``exchange`` does,
         everywhere.
+
+        ``trains``: whether this rank has tables to train, under grad mode.
         """
         num_ranks = self._env.shard.size
+        weights = error = None
         try:
-            source, payload, header = self._route(features)
-            error = None
+            source, weights, payload, header = self._route(features)
+            status = (_TRAINS if trains else 0) | (_WANTS_WEIGHT_GRADS if weights is not None else 0)
         except Exception as caught:  # every error must reach the other ranks
-            source, error = None, caught
+            source, error, status = None, caught, _BAD_INPUT
             payload = torch.empty(0, dtype=torch.int32)
             header = torch.zeros(num_ranks + 1, _HEADER, dtype=torch.int64)
-            header[:, 0] = 1
+        header[:, 0] = status
         rows = header[:-1].reshape(-1) if self._env.replicate.size == 1 else self._world_rows(header)
         sizes = all_to_all(rows, self._size_splits, self._env.world, "sizes of ids")
         own = payload.numel() - int(header[-1, 1])
@@ -146,6 +165,7 @@ class InputDist:
             source,
             Message(payload[:own], header[:-1]),
             Message(payload[own:], header[-1:]),
+            weights,
             sizes,
             error,
         )
@@ -157,18 +177,23 @@ class InputDist:
             ValueError: on every rank, when the input of any rank was bad.
         """
         rows = started.sizes.wait().cpu().view(-1, _HEADER)
-        if bool(rows[:, 0].any()):
+        status = 0
+        for each in rows[:, 0].tolist():
+            status |= each
+        if status & _BAD_INPUT:
             self._raise(started.error)
         assert started.source is not None
+        wants_weight_grads = bool(status & _WANTS_WEIGHT_GRADS)
+        wishes = Wishes(wants_weight_grads or bool(status & _TRAINS), wants_weight_grads)
         header = rows[self._first : self._first + self._env.shard.size]
         splits = Splits(started.message.header[:, 1].tolist(), header[:, 1].tolist())
         payload = all_to_all(started.message.words, splits, self._env.shard, "ids")
-        return Exchanging(started.source, started.local, header, payload)
+        return Exchanging(started.source, started.local, started.weights, wishes, header, payload)
 
     def finish(self, exchanging: Exchanging) -> Arrived:
         """Waits for the ids."""
         message = Message(exchanging.payload.wait(), exchanging.header)
-        return Arrived(exchanging.source, message, exchanging.local)
+        return Arrived(exchanging.source, message, exchanging.local, exchanging.weights, exchanging.wishes)
 
     def unpack(self, message: Message, blocks: list[int], num_routes: int) -> LookupIds:
         """The ids of a message, its blocks in the given order."""
@@ -180,37 +205,26 @@ class InputDist:
             values, offsets, weights if self._weighted else None, segments, batches, -1 in batches
         )
 
-    def _route(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor, Tensor]:
+    def _route(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor | None, Tensor, Tensor]:
         keys = features.keys()
         if self._keys is None or self._keys[0] != keys:
             self._keys = list(keys), self._positions(keys)
         positions = self._keys[1]
-        weights = features.weights_or_none()
-        if self._weighted and weights is None:
-            raise ValueError(
-                "the collection is weighted (is_weighted=True) but the input has no weights. "
-                "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
-            )
-        if self._weighted and weights is not None and weights.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "the input's weights require grad, but gradients of per-sample weights are not carried "
-                "across ranks: a sharded module takes only weights that need none. Detach them, or use the "
-                "unsharded module."
-            )
         if not self._sequence and features.variable_stride_per_key():
             features = _expanded(features)
+        weights = self._weights(features)
         values, offsets = features.values(), features.offsets()
-        if values.device != self._device:
+        if values.device != self.device:
             raise ValueError(
                 f"the input is on {values.device} and table {self._routing.tables[0].name!r} on "
-                f"{self._device}. "
+                f"{self.device}. "
                 "Move one to the other with .to()."
             )
         strides, segments = features.stride_per_key(), features.segments_or_none()
         payload, header, counts, bad = torch.ops.meshrec.route_ids(
             values,
             offsets,
-            weights.float() if self._weighted and weights is not None else None,
+            None if weights is None else weights.detach(),
             segments,
             len(keys),
             positions,
@@ -223,7 +237,23 @@ class InputDist:
         if self._bounds_check is BoundsCheckMode.WARN and bool(bad.any()):
             self._report(bad.tolist())
         batches = [strides[key] for key in positions]
-        return SourceIds(values, offsets, segments, len(keys), positions, counts, batches), payload, header
+        source = SourceIds(values, offsets, segments, len(keys), positions, counts, batches)
+        wanted = (
+            weights if weights is not None and weights.requires_grad and torch.is_grad_enabled() else None
+        )
+        return source, wanted, payload, header
+
+    def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """fp32 [N]; None where the collection reads no weights."""
+        if not self._weighted:
+            return None
+        weights = features.weights_or_none()
+        if weights is None:
+            raise ValueError(
+                "the collection is weighted (is_weighted=True) but the input has no weights. "
+                "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
+            )
+        return weights.float()
 
     def _positions(self, keys: Sequence[str]) -> list[int]:
         place = {key: position for position, key in enumerate(keys)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
-from meshrec.distributed.gradient_exchange import RowGradients
+from meshrec.distributed.holdings import Holdings, RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.routing import RankWork, Routing
 
@@ -36,12 +36,13 @@ class LookupTables:
         self,
         routing: Routing,
         work: RankWork,
-        weights: Sequence[Tensor],
+        held: Holdings,
         *,
         sequence: bool,
         out_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.work, self.weights, self.sequence = work, list(weights), sequence
+        self.work, self.held, self.sequence = work, held, sequence
+        self._plain = None if held.is_packed else list(held.parameters)
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
         self._dim = sum(lookup.width for lookup in work.lookups)
@@ -57,6 +58,11 @@ class LookupTables:
         self._route_widths = torch.zeros(len(work.routes), dtype=torch.int64)
         for lookup in work.lookups:
             self._route_widths[lookup.route] += lookup.width
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """The rectangles."""
+        return self.held.weights
 
     def is_flat(self, ids: LookupIds) -> bool:
         """Whether outputs lie piece by piece, because rows of different lookups differ in number."""
@@ -80,7 +86,7 @@ class LookupTables:
             return ids.values.new_empty(0, dtype=self._out_dtype)
         flat = self.sequence or ids.ragged
         return torch.ops.meshrec.tbe_forward(  # type: ignore[no-any-return]
-            self.weights,
+            self._plain or list(self.weights),
             *ids[:4],
             *self._arguments,
             flat,
@@ -107,14 +113,14 @@ class LookupTables:
         hyper: Tensor,
     ) -> None:
         """Steps some rectangles in place; ``state`` is slot-major, as ``tbe_update`` takes it."""
-        tables = _positions(self._arguments.tables, rectangles)
+        tables, weights = _positions(self._arguments.tables, rectangles), self.weights
         torch.ops.meshrec.tbe_update(
             grad,
             *ids[:4],
             *self._arguments._replace(tables=tables),
             self.is_flat(ids),
             self._widths,
-            [self.weights[i] for i in rectangles],
+            [weights[i] for i in rectangles],
             state,
             optimizer,
             hyper,
@@ -123,21 +129,23 @@ class LookupTables:
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
         """For each of the rectangles its touched rows and their gradients."""
+        weights = self.weights
         flat = torch.ops.meshrec.tbe_sparse_grad(
             grad,
             *ids[:4],
             *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
             self.is_flat(ids),
             self._widths,
-            [self.weights[i].shape[0] for i in rectangles],
+            [weights[i].shape[0] for i in rectangles],
         )
         return [RowGradients(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
 
     def dense_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[Tensor]:
         """For each of the rectangles its whole gradient."""
+        weights = self.weights
         grads: list[Tensor] = torch.ops.meshrec.tbe_dense_grad(
             grad,
-            [self.weights[i] for i in rectangles],
+            [weights[i] for i in rectangles],
             *ids[:4],
             *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
             self.is_flat(ids),
@@ -146,11 +154,13 @@ class LookupTables:
         return grads
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """[N] the gradient of the per-sample weights."""
+        """fp32 [N]: the gradient of the per-sample weights, from that of the output in any shape."""
         values, offsets, _, segments = ids[:4]
+        if self.is_empty:
+            return grad.new_zeros(values.numel(), dtype=torch.float32)
         return torch.ops.meshrec.tbe_sample_weight_grad(  # type: ignore[no-any-return]
-            grad,
-            self.weights,
+            self.shaped(grad, ids),
+            list(self.weights),
             values,
             offsets,
             segments,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshrec.distributed.collectives import Splits, all_to_all
 from meshrec.distributed.mesh import Axis
+from meshrec.distributed.phases import OFF, phase, recorders
 from meshrec.distributed.routing import Rectangle, Routing
 from meshrec.ops.tbe import naive_update
 from meshrec.ops.tbe.naive_update import Hyper, Rows
@@ -91,6 +92,10 @@ class ColumnPeers:
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
         """For each own rectangle what ``tbe_update`` takes as ``row_stats``: fp32 [U, 3]."""
+        with phase("row_stats") if recorders else OFF:
+            return self._row_stats(touched, optimizer, hyper)
+
+    def _row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
         first = [_first_sums(rows, optimizer, h) for rows, h in zip(touched, hyper, strict=True)]
         if optimizer != naive_update.PARTIAL_ROWWISE_LAMB:
             return self.summed(first)

@@ -5,26 +5,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from meshrec.distributed.collected import Collected
 from meshrec.distributed.collectives import InFlight
 from meshrec.distributed.gradient_exchange import (
-    RowGradients,
     finish_gather,
     gathered_sizes,
     reduce_bytes,
     reduce_gradients,
     start_gather,
 )
+from meshrec.distributed.holdings import Holdings
 from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Message, Started
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
+from meshrec.distributed.phases import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
-from meshrec.distributed.updates import FusedRule, TableUpdates, distinct
+from meshrec.distributed.updates import FusedRule, LookedUp, TableGradient, TableUpdates, distinct
+from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.sparse import KeyedJaggedTensor
 
 
@@ -39,13 +42,6 @@ class Step:
     in_flight: InFlight | None = None
 
 
-class Tables(NamedTuple):
-    """What a rank holds: a weight and its optimizer state for each rectangle."""
-
-    weights: Sequence[nn.Parameter]
-    state: Sequence[Sequence[Tensor]]
-
-
 class ShardedTables:
     """Everything a rank does for one module.
 
@@ -58,8 +54,8 @@ class ShardedTables:
         self,
         routing: Routing,
         env: ShardingEnv,
-        split: Tables,
-        local: Tables,
+        split: Holdings,
+        local: Holdings,
         *,
         rules: Sequence[FusedRule | None],
         input_dist: InputDist,
@@ -68,18 +64,18 @@ class ShardedTables:
     ) -> None:
         self._env, self._rules = env, distinct(rules)
         work = routing.work[env.shard.rank]
-        self.split = LookupTables(
-            routing, work, split.weights, sequence=sequence, out_dtype=precision.forward
-        )
-        self.local = LookupTables(routing, routing.local, local.weights, sequence=sequence)
-        self._split_updates = TableUpdates(
-            self.split, routing, env.shard, _of(rules, routing.replicated, False), split.state
-        )
-        self._local_updates = TableUpdates(
-            self.local, routing, env.shard, _of(rules, routing.replicated, True), local.state
-        )
+        self.split = LookupTables(routing, work, split, sequence=sequence, out_dtype=precision.forward)
+        self.local = LookupTables(routing, routing.local, local, sequence=sequence)
+        self._updates = [
+            TableUpdates(self.split, routing, env.shard, _of(rules, routing.replicated, False)),
+            TableUpdates(self.local, routing, env.shard, _of(rules, routing.replicated, True)),
+        ]
+        self._parameters = [*split.parameters, *local.parameters]
+        self.collected = Collected(input_dist.device) if any(rule.deferred for rule in self._rules) else None
+        """What backward passes left for ``step``; None where there is nothing to leave."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
+        self._weight_grads = WeightGrads(routing, env.shard)
 
     @property
     def num_clamped_ids(self) -> int:
@@ -88,23 +84,25 @@ class ShardedTables:
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes."""
-        return self._input.start(features)
+        trains = False
+        if torch.is_grad_enabled():
+            for parameter in self._parameters:
+                trains |= parameter.requires_grad
+        with phase("ids") if recorders else OFF:
+            return self._input.start(features, trains=trains)
 
     def exchange(self, started: Started) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any was bad."""
-        return self._input.exchange(started)
+        with phase("ids") if recorders else OFF:
+            return self._input.exchange(started)
 
     def look_up(self, exchanging: Exchanging) -> "Results":
         """Waits for the ids, looks them up, and starts to send the results back."""
-        arrived = self._input.finish(exchanging)
-        ids = self._input.unpack(arrived.message, self._output.blocks, len(self.split.work.routes))
-        local_ids = None
-        if not self.local.is_empty:
-            local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
-        batches = arrived.message.header[:, 3].tolist()
-        asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
-        step = Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
-        received, local = _send(self, step, *self.split.weights, *self.local.weights)
+        with phase("ids") if recorders else OFF:
+            step = self._arrived(self._input.finish(exchanging))
+        # With it every rank has a backward pass if any has: they exchange gradients.
+        anchor = torch.empty(0, requires_grad=step.arrived.wishes.backward)
+        received, local = _send(self, step, anchor, step.arrived.weights, *self._parameters)
         return Results(self, step, received, local)
 
     def uses_in_order(self) -> list[int]:
@@ -116,44 +114,108 @@ class ShardedTables:
         """The forward pass up to the wire: what will have arrived, and the rows of the data-parallel
         tables.
         """
-        rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
-        step.in_flight = self._output.start(rows, step.asked)
+        with phase("lookup") if recorders else OFF:
+            rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
+        with phase("output") if recorders else OFF:
+            step.in_flight = self._output.start(rows, step.asked)
         local = rows.new_empty(0, dtype=torch.float32)
         if step.local_ids is not None:
-            local = self.local.forward(step.local_ids, sum(self.local.block_sizes(step.local_ids)))
+            with phase("lookup") if recorders else OFF:
+                local = self.local.forward(step.local_ids, sum(self.local.block_sizes(step.local_ids)))
         return step.in_flight.tensor, local
 
     def receive(self, step: Step, local: Tensor) -> Tensor:
         """The forward pass from the wire on: [B, D], or flat rows per id."""
         assert step.in_flight is not None
         in_flight, step.in_flight = step.in_flight, None
-        return self._output.finish(in_flight, None if step.local_ids is None else local, step.asked)
+        with phase("output") if recorders else OFF:
+            return self._output.finish(in_flight, None if step.local_ids is None else local, step.asked)
 
     def send_grad(self, step: Step, grad: Tensor) -> Tensor:
         """The backward pass up to the wire; gives the gradient of the data-parallel rows."""
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
-        step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
+        with phase("gradient") if recorders else OFF:
+            step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
         return local
 
-    def receive_grad(self, step: Step, local_grad: Tensor) -> list[Tensor | None]:
-        """The backward pass from the wire on: updates tables in place, or gives their gradients."""
+    def receive_grad(self, step: Step, local_grad: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The backward pass from the wire on: updates tables in place, or gives their gradients; before
+        them the gradient of the caller's per-sample weights, where some rank wants it.
+        """
         assert step.in_flight is not None
         local = None
         if step.local_ids is not None:
             local = self._of_replicas(
                 self.local, step.arrived.local, step.local_ids, [0], local_grad, self._env.world
             )
-        split_grad = step.in_flight.wait().float()
-        step.in_flight = None
+        with phase("gradient") if recorders else OFF:
+            split_grad = step.in_flight.wait().float()
+            step.in_flight, sample_grad = None, None
+            if step.arrived.wishes.weight_grads:
+                sample_grad = self._sample_weight_grad(step, split_grad, local_grad)
         split = self._of_replicas(
             self.split, step.arrived.message, step.ids, self._output.blocks, split_grad, self._env.replicate
         )
-        # From here on tables change: what can fail on the wire is behind us.
-        for rule in self._rules:
+        gradients = [split] if local is None else [split, local]
+        with phase("update") if recorders else OFF:
+            self._collect(gradients)
+            # From here on tables change: what can fail on the wire is behind us.
+            self._begin_update(deferred=False)
+            grads = [
+                grad
+                for updates, gradient in zip(self._updates, gradients, strict=False)
+                for grad in updates.apply(gradient)
+            ]
+        return sample_grad, grads
+
+    def step(self) -> None:
+        """Applies what backward passes have collected, if they have. Collective."""
+        if self.collected is None or self.collected.signal.grad is None:
+            return
+        for updates in self._updates:
+            updates.check_collected()
+        self._begin_update(deferred=True)
+        for updates in self._updates:
+            updates.step()
+
+    def _begin_update(self, *, deferred: bool) -> None:
+        rules = [rule for rule in self._rules if rule.deferred == deferred]
+        for rule in rules:
+            rule.check()
+        for rule in rules:
             rule.advance()
-        grads = _applied(self._split_updates, split)
-        return grads + (_applied(self._local_updates, local) if local is not None else [])
+
+    def _collect(self, gradients: Sequence[TableGradient]) -> None:
+        if self.collected is None:
+            return
+        finite = True
+        for updates, gradient in zip(self._updates, gradients, strict=False):
+            finite &= updates.collect(gradient)
+        self.collected.agree(finite, self._env.world)
+
+    def _arrived(self, arrived: Arrived) -> Step:
+        ids = self._input.unpack(arrived.message, self._output.blocks, len(self.split.work.routes))
+        local_ids = None
+        if not self.local.is_empty:
+            local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
+        batches = arrived.message.header[:, 3].tolist()
+        asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
+        return Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
+
+    def _sample_weight_grad(self, step: Step, split_grad: Tensor, local_grad: Tensor) -> Tensor:
+        """fp32 [N]: that of this rank's own loss, so nothing is averaged."""
+        header = step.arrived.message.header
+        own = self.split.sample_weight_grad(split_grad, step.ids)
+        local = None
+        if step.local_ids is not None:
+            local = self.local.sample_weight_grad(local_grad, step.local_ids)
+        blocks = own.split(header[self._output.blocks, 2].tolist())
+        by_rank = [own] * len(blocks)
+        for rank, block in zip(self._output.blocks, blocks, strict=True):
+            by_rank[rank] = block
+        grads = self._weight_grads.exchange(by_rank, local, step.asked.source)
+        return grads.mul_(self._env.world.size)
 
     def _of_replicas(
         self,
@@ -163,34 +225,32 @@ class ShardedTables:
         blocks: list[int],
         grad: Tensor,
         axis: Axis,
-    ) -> "_Gradient":
+    ) -> TableGradient:
         """The gradient of all replicas of these tables, in the form that moved fewer bytes."""
         if axis.size == 1:
-            return _Gradient(tables.shaped(grad, ids), ids, None)
+            return TableGradient(LookedUp(tables, tables.shaped(grad, ids), ids), {})
+        with phase("data_parallel" if tables is self.local else "replicas") if recorders else OFF:
+            return self._exchanged(tables, message, ids, blocks, grad, axis)
+
+    def _exchanged(
+        self,
+        tables: LookupTables,
+        message: Message,
+        ids: LookupIds,
+        blocks: list[int],
+        grad: Tensor,
+        axis: Axis,
+    ) -> TableGradient:
         gathering = start_gather(message, grad, axis)
         sizes = gathered_sizes(gathering)
         shapes = [(weight.shape[0], weight.shape[1]) for weight in tables.weights]
         if not tables.is_empty and reduce_bytes(shapes, axis.size) < sizes.gather_bytes():
             own = tables.sparse_grads(tables.shaped(grad, ids), ids, list(range(len(shapes))))
-            return _Gradient(grad, ids, reduce_gradients(own, shapes, axis))
+            return TableGradient(None, dict(enumerate(reduce_gradients(own, shapes, axis))))
         message, grad = finish_gather(gathering, sizes)
         all_blocks = [p * len(blocks) + block for p in range(axis.size) for block in blocks]
         ids = self._input.unpack(message, all_blocks, len(tables.work.routes))
-        return _Gradient(tables.shaped(grad, ids), ids, None)
-
-
-class _Gradient(NamedTuple):
-    """The gradient of looked-up rows, or, where ``rows`` is there, of the rows of each rectangle."""
-
-    grad: Tensor
-    ids: LookupIds
-    rows: list[RowGradients] | None
-
-
-def _applied(updates: TableUpdates, gradient: _Gradient) -> list[Tensor | None]:
-    if gradient.rows is not None:
-        return updates.apply_rows(gradient.rows)
-    return updates.apply(gradient.grad, gradient.ids)
+        return TableGradient(LookedUp(tables, tables.shaped(grad, ids), ids), {})
 
 
 def _of(
@@ -220,13 +280,21 @@ class _Send(torch.autograd.Function):
     """Lookup and departure; in the backward pass arrival and update."""
 
     @staticmethod
-    def forward(ctx: Any, tables: ShardedTables, step: Step, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        tables: ShardedTables,
+        step: Step,
+        anchor: Tensor,
+        sample_weights: Tensor | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         ctx.tables, ctx.step = tables, step
         return tables.send(step)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, None, *ctx.tables.receive_grad(ctx.step, grads[1]))
+        sample_grad, table_grads = ctx.tables.receive_grad(ctx.step, grads[1])
+        return (None, None, None, sample_grad if ctx.needs_input_grad[3] else None, *table_grads)
 
 
 class _Receive(torch.autograd.Function):

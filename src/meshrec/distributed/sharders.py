@@ -11,7 +11,9 @@ from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.from_torch import from_torch
+from meshrec.optim.fused import FusedOptimizer, UpdateMode
 from meshrec.optim.optimizers import OptimizerSpec
 
 FusedParams = OptimizerSpec | Mapping[str, Any] | None
@@ -26,13 +28,23 @@ class EmbeddingBagCollectionSharder:
             spec, or a mapping with ``"optimizer"`` (a spec, or a class with its arguments beside it, such as
             ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such tables get ordinary gradients.
         precision: the types that embeddings and their gradients travel in.
+        update: ``"in_backward"``: the backward pass updates tables with an optimizer; ``"on_step"``: it
+            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, and during
+            backward where it was not.
     """
 
     module_type = EmbeddingBagCollection
 
-    def __init__(self, fused_params: FusedParams = None, *, precision: CommsPrecision | None = None) -> None:
+    def __init__(
+        self,
+        fused_params: FusedParams = None,
+        *,
+        precision: CommsPrecision | None = None,
+        update: UpdateMode | None = None,
+    ) -> None:
         self.optimizer = _spec(fused_params)
         self.precision = precision or FULL_PRECISION
+        self.update = _checked(update)
 
     def shard(
         self,
@@ -48,12 +60,12 @@ class EmbeddingBagCollectionSharder:
         tables live, by default what the process group works on.
 
         Raises:
-            ValueError: for a plan or a device that does not fit, and for a module fused with
-            ``update="on_step"``, before anything is allocated.
+            ValueError: for a plan or a device that does not fit, before anything is allocated.
         """
         env, device = _place(env, device)
         options = BuildOptions(
             optimizer=self.optimizer,
+            update=_update_mode(module, self.update),
             precision=self.precision,
             weighted=module.is_weighted(),
             bounds_check=module.bounds_check,
@@ -67,9 +79,16 @@ class EmbeddingCollectionSharder:
 
     module_type = EmbeddingCollection
 
-    def __init__(self, fused_params: FusedParams = None, *, precision: CommsPrecision | None = None) -> None:
+    def __init__(
+        self,
+        fused_params: FusedParams = None,
+        *,
+        precision: CommsPrecision | None = None,
+        update: UpdateMode | None = None,
+    ) -> None:
         self.optimizer = _spec(fused_params)
         self.precision = precision or FULL_PRECISION
+        self.update = _checked(update)
 
     def shard(
         self,
@@ -82,6 +101,7 @@ class EmbeddingCollectionSharder:
         env, device = _place(env, device)
         options = BuildOptions(
             optimizer=self.optimizer,
+            update=_update_mode(module, self.update),
             precision=self.precision,
             sequence=True,
             bounds_check=module.bounds_check,
@@ -100,6 +120,20 @@ def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[Shardi
             f"{needed.type} device, or a process group of another backend."
         )
     return env, torch.device(device)
+
+
+def _checked(update: UpdateMode | None) -> UpdateMode | None:
+    if update not in ("in_backward", "on_step", None):
+        raise ValueError(f"update must be 'in_backward', 'on_step' or None, got {update!r}.")
+    return update
+
+
+def _update_mode(module: TableCollection, update: UpdateMode | None) -> UpdateMode:
+    if update is not None:
+        return update
+    fused = module.fused_optimizer if module.is_fused else None
+    is_deferred = isinstance(fused, FusedOptimizer) and not fused.updates_in_backward
+    return "on_step" if is_deferred else "in_backward"
 
 
 def _spec(fused_params: FusedParams) -> OptimizerSpec | None:

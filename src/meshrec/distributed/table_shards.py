@@ -6,36 +6,44 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshrec.distributed.holdings import Held
 from meshrec.distributed.routing import Rectangle, Table
 from meshrec.distributed.state_dict import copy_into, split_tensor
 
 
 class TableShards(nn.Module):
-    """``weight`` is the first rectangle of the table on this rank, ``weight_1`` the next, if there are
-    several.
+    """``weight`` is what this rank holds of the table: nothing, a rectangle, or several in one parameter (see
+    ``Packing``), so that the name of the whole table is the only one.
 
     ``state_dict`` has one entry ``weight`` for the whole table, on every rank: a DTensor for a split table,
     which torch.distributed.checkpoint saves and loads in place under any plan; the plain tensor for a
     data-parallel one.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        rectangles: Sequence[Rectangle],
-        weights: Sequence[nn.Parameter],
-        mesh: DeviceMesh | None,
-    ) -> None:
+    def __init__(self, table: Table, held: Held | None, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self._table, self.rectangles, self._mesh = table, list(rectangles), mesh
-        for position, weight in enumerate(weights):
-            self.register_parameter(_name(position), weight)
+        self._table, self._packing, self._mesh = table, held.packing if held else None, mesh
+        self.rectangles: list[Rectangle] = held.packing.rectangles if held else []
+        if held:
+            self.weight = held.parameter
         self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
 
-    def shards(self) -> list[nn.Parameter]:
-        """The rectangles that are here."""
-        return list(self.parameters(recurse=False))
+    @property
+    def is_split(self) -> bool:
+        """Whether this rank may hold only a part of the table."""
+        return self._mesh is not None or len(self.rectangles) != 1
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether ``whole`` gives a copy: one process without a mesh, with the table in several pieces."""
+        return self._mesh is None and len(self.rectangles) > 1
+
+    def shards(self) -> list[Tensor]:
+        """The rectangles that are here: ``weight``, or views of it where there are several."""
+        if self._packing is None:
+            return []
+        return [self.weight] if len(self.rectangles) == 1 else self._packing.views(self.weight.detach())
 
     def whole(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
         """The table, or a state of it, from what of it is here."""
@@ -54,15 +62,9 @@ class TableShards(nn.Module):
         return f"{' '.join(parts) or 'nothing'} of {self._table.num_rows} x {self._table.dim}"
 
 
-def _name(position: int) -> str:
-    return "weight" if position == 0 else f"weight_{position}"
-
-
 def _put_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
     assert isinstance(module, TableShards)
     shards = module.shards()
-    for position in range(len(shards)):
-        state_dict.pop(prefix + _name(position), None)
     if shards or module._mesh is not None:
         state_dict[prefix + "weight"] = module.whole(shards)
 
@@ -88,5 +90,5 @@ def _take_whole(
         module.load(shards, value, prefix + "weight")
     except ValueError as error:
         error_msgs.append(str(error))
-    for position, shard in enumerate(shards):
-        state_dict[prefix + _name(position)] = shard.detach()
+    if shards:
+        state_dict[prefix + "weight"] = module.weight.detach()

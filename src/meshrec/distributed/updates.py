@@ -1,13 +1,15 @@
-"""What a gradient does to the tables of a rank: a fused update in place, or an ordinary gradient."""
+"""What a gradient does to the tables of a rank: a fused update in place, now or at the optimizer's step, or
+an ordinary gradient.
+"""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
-from meshrec.distributed.gradient_exchange import RowGradients
+from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis
@@ -28,19 +30,52 @@ class FusedRule(Protocol):
     def name(self) -> str:
         """What users call it."""
 
+    @property
+    def deferred(self) -> bool:
+        """Whether the backward pass only collects gradients, and the optimizer's step applies them."""
+
     def hyper(self, row_dim: int) -> Tensor:
         """The numbers of the present update, see ``OptimizerSpec.hyper``."""
+
+    def check(self) -> None:
+        """ValueError where the numbers of now are out of their range."""
 
     def advance(self) -> None:
         """Begins a new update."""
 
 
-class _Group:
-    """The rectangles of one rule that need no other rank, one call of ``tbe_update``."""
+class LookedUp(NamedTuple):
+    """The gradient of what ``tables`` looked up for ``ids``."""
 
-    def __init__(self, rectangles: list[int], state: Sequence[Sequence[Tensor]]) -> None:
-        self.rectangles = rectangles
-        self.state = slot_major([state[i] for i in rectangles])
+    tables: LookupTables
+    grad: Tensor
+    ids: LookupIds
+
+
+class TableGradient(NamedTuple):
+    """The gradient of the tables of a rank: that of looked-up rows, but for the rectangles in ``rows``, whose
+    rows are summed already.
+    """
+
+    looked_up: LookedUp | None
+    rows: Mapping[int, RowGradients]
+
+    def of(self, rectangles: Sequence[int]) -> dict[int, RowGradients]:
+        """By row."""
+        found = {i: self.rows[i] for i in rectangles if i in self.rows}
+        if self.looked_up is not None and (rest := [i for i in rectangles if i not in found]):
+            tables, grad, ids = self.looked_up
+            found.update(zip(rest, tables.sparse_grads(grad, ids, rest), strict=True))
+        return found
+
+
+class _Group:
+    """The rectangles of one rule. ``whole`` need no other rank; the columns of ``split`` lie on several."""
+
+    def __init__(
+        self, rule: FusedRule, whole: list[int], split: list[int], peers: ColumnPeers | None
+    ) -> None:
+        self.rule, self.whole, self.split, self.peers = rule, whole, split, peers
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -51,87 +86,125 @@ def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 class TableUpdates:
     """The fused rules of some tables; tables without a rule get ordinary gradients.
 
-    ``rules``: for each table of the module its rule, None for ordinary gradients. ``state``: for each
-    rectangle its optimizer state.
+    ``rules``: for each table of the module its rule, None for ordinary gradients.
     """
 
     def __init__(
-        self,
-        tables: LookupTables,
-        routing: Routing,
-        axis: Axis,
-        rules: Sequence[FusedRule | None],
-        state: Sequence[Sequence[Tensor]],
+        self, tables: LookupTables, routing: Routing, axis: Axis, rules: Sequence[FusedRule | None]
     ) -> None:
-        self._tables, self._axis = tables, axis
+        self._held = tables.held
         self._rectangles = tables.work.rectangles
-        self._state = state
         self._dims = [table.dim for table in routing.tables]
-        split = _split_by_columns(routing)
-        self._whole: list[tuple[FusedRule, _Group]] = []
-        self._split: list[tuple[FusedRule, ColumnPeers, list[int]]] = []
+        self._names = [table.name for table in routing.tables]
+        by_columns = _split_by_columns(routing)
+        self._groups: list[_Group] = []
         for rule in distinct(rules):
             of_rule = [t for t, other in enumerate(rules) if other is rule]
-            peers = {t for t in of_rule if split[t] and rule.code in ROW_WISE and axis.size > 1}
+            peers = {t for t in of_rule if by_columns[t] and rule.code in ROW_WISE and axis.size > 1}
             own = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table in of_rule]
             whole = [i for i in own if self._rectangles[i].table not in peers]
-            if whole:
-                self._whole.append((rule, _Group(whole, state)))
-            if peers:
-                members = [i for i in own if self._rectangles[i].table in peers]
-                self._split.append((rule, ColumnPeers(routing, axis, sorted(peers), rule.name), members))
+            split = [i for i in own if self._rectangles[i].table in peers]
+            column_peers = ColumnPeers(routing, axis, sorted(peers), rule.name) if peers else None
+            self._groups.append(_Group(rule, whole, split, column_peers))
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rules[rectangle.table] is None]
+        self._deferred = [
+            i for group in self._groups if group.rule.deferred for i in group.whole + group.split
+        ]
 
-    def apply(self, grad: Tensor, ids: LookupIds) -> list[Tensor | None]:
-        """Updates the fused tables; for each rectangle the gradient to give to autograd, None for the fused
-        ones.
+    def apply(self, gradient: TableGradient) -> list[Tensor | None]:
+        """Updates the tables whose rules are not deferred; for each parameter the gradient to give to
+        autograd, None for the fused ones.
 
         Collective over the shard axis where rules need rows that are split by columns.
         """
-        tables = self._tables
-        grads: list[Tensor | None] = [None] * len(tables.weights)
-        if not tables.is_empty:
-            for rule, group in self._whole:
-                tables.update(grad, ids, group.rectangles, group.state, rule.code, rule.hyper(0))
-        for rule, peers, members in self._split:
-            sparse = tables.sparse_grads(grad, ids, members) if members else []
-            self._update_split(sparse, rule, peers, members)
-        ordinary = [i for i in self._ordinary if tables.weights[i].requires_grad]
-        if ordinary:
-            for i, gradient in zip(ordinary, tables.dense_grads(grad, ids, ordinary), strict=True):
-                grads[i] = gradient
-        return grads
+        for group in self._groups:
+            if not group.rule.deferred:
+                self._update(group, gradient)
+        return self._held.gradients(self._dense(gradient))
 
-    def apply_rows(self, parts: Sequence[RowGradients]) -> list[Tensor | None]:
-        """``apply`` from the gradients of rows, one part for each rectangle."""
-        tables = self._tables
-        grads: list[Tensor | None] = [None] * len(tables.weights)
-        for rule, group in self._whole:
-            hyper = rule.hyper(0)
-            for i in group.rectangles:
-                update_rows(tables.weights[i].detach(), self._state[i], *parts[i], rule.code, hyper)
-        for rule, peers, members in self._split:
-            self._update_split([parts[i] for i in members], rule, peers, members)
-        for i in self._ordinary:
-            weight = tables.weights[i]
-            if weight.requires_grad:
-                grads[i] = torch.zeros_like(weight).index_copy_(
-                    0, parts[i].rows, parts[i].grads.to(weight.dtype)
+    def collect(self, gradient: TableGradient) -> bool:
+        """Adds the gradients of deferred tables to ``parameter.grad``; whether all there is finite."""
+        return self._held.collect(gradient.of(self._trained(self._deferred)))
+
+    def check_collected(self) -> None:
+        """ValueError where somebody put a dense gradient in the place of a collected one."""
+        for i in self._deferred:
+            gradient = self._held.gradient(i)
+            if gradient is not None and not gradient.is_sparse:
+                raise ValueError(
+                    f"the gradient of table {self._names[self._rectangles[i].table]!r} is dense; a fused "
+                    "optimizer applies the sparse gradients that its backward pass collected. Leave "
+                    "parameter.grad to it."
                 )
-        return grads
 
-    def _update_split(
-        self, sparse: Sequence[RowGradients], rule: FusedRule, peers: ColumnPeers, members: list[int]
-    ) -> None:
-        hypers = [rule.hyper(self._dims[self._rectangles[i].table]) for i in members]
-        touched = [self._touched(i, *pair) for i, pair in zip(members, sparse, strict=True)]
+    def step(self) -> None:
+        """Applies what was collected. Collective like ``apply``."""
+        collected = self._held.collected()
+        for group in self._groups:
+            if group.rule.deferred:
+                self._update(group, TableGradient(None, collected))
+
+    def _update(self, group: _Group, gradient: TableGradient) -> None:
+        self._update_whole(group, gradient)
+        if group.peers is not None:
+            self._update_split(group, group.peers, gradient)
+
+    def _update_whole(self, group: _Group, gradient: TableGradient) -> None:
+        weights, state = self._held.weights, self._held.state
+        trained = self._trained(group.whole)
+        together = [i for i in trained if i not in gradient.rows]
+        if together and gradient.looked_up is not None:
+            tables, grad, ids = gradient.looked_up
+            hyper = group.rule.hyper(0)
+            slots = slot_major([state[i] for i in together])
+            tables.update(grad, ids, together, slots, group.rule.code, hyper)
+        for i in trained:
+            if i in gradient.rows:
+                update_rows(
+                    weights[i].detach(), state[i], *gradient.rows[i], group.rule.code, group.rule.hyper(0)
+                )
+
+    def _update_split(self, group: _Group, peers: ColumnPeers, gradient: TableGradient) -> None:
+        weights, rule = self._held.weights, group.rule
+        rows = gradient.of(group.split)
+        hypers = [rule.hyper(self._dims[self._rectangles[i].table]) for i in group.split]
+        touched = [self._touched(i, weights[i], rows.get(i) or _no_rows(weights[i])) for i in group.split]
         stats = peers.row_stats(touched, rule.code, [Hyper.from_tensor(h) for h in hypers])
-        for i, rows, hyper, sums in zip(members, touched, hypers, stats, strict=True):
-            update_rows(self._tables.weights[i], self._state[i], rows.rows, rows.grad, rule.code, hyper, sums)
+        for i, part, hyper, sums in zip(group.split, touched, hypers, stats, strict=True):
+            if self._held.is_trained(i):
+                state = self._held.state[i]
+                update_rows(weights[i].detach(), state, part.rows, part.grad, rule.code, hyper, sums)
 
-    def _touched(self, i: int, rows: Tensor, grad: Tensor) -> Touched:
-        weight = self._tables.weights[i]
-        return Touched(rows, grad, weight.detach()[rows].float(), [slot[rows] for slot in self._state[i]])
+    def _dense(self, gradient: TableGradient) -> dict[int, Tensor]:
+        """The ordinary gradients, by rectangle."""
+        weights = self._held.weights
+        wanted = self._trained(self._ordinary)
+        found = {
+            i: torch.zeros_like(weights[i]).index_copy_(0, rows.rows, rows.grads.to(weights[i].dtype))
+            for i in wanted
+            if (rows := gradient.rows.get(i)) is not None
+        }
+        if gradient.looked_up is not None and (rest := [i for i in wanted if i not in found]):
+            tables, grad, ids = gradient.looked_up
+            found.update(zip(rest, tables.dense_grads(grad, ids, rest), strict=True))
+        return found
+
+    def _trained(self, rectangles: Sequence[int]) -> list[int]:
+        """Without the tables that are frozen now."""
+        return [i for i in rectangles if self._held.is_trained(i)]
+
+    def _touched(self, i: int, weight: Tensor, part: RowGradients) -> Touched:
+        rows, grad = part
+        return Touched(
+            rows, grad, weight.detach()[rows].float(), [slot[rows] for slot in self._held.state[i]]
+        )
+
+
+def _no_rows(weight: Tensor) -> RowGradients:
+    return RowGradients(
+        torch.empty(0, dtype=torch.int64, device=weight.device),
+        torch.empty(0, weight.shape[1], device=weight.device),
+    )
 
 
 def update_rows(

@@ -1,5 +1,8 @@
-"""Embedding collections and their configurations."""
+"""Embedding collections and their configurations, and the dense modules that stand around them."""
 
+from meshrec.modules.activation import SwishLayerNorm
+from meshrec.modules.crossnet import CrossNet, LowRankCrossNet, LowRankMixtureCrossNet, VectorCrossNet
+from meshrec.modules.deepfm import DeepFM, FactorizationMachine
 from meshrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     BoundsCheckMode,
@@ -9,14 +12,40 @@ from meshrec.modules.embedding_configs import (
     PoolingType,
 )
 from meshrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.modules.feature_processor import (
+    FeatureProcessedEmbeddingBagCollection,
+    FeatureProcessor,
+    FeatureProcessorsCollection,
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from meshrec.modules.interaction import DotInteraction
+from meshrec.modules.mlp import MLP, Perceptron
+from meshrec.modules.regroup import KTRegroupAsDict
 
 __all__ = [
+    "MLP",
     "BaseEmbeddingConfig",
     "BoundsCheckMode",
+    "CrossNet",
     "DataType",
+    "DeepFM",
+    "DotInteraction",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FactorizationMachine",
+    "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorsCollection",
+    "KTRegroupAsDict",
+    "LowRankCrossNet",
+    "LowRankMixtureCrossNet",
+    "Perceptron",
     "PoolingType",
+    "PositionWeightedModule",
+    "PositionWeightedModuleCollection",
+    "SwishLayerNorm",
+    "VectorCrossNet",
 ]

@@ -1,10 +1,18 @@
 """Cross networks: products of features, one degree more with each layer.
 
-Wang et al.: "DCN V2: Improved deep & cross network" (2021), equations 1 and 2.
+Wang et al.: "Deep & cross network for ad click predictions" (2017) for the vector form, and "DCN V2:
+Improved deep & cross network" (2021), equations 1 to 4, for the others. Names of parameters are TorchRec's,
+so that its checkpoints load; kernels start by Xavier's normal distribution, biases at 0.
 """
+
+# B batch, N features, R rank, K experts
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from meshrec.modules.parameters import InitializedList
 
 
 class CrossNet(nn.Module):
@@ -18,20 +26,19 @@ class CrossNet(nn.Module):
 
     def __init__(self, in_features: int, num_layers: int, device: torch.device | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(in_features, in_features, device=device) for _ in range(num_layers)
-        )
+        self.kernels = _kernels(num_layers, (in_features, in_features), device)
+        self.bias = _biases(num_layers, (in_features, 1), device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[B, in_features] -> [B, in_features]."""
-        crossed = x
-        for layer in self.layers:
-            crossed = x * layer(crossed) + crossed
+        crossed = input
+        for kernel, bias in zip(self.kernels, self.bias, strict=True):
+            crossed = input * nn.functional.linear(crossed, kernel, bias.squeeze(1)) + crossed
         return crossed
 
 
 class LowRankCrossNet(nn.Module):
-    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l`` with V_l from ``in_features`` to ``low_rank`` and W_l
+    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``: V_l goes from ``in_features`` to ``low_rank``, W_l
     back.
 
     Args:
@@ -39,26 +46,120 @@ class LowRankCrossNet(nn.Module):
         num_layers: how many crosses.
         low_rank: columns in between.
         device: where the parameters live.
+
+    Raises:
+        ValueError: for a rank below 1.
     """
 
     def __init__(
         self, in_features: int, num_layers: int, low_rank: int = 1, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        if low_rank < 1:
-            raise ValueError(f"low_rank must be 1 or more, got {low_rank}.")
-        self.down = nn.ModuleList(
-            nn.Linear(in_features, low_rank, bias=False, device=device) for _ in range(num_layers)
-        )
-        self.up = nn.ModuleList(nn.Linear(low_rank, in_features, device=device) for _ in range(num_layers))
-        for layer in [*self.down, *self.up]:
-            assert isinstance(layer, nn.Linear)
-            if not layer.weight.is_meta:
-                nn.init.xavier_normal_(layer.weight)
+        _check_positive("low_rank", low_rank)
+        self.W_kernels = _kernels(num_layers, (in_features, low_rank), device)
+        self.V_kernels = _kernels(num_layers, (low_rank, in_features), device)
+        self.bias = _biases(num_layers, (in_features,), device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[B, in_features] -> [B, in_features]."""
-        crossed = x
-        for down, up in zip(self.down, self.up, strict=True):
-            crossed = x * up(down(crossed)) + crossed
+        crossed = input
+        for up, down, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
+            narrow = nn.functional.linear(crossed, down)
+            crossed = input * nn.functional.linear(narrow, up, bias) + crossed
         return crossed
+
+
+class VectorCrossNet(nn.Module):
+    """``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l`` with vectors w_l: the cross network of the first paper.
+
+    Args:
+        in_features: columns of input and output.
+        num_layers: how many crosses.
+        device: where the parameters live.
+    """
+
+    def __init__(self, in_features: int, num_layers: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.kernels = _kernels(num_layers, (in_features, 1), device)
+        self.bias = _biases(num_layers, (in_features, 1), device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, in_features] -> [B, in_features]."""
+        crossed = input
+        for kernel, bias in zip(self.kernels, self.bias, strict=True):
+            crossed = input * (crossed @ kernel) + bias.squeeze(1) + crossed
+        return crossed
+
+
+class LowRankMixtureCrossNet(nn.Module):
+    """Low-rank crosses of several experts, mixed by gates that see the input.
+
+    ``x_{l+1} = sum over experts k of softmax_k(G_k x_l) * E_lk(x_l) + x_l``, with
+    ``E_lk(x) = x_0 * (U_lk g(C_lk g(V_lk x)) + b_l)``. With one expert there is no gate.
+
+    Args:
+        in_features: columns of input and output.
+        num_layers: how many crosses.
+        num_experts: experts of each layer. The gates are the same in all layers.
+        low_rank: columns inside an expert.
+        activation: g, a function of a tensor or a module.
+        device: where the parameters live.
+
+    Raises:
+        ValueError: for a rank or a number of experts below 1.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        num_experts: int = 1,
+        low_rank: int = 1,
+        activation: nn.Module | Callable[[Tensor], Tensor] = torch.relu,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        _check_positive("num_experts", num_experts)
+        _check_positive("low_rank", low_rank)
+        self.U_kernels = _kernels(num_layers, (num_experts, in_features, low_rank), device)
+        self.V_kernels = _kernels(num_layers, (num_experts, low_rank, in_features), device)
+        self.bias = _biases(num_layers, (in_features, 1), device)
+        self.gates: nn.ModuleList | None = None
+        if num_experts > 1:
+            self.gates = nn.ModuleList(
+                nn.Linear(in_features, 1, bias=False, device=device) for _ in range(num_experts)
+            )
+        self._activation = activation
+        self.C_kernels = _kernels(num_layers, (num_experts, low_rank, low_rank), device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, in_features] -> [B, in_features]."""
+        crossed_BN = input
+        layers = zip(self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True)
+        for up_KNR, down_KRN, inner_KRR, bias_N1 in layers:
+            narrow_KBR = self._activation(crossed_BN @ down_KRN.transpose(1, 2))
+            narrow_KBR = self._activation(narrow_KBR @ inner_KRR.transpose(1, 2))
+            experts_KBN = input * (narrow_KBR @ up_KNR.transpose(1, 2) + bias_N1.squeeze(1))
+            crossed_BN = self._mixed(experts_KBN, crossed_BN) + crossed_BN
+        return crossed_BN
+
+    def _mixed(self, experts_KBN: Tensor, crossed_BN: Tensor) -> Tensor:
+        if self.gates is None:
+            return experts_KBN[0]
+        gates_KB1 = torch.stack([gate(crossed_BN) for gate in self.gates])
+        return (experts_KBN * gates_KB1.softmax(0)).sum(0)
+
+
+def _kernels(num_layers: int, size: tuple[int, ...], device: torch.device | None) -> InitializedList:
+    return InitializedList(
+        (torch.empty(size, device=device) for _ in range(num_layers)), nn.init.xavier_normal_
+    )
+
+
+def _biases(num_layers: int, size: tuple[int, ...], device: torch.device | None) -> InitializedList:
+    return InitializedList((torch.empty(size, device=device) for _ in range(num_layers)), nn.init.zeros_)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be 1 or more, got {value}.")

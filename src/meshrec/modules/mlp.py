@@ -1,24 +1,64 @@
-"""Stacks of linear layers."""
+"""Stacks of linear layers. Names of parameters are TorchRec's, so that its checkpoints load."""
 
-import itertools
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules.activation import SwishLayerNorm
+
+TensorFunction = Callable[[Tensor], Tensor]
+Activation = str | nn.Module | TensorFunction | Callable[[], nn.Module]
+
+_NAMED: dict[str, TensorFunction] = {"relu": torch.relu, "sigmoid": torch.sigmoid}
+_SWISH = "swish_layernorm"
+
+
+class Perceptron(nn.Module):
+    """A linear layer and an activation; parameters at ``_linear``.
+
+    Args:
+        in_size, out_size: columns of input and output.
+        bias: whether the layer has one.
+        activation: a function of a tensor, or a module.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        bias: bool = True,
+        activation: nn.Module | TensorFunction = torch.relu,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
+        self._activation_fn = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[B, in_size] -> [B, out_size]."""
+        return self._activation_fn(self._linear(input))
+
 
 class MLP(nn.Module):
-    """Linear layers of the given sizes, each followed by ``activation``.
+    """Linear layers of the given sizes, each followed by ``activation``; parameters at ``_mlp.<i>._linear``.
 
     Args:
         in_size: columns of the input.
         layer_sizes: columns of each layer's output.
         bias: whether layers have one.
-        activation: ``"relu"``, ``"sigmoid"``, or any function of a tensor.
-        device: where the parameters live.
+        activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a function of a tensor, a module (which
+            all layers share), or a class or function without arguments that makes a module for each layer.
+        device, dtype: of the parameters.
+        activation_on_last: False: the last layer is linear.
 
     Raises:
-        ValueError: for a word that names no activation.
+        ValueError: for a word that names no activation, and for a function without arguments that makes no
+            module.
     """
 
     def __init__(
@@ -26,21 +66,52 @@ class MLP(nn.Module):
         in_size: int,
         layer_sizes: Sequence[int],
         bias: bool = True,
-        activation: str | Callable[[Tensor], Tensor] = "relu",
+        activation: Activation = torch.relu,
         device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        activation_on_last: bool = True,
     ) -> None:
         super().__init__()
-        named: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "sigmoid": torch.sigmoid}
-        if isinstance(activation, str) and activation not in named:
-            raise ValueError(f"activation must be a function or one of {sorted(named)}, got {activation!r}.")
-        self._activation = named[activation] if isinstance(activation, str) else activation
-        sizes = [in_size, *layer_sizes]
-        self.layers = nn.ModuleList(
-            nn.Linear(size, next_size, bias, device=device) for size, next_size in itertools.pairwise(sizes)
-        )
+        layers: list[nn.Module] = []
+        for index, size in enumerate(layer_sizes):
+            before = layer_sizes[index - 1] if index else in_size
+            is_linear = index == len(layer_sizes) - 1 and not activation_on_last
+            chosen = nn.Identity() if is_linear else _activation(activation, size, device)
+            layers.append(Perceptron(before, size, bias, chosen, device, dtype))
+        self._mlp = nn.Sequential(*layers)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[B, in_size] -> [B, layer_sizes[-1]]."""
-        for layer in self.layers:
-            x = self._activation(layer(x))
-        return x
+        return self._mlp(input)  # type: ignore[no-any-return]
+
+
+def _activation(activation: Activation, size: int, device: torch.device | None) -> nn.Module | TensorFunction:
+    if isinstance(activation, str):
+        if activation == _SWISH:
+            return SwishLayerNorm(size, device=device)
+        if activation not in _NAMED:
+            allowed = sorted([*_NAMED, _SWISH])
+            raise ValueError(
+                f"activation must be a function, a module or one of {allowed}, got {activation!r}."
+            )
+        return _NAMED[activation]
+    if isinstance(activation, nn.Module) or not _takes_nothing(activation):
+        return cast(Any, activation)  # type: ignore[no-any-return]
+    made = cast(Callable[[], object], activation)()
+    if not isinstance(made, nn.Module):
+        raise ValueError(
+            f"an activation that takes no argument must make a module, got a {type(made).__name__} from "
+            f"{activation!r}. Pass a function of a tensor, or one that returns a torch.nn.Module."
+        )
+    return made
+
+
+def _takes_nothing(function: Callable[..., object]) -> bool:
+    """Whether ``function()`` is a proper call; functions of torch's C++ side, which do not tell, need a
+    tensor.
+    """
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,13 +1,15 @@
 """Gradient clipping around any keyed optimizer, for dense and sparse gradients alike."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum, unique
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
+from meshrec.optim.parts import part_of
 
 
 @unique
@@ -26,7 +28,8 @@ class GradientClippingOptimizer(KeyedOptimizer):
 
     The norm is that of ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by ``min(1, max_gradient
     / (total_norm + 1e-6))``. A sparse gradient counts with its duplicate rows summed, so it clips as its
-    dense form would.
+    dense form would. In a sharded model the norm is that of the whole model: the shards of all ranks count
+    together, what every rank holds counts once; ``step`` is collective then.
 
     Args:
         optimizer: what to wrap; parameters, state and groups are shared with it.
@@ -76,13 +79,13 @@ class GradientClippingOptimizer(KeyedOptimizer):
         """Evaluates the closure, clips, and steps the wrapped optimizer."""
         loss = evaluated(closure)
         if self._clipping is not GradientClipping.NONE:
-            parameters = (parameter for group in self.param_groups for parameter in group["params"])
-            gradients = [_elements(parameter) for parameter in parameters if parameter.grad is not None]
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             if self._clipping is GradientClipping.VALUE:
-                for gradient in gradients:
-                    gradient.clamp_(-self._max_gradient, self._max_gradient)
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        _elements(parameter).clamp_(-self._max_gradient, self._max_gradient)
             else:
-                self._last_total_grad_norm = _clip_norm(gradients, self._max_gradient, self._norm_type)
+                self._last_total_grad_norm = _clip_norm(parameters, self._max_gradient, self._norm_type)
         self._optimizer.step()
         return loss
 
@@ -96,29 +99,74 @@ class GradientClippingOptimizer(KeyedOptimizer):
 
 
 def _elements(parameter: Tensor) -> Tensor:
-    """The elements of a gradient, to be changed in place; a sparse one is coalesced for that."""
+    """What is here of a gradient, to be changed in place; a sparse one is coalesced for that."""
     gradient = parameter.grad
     assert gradient is not None
+    if hasattr(gradient, "to_local"):  # a DTensor: imports of its class cost much
+        local: Tensor = gradient.to_local()
+        return local
     if not gradient.is_sparse:
         return gradient.detach()
     parameter.grad = gradient = gradient.coalesce()
     return gradient._values()
 
 
-def _clip_norm(gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-    gradients = [gradient for gradient in gradients if gradient.numel() > 0]
-    if not gradients:
+def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+    norms = _norms(parameters, norm_type)
+    if not norms:
         return None
-    device = gradients[0].device
-    norms = [
-        torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient)).to(device)
-        for gradient in gradients
-    ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            elements = _elements(parameter)
+            elements.mul_(scale.to(elements.device))
     return total
+
+
+def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Norms of disjoint parts of the whole gradient. Collective where parameters are parts of split ones."""
+    norms: list[Tensor] = []
+    groups: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        part = part_of(parameter)
+        if part is not None:
+            groups.setdefault(part.group, [])
+        if parameter.grad is None:
+            continue
+        norm = _norm(parameter, norm_type)
+        (groups[part.group] if part is not None and part.counts else norms).append(norm)
+    device = next((each for each in norms), torch.zeros(())).device
+    return norms + [_norm_over(group, own, norm_type, device) for group, own in groups.items()]
+
+
+def _norm(parameter: Tensor, norm_type: float) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if hasattr(gradient, "full_tensor"):
+        split: Any = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient))
+        whole: Tensor = split.full_tensor()
+        return whole
+    elements = _elements(parameter)
+    if elements.numel() == 0:
+        return elements.new_zeros((), dtype=_wide(elements))
+    norm: Tensor = torch.linalg.vector_norm(elements, norm_type, dtype=_wide(elements))
+    return norm
+
+
+def _norm_over(
+    group: "dist.ProcessGroup", own: Sequence[Tensor], norm_type: float, device: torch.device
+) -> Tensor:
+    """The norm of what all ranks of a group have together."""
+    own = [norm.to(own[0].device) for norm in own] or [torch.zeros((), device=device)]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(own), norm_type)
+    if norm_type == torch.inf:
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    power = norm.pow_(norm_type)
+    dist.all_reduce(power, group=group)
+    return power.pow_(1.0 / norm_type)
 
 
 def _wide(gradient: Tensor) -> torch.dtype:

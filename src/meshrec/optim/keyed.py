@@ -96,7 +96,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             name_of = {parameter: name for name, parameter in self.params.items()}
             result["param_groups"] = [
                 {
-                    "params": sorted(name_of[parameter] for parameter in group["params"]),
+                    "params": sorted(_names_in(group, name_of)),
                     **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
                 }
                 for group in self.param_groups
@@ -154,10 +154,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             return []
         name_of = {parameter: name for name, parameter in self.params.items()}
         by_names = {frozenset(group["params"]): group for group in new_groups}
-        own = {
-            frozenset(name_of[parameter] for parameter in group["params"]): group
-            for group in self.param_groups
-        }
+        own = {frozenset(_names_in(group, name_of)): group for group in self.param_groups}
         if own.keys() != by_names.keys():
             raise ValueError(
                 f"the parameters are grouped as {sorted(map(sorted, own))} here and as "
@@ -410,6 +407,11 @@ class _AllGroups(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(len(optimizer.param_groups) for _, optimizer in self._optims)
+
+
+def _names_in(group: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> list[str]:
+    """The names of a group's parameters; those without a name carry nothing to save."""
+    return [name_of[parameter] for parameter in group["params"] if parameter in name_of]
 
 
 def _prefixed(prefix: str, name: str) -> str:

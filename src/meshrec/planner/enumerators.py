@@ -47,6 +47,8 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
     splits = _column_splits(table.embedding_dim, _min_partition(constraints))
     whole = (table.embedding_dim,)
     found: list[Layout] = []
+    if num_ranks == 1 and allowed != {ShardingType.DATA_PARALLEL}:
+        return [Layout(Scope.RANKS, whole, 1)]  # whatever the type, the same rectangle
     if ShardingType.DATA_PARALLEL in allowed and constraints.ranks is None:
         found.append(Layout(Scope.EVERYWHERE, whole, 1))
     if ShardingType.TABLE_WISE in allowed:

@@ -1,7 +1,7 @@
 """The tables of a model, as the planner sees them; and what sample batches tell about them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,12 +26,25 @@ def optimizer_kind(spec: OptimizerSpec | None) -> OptimizerKind:
     return OptimizerKind.NONE if spec is None else _KINDS[type(spec).__name__]
 
 
-def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """(path, module) of the embedding modules that one of the `sharders` shards (None: any)."""
-    kinds = None if sharders is None else tuple(sharder.module_type for sharder in sharders)
+class Found(NamedTuple):
+    """An embedding module of a model, and the sharder that shards it (None: not told)."""
+
+    path: str
+    module: Any
+    sharder: Any
+
+
+def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[Found]:
+    """The embedding modules that one of the `sharders` shards (None: all there are)."""
     for path, module in model.named_modules():
-        if _configs(module) is not None and (kinds is None or isinstance(module, kinds)):
-            yield path, module
+        if _configs(module) is None:
+            continue
+        if sharders is None:
+            yield Found(path, module, None)
+        for sharder in sharders or ():
+            if isinstance(module, sharder.module_type):
+                yield Found(path, module, sharder)
+                break
 
 
 def tables_of_model(
@@ -41,14 +54,17 @@ def tables_of_model(
     *,
     default_optimizer: OptimizerKind = OptimizerKind.NONE,
 ) -> list[Table]:
-    """All tables of a model. The optimizer is the one attached to the table's weight, else
-    `default_optimizer`.
+    """All tables of a model. The optimizer is the one attached to the table's weight, else the sharder's,
+    else `default_optimizer`.
 
     ValueError when two tables share a name (constraints go by name) or a constraint names no table.
     """
     constraints = constraints or {}
     tables = []
-    for path, module in embedding_modules(model, sharders):
+    for path, module, sharder in embedding_modules(model, sharders):
+        default = optimizer_kind(getattr(sharder, "optimizer", None))
+        if default is OptimizerKind.NONE:
+            default = default_optimizer
         weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters() if "." in name}
         for config in _configs(module) or ():
             weight = weights.get(config.name)
@@ -60,7 +76,7 @@ def tables_of_model(
                     pooled=hasattr(module, "embedding_bag_configs"),
                     weighted=bool(getattr(module, "is_weighted", lambda: False)()),
                     weight_bytes=4 if weight is None else weight.element_size(),
-                    optimizer=default_optimizer if spec is None else optimizer_kind(spec),
+                    optimizer=default if spec is None else optimizer_kind(spec),
                     module_path=path,
                 )
             )
@@ -125,7 +141,7 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
             num_bags[key] = num_bags.get(key, 0) + jagged.lengths().numel()
             seen.setdefault(key, []).append(jagged.values())
     found = {}
-    for _, module in embedding_modules(model):
+    for _, module, _ in embedding_modules(model):
         for config in _configs(module) or ():
             if missing := [name for name in config.feature_names if not num_bags.get(name)]:
                 raise ValueError(

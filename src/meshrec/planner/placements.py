@@ -49,6 +49,7 @@ def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[T
 def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> ShardingType:
     """The name of a layout; where several fit, one that the constraints allow."""
     split_columns = len(layout.widths) > 1
+    allowed = constraints.allowed_types if constraints else frozenset(ShardingType)
     if layout.scope is Scope.EVERYWHERE:
         return ShardingType.DATA_PARALLEL
     if layout.scope is Scope.ONE_NODE:
@@ -61,9 +62,15 @@ def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> S
             if split_columns
             else [ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE]
         )
-        allowed = constraints.allowed_types if constraints else frozenset(ShardingType)
         return next((name for name in names if name in allowed), names[0])
-    return ShardingType.COLUMN_WISE if split_columns else ShardingType.TABLE_WISE
+    if split_columns:
+        return ShardingType.COLUMN_WISE
+    # One rank holds one rectangle of any type.
+    return next((name for name in _OF_ONE_RECTANGLE if name in allowed), ShardingType.TABLE_WISE)
+
+
+_OF_ONE_RECTANGLE = [kind for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
+_OF_ONE_RECTANGLE.sort(key=lambda kind: kind is not ShardingType.TABLE_WISE)
 
 
 def to_plan(

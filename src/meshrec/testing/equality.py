@@ -45,7 +45,8 @@ def assert_equal_to_unsharded(
         plan: the plan to check.
         batches: for every step, for every rank, the arguments of the model's forward.
         loss: from the model's output to the loss of one rank; the loss of all is their mean.
-        sharders: as for DistributedModelParallel; their optimizer is that of the tables without one.
+        sharders: as for DistributedModelParallel; their optimizer is that of the tables without one. Tables
+            with ``update="on_step"`` are stepped after every backward pass.
         env, dense: as for DistributedModelParallel.
         dense_optimizer: for dense parameters, and for tables without a fused optimizer.
         rtol, atol: how close numbers must be.
@@ -69,6 +70,8 @@ def assert_equal_to_unsharded(
         value.backward()
         if optimizer is not None:
             optimizer.step()
+        model.fused_optimizer.step()
+        model.fused_optimizer.zero_grad()
     _compare_parameters(model.module, reference.module, rtol, atol)
 
 

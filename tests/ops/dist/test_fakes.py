@@ -43,12 +43,21 @@ def arguments(op):
         ),
         "gather_sequence": (torch.rand(9), *sequence),
         "scatter_sequence": (torch.rand(9), *sequence, 1.0, torch.float16),
+        "gather_weight_grads": (torch.rand(3), *sequence[:6], counts),
     }[op]
 
 
 @pytest.mark.parametrize(
     "op",
-    ["route_ids", "unpack_ids", "gather_pooled", "scatter_pooled", "gather_sequence", "scatter_sequence"],
+    [
+        "route_ids",
+        "unpack_ids",
+        "gather_pooled",
+        "scatter_pooled",
+        "gather_sequence",
+        "scatter_sequence",
+        "gather_weight_grads",
+    ],
 )
 def test_opcheck(op):
     torch.library.opcheck(

@@ -151,6 +151,24 @@ def test_sequence_results_and_gradients(dtype, ragged):
     assert torch.equal(COMPILED.scatter_sequence(*half), naive.scatter_sequence(*half))
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gradients_of_weights(dtype, ragged):
+    """Every route of an id brings 1, so each id gets the number of its routes."""
+    case = Case(ragged, dtype, True)
+    counts = case.route(COMPILED.route_ids)[2]
+    arguments = case.values, *case.bags(), case.routing.router, counts
+    received = torch.rand(int(counts.sum()))
+    torch.testing.assert_close(
+        COMPILED.gather_weight_grads(received, *arguments), naive.gather_weight_grads(received, *arguments)
+    )
+    ones = COMPILED.gather_weight_grads(torch.ones_like(received), *arguments)
+    assert ones.sum() == counts.sum()
+    for op in (COMPILED.gather_weight_grads, naive.gather_weight_grads):
+        with pytest.raises(ValueError, match="received 3 elements in place of"):
+            op(torch.rand(3), *arguments)
+
+
 @pytest.mark.parametrize("route_ids", [COMPILED.route_ids, naive.route_ids])
 def test_bad_ids_and_weights(route_ids):
     case = Case(False, torch.int64, True)

@@ -87,3 +87,8 @@ def _gather_sequence(received: Tensor, *rest: Any) -> Tensor:
 @_register_fake("meshrec::scatter_sequence")
 def _scatter_sequence(grad: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=rest[-1])
+
+
+@_register_fake("meshrec::gather_weight_grads")
+def _gather_weight_grads(received: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    return received.new_empty(values.numel(), dtype=torch.float32)

@@ -278,6 +278,33 @@ def scatter_sequence(
     return out
 
 
+def gather_weight_grads(
+    received: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    counts: Tensor,
+) -> Tensor:
+    """fp32 [N]: for each id the sum of what came back on its routes; 0 for ids that no use reads.
+
+    ``received``: fp32, a number for each id sent, route by route.
+    """
+    bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
+    plan = _read(router)
+    if received.numel() != int(counts.sum()):
+        raise ValueError(f"received {received.numel()} elements in place of {int(counts.sum())}")
+    uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
+    out = received.new_zeros(values.numel(), dtype=torch.float32)
+    for route, part in enumerate(received.split(counts.tolist())):
+        ids = uses[plan.routes[route][1]]
+        intervals = torch.tensor(plan.intervals[route], device=values.device)
+        out[ids.ids][torch.isin(ids.intervals, intervals)] += part
+    return out
+
+
 def _sequence_places(
     values: Tensor,
     offsets: Tensor,
@@ -346,6 +373,7 @@ def _register() -> torch.library.Library:
         scatter_pooled,
         gather_sequence,
         scatter_sequence,
+        gather_weight_grads,
     ]
     for op in ops:
         registration.impl(op.__name__, op, "CompositeExplicitAutograd")

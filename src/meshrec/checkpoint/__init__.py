@@ -1,0 +1,20 @@
+"""Checkpoints that know nothing of plans: saved under one, loaded under any other, on any number of ranks."""
+
+from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
+from meshrec.checkpoint.manager import CheckpointManager
+from meshrec.checkpoint.manifest import Manifest, read_manifest
+from meshrec.checkpoint.saving import PendingSave, async_save, load, save
+from meshrec.checkpoint.storage import verify_data
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "DamagedCheckpointError",
+    "Manifest",
+    "PendingSave",
+    "async_save",
+    "load",
+    "read_manifest",
+    "save",
+    "verify_data",
+]

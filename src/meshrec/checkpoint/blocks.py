@@ -1,0 +1,167 @@
+"""Bytes of tensors to and from files, in blocks of whole rows that each have a checksum.
+
+A block is what is read at least, and verified before anybody sees it. Memory stays within one block,
+whatever the size of a tensor: contiguous memory on the CPU goes to the disk, and comes from it, in place.
+"""
+
+import ctypes
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.checkpoint.agreement import DamagedCheckpointError
+
+BLOCK_BYTES = 1 << 22
+# After this many bytes the kernel is told to start writing, so that the final fsync finds little left.
+_FLUSH_BYTES = 1 << 26
+
+
+class Grid(NamedTuple):
+    """A tensor as rows of bytes."""
+
+    num_rows: int
+    row_bytes: int
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows of every block but the last."""
+        return max(1, BLOCK_BYTES // max(1, self.row_bytes))
+
+    def blocks(self, first: int = 0, end: int | None = None) -> range:
+        """The first rows of the blocks that hold rows [first, end)."""
+        if self.row_bytes == 0:
+            return range(0)
+        step = self.rows_per_block
+        return range(first // step * step, self.num_rows if end is None else end, step)
+
+
+def grid_of(shape: Sequence[int], dtype: torch.dtype) -> Grid:
+    """How a tensor of this shape is cut; a number alone is one row."""
+    if not shape:
+        return Grid(1, dtype.itemsize)
+    return Grid(shape[0], prod(shape[1:]) * dtype.itemsize)
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU; valid as long as the tensor is."""
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class FileWriter:
+    """Appends to a file, and tells the kernel early to bring it to the disk."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.position = 0
+        self._flushed = 0
+
+    def write(self, content: memoryview | bytes) -> None:
+        """Appends all of it."""
+        rest = memoryview(content)
+        while rest:
+            written = os.write(self._descriptor, rest)
+            self.position += written
+            rest = rest[written:]
+        if self.position - self._flushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
+            length = self.position - self._flushed
+            os.posix_fadvise(self._descriptor, self._flushed, length, os.POSIX_FADV_DONTNEED)
+            self._flushed = self.position
+
+
+def write_rows(file: FileWriter, tensor: Tensor, pool: Executor) -> tuple[int, ...]:
+    """Appends a tensor; gives the checksum of each block, which ``pool`` computes beside the writing."""
+    grid = grid_of(tensor.shape, tensor.dtype)
+    rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+    checksums = []
+    for first in grid.blocks():
+        block = rows[first : first + grid.rows_per_block].cpu().contiguous()
+        content = memory_of(block)
+        checksum = pool.submit(zlib.crc32, content)
+        try:
+            file.write(content)
+        finally:
+            checksums.append(checksum.result())
+    return tuple(checksums)
+
+
+class StoredRows(NamedTuple):
+    """A piece in an open file. ``what``: how errors call it."""
+
+    descriptor: int
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksums: Sequence[int]
+    what: str
+
+    @property
+    def grid(self) -> Grid:
+        """How it is cut."""
+        return grid_of(self.shape, self.dtype)
+
+    def read_block(self, first: int, target: memoryview) -> None:
+        """Reads the block that starts at a row into memory of its size, and verifies it."""
+        grid = self.grid
+        position = self.begin + first * grid.row_bytes
+        done = 0
+        while done < len(target):
+            count = os.preadv(self.descriptor, [target[done:]], position + done)
+            if count == 0:
+                raise DamagedCheckpointError(f"{self.what}: the file ends too early")
+            done += count
+        if zlib.crc32(target) != self.checksums[first // grid.rows_per_block]:
+            raise DamagedCheckpointError(
+                f"{self.what}: rows from {first} on are not what was written (checksums differ)"
+            )
+
+
+def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> None:
+    """Fills ``target`` with the part of a piece that starts at ``offsets``, and verifies every block it
+    needs.
+
+    Raises:
+        DamagedCheckpointError: when a block is not what was written; ``target`` is partly filled then.
+    """
+    grid = stored.grid
+    if target.numel() == 0:
+        return
+    if not stored.shape:
+        target, offsets, stored = target.reshape(1), (0,), stored._replace(shape=(1,))
+    first, end = offsets[0], offsets[0] + target.shape[0]
+    whole_rows = tuple(target.shape[1:]) == stored.shape[1:]
+    in_place = (
+        whole_rows and target.dtype is stored.dtype and target.device.type == "cpu" and target.is_contiguous()
+    )
+    buffer = None
+    for row in grid.blocks(first, end):
+        last = min(row + grid.rows_per_block, grid.num_rows)
+        if in_place and first <= row and last <= end:
+            stored.read_block(row, memory_of(target[row - first : last - first]))
+            continue
+        if buffer is None:
+            rows = min(grid.rows_per_block, grid.num_rows)
+            buffer = torch.empty((rows, *stored.shape[1:]), dtype=stored.dtype)
+        block = buffer[: last - row]
+        stored.read_block(row, memory_of(block))
+        low, high = max(row, first), min(last, end)
+        part = block[low - row : high - row]
+        for dim in range(1, len(offsets)):
+            part = part.narrow(dim, offsets[dim], target.shape[dim])
+        target[low - first : high - first].copy_(part)
+
+
+def verify_rows(stored: StoredRows, buffer: Tensor) -> None:
+    """Reads every block of a piece. ``buffer``: uint8, grown by the caller to the size of a block."""
+    grid = stored.grid
+    memory = memory_of(buffer)
+    for row in grid.blocks():
+        last = min(row + grid.rows_per_block, grid.num_rows)
+        stored.read_block(row, memory[: (last - row) * grid.row_bytes])

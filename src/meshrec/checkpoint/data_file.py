@@ -1,0 +1,100 @@
+"""One rank's data file: safetensors, so that any reader of that format can open it.
+
+The entry of a whole tensor has its name; that of a piece has its place behind it: ``name[0:5, 0:8]``.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from meshrec.checkpoint.blocks import FileWriter, write_rows
+from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, Piece
+
+_ALIGNMENT = 64
+
+
+class Part(NamedTuple):
+    """What is to be written: a tensor (on any device), and where it stands in the whole of ``size``."""
+
+    name: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    tensor: Tensor
+
+
+class Written(NamedTuple):
+    """A finished file, and the place of each part in it. ``Piece.file`` is not set yet."""
+
+    file: DataFile
+    pieces: list[Piece]
+
+    def to_json(self) -> list[Any]:
+        """For another process."""
+        return [list(self.file), [list(piece) for piece in self.pieces]]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> "Written":
+        """The inverse of ``to_json``."""
+        file, pieces = data
+        return cls(
+            DataFile(*file),
+            [Piece(tuple(o), tuple(s), number, begin, tuple(c)) for o, s, number, begin, c in pieces],
+        )
+
+
+def write_data_file(path: Path, parts: Sequence[Part], pool: Executor) -> Written:
+    """Writes a file and brings it to the disk; a failure leaves no file behind."""
+    head = header(parts)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        writer = FileWriter(descriptor)
+        writer.write(head)
+        pieces = []
+        for part in parts:
+            begin = writer.position
+            checksums = write_rows(writer, part.tensor, pool)
+            pieces.append(Piece(part.offset, tuple(part.tensor.shape), -1, begin, checksums))
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return Written(DataFile(path.name, writer.position, len(head), zlib.crc32(head)), pieces)
+
+
+def header(parts: Sequence[Part]) -> bytes:
+    """What a safetensors file begins with: the length of the JSON, then names, types, shapes and places."""
+    entries: dict[str, Any] = {}
+    begin = 0
+    for part in parts:
+        shape, dtype = list(part.tensor.shape), part.tensor.dtype
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{part.name} has type {dtype}, which a checkpoint does not hold; it takes "
+                f"{list(DTYPE_NAMES)}."
+            )
+        end = begin + prod(shape) * dtype.itemsize
+        entries[entry_name(part.name, part.offset, shape, part.size)] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Sequence[int]) -> str:
+    """What a data file calls a piece."""
+    if tuple(shape) == tuple(size):
+        return name
+    return f"{name}[{', '.join(f'{o}:{o + n}' for o, n in zip(offset, shape, strict=True))}]"

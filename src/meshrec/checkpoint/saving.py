@@ -1,0 +1,285 @@
+"""``save``, ``async_save`` and ``load``: one checkpoint at one path, on DCP's planning and our files."""
+
+import secrets
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_error, combined, ranks_of
+from meshrec.checkpoint.data_file import Written
+from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
+from meshrec.checkpoint.snapshot import read_note
+from meshrec.checkpoint.state import Collected, collect, prepare
+from meshrec.checkpoint.storage import RankFiles, Reader, Writer
+from meshrec.distributed.mesh import Axis
+
+Group = dist.ProcessGroup | None
+_POLL_SECONDS = 0.02
+
+
+def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, group: Group = None) -> Path:
+    """Saves a state; when this returns, it is on the disk. Collective.
+
+    A checkpoint that is at ``path`` already is replaced in one moment: until then it is the old one.
+
+    Args:
+        path: a folder that all ranks see.
+        state: by name modules (DistributedModelParallel included), optimizers, anything with ``state_dict()``
+            and ``load_state_dict()`` over plain values and tensors that are equal on all ranks, and plain
+            values.
+            The random number generators of every rank are saved beside it.
+        step: kept in the checkpoint.
+        group: the ranks (default: all of the default process group).
+
+    Raises:
+        ValueError: on every rank, for a state that a checkpoint cannot hold.
+        CheckpointError: on every rank, when the disk is full and the like; what was at ``path`` is untouched.
+    """
+    job = _Save(Path(path), state, step, ranks_of(group), background=False)
+    job.run()
+    agreed(job.axis, job.complete if job.axis.rank == 0 else lambda: None, "writing the manifest")
+    return job.path
+
+
+def async_save(
+    path: str | Path,
+    state: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    group: Group = None,
+    after: Callable[[], None] | None = None,
+) -> "PendingSave":
+    """Saves the state of this moment, while the training goes on. Collective; see ``save``.
+
+    It takes as long as a fork: a child of each rank keeps the memory as it is now (pages that the training
+    changes meanwhile are copied by the kernel) and writes it. Tensors on other devices are copied first.
+    Call it from a thread that lives until the save is done; ``wait`` for it before the process ends.
+
+    Args:
+        after: called on the first rank once the checkpoint is complete, in another thread.
+    """
+    job = _Save(Path(path), state, step, ranks_of(group), background=True)
+    job.run()
+    return PendingSave(job, after)
+
+
+def load(path: str | Path, state: Mapping[str, Any], *, group: Group = None) -> None:
+    """Loads a checkpoint into a state with the entries that are wanted, in place. Collective.
+
+    The plan and the number of ranks may be others than at the time of saving. A rank whose number existed
+    then
+    goes on with its random numbers. Every byte is verified before it is used.
+
+    Args:
+        state: as for ``save``; plain values are replaced in it.
+
+    Raises:
+        ValueError: on every rank, for a state that does not fit; nothing has been changed then.
+        DamagedCheckpointError: on every rank, for files that are not what was written; when that is seen
+        only in
+            the data, the state is partly loaded.
+    """
+    folder, axis = Path(path), ranks_of(group)
+    box: dict[str, Any] = {}
+
+    def begin() -> None:
+        box["manifest"] = manifest = read_manifest(folder)
+        box["loading"] = prepare(state, manifest, axis.rank)
+
+    agreed(axis, begin, f"reading {folder}")
+    loading = box["loading"]
+    with _errors_of_dcp(f"loading {folder}"):
+        dcp_load(
+            loading.tensors,
+            storage_reader=Reader(folder, box["manifest"]),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=axis.group,
+            no_dist=axis.size == 1,
+        )
+    agreed(axis, loading.finish, f"loading {folder}")
+
+
+class PendingSave:
+    """A save in the background. ``wait`` is collective."""
+
+    def __init__(self, job: "_Save", after: Callable[[], None] | None) -> None:
+        self._job, self._after = job, after
+        self._cancelled = threading.Event()
+        self._error: Exception | None = None
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+        if job.axis.rank == 0:
+            self._thread = threading.Thread(target=self._finish, name="checkpoint", daemon=True)
+            self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be."""
+        return self._job.path
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's part is still being written; asks no other rank."""
+        snapshot = self._job.writer.snapshot
+        thread = self._thread is not None and self._thread.is_alive()
+        return thread or (snapshot is not None and snapshot.is_running)
+
+    def wait(self) -> Path:
+        """Waits until the checkpoint is complete. Collective.
+
+        Raises:
+            CheckpointError: on every rank, when one of them could not write.
+        """
+        if self._is_over:
+            return self.path
+        self._is_over = True
+        snapshot = self._job.writer.snapshot
+        try:
+            agreed(self._job.axis, snapshot.wait if snapshot else lambda: None, "writing a checkpoint")
+        except Exception:
+            self._cancel()
+            raise
+        agreed(self._job.axis, self._join, "writing the manifest")
+        return self.path
+
+    def kill(self) -> None:
+        """Gives up this rank's part; for a process that is about to end."""
+        self._is_over = True
+        if self._job.writer.snapshot is not None:
+            self._job.writer.snapshot.kill()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _finish(self) -> None:
+        """On the first rank: the manifest, once all ranks have left their notes."""
+        job = self._job
+        notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
+        try:
+            while not all(note.exists() for note in notes.values()):
+                if self._cancelled.wait(_POLL_SECONDS):
+                    job.clean_up()
+                    return
+            job.writer.written = {rank: read_note(note) for rank, note in notes.items()}
+            job.complete()
+            if self._after is not None:
+                self._after()
+        except Exception as error:
+            self._error = as_checkpoint_error(error, "writing the manifest")
+
+
+class _Save:
+    """One save, of one rank."""
+
+    def __init__(
+        self, path: Path, state: Mapping[str, Any], step: int | None, axis: Axis, *, background: bool
+    ) -> None:
+        self.path, self.axis = path, axis
+        self._step, self._background = step, background
+        self._collected = Collected()
+
+        def begin() -> str:
+            self._collected = collect(state, axis.rank)
+            if axis.rank == 0:
+                path.mkdir(parents=True, exist_ok=True)
+            return secrets.token_hex(4)
+
+        nonces = agreed(axis, begin, f"saving to {path}")
+        self.files = RankFiles(path, nonces[0])
+        self.writer = Writer(self.files, background=background)
+
+    def run(self) -> None:
+        """Writes this rank's part, or starts to."""
+        try:
+            with _errors_of_dcp(f"saving to {self.path}"):
+                dcp_save(
+                    dict(self._collected.tensors),
+                    storage_writer=self.writer,
+                    planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                    process_group=self.axis.group,
+                    no_dist=self.axis.size == 1,
+                )
+        except BaseException:
+            if self.writer.snapshot is not None:
+                self.writer.snapshot.kill()
+            if self.axis.rank == 0:
+                self.clean_up()
+            raise
+
+    def complete(self) -> None:
+        """On the first rank: writes the manifest, which makes the checkpoint, and removes what it
+        replaced."""
+        entries = _entries(self.writer, self._collected)
+        written, tensors = self.writer.records(self.writer.written, entries)
+        manifest = Manifest(
+            step=self._step,
+            world_size=self.axis.size,
+            files=tuple(each.file for each in written),
+            tensors=tensors,
+            values=self._collected.values,
+            plans=self._collected.plans,
+        )
+        try:
+            write_durably(self.path / MANIFEST, manifest.to_bytes())
+        except BaseException:
+            self.clean_up()
+            raise
+        _remove_others(self.path, written)
+
+    def clean_up(self) -> None:
+        """Removes what a failed save left."""
+        for leftover in self.path.glob(f"*-{self.files.nonce}-*"):
+            leftover.unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _entries(writer: Writer, collected: Collected) -> dict[str, str]:
+    """The entry of every tensor; those of other ranks only (their random numbers) have it as their first
+    word."""
+    return {name: collected.entries.get(name, name.split(".")[0]) for name in writer.metadata}
+
+
+def _remove_others(folder: Path, written: list[Written]) -> None:
+    keep = {each.file.name for each in written} | {MANIFEST}
+    for pattern in ("data-*.safetensors", "note-*"):
+        for leftover in folder.glob(pattern):
+            if leftover.name not in keep:
+                leftover.unlink(missing_ok=True)
+
+
+@contextmanager
+def _errors_of_dcp(what: str) -> Iterator[None]:
+    """DCP's errors are no Exceptions, and tell of all ranks; ours are, and say the same everywhere."""
+    with warnings.catch_warnings():
+        # It warns of being alone, which is no mistake.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            failures = {
+                rank: wrapped[0]
+                if isinstance(wrapped[0], Exception)
+                else CheckpointError(f"it was interrupted ({type(wrapped[0]).__name__})")
+                for rank, wrapped in error.failures.items()
+            }
+            raise combined(failures, what) from error

@@ -1,0 +1,132 @@
+"""Writing while the training goes on: a forked process keeps the memory as it was at the moment of the fork.
+
+The kernel shares the pages of both processes until one of them writes to a page, and then copies that page.
+So a snapshot costs the time of copying the page tables, and as much memory as the training changes until the
+file is written: nothing for rows that are not touched, at most the size of what is saved.
+
+The child only reads memory and writes its file: it takes no lock of the parent's threads, talks to no device
+and to no other rank, and closes the parent's sockets, so that the death of the parent is seen by its peers.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+from meshrec.checkpoint.agreement import CheckpointError, describe
+from meshrec.checkpoint.data_file import Part, Written, write_data_file
+from meshrec.checkpoint.manifest import write_durably
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Snapshot:
+    """A process that writes one file."""
+
+    def __init__(self, pid: int, note: Path) -> None:
+        self._pid, self._note = pid, note
+        self._status: int | None = None
+
+    @classmethod
+    def start(cls, path: Path, parts: Sequence[Part], note: Path) -> "Snapshot":
+        """Starts to write ``parts`` to ``path``; when that is on the disk, ``note`` tells what is where.
+
+        Tensors that are not contiguous memory on the CPU are copied first, here: the child must not run
+        anything that wants threads.
+        """
+        parts = [part._replace(tensor=part.tensor.cpu().contiguous()) for part in parts]
+        prctl = _prctl()
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # From Python 3.12 on: a child of a process with threads must take none of their locks, see above.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _write_and_exit(parent, prctl, path, parts, note)
+        return cls(pid, note)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the file is still being written."""
+        if self._status is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._status = status
+        return self._status is None
+
+    def wait(self) -> None:
+        """Waits for the end. CheckpointError says why the file could not be written."""
+        if self._status is None:
+            _, self._status = os.waitpid(self._pid, 0)
+        if self._status != 0:
+            reason = "it was killed"
+            failure = failure_of(self._note)
+            if failure.exists():
+                reason = failure.read_text()
+                failure.unlink(missing_ok=True)
+            raise CheckpointError(f"the background writer failed: {reason}")
+
+    def kill(self) -> None:
+        """Ends it at once, if it still runs."""
+        if self.is_running:
+            os.kill(self._pid, signal.SIGKILL)
+            _, self._status = os.waitpid(self._pid, 0)
+
+
+def read_note(note: Path) -> Written:
+    """What the note of a finished writer tells."""
+    return Written.from_json(json.loads(note.read_text()))
+
+
+def failure_of(note: Path) -> Path:
+    """Where a writer that failed says why."""
+    return note.with_suffix(".failed")
+
+
+def _write_and_exit(parent: int, prctl: Any, path: Path, parts: Sequence[Part], note: Path) -> None:
+    code = 1
+    try:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.nice(5)
+        written = write_data_file(path, parts, _Inline())
+        write_durably(note, json.dumps(written.to_json()).encode())
+        code = 0
+    except BaseException as error:
+        _leave_reason(note, error)
+    finally:
+        os._exit(code)
+
+
+def _leave_reason(note: Path, error: BaseException) -> None:
+    with contextlib.suppress(OSError):  # the exit code tells, too
+        failure_of(note).write_text(describe(error))
+
+
+class _Inline(Executor):
+    """An executor without threads: the writer is in the background as it is."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Calls it now."""
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
+def _prctl() -> Any:
+    """prctl(2), looked up before the fork; None where there is none."""
+    return getattr(ctypes.CDLL(None), "prctl", None)

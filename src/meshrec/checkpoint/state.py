@@ -1,0 +1,256 @@
+"""A training state taken apart into named tensors and plain values, and put together again.
+
+Names and shapes are those of the unsharded model: ``<entry>.<parameter>`` for a module,
+``<entry>.state.<parameter>.<slot>`` for an optimizer. So nothing in a checkpoint speaks of a plan, and a
+number
+per row of a table that is split by columns is in it once: every rank that holds columns of a row has the same
+number, because row-wise optimizers sum their statistics over all columns of the row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.checkpoint.manifest import Manifest
+from meshrec.checkpoint.random_state import random_state, set_random_state
+from meshrec.checkpoint.values import decode, encode
+from meshrec.distributed.table_shards import TableShards
+from meshrec.model_parallel import DistributedModelParallel
+from meshrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+
+RANDOM = "random"
+"""The entry of the random number generators; a state may not use the name."""
+_MODULE, _OPTIMIZER, _STATEFUL, _PLAIN = "module", "optimizer", "stateful", "plain"
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """Tensors by name, the entry each belongs to, and per entry its kind and plain values."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    entries: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    plans: dict[str, str] = field(default_factory=dict)
+
+    def add(self, entry: str, kind: str, content: Any) -> None:
+        """Takes apart the content of one entry."""
+        found: dict[str, Tensor] = {}
+        self.values[entry] = {"kind": kind, "content": encode(content, entry, found)}
+        for name, tensor in found.items():
+            self.add_tensor(entry, name, tensor)
+
+    def add_tensor(self, entry: str, name: str, tensor: Tensor) -> None:
+        """One tensor."""
+        if name in self.tensors:
+            raise ValueError(
+                f"two tensors of the state are called {name!r}, in {self.entries[name]!r} and {entry!r}. "
+                f"Rename "
+                "one entry of the state."
+            )
+        self.tensors[name], self.entries[name] = tensor.detach(), entry
+
+
+def collect(state: Mapping[str, Any], rank: int) -> Collected:
+    """What is to be saved. Tensors are not copied.
+
+    Raises:
+        ValueError: for what a checkpoint cannot hold.
+    """
+    collected = Collected()
+    for entry, item in state.items():
+        if not entry or entry == RANDOM or not isinstance(entry, str):
+            raise ValueError(f"a state has entries with names of text other than {RANDOM!r}, got {entry!r}.")
+        kind = _kind(item)
+        collected.add(entry, kind, _content(item, kind, state))
+        if isinstance(item, DistributedModelParallel):
+            collected.plans[entry] = item.plan.to_json()
+    for name, tensor in random_state().items():
+        collected.add_tensor(RANDOM, f"{RANDOM}.{rank}.{name}", tensor)
+    return collected
+
+
+class Loading(NamedTuple):
+    """What is to be loaded in place, and what to do with it afterwards."""
+
+    tensors: dict[str, Tensor]
+    finish: Callable[[], None]
+
+
+def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int) -> Loading:
+    """Compares a state to a checkpoint, and gives the memory that DCP is to fill.
+
+    Raises:
+        ValueError: names the entry and what differs.
+    """
+    tensors: dict[str, Tensor] = {}
+    jobs: list[Callable[[], None]] = []
+    saved = _saved_names(manifest)
+    for entry, item in state.items():
+        kind = _kind(item)
+        content = _saved_content(entry, kind, manifest)
+        if kind in (_MODULE, _OPTIMIZER):
+            own, job = _in_place(entry, item, kind, content, state)
+            _compare(entry, own, manifest, saved.get(entry, set()))
+        else:
+            own = {name: _empty(manifest, name) for name in saved.get(entry, ())}
+            job = _replaced(state, entry, item, kind, content, own)
+        tensors.update(own)
+        jobs.append(job)
+    prefix = f"{RANDOM}.{rank}."
+    generators = {name: _empty(manifest, name) for name in saved.get(RANDOM, ()) if name.startswith(prefix)}
+    if generators:
+        tensors.update(generators)
+        jobs.append(
+            lambda: set_random_state({name.removeprefix(prefix): t for name, t in generators.items()})
+        )
+
+    def finish() -> None:
+        for job in jobs:
+            job()
+
+    return Loading(tensors, finish)
+
+
+def _kind(item: Any) -> str:
+    if isinstance(item, nn.Module):
+        return _MODULE
+    if isinstance(item, torch.optim.Optimizer):
+        return _OPTIMIZER
+    return _STATEFUL if hasattr(item, "state_dict") and hasattr(item, "load_state_dict") else _PLAIN
+
+
+def _content(item: Any, kind: str, state: Mapping[str, Any]) -> Any:
+    if kind == _PLAIN:
+        return item
+    return _keyed(item, state).state_dict() if kind == _OPTIMIZER else dict(item.state_dict())
+
+
+def _in_place(
+    entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """The tensors that a module or optimizer has, and how it takes them back."""
+    target = _keyed(item, state) if kind == _OPTIMIZER else item
+    if kind == _OPTIMIZER:
+        present = target.state_dict()["state"]
+        target.create_state([n for n in content["state"] if n in target.params and n not in present])
+    own: dict[str, Tensor] = {}
+    encode(dict(target.state_dict()), entry, own)
+
+    def finish() -> None:
+        target.load_state_dict(decode(content, own.__getitem__))
+
+    return own, finish
+
+
+def _replaced(
+    state: Mapping[str, Any], entry: str, item: Any, kind: str, content: Any, own: dict[str, Tensor]
+) -> Callable[[], None]:
+    def finish() -> None:
+        value = decode(content, own.__getitem__)
+        if kind == _STATEFUL:
+            item.load_state_dict(value)
+            return
+        assert isinstance(state, MutableMapping)
+        state[entry] = value
+
+    if kind == _PLAIN and not isinstance(state, MutableMapping):
+        raise ValueError(
+            f"{entry!r} is a plain value, which load replaces: pass the state as a dict, got a "
+            f"{type(state).__name__}."
+        )
+    return finish
+
+
+def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
+    if entry not in manifest.values:
+        raise ValueError(
+            f"the checkpoint has no entry {entry!r}; it has {list(manifest.values)}. Leave the entry out of "
+            f"the "
+            "state, or call it as it was saved."
+        )
+    saved = manifest.values[entry]
+    if saved["kind"] != kind:
+        raise ValueError(
+            f"the entry {entry!r} was saved as a {saved['kind']}, and is a {kind} here. Pass what was saved."
+        )
+    return saved["content"]
+
+
+def _saved_names(manifest: Manifest) -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for name, record in manifest.tensors.items():
+        names.setdefault(record.entry, set()).add(name)
+    return names
+
+
+def _compare(entry: str, own: Mapping[str, Tensor], manifest: Manifest, saved: set[str]) -> None:
+    missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
+    if missing or unexpected:
+        parts = [
+            f"the checkpoint lacks {_few(missing)}" if missing else "",
+            f"it has {_few(unexpected)}, which is not here" if unexpected else "",
+        ]
+        raise ValueError(
+            f"{entry!r} does not fit the checkpoint: {'; '.join(part for part in parts if part)}. Load it "
+            f"into "
+            "the same model with the same optimizer."
+        )
+    for name, tensor in own.items():
+        record = manifest.tensors[name]
+        if tuple(tensor.shape) != record.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} here and {list(record.shape)} in the checkpoint. "
+                f"Load it "
+                "into a model of the same size."
+            )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _empty(manifest: Manifest, name: str) -> Tensor:
+    record = manifest.tensors[name]
+    return torch.empty(record.shape, dtype=record.dtype)
+
+
+def _keyed(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedOptimizer:
+    """The optimizer itself, or a view of it that knows names."""
+    if isinstance(optimizer, KeyedOptimizer):
+        return optimizer
+    names = {parameter: name for name, parameter in _parameters(state)}
+    named: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            named[names.get(parameter, f"parameter_{len(named)}")] = parameter
+    split = [name for name in named if name in _split_tables(state)]
+    if split:
+        raise ValueError(
+            f"the table {split[0]!r} is split over ranks and trained by {type(optimizer).__name__}, whose "
+            f"state "
+            "has the shape of this rank's part. Give the table an optimizer that is fused into backward (the "
+            "sharder's fused_params, or apply_optimizer_in_backward): its state can be saved."
+        )
+    return KeyedOptimizerWrapper(named, lambda _: optimizer)
+
+
+def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    for item in state.values():
+        if isinstance(item, nn.Module):
+            yield from item.named_parameters()
+
+
+def _split_tables(state: Mapping[str, Any]) -> set[str]:
+    return {
+        f"{path}.{name}"
+        for item in state.values()
+        if isinstance(item, nn.Module)
+        for path, module in (
+            item.module if isinstance(item, DistributedModelParallel) else item
+        ).named_modules()
+        if isinstance(module, TableShards) and module.is_split
+        for name, _ in module.named_parameters()
+    }

@@ -1,0 +1,256 @@
+"""Where torch.distributed.checkpoint (DCP) writes to and reads from: our files, with no pickle anywhere.
+
+DCP plans: which rank writes which piece (those that several ranks hold are written once), and which pieces a
+rank must read for what it holds. Its own file formats keep their table of contents as a pickle; ours is the
+manifest.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from meshrec.checkpoint.agreement import DamagedCheckpointError
+from meshrec.checkpoint.blocks import StoredRows, grid_of, read_region, verify_rows
+from meshrec.checkpoint.data_file import Part, Written, write_data_file
+from meshrec.checkpoint.manifest import Manifest, Piece, TensorRecord
+from meshrec.checkpoint.snapshot import Snapshot
+
+
+class RankFiles(NamedTuple):
+    """How the files of one save are called: ``nonce`` is new with every save, so that none is overwritten."""
+
+    folder: Path
+    nonce: str
+
+    def data(self, rank: int) -> Path:
+        """A rank's data file."""
+        return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
+
+    def note(self, rank: int) -> Path:
+        """What the background writer of a rank leaves when its data file is on the disk."""
+        return self.folder / f"note-{self.nonce}-{rank:05d}.json"
+
+
+class Writer(StorageWriter):
+    """Writes this rank's part of a save; afterwards the first rank's ``records`` hold the table of contents.
+
+    ``background``: the data is written by a snapshot of this process while the training goes on;
+    ``snapshot`` tells about it.
+    """
+
+    def __init__(self, files: RankFiles, *, background: bool) -> None:
+        self._files, self._background, self._rank = files, background, 0
+        self.snapshot: Snapshot | None = None
+        self.written: dict[int, Written] = {}
+        """By rank; on the first rank, unless the writing is in the background."""
+        self.items: list[list[MetadataIndex]] = []
+        """What each rank writes, in its order; on the first rank."""
+        self.metadata: dict[str, TensorStorageMetadata] = {}
+        """On the first rank."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learns the rank."""
+        self._rank = kwargs.get("rank", 0)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Keeps who writes what."""
+        self.items = [[item.index for item in plan.items] for plan in plans]
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes (or starts to write) this rank's file."""
+        parts = []
+        for item in plan.items:
+            assert item.tensor_data is not None
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            size = tuple(item.tensor_data.size)
+            parts.append(Part(item.index.fqn, tuple(item.index.offset or ()), size, tensor.detach()))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([])
+        if not parts:
+            return future
+        path = self._files.data(self._rank)
+        if self._background:
+            note = self._files.note(self._rank)
+            self.snapshot = Snapshot.start(path, parts, note)
+            return future
+        with ThreadPoolExecutor(1) as pool:
+            written = write_data_file(path, parts, pool)
+        future = Future()
+        future.set_result([WriteResult(MetadataIndex(""), written.file.num_bytes, (self._rank, written))])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keeps what the ranks wrote, for the manifest."""
+        self.metadata = {
+            name: record
+            for name, record in metadata.state_dict_metadata.items()
+            if isinstance(record, TensorStorageMetadata)
+        }
+        self.written = dict(result.storage_data for of_rank in results for result in of_rank)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders."""
+        return True
+
+    @property
+    def writing_ranks(self) -> list[int]:
+        """The ranks that have something to write; on the first rank."""
+        return [rank for rank, items in enumerate(self.items) if items]
+
+    def records(
+        self, written: Mapping[int, Written], entries: Mapping[str, str]
+    ) -> tuple[list[Written], dict[str, TensorRecord]]:
+        """The files in the order of ranks, and every tensor with its pieces. ``entries``: tensor -> entry."""
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.metadata}
+        order = sorted(written)
+        for number, rank in enumerate(order):
+            for index, piece in zip(self.items[rank], written[rank].pieces, strict=True):
+                pieces[index.fqn].append(piece._replace(file=number))
+        records = {
+            name: TensorRecord(
+                entries[name], stored.properties.dtype, tuple(stored.size), tuple(pieces[name])
+            )
+            for name, stored in self.metadata.items()
+        }
+        return [written[rank] for rank in order], records
+
+
+class Reader(StorageReader):
+    """Reads what this rank needs, and verifies every block of it."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest, in DCP's words."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=record.dtype),
+                    torch.Size(record.shape),
+                    [
+                        ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
+                        for piece in record.pieces
+                    ],
+                )
+                for name, record in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads, file by file, in the order of the file."""
+        work: list[tuple[int, int, Any, TensorRecord, Piece]] = []
+        for item in plan.items:
+            assert item.type is LoadItemType.TENSOR
+            record = self._manifest.tensors[item.storage_index.fqn]
+            offset = tuple(item.storage_index.offset or ())
+            piece = next(piece for piece in record.pieces if piece.offset == offset)
+            work.append((piece.file, piece.begin, item, record, piece))
+        work.sort(key=lambda each: each[:2])
+        for number in sorted({each[0] for each in work}):
+            with open_data(self._folder, self._manifest, number) as descriptor:
+                for _, _, item, record, piece in (each for each in work if each[0] == number):
+                    target = planner.resolve_tensor(item).detach()
+                    stored = _stored(
+                        self._folder, self._manifest, descriptor, item.storage_index.fqn, record, piece
+                    )
+                    read_region(stored, tuple(item.storage_offsets), target)
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Folders."""
+        return True
+
+
+@contextmanager
+def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
+    """A data file for reading, once its header is verified.
+
+    Raises:
+        DamagedCheckpointError: when the header is not what was written.
+    """
+    file = manifest.files[number]
+    descriptor = os.open(folder / file.name, os.O_RDONLY)
+    try:
+        if zlib.crc32(os.pread(descriptor, file.header_bytes, 0)) != file.header_checksum:
+            raise DamagedCheckpointError(
+                f"checkpoint {folder} is damaged: the header of {file.name} is not what was written."
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def verify_data(folder: Path, manifest: Manifest) -> None:
+    """Reads every file to its end.
+
+    Raises:
+        DamagedCheckpointError: names the tensor and the rows that are not what was written.
+    """
+    places: list[list[tuple[Piece, str, TensorRecord]]] = [[] for _ in manifest.files]
+    for name, record in manifest.tensors.items():
+        for piece in record.pieces:
+            places[piece.file].append((piece, name, record))
+    for number, pieces in enumerate(places):
+        with open_data(folder, manifest, number) as descriptor:
+            buffer = torch.empty(0, dtype=torch.uint8)
+            for piece, name, record in sorted(pieces, key=lambda each: each[0].begin):
+                grid = grid_of(piece.shape, record.dtype)
+                block = min(grid.rows_per_block, grid.num_rows) * grid.row_bytes
+                if block > buffer.numel():
+                    buffer = torch.empty(block, dtype=torch.uint8)
+                verify_rows(_stored(folder, manifest, descriptor, name, record, piece), buffer)
+
+
+def _stored(
+    folder: Path, manifest: Manifest, descriptor: int, name: str, record: TensorRecord, piece: Piece
+) -> StoredRows:
+    what = f"checkpoint {folder} is damaged: {manifest.files[piece.file].name}, tensor {name!r}"
+    return StoredRows(descriptor, piece.begin, piece.shape, record.dtype, piece.checksums, what)

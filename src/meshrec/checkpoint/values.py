@@ -1,0 +1,85 @@
+"""What is in a state beside tensors, as JSON and back: exact, and nothing of it is code.
+
+JSON knows no tuples, sets or keys that are not text; these are written as ``{"__tuple__": [...]}`` and the
+like. A tensor is left out of the JSON and named in it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+_MARKS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """JSON for ``value``; its tensors go to ``tensors`` by names that start with ``name``.
+
+    Raises:
+        ValueError: for what is neither plain nor a tensor, with the place where it stands.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        # Subclasses (numpy's floats, enums of ints) become what they look like.
+        return value if type(value) in (type(None), bool, int, float, str) else _plain(value)
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"__tensor__": name}
+    if isinstance(value, list):
+        return [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, set | frozenset):
+        return {"__set__": sorted(encode(item, name, tensors) for item in value)}
+    if isinstance(value, Mapping):
+        return _encoded_mapping(value, name, tensors)
+    raise ValueError(
+        f"{name} is a {type(value).__name__}, which a checkpoint does not hold: it takes tensors, numbers, "
+        f"text, "
+        "None, and lists, tuples, sets and dicts of them. Leave it out, or give it state_dict() and "
+        "load_state_dict()."
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse of ``encode``; ``tensor`` gives a tensor by its name."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    mark = next(iter(value), None)
+    if len(value) != 1 or mark not in _MARKS:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    content = value[mark]
+    if mark == "__tensor__":
+        return tensor(content)
+    items = [decode(item, tensor) for item in content]
+    if mark == "__tuple__":
+        return tuple(items)
+    if mark == "__set__":
+        return set(items)
+    pairs = {_key(key): item for key, item in items}
+    return Counter(pairs) if mark == "__counter__" else pairs
+
+
+def _encoded_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Tensor]) -> Any:
+    counter = isinstance(value, Counter)
+    text_keys = all(isinstance(key, str) for key in value)
+    if text_keys and not counter and not (len(value) == 1 and next(iter(value)) in _MARKS):
+        return {str(key): encode(item, f"{name}.{key}", tensors) for key, item in value.items()}
+    pairs = [
+        [encode(key, f"{name} (a key)", tensors), encode(item, f"{name}.{key}", tensors)]
+        for key, item in value.items()
+    ]
+    return {"__counter__" if counter else "__items__": pairs}
+
+
+def _key(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key
+
+
+def _plain(value: Any) -> Any:
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise AssertionError(value)

@@ -1,0 +1,54 @@
+"""One step's samples."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshrec.sparse import KeyedJaggedTensor
+
+
+@dataclass
+class Batch:
+    """B samples: what a model reads, and what it should say.
+
+    ``DLRMTrain`` takes it as it is (``dense_features`` and ``sparse_features`` are its words).
+    """
+
+    dense: Tensor
+    """[B, num_dense] float32."""
+    sparse: KeyedJaggedTensor
+    """B bags per key."""
+    labels: Tensor
+    """[B] float32."""
+
+    @property
+    def dense_features(self) -> Tensor:
+        """The same as ``dense``."""
+        return self.dense
+
+    @property
+    def sparse_features(self) -> KeyedJaggedTensor:
+        """The same as ``sparse``."""
+        return self.sparse
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """On another device; ``non_blocking`` does not wait for copies from pinned memory."""
+        return Batch(
+            self.dense.to(device, non_blocking=non_blocking),
+            self.sparse.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> "Batch":
+        """In pinned host memory, from which copies to a GPU do not block."""
+        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the allocator that ``stream`` uses the memory."""
+        self.dense.record_stream(stream)
+        self.sparse.record_stream(stream)
+        self.labels.record_stream(stream)

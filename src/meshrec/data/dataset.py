@@ -1,0 +1,131 @@
+"""What every source of samples offers: features, readers, and a position that a checkpoint can hold."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshrec.data.batch import Batch
+from meshrec.modules import EmbeddingBagConfig, PoolingType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What a model or the planner needs to size a table.
+
+    Args:
+        name: the key in ``Batch.sparse``.
+        num_embeddings: ids lie in ``[0, num_embeddings)``.
+        average_length: ids per sample.
+        sequence: the ids have an order, the oldest first.
+        table: features that name the same table share its rows; without it the table is named like the
+            feature.
+    """
+
+    name: str
+    num_embeddings: int
+    average_length: float = 1.0
+    sequence: bool = False
+    table: str | None = None
+
+
+class Position(NamedTuple):
+    """How far training is: the samples of this epoch that all ranks together have consumed."""
+
+    epoch: int = 0
+    sample: int = 0
+
+
+class Reader(ABC):
+    """Samples in an order that is a pure function of (seed, epoch).
+
+    Step s of an epoch takes samples ``[s * W * B, (s + 1) * W * B)`` of that order, with W ranks and batches
+    of B samples. A :class:`Position` therefore resumes at the exact sample, with another number of ranks or
+    another batch size too.
+    """
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples of one epoch, over all ranks."""
+
+    @abstractmethod
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        position: Position = Position(),  # noqa: B008 - immutable
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> Iterator[Batch]:
+        """The rest of one epoch from ``position``: this rank's part.
+
+        All ranks yield the same number of batches; the last one may be smaller, or empty on some.
+
+        Args:
+            batch_size: samples per batch and rank.
+            position: where the epoch goes on.
+            rank, world_size: which part.
+            drop_last: leave out the last step if it is not full on all ranks.
+
+        Raises:
+            ValueError: for sizes, ranks or positions out of range.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Samples to train on, samples to judge by, and what both consist of.
+
+    Args:
+        name: for reports.
+        features: the keys of ``Batch.sparse``, in order.
+        num_dense: columns of ``Batch.dense``.
+        train, validation: the readers; validation keeps one order in all epochs.
+        item: the feature that names what is recommended, where there is one.
+        best_auc: the AUC that nothing can beat on ``validation``, where it is known.
+    """
+
+    name: str
+    features: tuple[Feature, ...]
+    num_dense: int
+    train: Reader
+    validation: Reader | None = None
+    item: str | None = None
+    best_auc: float | None = None
+
+    def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
+        """One table per feature (or group of features that share one), all of one width.
+
+        Pools by MEAN where a feature is a sequence, and by SUM elsewhere.
+        """
+        return embedding_bag_configs(self.features, embedding_dim)
+
+
+def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> list[EmbeddingBagConfig]:
+    """Tables for ``features``; see :meth:`Dataset.tables`.
+
+    Raises:
+        ValueError: features of one table differ in ``num_embeddings``.
+    """
+    groups: dict[str, list[Feature]] = {}
+    for feature in features:
+        groups.setdefault(feature.table or feature.name, []).append(feature)
+    for name, group in groups.items():
+        sizes = sorted({feature.num_embeddings for feature in group})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"table {name!r}: its features {[feature.name for feature in group]} have different "
+                f"num_embeddings {sizes}. Give them one size, or tables of their own."
+            )
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=group[0].num_embeddings,
+            embedding_dim=embedding_dim,
+            feature_names=[feature.name for feature in group],
+            pooling=PoolingType.MEAN if any(each.sequence for each in group) else PoolingType.SUM,
+        )
+        for name, group in groups.items()
+    ]

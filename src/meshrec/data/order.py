@@ -1,0 +1,97 @@
+"""Which sample comes when, and on which rank: pure functions of (seed, epoch).
+
+The samples of an epoch form one line (blocks in shuffled order). The line is cut into L equal *lanes*, and
+the global order takes one sample of each lane in turn: sample p is number p // L of lane p % L. Ranks share a
+step by lanes, so that each reads its own stretch of the line; L does not depend on the number of ranks.
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrec.data.dataset import Position
+
+
+class Stream(IntEnum):
+    """What random numbers are for: streams of different purposes are independent."""
+
+    BLOCKS = 1
+    WINDOW = 2
+    SAMPLES = 3
+    TEACHER = 4
+
+
+class Step(NamedTuple):
+    """Samples ``[start, stop)`` of the global order, of all ranks."""
+
+    start: int
+    stop: int
+
+
+class LanePart(NamedTuple):
+    """Samples ``[first, last)`` of a lane."""
+
+    lane: int
+    first: int
+    last: int
+
+
+def generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
+    """Random numbers that depend on nothing but the arguments, which are not negative."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int(stream), *counters])))
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError unless ``seed`` is an integer >= 0."""
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be an integer >= 0, got {seed!r}.")
+
+
+def steps(
+    num_samples: int, batch_size: int, position: Position, rank: int, world_size: int, *, drop_last: bool
+) -> Iterator[Step]:
+    """The steps of the rest of an epoch; checks the arguments at once.
+
+    Raises:
+        ValueError: for sizes, ranks or positions out of range.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be >= 1, got {batch_size}.")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of world_size {world_size}.")
+    if position.epoch < 0 or not 0 <= position.sample <= num_samples:
+        raise ValueError(
+            f"{position} is outside this data, which has {num_samples} samples per epoch. "
+            "It belongs to other data, or to another configuration of it."
+        )
+    size = batch_size * world_size
+    stop = num_samples
+    if drop_last:
+        stop -= (num_samples - position.sample) % size
+    return (Step(start, min(start + size, stop)) for start in range(position.sample, stop, size))
+
+
+def rank_slice(num: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The ``rank``-th of ``world_size`` equal slices of ``num`` samples."""
+    return rank * num // world_size, (rank + 1) * num // world_size
+
+
+def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
+    """Samples of each lane."""
+    return (num_samples - np.arange(lanes, dtype=np.int64) + lanes - 1) // lanes
+
+
+def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
+    """What a rank reads for a step: its slice of the step's samples, sorted by lane."""
+    begin, end = rank_slice(step.stop - step.start, rank, world_size)
+    parts, seen = [], 0
+    for lane in range(lanes):
+        first, last = ((edge - lane + lanes - 1) // lanes for edge in step)
+        mine = LanePart(lane, first + max(0, begin - seen), min(last, first + end - seen))
+        if mine.first < mine.last:
+            parts.append(mine)
+        seen += last - first
+    return parts

@@ -1,0 +1,98 @@
+"""Reading ahead in the background."""
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class _Error(NamedTuple):
+    error: BaseException
+
+
+class _End:
+    pass
+
+
+class Prefetch(Generic[T]):
+    """See :func:`prefetch`. An iterator and a context manager; ``close`` may be called at any time."""
+
+    def __init__(self, iterable: Iterable[T], depth: int) -> None:
+        self._queue: queue.Queue[T | _Error | _End] = queue.Queue(depth)
+        self._stop = threading.Event()
+        # The thread knows the queue, not this object: who drops the iterator stops the thread.
+        self._finalizer = weakref.finalize(self, _shut, self._queue, self._stop)
+        self._thread = threading.Thread(
+            target=_fill, args=(iter(iterable), self._queue, self._stop), name="meshrec-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._stop.is_set():
+            raise StopIteration
+        item = self._queue.get()
+        if isinstance(item, _End):
+            self.close()
+            raise StopIteration
+        if isinstance(item, _Error):
+            self.close()
+            raise item.error
+        return item
+
+    def close(self) -> None:
+        """Stops the thread, waits for it, and closes the iterator behind it."""
+        self._finalizer()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> "Prefetch[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def prefetch(iterable: Iterable[T], depth: int = 2) -> Prefetch[T]:
+    """Iterates in a background thread, up to ``depth`` items ahead.
+
+    Errors of the iterator are raised in the consumer, after the items before them. A generator behind it is
+    closed in the background thread.
+
+    Raises:
+        ValueError: depth below 1.
+    """
+    if depth < 1:
+        raise ValueError(f"depth must be >= 1, got {depth}. Without reading ahead, use the iterator itself.")
+    return Prefetch(iterable, depth)
+
+
+def _fill(iterator: Iterator[T], items: "queue.Queue[T | _Error | _End]", stop: threading.Event) -> None:
+    last: _Error | _End = _End()
+    try:
+        try:
+            for item in iterator:
+                items.put(item)
+                if stop.is_set():
+                    break
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+    except BaseException as error:  # everything belongs to the consumer
+        last = _Error(error)
+    if not stop.is_set():
+        items.put(last)
+
+
+def _shut(items: "queue.Queue[T | _Error | _End]", stop: threading.Event) -> None:
+    stop.set()
+    with contextlib.suppress(queue.Empty):  # makes room for a put that waits; after it the thread sees stop
+        while True:
+            items.get_nowait()

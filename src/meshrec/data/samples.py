@@ -1,0 +1,121 @@
+"""Samples on their way to a batch, as numpy arrays.
+
+Shape legend: n samples, K keys, N ids.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshrec.data.batch import Batch
+from meshrec.sparse import KeyedJaggedTensor
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+class Ragged(NamedTuple):
+    """The ids of one key: of sample i, ``values[offsets[i] : offsets[i + 1]]``."""
+
+    values: Ints
+    offsets: Ints
+
+    def part(self, first: int, last: int) -> "Ragged":
+        """Of samples ``[first, last)``, as views; offsets do not start at 0."""
+        return Ragged(self.values, self.offsets[first : last + 1])
+
+    def take(self, order: Ints) -> "Ragged":
+        """Of the samples at ``order``."""
+        starts = self.offsets[order]
+        lengths = self.offsets[order + 1] - starts
+        width = _common_length(lengths)
+        if width == 1:
+            return Ragged(self.values[starts], np.arange(len(order) + 1, dtype=np.int64))
+        return gather_ranges(self.values, starts, lengths)
+
+
+class Samples(NamedTuple):
+    """``kept`` is None where all samples are good; where it is False, the rest of that sample is void."""
+
+    dense: Floats
+    labels: Floats
+    ids: tuple[Ragged, ...]
+    kept: Bools | None = None
+
+    def take(self, order: Ints) -> "Samples":
+        """The samples at ``order``."""
+        kept = None if self.kept is None else self.kept[order]
+        ids = tuple(each.take(order) for each in self.ids)
+        return Samples(self.dense[order], self.labels[order], ids, kept)
+
+    def part(self, first: int, last: int) -> "Samples":
+        """Samples ``[first, last)``, as views."""
+        kept = None if self.kept is None else self.kept[first:last]
+        ids = tuple(each.part(first, last) for each in self.ids)
+        return Samples(self.dense[first:last], self.labels[first:last], ids, kept)
+
+    def good(self) -> "Samples":
+        """Without the samples that are not kept."""
+        if self.kept is None or self.kept.all():
+            return self._replace(kept=None)
+        return self.take(np.flatnonzero(self.kept))._replace(kept=None)
+
+
+def gather_ranges(values: Ints, starts: Ints, lengths: Ints) -> Ragged:
+    """``values[starts[i] : starts[i] + lengths[i]]`` of all i, one after another."""
+    offsets = np.zeros(len(starts) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    width = _common_length(lengths)
+    if width is not None:
+        index = (starts[:, None] + np.arange(width)).ravel()
+    else:
+        index = np.repeat(starts - offsets[:-1], lengths)
+        index += np.arange(offsets[-1])
+    return Ragged(values[index], offsets)
+
+
+def void_samples(num: int, num_dense: int, num_keys: int) -> Samples:
+    """``num`` samples none of which is kept."""
+    ids = Ragged(np.zeros(0, np.int64), np.zeros(num + 1, np.int64))
+    dense, labels = np.zeros((num, num_dense), np.float32), np.zeros(num, np.float32)
+    return Samples(dense, labels, (ids,) * num_keys, np.zeros(num, np.bool_))
+
+
+def to_batch(keys: Sequence[str], num_dense: int, pieces: Sequence[Samples]) -> Batch:
+    """The kept samples of all pieces, one piece after another."""
+    pieces = [each.good() for each in pieces] or [void_samples(0, num_dense, len(keys))]
+    num = sum(len(each.labels) for each in pieces)
+    lengths = np.empty((len(keys), num), dtype=np.int64)
+    values, per_key = [], []
+    for key in range(len(keys)):
+        first, total = 0, 0
+        for piece in pieces:
+            ragged = piece.ids[key]
+            offsets = ragged.offsets
+            start, stop, last = int(offsets[0]), int(offsets[-1]), first + len(offsets) - 1
+            np.subtract(offsets[1:], offsets[:-1], out=lengths[key, first:last])
+            values.append(ragged.values[start:stop])
+            first, total = last, total + stop - start
+        per_key.append(total)
+    sparse = KeyedJaggedTensor.unchecked(
+        list(keys),
+        torch.from_numpy(np.concatenate(values) if values else np.zeros(0, np.int64)),
+        None,
+        torch.from_numpy(lengths.reshape(-1)),
+        stride=num,
+        length_per_key=per_key,
+    )
+    dense = torch.from_numpy(np.concatenate([each.dense for each in pieces]))
+    return Batch(dense, sparse, torch.from_numpy(np.concatenate([each.labels for each in pieces])))
+
+
+def _common_length(lengths: Ints) -> int | None:
+    """The length of all, if it is one."""
+    if len(lengths) == 0:
+        return None
+    width = int(lengths[0])
+    return width if bool((lengths == width).all()) else None

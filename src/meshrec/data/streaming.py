@@ -1,0 +1,151 @@
+"""Reading what does not fit in memory: blocks in shuffled order, shuffled again inside windows of rows."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing
+
+import numpy as np
+
+from meshrec.data.batch import Batch
+from meshrec.data.dataset import Position, Reader
+from meshrec.data.order import LanePart, Step, Stream, check_seed, generator, lane_parts, lane_sizes, steps
+from meshrec.data.samples import Ints, Samples, to_batch
+
+
+class Source(ABC):
+    """Blocks of rows, each of which can be read from any window on.
+
+    A block is what a file can be entered at: a row group, a file.
+    """
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[str, ...]:
+        """Names of the ids."""
+
+    @property
+    @abstractmethod
+    def num_dense(self) -> int:
+        """Columns of the dense values."""
+
+    @property
+    @abstractmethod
+    def block_sizes(self) -> Ints:
+        """Rows of each block."""
+
+    @abstractmethod
+    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Rows ``[first * size, (first + 1) * size)`` of a block, then the next ``size``, up to its end."""
+
+
+class StreamReader(Reader):
+    """The samples of a :class:`Source`.
+
+    Memory holds one window of each lane that a rank reads. A rank reads its own lanes only, where the number
+    of lanes is a multiple of the number of ranks, and the samples of a step are a multiple of the lanes.
+
+    Args:
+        source: where the samples are.
+        seed: of the order.
+        shuffle: without it, blocks and rows keep their order (which lanes still interleave).
+        window: rows that are shuffled among each other.
+        lanes: places at which blocks are read at a time, by all ranks together.
+
+    Raises:
+        ValueError: for sizes below 1, or a source without rows.
+    """
+
+    def __init__(
+        self, source: Source, *, seed: int, shuffle: bool = True, window: int = 16384, lanes: int = 8
+    ) -> None:
+        check_seed(seed)
+        if window < 1 or lanes < 1:
+            raise ValueError(f"window and lanes must be >= 1, got window {window} and lanes {lanes}.")
+        self._source = source
+        self._seed, self._shuffle, self._window = seed, shuffle, window
+        self._num_samples = int(source.block_sizes.sum())
+        if self._num_samples == 0:
+            raise ValueError("there are no samples to read: every block is empty.")
+        self._lanes = min(lanes, self._num_samples)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch, over all ranks; rows that are skipped as damaged are counted in."""
+        return self._num_samples
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        position: Position = Position(),  # noqa: B008 - immutable
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> Iterator[Batch]:
+        """See :class:`Reader`. Where damaged rows are skipped, batches are smaller by these."""
+        plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
+        return self._batches(plan, position.epoch, rank, world_size)
+
+    def _batches(self, plan: Iterator[Step], epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
+        order = self._block_order(epoch)
+        starts = np.concatenate([[0], np.cumsum(lane_sizes(self._num_samples, self._lanes))])
+        open_lanes: dict[int, _Lane] = {}
+        with ExitStack() as stack:
+            for step in plan:
+                pieces: list[Samples] = []
+                for part in lane_parts(step, self._lanes, rank, world_size):
+                    if part.lane not in open_lanes:
+                        base = int(starts[part.lane])
+                        stream = self._windows_from(order, epoch, base + part.first)
+                        stack.enter_context(closing(stream))
+                        open_lanes[part.lane] = _Lane(stream, part.first)
+                    pieces += open_lanes[part.lane].read(part)
+                yield to_batch(self._source.keys, self._source.num_dense, pieces)
+
+    def _block_order(self, epoch: int) -> Ints:
+        num_blocks = len(self._source.block_sizes)
+        if not self._shuffle:
+            return np.arange(num_blocks, dtype=np.int64)
+        return generator(self._seed, Stream.BLOCKS, epoch).permutation(num_blocks).astype(np.int64)
+
+    def _windows_from(self, order: Ints, epoch: int, row: int) -> Generator[Samples, None, None]:
+        """From row ``row`` of the line on, for ever: shuffled windows, the first one cut."""
+        size = self._window
+        ends = np.cumsum(self._source.block_sizes[order])
+        at = int(np.searchsorted(ends, row, side="right"))
+        skip = row - (int(ends[at - 1]) if at else 0)
+        for block in order[at:].tolist():
+            first, skip_rows = divmod(skip, size)
+            with closing(self._source.windows(block, first, size)) as windows:
+                for number, samples in enumerate(windows, first):
+                    num = len(samples.labels)
+                    if self._shuffle:
+                        rng = generator(self._seed, Stream.WINDOW, epoch, block, number)
+                        samples = samples.take(rng.permutation(num))
+                    yield samples.part(skip_rows, num)
+                    skip_rows = 0
+            skip = 0
+
+
+class _Lane:
+    """Reads a lane forward."""
+
+    def __init__(self, windows: Iterator[Samples], at: int) -> None:
+        self._windows = windows
+        self._at = at
+        self._rest: Samples | None = None
+
+    def read(self, part: LanePart) -> list[Samples]:
+        """Samples ``[first, last)`` of the lane; what lies before them is passed over."""
+        pieces = []
+        while self._at < part.last:
+            if self._rest is None:
+                self._rest = next(self._windows)
+            num = len(self._rest.labels)
+            begin = min(max(0, part.first - self._at), num)
+            end = min(part.last - self._at, num)
+            if begin < end:
+                pieces.append(self._rest.part(begin, end))
+            self._rest = self._rest.part(end, num) if end < num else None
+            self._at += end
+        return pieces

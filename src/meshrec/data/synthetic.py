@@ -1,0 +1,244 @@
+"""Clicks that a planted teacher decides: any number of samples, with a known best AUC.
+
+Every block of samples comes from random numbers that its own number seeds: any part can be made at any time,
+on any rank, and nothing is stored.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrec.data.dataset import Dataset, Feature
+from meshrec.data.hashing import mix
+from meshrec.data.order import Stream, check_seed, generator
+from meshrec.data.samples import Floats, Ints, Ragged, Samples
+from meshrec.data.streaming import Source, StreamReader
+
+_BLOCK = 4096
+_FACTORS = 4
+# What the logit's variance consists of: single ids, dense values, pairs of ids.
+_ID_SHARE, _DENSE_SHARE, _PAIR_SHARE = 0.7, 0.15, 0.15
+
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """P(click) = sigmoid(bias + contributions of every id, of every dense value, and of all pairs of ids).
+
+    An id contributes a number and, through a small vector, its products with the ids of other features: a
+    factorization machine (Rendle, 2010), which DLRM and DeepFM can express. All these numbers are hashes of
+    the id: there are no tables.
+
+    Args:
+        seed: of the teacher.
+        bias: mean of the logit.
+        signal: standard deviation of the logit; the larger, the better clicks can be told.
+    """
+
+    seed: int
+    bias: float
+    signal: float
+
+    def probabilities(self, dense: Floats, ids: Sequence[Ints]) -> Doubles:
+        """Of samples [n], from dense values [n, num_dense] and, for each key, ids [n, ids per feature]."""
+        num, num_keys = len(dense), len(ids)
+        single, total, own = np.zeros(num), np.zeros((num, _FACTORS)), np.zeros(num)
+        for key, each in enumerate(ids):
+            scale = each.shape[1] ** -0.5
+            single += scale * self._numbers(each, key, 0).sum(1)
+            vector = np.stack(
+                [scale * self._numbers(each, key, 1 + f).sum(1) for f in range(_FACTORS)], axis=1
+            )
+            total += vector
+            own += (vector**2).sum(1)
+        pairs = ((total**2).sum(1) - own) / 2
+        logit = np.sqrt(_ID_SHARE / max(num_keys, 1)) * single
+        logit += np.sqrt(_PAIR_SHARE / max(_FACTORS * num_keys * (num_keys - 1) / 2, 1)) * pairs
+        if dense.shape[1]:
+            weights = generator(self.seed, Stream.TEACHER).standard_normal(dense.shape[1])
+            logit += np.sqrt(_DENSE_SHARE) * (dense @ (weights / np.linalg.norm(weights)))
+        return 1 / (1 + np.exp(-self.bias - self.signal * logit))  # type: ignore[no-any-return]
+
+    def _numbers(self, ids: Ints, key: int, number: int) -> Doubles:
+        """Uniform, with mean 0 and variance 1."""
+        hashes = mix(ids.astype(np.uint64), seed=(self.seed << 20) + key * (_FACTORS + 1) + number)
+        return ((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * 12**0.5
+
+
+class ClickSource(Source):
+    """Blocks of clicks.
+
+    Args:
+        num_samples: in all.
+        num_embeddings: rows of each table.
+        ids_per_feature: ids in each bag.
+        num_dense: columns of dense values, standard normal.
+        exponent: of Zipf's law.
+        seed, split: of the samples.
+        teacher: who clicks.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        num_embeddings: Sequence[int],
+        ids_per_feature: int,
+        num_dense: int,
+        exponent: float,
+        seed: int,
+        split: int,
+        teacher: Teacher,
+    ) -> None:
+        self._num_samples = num_samples
+        self._num_embeddings = list(num_embeddings)
+        self._ids_per_feature = ids_per_feature
+        self._num_dense = num_dense
+        self._exponent = exponent
+        self._seed, self._split = seed, split
+        self._teacher = teacher
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """f0, f1, ..."""
+        return tuple(f"f{key}" for key in range(len(self._num_embeddings)))
+
+    @property
+    def num_dense(self) -> int:
+        """Columns of the dense values."""
+        return self._num_dense
+
+    @property
+    def block_sizes(self) -> Ints:
+        """Rows of each block."""
+        sizes = np.full(-(-self._num_samples // _BLOCK), _BLOCK, dtype=np.int64)
+        sizes[-1:] = (self._num_samples - 1) % _BLOCK + 1
+        return sizes
+
+    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Makes the block, and cuts it."""
+        samples, _ = self.block(block)
+        num = len(samples.labels)
+        for start in range(first * size, num, size):
+            yield samples.part(start, min(start + size, num))
+
+    def block(self, block: int) -> tuple[Samples, Doubles]:
+        """The samples of a block, and the teacher's probabilities."""
+        num = min(_BLOCK, self._num_samples - block * _BLOCK)
+        rng = generator(self._seed, Stream.SAMPLES, self._split, block)
+        dense = rng.standard_normal((num, self._num_dense), dtype=np.float32)
+        shape = (num, self._ids_per_feature)
+        ids = [zipf(rng.random(shape), rows, self._exponent) for rows in self._num_embeddings]
+        probabilities = self._teacher.probabilities(dense, ids)
+        labels = (rng.random(num) < probabilities).astype(np.float32)
+        offsets = np.arange(num + 1, dtype=np.int64) * self._ids_per_feature
+        return Samples(dense, labels, tuple(Ragged(each.ravel(), offsets) for each in ids)), probabilities
+
+
+def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:
+    """Ids in ``[0, num_rows)``, the r-th most frequent one with a frequency of about r ** -exponent.
+
+    The inverse of the distribution function of the continuous law on ``[1, num_rows + 1)``. Frequent ids are
+    spread over the table.
+    """
+    if exponent == 1:
+        ranks = np.exp(uniform * np.log(num_rows + 1.0))
+    else:
+        power = 1 - exponent
+        ranks = (1 + uniform * ((num_rows + 1.0) ** power - 1)) ** (1 / power)
+    ids = np.minimum(ranks.astype(np.int64) - 1, num_rows - 1)
+    step = next(number for number in (2_654_435_761, 40_503, 1) if math.gcd(number, num_rows) == 1)
+    spread: Ints = (ids * step + num_rows // 3) % num_rows
+    return spread
+
+
+def synthetic_clicks(
+    *,
+    num_samples: int = 1_000_000,
+    num_validation: int = 100_000,
+    num_features: int = 8,
+    num_embeddings: int | Sequence[int] = 1000,
+    ids_per_feature: int = 1,
+    num_dense: int = 4,
+    exponent: float = 1.2,
+    signal: float = 1.5,
+    bias: float = -1.0,
+    seed: int = 0,
+    lanes: int = 8,
+) -> Dataset:
+    """A dataset with a planted :class:`Teacher`; ``best_auc`` is that of its probabilities on the validation
+    samples.
+
+    Args:
+        num_samples, num_validation: training and validation samples; without the latter there is no best AUC.
+        num_features: keys f0, f1, ...
+        num_embeddings: rows of each table, or of all.
+        ids_per_feature: ids in each bag.
+        num_dense: columns of dense values, standard normal.
+        exponent: of Zipf's law, which the ids follow.
+        signal, bias: of the teacher's logit.
+        seed: of samples, teacher and order.
+        lanes: see :class:`meshrec.data.StreamReader`.
+
+    Raises:
+        ValueError: for sizes out of range.
+    """
+    check_seed(seed)
+    sizes = [num_embeddings] * num_features if isinstance(num_embeddings, int) else list(num_embeddings)
+    if len(sizes) != num_features or num_features < 1 or min(sizes) < 1:
+        raise ValueError(f"num_embeddings must be >= 1 for each of {num_features} features, got {sizes}.")
+    if num_samples < 1 or num_validation < 0 or ids_per_feature < 1 or num_dense < 0 or exponent <= 0:
+        raise ValueError(
+            "num_samples and ids_per_feature must be >= 1, num_validation and num_dense >= 0, exponent > 0; "
+            f"got {num_samples=}, {ids_per_feature=}, {num_validation=}, {num_dense=}, {exponent=}."
+        )
+    teacher = Teacher(seed=seed, bias=bias, signal=signal)
+
+    def source(split: int, num: int) -> ClickSource:
+        return ClickSource(
+            num_samples=num,
+            num_embeddings=sizes,
+            ids_per_feature=ids_per_feature,
+            num_dense=num_dense,
+            exponent=exponent,
+            seed=seed,
+            split=split,
+            teacher=teacher,
+        )
+
+    train = source(0, num_samples)
+    validation, best_auc = None, None
+    if num_validation:
+        held_out = source(1, num_validation)
+        validation = StreamReader(held_out, seed=seed, shuffle=False, window=_BLOCK, lanes=lanes)
+        best_auc = _best_auc(held_out)
+    return Dataset(
+        name="synthetic_clicks",
+        features=tuple(
+            Feature(name=key, num_embeddings=rows, average_length=float(ids_per_feature))
+            for key, rows in zip(train.keys, sizes, strict=True)
+        ),
+        num_dense=num_dense,
+        train=StreamReader(train, seed=seed, window=_BLOCK, lanes=lanes),
+        validation=validation,
+        item="f0",
+        best_auc=best_auc,
+    )
+
+
+def _best_auc(source: ClickSource) -> float | None:
+    """How often the teacher ranks a click above a sample without one; None where all labels are the same."""
+    blocks = [source.block(block) for block in range(len(source.block_sizes))]
+    labels = np.concatenate([samples.labels for samples, _ in blocks]) > 0
+    probabilities = np.concatenate([each for _, each in blocks])
+    num_clicks = int(labels.sum())
+    num_others = len(labels) - num_clicks
+    if not num_clicks or not num_others:
+        return None
+    ranks = np.empty(len(labels))
+    ranks[np.argsort(probabilities)] = np.arange(1, len(labels) + 1)
+    return float((ranks[labels].sum() - num_clicks * (num_clicks + 1) / 2) / (num_clicks * num_others))

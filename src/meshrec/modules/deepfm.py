@@ -1,0 +1,49 @@
+"""The two halves of DeepFM: Guo et al., "DeepFM: a factorization-machine based neural network" (2017).
+
+Both take the same list of embeddings ``[B, num, dim]`` (or ``[B, dim]``) with equal B; widths may differ.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class DeepFM(nn.Module):
+    """The deep half: all embeddings side by side through ``dense_module``.
+
+    Args:
+        dense_module: any module from ``[B, sum of num * dim]``.
+    """
+
+    def __init__(self, dense_module: nn.Module) -> None:
+        super().__init__()
+        self.dense_module = dense_module
+
+    def forward(self, embeddings: Sequence[Tensor]) -> Tensor:
+        """What ``dense_module`` makes of the flattened embeddings."""
+        return self.dense_module(_side_by_side(embeddings))  # type: ignore[no-any-return]
+
+
+class FactorizationMachine(nn.Module):
+    """The second-order half: the products of all pairs of elements, ``((sum x)^2 - sum x^2) / 2``.
+
+    As in TorchRec, ``x`` runs over all elements of all embeddings, so that widths may differ: products of
+    different columns count too, unlike in the paper's sum of dot products.
+    """
+
+    def forward(self, embeddings: Sequence[Tensor]) -> Tensor:
+        """[B, 1]."""
+        elements = _side_by_side(embeddings)
+        square_of_sum = elements.sum(1, keepdim=True).square()
+        sum_of_squares = elements.square().sum(1, keepdim=True)
+        return (square_of_sum - sum_of_squares) * 0.5
+
+
+def _side_by_side(embeddings: Sequence[Tensor]) -> Tensor:
+    if not embeddings:
+        raise ValueError("there is nothing to combine: give at least one embedding [B, num, dim].")
+    batch_sizes = [embedding.size(0) for embedding in embeddings]
+    if len(set(batch_sizes)) > 1:
+        raise ValueError(f"all embeddings must have one batch size, got {batch_sizes}.")
+    return torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)

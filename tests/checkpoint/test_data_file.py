@@ -1,0 +1,51 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from meshrec.checkpoint.data_file import Part, Written, entry_name, header, write_data_file
+
+
+def write(path, parts):
+    with ThreadPoolExecutor(1) as pool:
+        return write_data_file(path, parts, pool)
+
+
+def test_safetensors_reads_it(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    parts = [
+        Part("whole", (0, 0), (3, 2), torch.rand(3, 2)),
+        Part("piece", (2, 0), (5, 2), torch.rand(3, 2).bfloat16()),
+        Part("number", (), (), torch.tensor(4)),
+        Part("nothing", (3,), (3,), torch.empty(0)),
+    ]
+    written = write(tmp_path / "data.safetensors", parts)
+    loaded = safetensors.load_file(tmp_path / "data.safetensors")
+    assert set(loaded) == {"whole", "piece[2:5, 0:2]", "number", "nothing[3:3]"}
+    assert all(
+        torch.equal(loaded[name], part.tensor)
+        for name, part in zip(["whole", "piece[2:5, 0:2]", "number"], parts, strict=False)
+    )
+    assert written.file.num_bytes == (tmp_path / "data.safetensors").stat().st_size
+    assert written.file.header_bytes % 64 == 0
+    assert Written.from_json(written.to_json()) == written
+
+
+def test_names_of_pieces():
+    assert entry_name("a", (0,), (3,), (3,)) == "a"
+    assert entry_name("a", (0, 2), (3, 4), (5, 6)) == "a[0:3, 2:6]"
+
+
+def test_a_failure_leaves_no_file(tmp_path):
+    class Broken(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            raise OSError(28, "No space left on device")
+
+    with Broken(1) as pool, pytest.raises(OSError, match="No space left"):
+        write_data_file(tmp_path / "data", [Part("a", (0,), (3,), torch.rand(3))], pool)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_types_without_a_name_are_refused():
+    with pytest.raises(ValueError, match=r"a has type torch\.complex64, which a checkpoint does not hold"):
+        header([Part("a", (0,), (3,), torch.zeros(3, dtype=torch.complex64))])

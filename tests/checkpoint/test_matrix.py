@@ -1,0 +1,99 @@
+"""Whatever plan and number of ranks saved, any other loads: the same bits, and the same training from there
+on.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrec import checkpoint, fuse
+
+_spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).parent / "models.py")
+models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
+
+WORLDS = [1, 2, 4]
+STEPS, MORE = range(3), range(3, 8)
+
+
+def state_of_both(trainees):
+    """Models under both optimizers as one state, so that one checkpoint carries both."""
+    return {
+        f"{optimizer}_{entry}": item
+        for optimizer, trainee in trainees.items()
+        for entry, item in models.state_of(*trainee).items()
+    }
+
+
+def values_of_both(trainees):
+    return {
+        f"{optimizer}.{name}": value
+        for optimizer, trainee in trainees.items()
+        for name, value in models.whole_state(*trainee).items()
+    }
+
+
+def unsharded(folder):
+    """Trains without any sharding, saves, trains on; the truth before and after."""
+    trainees = {}
+    for optimizer, spec in models.SPECS.items():
+        model = fuse(models.Model(), optimizer=spec)
+        trainees[optimizer] = (model, torch.optim.Adam(model.over.parameters(), lr=0.01))
+    for trainee in trainees.values():
+        models.train(*trainee, STEPS)
+    checkpoint.save(folder / "unsharded", state_of_both(trainees))
+    before = values_of_both(trainees)
+    for trainee in trainees.values():
+        models.train(*trainee, MORE)
+    return before, values_of_both(trainees)
+
+
+def save_under(kind, folder):
+    """Loads the unsharded checkpoint into a plan, and saves it from there."""
+    trainees = {optimizer: models.make(kind, optimizer) for optimizer in models.SPECS}
+    state = state_of_both(trainees)
+    checkpoint.load(folder / "unsharded", state)
+    world_size = models.default_env().world.size
+    checkpoint.save(folder / f"{kind}-{world_size}", state)
+
+
+def load_all(kind, folder, before):
+    """Loads every checkpoint into one plan; what is not what was saved, and the state five steps later."""
+    trainees = {optimizer: models.make(kind, optimizer) for optimizer in models.SPECS}
+    state = state_of_both(trainees)
+    wrong = []
+    for path in sorted(folder.iterdir()):
+        for trainee in trainees.values():
+            with torch.no_grad():
+                for parameter in trainee[0].parameters():
+                    parameter.fill_(-1)
+        checkpoint.load(path, state)
+        wrong += [(path.name, name) for name in models.differences(values_of_both(trainees), before)]
+    for trainee in trainees.values():
+        models.train(*trainee, MORE)
+    return wrong, values_of_both(trainees)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("matrix")
+    before, after = ranks(1).run(unsharded, folder)[0]
+    for world_size in WORLDS:
+        for kind in models.KINDS:
+            ranks(world_size).run(save_under, kind, folder)
+    assert len(list(folder.iterdir())) == len(WORLDS) * len(models.KINDS) + 1
+    return folder, before, after
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_every_plan_loads_what_every_plan_saved(ranks, saved, kind, world_size):
+    folder, before, after = saved
+    for wrong, values in ranks(world_size).run(load_all, kind, folder, before):
+        assert wrong == []
+        for name, value in values.items():
+            torch.testing.assert_close(
+                torch.as_tensor(value), torch.as_tensor(after[name]), rtol=1e-5, atol=1e-6, msg=name
+            )

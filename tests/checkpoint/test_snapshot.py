@@ -1,0 +1,81 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from meshrec.checkpoint.agreement import CheckpointError
+from meshrec.checkpoint.data_file import Part
+from meshrec.checkpoint.snapshot import Snapshot, failure_of, read_note
+
+
+def start(tmp_path, tensor):
+    parts = [Part("a", (0, 0), tuple(tensor.shape), tensor)]
+    return Snapshot.start(tmp_path / "data", parts, tmp_path / "note.json")
+
+
+def test_what_changes_afterwards_is_not_written(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensor = torch.rand(1000, 64)
+    before = tensor.clone()
+    snapshot = start(tmp_path, tensor)
+    tensor.zero_()
+    snapshot.wait()
+    assert not snapshot.is_running
+    assert torch.equal(safetensors.load_file(tmp_path / "data")["a"], before)
+    assert read_note(tmp_path / "note.json").file.num_bytes == (tmp_path / "data").stat().st_size
+
+
+def test_failures_say_why(tmp_path):
+    (tmp_path / "data").write_text("in the way")
+    with pytest.raises(CheckpointError, match="the background writer failed: FileExistsError"):
+        start(tmp_path, torch.rand(2, 2)).wait()
+    assert not failure_of(tmp_path / "note.json").exists()
+
+
+def test_a_killed_writer_is_noticed(tmp_path):
+    snapshot = start(tmp_path, torch.rand(2000, 2000))
+    os.kill(snapshot._pid, signal.SIGKILL)
+    with pytest.raises(CheckpointError, match="the background writer failed: it was killed"):
+        snapshot.wait()
+    other = start(tmp_path / "..", torch.rand(2, 2))
+    other.kill()
+    assert not other.is_running
+
+
+def test_it_dies_with_its_parent(tmp_path):
+    """No writer is left behind when a rank is killed."""
+    script = """
+        import os, signal, sys, torch
+        from pathlib import Path
+        from meshrec.checkpoint import snapshot
+        from meshrec.checkpoint.data_file import Part
+        def forever(*_):
+            signal.pause()
+        snapshot.write_data_file = forever
+        folder = Path(sys.argv[1])
+        part = Part("a", (0,), (2,), torch.rand(2))
+        child = snapshot.Snapshot.start(folder / "data", [part], folder / "note")
+        print(child._pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True
+    )
+    child = int(process.stdout)
+    deadline = time.monotonic() + 30
+    while _is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_alive(child)
+
+
+def _is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,141 @@
+import pytest
+import torch
+from torch import nn
+
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
+from meshrec import distributed as md
+from meshrec.checkpoint import load, save
+from meshrec.checkpoint.state import collect
+from meshrec.distributed.mesh import default_env
+from meshrec.model_parallel import DistributedModelParallel
+
+
+class Odd:
+    """Something with a state of its own."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def state_dict(self):
+        return {"content": self.content}
+
+    def load_state_dict(self, state):
+        self.content = state["content"]
+
+
+def trained(optimizer=torch.optim.AdamW, steps=2):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+    torch.manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(5, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_modules_optimizers_and_schedulers_go_on(tmp_path, optimizer):
+    state = trained(optimizer)
+    odd = Odd({"seen": torch.arange(3), "best": (0.5, {"at": 2})})
+    save(tmp_path, {**state, "odd": odd, "position": {"epoch": 1}, "none": None})
+    fresh = {**trained(optimizer, steps=0), "odd": Odd(None), "position": None, "none": 3}
+    load(tmp_path, fresh)
+    for name, tensor in state["model"].state_dict().items():
+        assert torch.equal(fresh["model"].state_dict()[name], tensor)
+    assert fresh["scheduler"].state_dict() == state["scheduler"].state_dict()
+    assert fresh["optimizer"].param_groups[0]["lr"] == state["optimizer"].param_groups[0]["lr"] == 0.05
+    for mine, other in zip(fresh["optimizer"].state.values(), state["optimizer"].state.values(), strict=True):
+        assert {k: torch.as_tensor(v).tolist() for k, v in mine.items()} == {
+            k: torch.as_tensor(v).tolist() for k, v in other.items()
+        }
+    assert fresh["odd"].content["seen"].tolist() == [0, 1, 2]
+    assert fresh["odd"].content["best"] == (0.5, {"at": 2})
+    assert (fresh["position"], fresh["none"]) == ({"epoch": 1}, None)
+
+
+def test_a_state_before_the_first_step(tmp_path):
+    save(tmp_path, trained(steps=0))
+    fresh = trained(steps=0)
+    load(tmp_path, fresh)
+    assert fresh["optimizer"].state == {}
+
+
+def test_random_numbers_go_on(tmp_path):
+    save(tmp_path, {})
+    expected = torch.rand(3)
+    load(tmp_path, {})
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_entry_may_be_left_out(tmp_path):
+    save(tmp_path, trained())
+    load(tmp_path, {"model": trained()["model"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda state: state.update(other=1), r"the checkpoint has no entry 'other'; it has \['model'"),
+        (lambda state: state.update(model=1), "'model' was saved as a module, and is a plain here"),
+        (lambda state: state.update(model=nn.Linear(3, 4)), r"the checkpoint lacks 'model\.bias'"),
+        (
+            lambda state: state.update(model=nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))),
+            r"model\.0\.weight has shape \[4, 2\] here and \[4, 3\] in the checkpoint",
+        ),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(tmp_path, change, match):
+    save(tmp_path, trained())
+    state = trained(steps=1)
+    before = state["model"].state_dict()["0.weight"].clone()
+    kept = state["model"]
+    change(state)
+    with pytest.raises(ValueError, match=match):
+        load(tmp_path, state)
+    assert torch.equal(kept.state_dict()["0.weight"], before)
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        ({"random": 1}, "names of text other than 'random', got 'random'"),
+        ({"": 1}, "names of text other than 'random', got ''"),
+        ({"a": object()}, "a is a object, which a checkpoint does not hold"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two tensors of the state are called 'a\.b'"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path, state, match):
+    with pytest.raises(ValueError, match=match):
+        save(tmp_path, state)
+
+
+def split_with_plain_gradients():
+    config = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=2, feature_names=["f"])
+    module = EmbeddingBagCollection(tables=[config])
+    plan = md.construct_module_sharding_plan(
+        module, {"t": md.row_wise()}, world_size=default_env().shard.size
+    )
+    model = DistributedModelParallel(
+        nn.ModuleDict({"ebc": module}),
+        plan=md.ShardingPlan({"ebc": plan}),
+        sharders=[md.EmbeddingBagCollectionSharder()],
+        dense=None,
+    )
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with pytest.raises(ValueError, match=r"'ebc\.embedding_bags\.t\.weight' is split over ranks and"):
+        collect(state, 0)
+
+
+def test_optimizers_of_parts_are_refused(ranks):
+    ranks(2).run(split_with_plain_gradients)
+
+
+def test_plain_values_need_a_dict_to_go_to(tmp_path):
+    from types import MappingProxyType
+
+    save(tmp_path, {"a": 1})
+    with pytest.raises(ValueError, match="'a' is a plain value, which load replaces: pass the"):
+        load(tmp_path, MappingProxyType({"a": 2}))

@@ -1,0 +1,58 @@
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrec.checkpoint.values import decode, encode
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+    ),
+)
+
+
+def there_and_back(value):
+    tensors = {}
+    text = json.dumps(encode(value, "x", tensors))
+    return decode(json.loads(text), tensors.__getitem__)
+
+
+@settings(max_examples=30)
+@given(PLAIN)
+def test_what_comes_back_is_the_same(value):
+    back = there_and_back(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_kinds_that_json_lacks():
+    value = {"milestones": Counter({3: 1}), "seen": {1, 2}, "__tuple__": [1], "inf": math.inf}
+    back = there_and_back(value)
+    assert back == value
+    assert isinstance(back["milestones"], Counter)
+    assert math.isnan(there_and_back(math.nan))
+
+
+def test_tensors_are_named_by_their_place():
+    tensors = {}
+    value = {"a": [torch.tensor(1), {"b": torch.tensor(2)}]}
+    encoded = encode(value, "x", tensors)
+    assert list(tensors) == ["x.a.0", "x.a.1.b"]
+    assert decode(encoded, tensors.__getitem__)["a"][1]["b"] is tensors["x.a.1.b"]
+
+
+def test_other_things_are_named():
+    with pytest.raises(ValueError, match=r"x\.a\.0 is a function, which a checkpoint does not hold"):
+        encode({"a": [print_nothing]}, "x", {})
+
+
+def print_nothing():
+    pass

@@ -1,0 +1,31 @@
+import logging
+
+import numpy as np
+import pytest
+
+from meshrec.data.faults import DataError, Faults, needs
+
+
+def test_raising_names_the_first_row():
+    kept = np.array([True, False, True, True])
+    with pytest.raises(
+        DataError, match=r"f: row 12 is bad \(2 rows of 4\)\. Repair the data, or pass on_error"
+    ):
+        Faults("raise").check(kept, np.array([True, False, False, False]), "f: row {row} is bad", 10)
+
+
+def test_skipping_counts_and_warns_once(caplog):
+    faults, kept = Faults("skip"), np.array([True, False, True])
+    with caplog.at_level(logging.WARNING):
+        faults.check(kept, np.array([False, False, True]), "row {row}")
+        faults.check(np.array([True, False, True]), np.array([False, False, True]), "row {row}")
+    assert kept.tolist() == [False, False, True]
+    assert dict(faults.skipped) == {"row 0 (1 rows of 3)": 2}
+    assert [record.message for record in caplog.records] == ["skipped 1 rows: row 0 (1 rows of 3)"]
+
+
+def test_missing_packages_name_the_extra():
+    with pytest.raises(ModuleNotFoundError, match=r"needs no_such_package: pip install 'meshrec\[data\]'"):
+        needs("no_such_package.part", "data")
+    with pytest.raises(ValueError, match="on_error must be 'raise' or 'skip', got 'warn'"):
+        Faults("warn")

@@ -1,0 +1,19 @@
+import numpy as np
+
+from meshrec.data.hashing import mix, to_range
+
+
+def test_splitmix64():
+    # The first outputs of the generator that is seeded with 0: it mixes multiples of the golden ratio.
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    assert mix(np.arange(2, dtype=np.uint64) * golden).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+def test_hashes_are_even_over_a_table():
+    ids = to_range(mix(np.arange(100_000, dtype=np.uint64)), 10)
+    assert ids.dtype == np.int64
+    counts = np.bincount(ids, minlength=10)
+    assert len(counts) == 10
+    assert abs(counts - 10_000).max() < 500
+    assert not np.array_equal(ids, to_range(mix(np.arange(100_000, dtype=np.uint64), seed=1), 10))
+    assert to_range(np.array([2**64 - 1], np.uint64), 2**32).tolist() == [2**32 - 1]
