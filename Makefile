@@ -6,6 +6,7 @@ VENV_PEERS ?= .venv-peers
 BIN := $(VENV)/bin
 PEERS := $(VENV_PEERS)/bin
 STAMP := $(VENV)/.installed
+STAMP_DOCS := $(VENV)/.installed-docs
 STAMP_PEERS := $(VENV_PEERS)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -17,7 +18,7 @@ CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
 SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so
 SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 
-.PHONY: test lint format build bench sanitize peers parity example clean
+.PHONY: test lint format build bench sanitize peers parity example docs clean
 
 test: build
 	$(BIN)/python -m pytest -n 2
@@ -65,6 +66,22 @@ bench: peers
 
 example: build
 	$(BIN)/python examples/first.py
+
+# The tutorials run to make their pages; lists that the source knows better are written from it.
+GENERATED := docs/_generated
+TUTORIALS := $(wildcard examples/[0-9]_*.py)
+
+docs: build $(STAMP_DOCS)
+	rm -rf $(GENERATED) docs/_build
+	for script in $(TUTORIALS); do $(BIN)/python docs/literate.py $$script $(GENERATED)/tutorials || exit 1; done
+	$(BIN)/python docs/errors.py $(GENERATED)/errors.md
+	$(BIN)/python docs/command_line.py $(GENERATED)/cli.md
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	@echo "open docs/_build/index.html"
+
+$(STAMP_DOCS): $(STAMP)
+	MESHREC_NO_KERNELS=1 $(BIN)/$(PIP_INSTALL) --no-build-isolation -e ".[docs]"
+	touch $@
 
 # libstdc++ is preloaded too: the sanitizer looks for its throw before Python has loaded it.
 sanitize: build $(SANITIZED)

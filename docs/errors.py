@@ -1,0 +1,87 @@
+"""Writes the page with every error message: what it says, and what it says to do.
+
+The messages are read from the source, so that the page cannot miss one. By the style of this house a message
+says what happened, then what is allowed or what to do next; the page shows the two side by side.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).parent.parent / "src" / "meshrec"
+# What happened ends where the next step begins; of "X must be Y, got Z" the rule is the next step.
+_BOUNDARY = re.compile(r"(?<=[^.\d])[.;?] ")
+_RULE = re.compile(r"(?P<rule>.*\b(?:must|need|needs|allowed)\b.*?)[,;] (?:but )?got .*", re.DOTALL)
+
+
+class Message(NamedTuple):
+    """One raise: its room, the class of the error, and its text with values named in braces."""
+
+    room: str
+    kind: str
+    text: str
+
+
+def messages(source: Path = SOURCE) -> Iterator[Message]:
+    """All errors that the package raises with a message of its own."""
+    for path in sorted(source.rglob("*.py")):
+        room = path.relative_to(source).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                kind, text = ast.unparse(node.exc.func), _text(node.exc.args[0])
+                if kind[0].isupper() and text:
+                    yield Message(room, kind, text)
+
+
+def split(text: str) -> tuple[str, str]:
+    """What happened, and what to do."""
+    if rule := _RULE.fullmatch(text):
+        return text, rule["rule"]
+    found = _BOUNDARY.search(text)
+    return (text, "") if found is None else (text[: found.end()].strip(" ;"), text[found.end() :])
+
+
+def write(page: Path) -> None:
+    """Writes the tables, room by room."""
+    rooms: dict[str, dict[str, None]] = {}
+    for message in messages():
+        what, remedy = (_markdown(part) for part in split(message.text))
+        rooms.setdefault(message.room, {})[f"| `{message.kind}` | {what} | {remedy} |"] = None
+    heading = "| error | what happened | what to do |\n|---|---|---|\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    tables = [f"### {room}\n\n{heading}" + "\n".join(lines) for room, lines in rooms.items()]
+    page.write_text("\n\n".join(tables) + "\n")
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            f"{{{_name(part.value)}}}" if isinstance(part, ast.FormattedValue) else _text(part)
+            for part in node.values
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return ""
+
+
+def _name(node: ast.expr) -> str:
+    """A short name for a value in a message."""
+    while isinstance(node, ast.Call) and node.args:
+        node = node.args[0]
+    if isinstance(node, ast.Attribute | ast.Name | ast.Subscript | ast.Call):
+        return ast.unparse(node).split("(")[0].removeprefix("self.").lstrip("_")
+    return "..."
+
+
+def _markdown(text: str) -> str:
+    text = re.sub(r"([*_|<\[\]`])", r"\\\1", text.replace("\n", " "))
+    return re.sub(r"\{([^}]*)\}", r"*\1*", text)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
