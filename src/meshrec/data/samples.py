@@ -3,7 +3,7 @@
 Shape legend: n samples, K keys, N ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +76,46 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints) -> Ragged:
         index = np.repeat(starts - offsets[:-1], lengths)
         index += np.arange(offsets[-1])
     return Ragged(values[index], offsets)
+
+
+def concatenated(pieces: Sequence[Samples]) -> Samples:
+    """One piece after another; at least one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    ids = []
+    for ragged in zip(*(piece.ids for piece in pieces), strict=True):
+        lengths = np.concatenate([np.diff(each.offsets) for each in ragged])
+        values = [each.values[int(each.offsets[0]) : int(each.offsets[-1])] for each in ragged]
+        ids.append(Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(lengths)])))
+    kept = None
+    if any(piece.kept is not None for piece in pieces):
+        every = [np.ones(len(each.labels), np.bool_) if each.kept is None else each.kept for each in pieces]
+        kept = np.concatenate(every)
+    dense = np.concatenate([piece.dense for piece in pieces])
+    return Samples(dense, np.concatenate([piece.labels for piece in pieces]), tuple(ids), kept)
+
+
+def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
+    """The samples of all pieces after the first ``skip``, in windows of ``size``; the last may be smaller."""
+    waiting: list[Samples] = []
+    num = 0
+    for piece in pieces:
+        left = len(piece.labels)
+        passed = min(skip, left)
+        skip -= passed
+        if passed == left:
+            continue
+        waiting.append(piece.part(passed, left) if passed else piece)
+        num += left - passed
+        if num >= size:
+            whole = concatenated(waiting)
+            for start in range(0, num - size + 1, size):
+                yield whole.part(start, start + size) if num > size else whole
+            rest = num % size
+            waiting = [whole.part(num - rest, num)] if rest else []
+            num = rest
+    if waiting:
+        yield concatenated(waiting)
 
 
 def void_samples(num: int, num_dense: int, num_keys: int) -> Samples:

@@ -1,8 +1,9 @@
 """Reading what does not fit in memory: blocks in shuffled order, shuffled again inside windows of rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
+from types import MappingProxyType
 
 import numpy as np
 
@@ -50,13 +51,21 @@ class StreamReader(Reader):
         shuffle: without it, blocks and rows keep their order (which lanes still interleave).
         window: rows that are shuffled among each other.
         lanes: places at which blocks are read at a time, by all ranks together.
+        skipped: where the source counts the damaged rows that it leaves out, by place and reason.
 
     Raises:
         ValueError: for sizes below 1, or a source without rows.
     """
 
     def __init__(
-        self, source: Source, *, seed: int, shuffle: bool = True, window: int = 16384, lanes: int = 8
+        self,
+        source: Source,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        window: int = 16384,
+        lanes: int = 8,
+        skipped: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         check_seed(seed)
         if window < 1 or lanes < 1:
@@ -66,6 +75,7 @@ class StreamReader(Reader):
         self._num_samples = int(source.block_sizes.sum())
         if self._num_samples == 0:
             raise ValueError("there are no samples to read: every block is empty.")
+        self.skipped = skipped
         self._lanes = min(lanes, self._num_samples)
 
     @property

@@ -1,0 +1,156 @@
+"""From Arrow columns to samples, with every value checked; no Python per row."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from meshrec.data.faults import Faults
+from meshrec.data.hashing import hash_bytes, mix, to_range
+from meshrec.data.samples import Bools, Floats, Ints, Ragged, Samples
+from meshrec.data.schema import DenseColumn, IdColumn, Schema
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+class Place(NamedTuple):
+    """Where rows come from, for messages (such as "a.parquet: row group 3"), and the number of the first."""
+
+    name: str
+    first_row: int
+
+
+def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
+    """What is missing or of a type that cannot be read; empty if nothing is."""
+    wrong = []
+    for name in schema.columns():
+        if found.get_field_index(name) < 0:
+            wrong.append(f"there is no column {name!r} among {found.names}")
+    if wrong:
+        return wrong
+    for dense in [schema.label, *(each.name for each in schema.dense)]:
+        if not _is_number(found.field(dense).type):
+            wrong.append(f"column {dense!r} has type {found.field(dense).type}, expected numbers")
+    for ids in schema.ids:
+        kind = found.field(ids.name).type
+        inner = kind.value_type if _is_list(kind) else kind
+        inner = inner.value_type if pa.types.is_dictionary(inner) else inner
+        if not (pa.types.is_integer(inner) or (ids.hashed and _is_text(inner))):
+            allowed = "integers or strings" if ids.hashed else "integers (strings need hashed=True)"
+            wrong.append(f"column {ids.name!r} has type {kind}, expected {allowed}, or lists of these")
+    return wrong
+
+
+def encode(table: pa.Table, schema: Schema, place: Place, faults: Faults) -> Samples:
+    """The rows of a table, whose types are right; damaged rows are not ``kept``, or an error."""
+    num = table.num_rows
+    kept = np.ones(num, np.bool_)
+    dense = np.empty((num, len(schema.dense)), np.float32)
+    for number, column in enumerate(schema.dense):
+        dense[:, number] = _dense(table[column.name], column, place, kept, faults)
+    labels = _dense(table[schema.label], DenseColumn(name=schema.label), place, kept, faults)
+    ids = tuple(_ids(table[column.name], column, place, kept, faults) for column in schema.ids)
+    return Samples(dense, labels, ids, None if kept.all() else kept)
+
+
+def _dense(chunks: Any, column: DenseColumn, place: Place, kept: Bools, faults: Faults) -> Floats:
+    values: Floats = pc.cast(chunks, pa.float32(), safe=False).combine_chunks().to_numpy(zero_copy_only=False)
+    finite = np.isfinite(values)  # null has become NaN
+    if not finite.all():
+        if column.missing is None:
+            where = f"{place.name}, column {column.name!r}: row {{row}} is null or not finite"
+            faults.check(kept, finite, where, place.first_row)
+        values = np.where(finite, values, np.float32(column.missing or 0))
+    if column.log:
+        values = np.log1p(np.maximum(values, 0))
+    return values
+
+
+def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ragged:
+    array = chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
+    if not _is_list(array.type):
+        offsets = np.arange(len(array) + 1, dtype=np.int64)
+        return Ragged(_checked(array, offsets, column, place, kept, faults), offsets)
+    if array.null_count:
+        if column.missing is None:
+            where = f"{place.name}, column {column.name!r}: row {{row}} is null"
+            faults.check(kept, array.is_valid().to_numpy(zero_copy_only=False), where, place.first_row)
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    elif pa.types.is_fixed_size_list(array.type):
+        offsets = np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        offsets -= offsets[0]
+    return Ragged(_checked(array.flatten(), offsets, column, place, kept, faults), offsets)
+
+
+def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ints:
+    """Ids of the table; rows with others are taken out of ``kept``."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    missing: Bools | None = None
+    if array.null_count:
+        missing = array.is_null().to_numpy(zero_copy_only=False)
+    if _is_text(array.type):
+        lengths, hashes = hash_bytes(array)
+        missing = missing if (lengths > 0).all() else (lengths == 0)
+        values = _hashed(hashes, column)
+    else:
+        if array.null_count:
+            array = pc.fill_null(array, 0)
+        raw = array.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+        values = _hashed(mix(raw.view(np.uint64)), column) if column.hashed else raw
+    if missing is not None:
+        if column.missing is None:
+            where = f"{place.name}, column {column.name!r}: row {{row}} is null"
+            faults.check(kept, ~_any(missing, offsets), where, place.first_row)
+        values = np.where(missing, column.missing or 0, values)
+    if not column.hashed and len(values):
+        _check_range(values, offsets, column, place, kept, faults)
+    return values
+
+
+def _check_range(
+    values: Ints, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults
+) -> None:
+    # Seen as unsigned numbers, negative ones are large.
+    if int(values.view(np.uint64).max()) < column.num_embeddings:
+        return
+    outside = values.view(np.uint64) >= column.num_embeddings
+    where = (
+        f"{place.name}, column {column.name!r}: row {{row}} has the id {values[outside.argmax()]}, outside "
+        f"[0, {column.num_embeddings}). Raise num_embeddings, or use hashed=True"
+    )
+    faults.check(kept, ~_any(outside, offsets), where, place.first_row)
+
+
+def _hashed(hashes: "npt.NDArray[np.uint64]", column: IdColumn) -> Ints:
+    if column.missing == 0:
+        ids = to_range(hashes, column.num_embeddings - 1)
+        ids += 1
+        return ids
+    return to_range(hashes, column.num_embeddings)
+
+
+def _any(bad: Bools, offsets: Ints) -> Bools:
+    """Whether a row has a bad value."""
+    total = np.concatenate([[0], np.cumsum(bad)])
+    rows: Bools = total[offsets[1:]] > total[offsets[:-1]]
+    return rows
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(each(kind) for each in text)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(each(kind) for each in lists)

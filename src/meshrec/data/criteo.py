@@ -1,0 +1,152 @@
+"""Criteo's display advertising data: label, 13 counts, 26 categories; day files or Parquet.
+
+Counts become log(1 + count), with missing and negative ones 0. Categories are hashed to the tables; row 0 of
+each table stands for missing ones.
+"""
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshrec.data.dataset import Dataset
+from meshrec.data.delimited import parse
+from meshrec.data.faults import DataError, Faults, OnError
+from meshrec.data.order import check_seed
+from meshrec.data.parquet import ParquetSource, Paths, expand
+from meshrec.data.samples import Ints, Samples, rewindowed, void_samples
+from meshrec.data.schema import DenseColumn, IdColumn, Schema
+from meshrec.data.streaming import Source, StreamReader
+from meshrec.data.text_blocks import Piece, TextBlock, find_blocks, read_pieces
+
+_PIECE = 1 << 24
+_NUM_DENSE, _NUM_IDS = 13, 26
+
+
+def criteo_schema(num_embeddings: int | Sequence[int]) -> Schema:
+    """Columns label, I1 .. I13 and C1 .. C26.
+
+    Args:
+        num_embeddings: rows of each of the 26 tables, or of all.
+    """
+    sizes = [num_embeddings] * _NUM_IDS if isinstance(num_embeddings, int) else list(num_embeddings)
+    if len(sizes) != _NUM_IDS:
+        raise ValueError(f"num_embeddings must be one number or {_NUM_IDS}, got {len(sizes)}.")
+    return Schema(
+        label="label",
+        dense=[DenseColumn(name=f"I{number + 1}", log=True, missing=0.0) for number in range(_NUM_DENSE)],
+        ids=[
+            IdColumn(name=f"C{number + 1}", num_embeddings=rows, hashed=True, missing=0)
+            for number, rows in enumerate(sizes)
+        ],
+    )
+
+
+class CriteoText(Source):
+    """Day files, plain or gzipped.
+
+    A first pass counts the lines. A gzipped file can be entered at its start only: for more than a few
+    epochs, Parquet is the better form.
+    """
+
+    def __init__(self, files: Sequence[Path], schema: Schema, faults: Faults) -> None:
+        self._schema = schema
+        self._faults = faults
+        self._blocks = [block for file in files for block in find_blocks(file, faults, size=_PIECE)]
+        if not self._blocks:
+            raise DataError(f"none of {len(files)} files has lines: {[str(file) for file in files[:5]]}.")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """C1 .. C26."""
+        return tuple(each.name for each in self._schema.ids)
+
+    @property
+    def num_dense(self) -> int:
+        """13."""
+        return len(self._schema.dense)
+
+    @property
+    def block_sizes(self) -> Ints:
+        """Lines of each block."""
+        return np.array([block.lines for block in self._blocks], dtype=np.int64)
+
+    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Parses some megabytes of lines at a time."""
+        yield from rewindowed(self._samples(self._blocks[block], first * size), first * size, size)
+
+    def _samples(self, block: TextBlock, skip: int) -> Generator[Samples, None, None]:
+        for piece in read_pieces(block, size=_PIECE):
+            if piece.first_line + piece.lines <= block.first_line + skip:
+                yield void_samples(piece.lines, self.num_dense, len(self.keys))  # passed over
+            else:
+                yield self._parsed(block.file, piece)
+
+    def _parsed(self, file: Path, piece: Piece) -> Samples:
+        from meshrec.data.columns import Place, encode
+
+        names = self._schema.columns()
+        kinds = {name: "string" if name.startswith("C") else "float32" for name in names}
+        table, lines = parse(
+            piece.text,
+            str(file),
+            self._faults,
+            columns=names,
+            types=kinds,
+            delimiter="\t",
+            first_line=piece.first_line,
+        )
+        samples = encode(table, self._schema, Place(str(file), piece.first_line), self._faults)
+        if len(lines) == piece.lines:
+            return samples
+        # Lines that could not be parsed keep their places, so that positions stay what they are.
+        kept = np.zeros(piece.lines, np.bool_)
+        kept[lines] = True if samples.kept is None else samples.kept
+        source = np.clip(np.cumsum(np.isin(np.arange(piece.lines), lines)) - 1, 0, None)
+        if len(lines) == 0:
+            return void_samples(piece.lines, self.num_dense, len(self.keys))
+        return samples.take(source)._replace(kept=kept)
+
+
+def criteo(
+    *,
+    train: Paths,
+    validation: Paths | None = None,
+    num_embeddings: int | Sequence[int] = 100_000,
+    seed: int = 0,
+    on_error: OnError = "raise",
+    window: int = 16384,
+    lanes: int = 8,
+) -> Dataset:
+    """Criteo's data; ``.parquet`` files have the columns of :func:`criteo_schema`, others are text.
+
+    Args:
+        train, validation: files, folders (all ``day_*`` and ``*.parquet`` in them) or patterns.
+        num_embeddings: rows of each of the 26 tables, or of all.
+        seed, on_error, window, lanes: as for :func:`meshrec.data.parquet`.
+
+    Raises:
+        DataError: names file, line or row group, and column.
+    """
+    check_seed(seed)
+    schema = criteo_schema(num_embeddings)
+
+    def reader(paths: Paths, *, shuffle: bool) -> StreamReader:
+        faults = Faults(on_error)
+        files = expand(paths, "*")
+        files = [file for file in files if file.suffix == ".parquet" or not file.is_dir()]
+        kinds = {file.suffix == ".parquet" for file in files}
+        if len(kinds) > 1:
+            raise DataError(f"{paths} has Parquet and text files. Give one kind, or a pattern.")
+        source = (ParquetSource if kinds.pop() else CriteoText)(files, schema, faults)
+        return StreamReader(
+            source, seed=seed, shuffle=shuffle, window=window, lanes=lanes, skipped=faults.skipped
+        )
+
+    return Dataset(
+        name="criteo",
+        features=schema.features(),
+        num_dense=_NUM_DENSE,
+        train=reader(train, shuffle=True),
+        validation=None if validation is None else reader(validation, shuffle=False),
+    )

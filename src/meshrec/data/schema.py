@@ -1,0 +1,101 @@
+"""Which columns of a file are what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshrec.data.dataset import Feature
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseColumn:
+    """Numbers, which become float32.
+
+    Args:
+        name: the column.
+        log: take log(1 + x), where x below 0 counts as 0.
+        missing: what stands for null and NaN; None: these are damage.
+    """
+
+    name: str
+    log: bool = False
+    missing: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdColumn:
+    """Ids: integers, or lists of integers; with ``hashed`` also strings and lists of these.
+
+    Args:
+        name: the column, and the feature's name.
+        num_embeddings: rows of the table; without ``hashed``, ids lie in ``[0, num_embeddings)``.
+        hashed: hash values to the rows of the table.
+        missing: the id that stands for null and for the empty string; None: null is damage. Nothing else is
+            hashed to id 0 if that is it. Lists that are null become empty.
+        average_length: ids per sample.
+        sequence: the ids of a list have an order.
+        table: features that name the same table share its rows.
+    """
+
+    name: str
+    num_embeddings: int
+    hashed: bool = False
+    missing: int | None = None
+    average_length: float = 1.0
+    sequence: bool = False
+    table: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_embeddings <= 2**32:
+            raise ValueError(
+                f"column {self.name!r}: num_embeddings must lie in [1, 2**32], got {self.num_embeddings}."
+            )
+        if self.missing is not None and not 0 <= self.missing < self.num_embeddings:
+            raise ValueError(
+                f"column {self.name!r}: missing must lie in [0, {self.num_embeddings}), got {self.missing}."
+            )
+        if self.hashed and self.missing == 0 and self.num_embeddings == 1:
+            raise ValueError(f"column {self.name!r}: 1 row cannot hold hashed ids beside the missing one.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """What to read.
+
+    Args:
+        label: the column of labels, numbers or booleans.
+        ids: at least one.
+        dense: in the order of ``Batch.dense``.
+
+    Raises:
+        ValueError: a column is named twice, or there are no ids.
+    """
+
+    label: str
+    ids: Sequence[IdColumn]
+    dense: Sequence[DenseColumn] = ()
+
+    def __post_init__(self) -> None:
+        names = self.columns()
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice or not self.ids:
+            raise ValueError(
+                f"a schema needs id columns, and every column once; columns given twice: {twice}, "
+                f"ids: {[each.name for each in self.ids]}."
+            )
+
+    def columns(self) -> list[str]:
+        """All names: the label, dense columns, ids."""
+        return [self.label, *(each.name for each in self.dense), *(each.name for each in self.ids)]
+
+    def features(self) -> tuple[Feature, ...]:
+        """What a model needs to know of the ids."""
+        return tuple(
+            Feature(
+                name=each.name,
+                num_embeddings=each.num_embeddings,
+                average_length=each.average_length,
+                sequence=each.sequence,
+                table=each.table,
+            )
+            for each in self.ids
+        )

@@ -1,0 +1,139 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from meshrec.data import DataError, DenseColumn, IdColumn, Position, Schema, parquet
+
+from .streams import covered, epoch, numbers
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+SCHEMA = Schema(
+    label="y",
+    dense=[DenseColumn(name="x")],
+    ids=[IdColumn(name="one", num_embeddings=1000), IdColumn(name="some", num_embeddings=1000)],
+)
+
+
+def write(path, first, last, row_group_size=10, **changes):
+    """Rows as `streams.numbers` wants them."""
+    rows = np.arange(first, last)
+    table = {
+        "y": rows % 2,
+        "x": rows.astype(np.float32),
+        "one": rows,
+        "some": [[row] * (row % 3) for row in rows],
+    }
+    pq.write_table(pa.table(table | changes), path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "a.parquet", 0, 35)
+    write(tmp_path / "b.parquet", 35, 60, row_group_size=100)
+    (tmp_path / "notes.txt").write_text("not data")
+    return tmp_path
+
+
+def read(path, **options):
+    return parquet(train=path, schema=SCHEMA, **({"window": 4, "lanes": 3} | options)).train
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_row_once_on_any_number_of_ranks(folder, world_size):
+    steps = epoch(read(folder), 5, world_size)
+    assert sorted(itertools.chain.from_iterable(covered(steps))) == list(range(60))
+    position = Position(0, 10 * world_size)
+    assert covered(epoch(read(folder), 5, world_size, position)) == covered(steps)[2:]
+
+
+def test_without_shuffling_rows_keep_their_order(folder):
+    (batch,) = parquet(train=folder, validation=folder, schema=SCHEMA, lanes=1).validation.batches(100)
+    assert numbers(batch) == list(range(60))
+
+
+def test_paths_may_be_files_lists_and_patterns(folder):
+    assert read(folder / "a.parquet").num_samples == 35
+    assert read([folder / "b.parquet", str(folder / "a*.parquet")]).num_samples == 60
+    with pytest.raises(DataError, match=r"none.parquet stands for no file"):
+        read(folder / "none.parquet")
+    with pytest.raises(DataError, match="no paths were given"):
+        read([])
+
+
+def damage(path, row_group, column):
+    """Overwrites the pages of a column."""
+    chunk = pq.ParquetFile(path).metadata.row_group(row_group).column(column)
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    path.write_bytes(data)
+
+
+def test_a_damaged_page_names_file_row_group_and_column(folder):
+    damage(folder / "a.parquet", 2, 2)
+    with pytest.raises(DataError, match=r"a\.parquet: row group 2, column 'one': "):
+        list(read(folder).batches(5))
+
+
+def test_a_damaged_row_group_can_be_skipped(folder):
+    damage(folder / "a.parquet", 2, 2)
+    reader = read(folder, on_error="skip")
+    steps = epoch(reader, 5, 2)
+    assert reader.num_samples == 60
+    assert sorted(itertools.chain.from_iterable(covered(steps))) == [*range(20), *range(30, 60)]
+    assert [len(step) for step in steps] == [2] * 6
+    assert all("row group 2, column 'one'" in message for message in reader.skipped)
+    # The places of what is skipped count: what is left resumes as if nothing were damaged.
+    resumed = covered(epoch(read(folder, on_error="skip"), 5, 2, Position(0, 30)))
+    assert resumed == covered(steps)[3:]
+
+
+def test_damaged_rows_can_be_skipped(tmp_path):
+    path = write(tmp_path / "a.parquet", 0, 20, one=pa.array([*range(18), None, 1000]))
+    with pytest.raises(DataError, match=r"a\.parquet: row group 1, column 'one': row \d+ is null"):
+        list(read(path).batches(5))
+    reader = read(path, on_error="skip")
+    assert sorted(itertools.chain.from_iterable(covered(epoch(reader, 5)))) == list(range(18))
+    assert sum(reader.skipped.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": ["text"] * 20}, r"b\.parquet: column 'x' has type string, expected numbers"),
+        ({"one": [0.5] * 20}, r"b\.parquet: column 'one' has type double, expected integers"),
+    ],
+)
+def test_files_with_other_columns(tmp_path, change, message):
+    write(tmp_path / "a.parquet", 0, 10)
+    write(tmp_path / "b.parquet", 10, 30, **change)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path)
+    reader = read(tmp_path, on_error="skip")
+    assert reader.num_samples == 10
+    assert sum(reader.skipped.values()) == 20
+
+
+def test_files_that_are_no_parquet_or_empty(tmp_path):
+    write(tmp_path / "a.parquet", 0, 0, some=pa.array([], pa.list_(pa.int64())))
+    with pytest.raises(DataError, match=r"a\.parquet has no rows"):
+        read(tmp_path)
+    with pytest.raises(DataError, match="none of 1 Parquet files has rows"):
+        read(tmp_path, on_error="skip")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
+        read(tmp_path)
+    write(tmp_path / "b.parquet", 0, 5)
+    reader = read(tmp_path, on_error="skip")
+    assert reader.num_samples == 5
+    assert list(reader.skipped.values()) == [0]  # how many rows it had, nobody knows
+
+
+def test_a_missing_column(tmp_path):
+    pq.write_table(pa.table({"y": [1], "x": [1.0], "one": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: there is no column 'some' among \['y', 'x', 'one'\]"):
+        read(tmp_path)
