@@ -121,11 +121,11 @@ def test_wrong_columns_are_all_named():
     found = pa.schema(
         [("y", pa.string()), ("x", pa.float32()), ("a", pa.string()), ("b", pa.list_(pa.float32()))]
     )
+    lists = found.field("b").type
     assert columns.wrong_columns(schema, found) == [
         "column 'y' has type string, expected numbers",
         "column 'a' has type string, expected integers (strings need hashed=True), or lists of these",
-        f"column 'b' has type {found.field('b').type}, expected integers (strings need hashed=True), or lists "
-        "of these",
+        f"column 'b' has type {lists}, expected integers (strings need hashed=True), or lists of these",
     ]
     assert columns.wrong_columns(
         schema, pa.schema([("y", pa.int8()), ("x", pa.int8()), ("a", pa.int8())])
