@@ -1,0 +1,106 @@
+"""How good a ranked list is, given what was relevant."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrec.metrics.windowed import Computed, WindowedSum
+from meshrec.sparse import JaggedTensor
+
+# Q queries, L ranked items
+
+
+class RetrievalMetrics:
+    """``recall@k`` and ``ndcg@k``: means over the queries that have relevant items.
+
+    Recall is the share of a query's relevant items among its first k. NDCG discounts a hit at place i (from 1)
+    by log2(i + 1) and divides by the best possible order: Järvelin, Kekäläinen, "Cumulated gain-based
+    evaluation of IR techniques" (2002), with gains of 0 and 1.
+
+    Args:
+        ks: how many items count.
+        device: where sums are kept.
+        group: the ranks; without it all, where a process group is initialized.
+
+    Raises:
+        ValueError: a k is below 1, or there is none.
+    """
+
+    def __init__(
+        self,
+        ks: Sequence[int] = (10, 100),
+        *,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not ks or min(ks) < 1:
+            raise ValueError(f"ks must be numbers >= 1, got {list(ks)}.")
+        self._ks = list(ks)
+        self._sums = WindowedSum(1 + 2 * len(self._ks), torch.device(device), group)
+
+    def update(self, ranked_QL: Tensor, relevant: JaggedTensor) -> None:
+        """Takes queries.
+
+        Args:
+            ranked_QL: item ids, the best first, without repetition within a query.
+            relevant: Q bags of item ids, without repetition within a bag.
+
+        Raises:
+            ValueError: shapes do not fit, or lists are shorter than the largest k.
+        """
+        lengths = relevant.lengths()
+        if ranked_QL.dim() != 2 or len(lengths) != len(ranked_QL):
+            raise ValueError(
+                f"ranked must be [queries, items] and relevant have a bag for each query, got "
+                f"{list(ranked_QL.shape)} and {len(lengths)} bags."
+            )
+        if ranked_QL.shape[1] < max(self._ks):
+            raise ValueError(f"ranked lists have {ranked_QL.shape[1]} items, k = {max(self._ks)} needs more.")
+        asked = lengths > 0
+        hits, num = _hits(ranked_QL, relevant)[asked], lengths[asked]
+        gains = 1 / torch.log2(torch.arange(2, ranked_QL.shape[1] + 2, device=hits.device).double())
+        best = gains.cumsum(0)
+        sums = [asked.sum().double()]
+        for k in self._ks:
+            first = hits[:, :k]
+            sums.append((first.sum(1) / num).sum())
+            sums.append(((first @ gains[:k]) / best[num.clamp(max=k).long() - 1]).sum())
+        self._sums.window.add_(torch.stack(sums).to(self._sums.window.device))
+
+    def compute(self) -> Computed:
+        """Means over all ranks' queries, after which the window begins anew; empty without queries.
+
+        Collective.
+        """
+        return Computed(*(self._metrics(totals) for totals in self._sums.take()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``compute`` has seen: call it before saving. The same on every rank."""
+        return self._sums.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there, on any number of ranks.
+
+        Raises:
+            ValueError: it was saved with other ``ks``.
+        """
+        self._sums.load_state_dict(state)
+
+    def _metrics(self, totals: Tensor) -> dict[str, float]:
+        num, *sums = totals.tolist()
+        if not num:
+            return {}
+        names = [f"{name}@{k}" for k in self._ks for name in ("recall", "ndcg")]
+        return {name: value / num for name, value in zip(names, sums, strict=True)}
+
+
+def _hits(ranked_QL: Tensor, relevant: JaggedTensor) -> Tensor:
+    """[Q, L] float64: 1 where an item is relevant to its query."""
+    values = relevant.values()
+    span = 1 + max((int(ids.max()) for ids in (ranked_QL, values) if ids.numel()), default=0)
+    query = torch.arange(len(ranked_QL), device=values.device)
+    wanted = torch.repeat_interleave(query, relevant.lengths()) * span + values
+    return torch.isin(query[:, None] * span + ranked_QL, wanted).double()

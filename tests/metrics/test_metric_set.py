@@ -1,0 +1,104 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrec.metrics import MetricSet, binary_metrics
+
+
+def samples(num=4000):
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(num, generator=generator) - 1
+    labels = (torch.rand(num, generator=generator) < torch.sigmoid(logits)).float()
+    return logits, labels, torch.rand(num, generator=generator)
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    assert found["auc"] == pytest.approx(expected["auc"], abs=1e-5)
+    others = expected.keys() - {"auc"}
+    assert [found[name] for name in others] == pytest.approx([expected[name] for name in others], rel=1e-9)
+
+
+def test_windows_and_lifetime():
+    metrics, (logits, labels, weights) = MetricSet(), samples()
+    for part in range(0, 3000, 500):
+        at = slice(part, part + 500)
+        metrics.update(logits[at, None], labels[at], weights[at])
+    metrics.compute()
+    metrics.update(logits[3000:], labels[3000:], weights[3000:])
+    found = metrics.compute()
+    close(found.window, binary_metrics(logits[3000:], labels[3000:], weights[3000:]))
+    close(found.lifetime, binary_metrics(logits, labels, weights))
+    assert metrics.compute().window == {}
+
+
+def test_many_samples_are_summed_up_on_the_way():
+    metrics, (logits, labels, _) = MetricSet(), samples(70_000)
+    metrics.update(logits, labels)
+    assert metrics._waiting == []
+    close(metrics.compute().window, binary_metrics(logits, labels))
+
+
+def test_probabilities_serve_too():
+    metrics, (logits, labels, _) = MetricSet(), samples()
+    metrics.update_probabilities(torch.sigmoid(logits.double()), labels)
+    close(metrics.compute().window, binary_metrics(logits, labels))
+    metrics.update_probabilities(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
+    assert metrics.compute().window["loss"] == pytest.approx(0, abs=1e-10)
+
+
+def test_metrics_of_torchmetrics_can_join():
+    classification = pytest.importorskip("torchmetrics.classification")
+    metrics = MetricSet(extra={"exact": classification.BinaryAUROC()})
+    logits, labels, _ = samples()
+    metrics.update(logits[:2000], labels[:2000])
+    metrics.compute()
+    metrics.update(logits[2000:], labels[2000:])
+    found = metrics.compute()
+    assert found.window["exact"] == pytest.approx(found.window["auc"], abs=1e-5)
+    assert found.lifetime["exact"] == pytest.approx(binary_metrics(logits, labels)["auc"], abs=1e-6)
+    assert "exact" not in metrics.compute().window
+
+
+def test_saving_and_loading():
+    metrics, (logits, labels, _) = MetricSet(num_bins=1024), samples()
+    metrics.update(logits[:2000], labels[:2000])
+    metrics.compute()
+    restored = MetricSet(num_bins=1024)
+    restored.load_state_dict(metrics.state_dict())
+    for each in (metrics, restored):
+        each.update(logits[2000:], labels[2000:])
+    assert metrics.compute() == restored.compute()
+    with pytest.raises(ValueError, match="configuration they were saved with"):
+        MetricSet(num_bins=8).load_state_dict(metrics.state_dict())
+
+
+def of_rank():
+    metrics, at = MetricSet(), slice(dist.get_rank() * 2000, dist.get_rank() * 2000 + 2000)
+    logits, labels, _ = samples()
+    metrics.update(logits[at], labels[at])
+    return metrics.compute()
+
+
+def test_all_ranks_count(ranks):
+    found = ranks(2).run(of_rank)
+    logits, labels, _ = samples()
+    assert found[0] == found[1]
+    close(found[0].window, binary_metrics(logits, labels))
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"got \[2, 3, 2\] entries"):
+        MetricSet().update(torch.ones(2), torch.ones(3))
+    with pytest.raises(ValueError, match="num_bins must be >= 2, got 1"):
+        MetricSet(num_bins=1)
+
+
+def test_importing_is_light():
+    heavy = "('torchmetrics', 'sklearn', 'pandas', 'pyarrow')"
+    code = f"import sys, meshrec.metrics, meshrec.data; print([n for n in {heavy} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
