@@ -27,8 +27,8 @@ class MetricSet:
     """``auc``, ``loss`` (log loss), ``normalized_entropy``, ``calibration``, ``accuracy`` of a click model.
 
     ``update`` only keeps the tensors of a step; they are summed up when there are many, or when
-    :meth:`compute` is called, which is collective. AUC comes from histograms of the logits, where pairs within
-    one bin count half; :func:`binary_metrics` is exact.
+    :meth:`compute` is called, which is collective. AUC comes from histograms of the logits, where pairs
+    within one bin count half; :func:`binary_metrics` is exact.
 
     Args:
         num_bins: of the histograms, which cut logits from -16 to 16 into equal parts.

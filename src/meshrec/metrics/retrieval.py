@@ -16,8 +16,8 @@ from meshrec.sparse import JaggedTensor
 class RetrievalMetrics:
     """``recall@k`` and ``ndcg@k``: means over the queries that have relevant items.
 
-    Recall is the share of a query's relevant items among its first k. NDCG discounts a hit at place i (from 1)
-    by log2(i + 1) and divides by the best possible order: Järvelin, Kekäläinen, "Cumulated gain-based
+    Recall is the share of a query's relevant items among its first k. NDCG discounts a hit at place i (from
+    1) by log2(i + 1) and divides by the best possible order: Järvelin, Kekäläinen, "Cumulated gain-based
     evaluation of IR techniques" (2002), with gains of 0 and 1.
 
     Args:

@@ -62,8 +62,8 @@ class WindowedSum:
         lifetime = state["lifetime"]
         if lifetime.shape != self._lifetime.shape:
             raise ValueError(
-                f"the saved metrics have {lifetime.numel()} sums, these have {self._lifetime.numel()}. Use the "
-                "configuration they were saved with (num_bins, ks)."
+                f"the saved metrics have {lifetime.numel()} sums, these have {self._lifetime.numel()}. Use "
+                "the configuration they were saved with (num_bins, ks)."
             )
         self._lifetime.copy_(lifetime)
         self._window.zero_()
