@@ -1,5 +1,6 @@
 """Recommender models over an EmbeddingBagCollection, sharded or not."""
 
+from meshrec.models.deepfm import DeepFM, FMInteractionArch
 from meshrec.models.dlrm import (
     DLRM,
     DLRM_DCN,
@@ -10,14 +11,32 @@ from meshrec.models.dlrm import (
     OverArch,
     SparseArch,
 )
+from meshrec.models.two_tower import (
+    BruteForceIndex,
+    Retrieved,
+    TowerArch,
+    TowerVectors,
+    TwoTower,
+    TwoTowerTrain,
+    in_batch_softmax,
+)
 
 __all__ = [
     "DLRM",
     "DLRM_DCN",
+    "BruteForceIndex",
     "DLRMTrain",
+    "DeepFM",
     "DenseArch",
+    "FMInteractionArch",
     "InteractionArch",
     "InteractionDCNArch",
     "OverArch",
+    "Retrieved",
     "SparseArch",
+    "TowerArch",
+    "TowerVectors",
+    "TwoTower",
+    "TwoTowerTrain",
+    "in_batch_softmax",
 ]

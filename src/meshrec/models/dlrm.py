@@ -144,7 +144,7 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         self.sparse_arch = SparseArch(embedding_bag_collection)
-        _check_widths(self.sparse_arch, dense_arch_layer_sizes)
+        check_widths(self.sparse_arch, dense_arch_layer_sizes)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
         self.inter_arch = InteractionArch(self.sparse_arch.F)
         over_in = self.inter_arch.model.out_features(self.sparse_arch.D)
@@ -177,7 +177,7 @@ class DLRM_DCN(nn.Module):
     ) -> None:
         super().__init__()
         self.sparse_arch = SparseArch(embedding_bag_collection)
-        _check_widths(self.sparse_arch, dense_arch_layer_sizes)
+        check_widths(self.sparse_arch, dense_arch_layer_sizes)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
         width = (self.sparse_arch.F + 1) * self.sparse_arch.D
         crossnet = LowRankCrossNet(width, dcn_num_layers, dcn_low_rank_dim, dense_device)
@@ -213,7 +213,8 @@ def _forward(model: nn.Module, dense_features: Tensor, sparse_features: KeyedJag
     return out
 
 
-def _check_widths(sparse_arch: SparseArch, dense_arch_layer_sizes: Sequence[int]) -> None:
+def check_widths(sparse_arch: SparseArch, dense_arch_layer_sizes: Sequence[int]) -> None:
+    """Raises ValueError unless the dense vector is as wide as an embedding."""
     if dense_arch_layer_sizes[-1] != sparse_arch.D:
         raise ValueError(
             f"the last of dense_arch_layer_sizes {list(dense_arch_layer_sizes)} must be the embedding_dim "

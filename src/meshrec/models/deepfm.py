@@ -1,0 +1,72 @@
+"""DeepFM: linear terms, a factorization machine and an MLP over the same embeddings.
+
+Guo et al.: "DeepFM: a factorization-machine based neural network for CTR prediction" (2017).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.models.dlrm import DenseArch, OverArch, SparseArch, check_widths
+from meshrec.modules import EmbeddingBagCollection
+from meshrec.sparse import KeyedJaggedTensor
+
+# B batch, F sparse features, D embedding width
+
+
+class FMInteractionArch(nn.Module):
+    """The sum of the dot products of all pairs of vectors: half of (sum)^2 - sum of squares, per column."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """[B, F, D] -> [B, 1]."""
+        pairs = vectors.sum(1).square() - vectors.square().sum(1)
+        return 0.5 * pairs.sum(1, keepdim=True)
+
+
+class DeepFM(nn.Module):
+    """The sum of three logits: linear, products of pairs, and deep, over the embeddings and a dense vector.
+
+    The dense input becomes one more vector of width D. The paper's linear term has a weight for each id; here
+    it is a linear function of the embeddings, so that there is one set of tables.
+
+    Args:
+        embedding_bag_collection: the tables, all of one width D.
+        dense_in_features: columns of the dense input.
+        dense_arch_layer_sizes: the MLP over it; the last size must be D.
+        deep_layer_sizes: the MLP over all vectors; the last size must be 1.
+        dense_device: where the dense parameters live.
+
+    Raises:
+        ValueError: when widths do not fit.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        dense_in_features: int,
+        dense_arch_layer_sizes: Sequence[int],
+        deep_layer_sizes: Sequence[int],
+        dense_device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.sparse_arch = SparseArch(embedding_bag_collection)
+        check_widths(self.sparse_arch, dense_arch_layer_sizes)
+        if deep_layer_sizes[-1] != 1:
+            raise ValueError(f"the last of deep_layer_sizes must be 1, got {list(deep_layer_sizes)}.")
+        width = (self.sparse_arch.F + 1) * self.sparse_arch.D
+        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
+        self.linear = nn.Linear(width, 1, device=dense_device)
+        self.inter_arch = FMInteractionArch()
+        self.over_arch = OverArch(width, deep_layer_sizes, dense_device)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Dense [B, dense_in_features] and the ids -> logits [B, 1]."""
+        arch = self.sparse_arch
+        # Asked for first and read last: sharded tables send embeddings while the dense MLP runs.
+        embeddings = arch.embedding_bag_collection(sparse_features)
+        dense = self.dense_arch(dense_features).unsqueeze(1)
+        vectors = torch.cat([dense, embeddings.values().view(-1, arch.F, arch.D)], dim=1)
+        flat = vectors.flatten(1)
+        logits: Tensor = self.linear(flat) + self.inter_arch(vectors) + self.over_arch(flat)
+        return logits
