@@ -67,7 +67,7 @@ def test_the_same_item_again_is_no_wrong_answer():
 
 
 def test_log_q_makes_the_sampled_softmax_that_of_all_items():
-    # With items drawn by q, E[exp(s - log q)] over the draw is the sum over all items: frequent ones weigh less.
+    # With items drawn by q, the mean of exp(s - log q) over the draw is the sum of exp(s) over all items.
     torch.manual_seed(0)
     query, catalogue = torch.rand(1, 4), torch.rand(8, 4)
     q = torch.tensor([0.5, 0.2, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03])
