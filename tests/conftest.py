@@ -4,10 +4,18 @@ import pytest
 from hypothesis import settings
 
 from meshrec.testing.rank_pool import RankPool
+from meshrec.train import Recipe
+from tests.train.small import small as small_recipe
 
 # The same examples in every run: a red build means a change, not a draw. No deadline: machines are shared.
 settings.register_profile("meshrec", derandomize=True, deadline=None)
 settings.load_profile("meshrec")
+
+
+@pytest.fixture
+def small() -> Callable[..., Recipe]:
+    """``small(epochs=2)``: a recipe that trains in a second."""
+    return small_recipe
 
 
 @pytest.fixture(scope="session")

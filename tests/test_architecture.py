@@ -31,6 +31,7 @@ FLOORS = [
     {"models", "data", "metrics", "testing", "checkpoint"},
     {"train", "inference.server", "compat"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The planner may run on a machine that trains nothing: of distributed it reads the plan and the mesh.

@@ -16,4 +16,4 @@ def test_help_lists_the_commands():
 def test_mistakes_end_with_one_line():
     result = run("plan", "nothing.json")
     assert result.returncode == 1
-    assert result.stderr == "meshrec: nothing.json is no file; give a task file or a saved plan.\n"
+    assert result.stderr.startswith("meshrec: nothing.json is no file and no recipe; give a task file")

@@ -40,9 +40,20 @@ def test_what_if_diff_and_compare(task, tmp_path, capsys):
 
 
 def test_mistakes_are_named(task, tmp_path):
-    with pytest.raises(ValueError, match="name a task file or a saved plan, or use --diff OLD NEW"):
+    with pytest.raises(ValueError, match="name a recipe, a task file or a saved plan, or use --diff OLD NEW"):
         run(PlanOptions())
-    with pytest.raises(ValueError, match="is no file; give a task file or a saved plan"):
+    with pytest.raises(
+        ValueError, match="is no file and no recipe; give a task file, a saved plan, or one of"
+    ):
         run(PlanOptions(source=tmp_path / "nothing"))
     with pytest.raises(ValueError, match="--what-if 'nodes=3': write ranks=16,32,64"):
         run(PlanOptions(source=task, what_if="nodes=3", **FAST))
+
+
+def test_a_recipe_is_planned_without_training(capsys):
+    run(PlanOptions(source="tests/train/small.py:small", ranks=2, json=True))
+    report = json.loads(capsys.readouterr().out)
+    assert (report["world_size"], report["batch_size"], report["hardware"]) == (2, 50, "cpu")
+    assert [table["name"] for table in report["tables"]] == ["f0", "f1", "f2"]
+    with pytest.raises(ValueError, match="100 cannot be divided among 3 ranks"):
+        run(PlanOptions(source="tests/train/small.py:small", ranks=3))

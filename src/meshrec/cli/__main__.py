@@ -5,21 +5,28 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli import calibrate, plan
+from meshrec.cli import calibrate, plan, runs, train
 
 
 def main() -> int:
     """Runs the command line; 1 with a message for what the user can mend."""
-    options = tyro.cli(
-        Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]
-        | Annotated[calibrate.CalibrateOptions, tyro.conf.subcommand("calibrate")],
-        prog="meshrec",
-    )
     try:
-        if isinstance(options, plan.PlanOptions):
-            plan.run(options)
-        else:
-            calibrate.run(options)
+        if sys.argv[1:2] == ["train"]:  # its options depend on the recipe that it names
+            return train.main(sys.argv[2:])
+        options = tyro.cli(
+            Annotated[train.TrainOptions, tyro.conf.subcommand("train")]
+            | Annotated[runs.RunsOptions, tyro.conf.subcommand("runs")]
+            | Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]
+            | Annotated[calibrate.CalibrateOptions, tyro.conf.subcommand("calibrate")],
+            prog="meshrec",
+        )
+        match options:
+            case plan.PlanOptions():
+                plan.run(options)
+            case runs.RunsOptions():
+                runs.run(options)
+            case calibrate.CalibrateOptions():
+                calibrate.run(options)
     except ValueError as error:
         print(f"meshrec: {error}", file=sys.stderr)
         return 1

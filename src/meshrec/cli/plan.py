@@ -18,25 +18,31 @@ from meshrec.planner.report_html import write_html
 from meshrec.planner.report_text import render, render_diff, render_what_if
 from meshrec.planner.search import Effort
 from meshrec.planner.tasks import load_task
+from meshrec.train.planning import make_plan, topology_of
+from meshrec.train.recipe import Recipe
+from meshrec.train.recipes import RECIPES, resolve
+from meshrec.train.run_folder import PLAN
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Plans embedding tables for a cluster and proves how good the plan is.
 
-    SOURCE is a task file (tables as JSON) or a plan that this command saved.
+    SOURCE is a recipe (as for `meshrec train`), a task file (tables as JSON), or a plan that this command or
+    a training run saved.
     """
 
     source: Annotated[Path | None, tyro.conf.Positional] = None
-    """A task file, or a saved plan to explain."""
+    """A recipe, a task file, or a saved plan to explain."""
     ranks: int = 8
     """Number of ranks."""
     ranks_per_node: int | None = None
     """Ranks that share a node."""
-    hardware: str = "h100"
-    """A built-in profile (cpu, a100, h100, h200), or a file of `meshrec calibrate`."""
+    hardware: str | None = None
+    """A built-in profile (cpu, a100, h100, h200), or a file of `meshrec calibrate` (default: the recipe's;
+    h100 for task files)."""
     batch_size: int | None = None
-    """Samples per rank (default: the task's global batch over the ranks)."""
+    """Samples per rank (default: the global batch of the task or recipe over the ranks)."""
     memory_gib: float | None = None
     """Memory per rank (default: the profile's)."""
     time_limit: float = 30.0
@@ -56,7 +62,8 @@ class PlanOptions:
     diff: tuple[Path, Path] | None = None
     """Two saved plans: what moves from the old to the new one."""
     compare: Path | None = None
-    """A training run's folder (or its phases.jsonl): prediction next to measurement."""
+    """A training run's folder (or its phases.jsonl): prediction next to measurement. Without SOURCE: of the
+    run's own plan."""
 
 
 def run(options: PlanOptions) -> None:
@@ -65,9 +72,12 @@ def run(options: PlanOptions) -> None:
         old, new = options.diff
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
-    if options.source is None:
-        raise ValueError("name a task file or a saved plan, or use --diff OLD NEW.")
-    plan = _plan(options.source, options)
+    source = options.source
+    if source is None and options.compare is not None and (options.compare / PLAN).is_file():
+        source = options.compare / PLAN
+    if source is None:
+        raise ValueError("name a recipe, a task file or a saved plan, or use --diff OLD NEW.")
+    plan = _plan(source, options)
     if options.out is not None:
         save_plan(plan, options.out)
     if options.compare is not None:
@@ -89,16 +99,22 @@ def run(options: PlanOptions) -> None:
 
 def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
     if not source.is_file():
-        raise ValueError(f"{source} is no file; give a task file or a saved plan.")
+        if str(source) in RECIPES or ":" in str(source):
+            return _plan_of_recipe(resolve(str(source)), options)
+        raise ValueError(
+            f"{source} is no file and no recipe; give a task file, a saved plan, or one of "
+            f"{', '.join(RECIPES)}."
+        )
     if "planner" in json.loads(source.read_text()):
         return load_plan(source)
     task = load_task(source)
     memory = None if options.memory_gib is None else int(options.memory_gib * 1024**3)
+    hardware = options.hardware or "h100"
     topology = Topology(
         world_size=options.ranks,
-        compute_device="cpu" if options.hardware == "cpu" else "cuda",
+        compute_device="cpu" if hardware == "cpu" else "cuda",
         local_world_size=options.ranks_per_node,
-        hardware=options.hardware,
+        hardware=hardware,
         hbm_cap=memory,
         ddr_cap=memory,
     )
@@ -108,6 +124,26 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         batch_size=options.batch_size or task.batch_size(options.ranks),
         effort=Effort(options.time_limit, options.max_work, options.gap),
     )
+
+
+def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan:
+    placement, training = recipe.placement, recipe.training
+    if options.batch_size is not None:
+        training = replace(training, batch_size=options.batch_size * options.ranks)
+    hardware = options.hardware or placement.hardware or "cpu"
+    memory = placement.memory_gib if options.memory_gib is None else options.memory_gib
+    recipe = replace(
+        recipe, training=training, placement=replace(placement, hardware=hardware, memory_gib=memory)
+    )
+    recipe.check(options.ranks)
+    dataset = recipe.data.load()
+    topology = topology_of(
+        recipe,
+        world_size=options.ranks,
+        local_size=options.ranks_per_node or options.ranks,
+        device="cpu" if hardware == "cpu" else "cuda",
+    )
+    return make_plan(recipe, recipe.model.build(dataset), dataset, topology)
 
 
 def _ranks(text: str) -> list[int]:

@@ -1,0 +1,234 @@
+"""What a training run shows: a live bar in a terminal, lines elsewhere; and a summary at the end."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from meshrec.planner import PlannedShardingPlan
+from meshrec.planner.report import PlanReport, make_report
+from meshrec.train.observers import Evaluated, Event, Finished, Line, Logged, Observer, Said, Started, Stepped
+from meshrec.train.run_folder import RunFolder
+
+_PIPE_WIDTH = 120
+_MOST_RANKS = 16
+_MOST_NAMES = 8
+_MIB = 2**20
+
+
+def make_screen(*, quiet: bool) -> Callable[[RunFolder], Observer]:
+    """A screen for a run's folder: live where standard output is a terminal, and not ``quiet``."""
+    console = Console()
+    if quiet or not console.is_terminal:
+        return lambda folder: LineScreen(folder, Console(width=_PIPE_WIDTH, highlight=False))
+    return lambda folder: LiveScreen(folder, console)
+
+
+class LineScreen:
+    """A line for every event, for logs and pipes."""
+
+    def __init__(self, folder: RunFolder, console: Console) -> None:
+        self._folder, self._print = folder, console.print
+
+    def __call__(self, event: Event) -> None:
+        """Prints it."""
+        match event:
+            case Started():
+                self._print(headline(event))
+                if event.plan is not None:
+                    for line in plan_lines(make_report(event.plan)):
+                        self._print(f"  {line}")
+            case Logged(line):
+                self._print(
+                    f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {line['loss']:.4f}  "
+                    f"AUC {_auc(line)}  {line['samples_per_second']:,.0f} samples/s"
+                )
+            case Evaluated(line, is_best):
+                self._print(validation_text(line, is_best))
+            case Said(text):
+                self._print(text)
+            case Finished(summary):
+                self._print(summary_table(summary))
+                for text in closing_lines(self._folder, summary):
+                    self._print(text)
+            case Stepped():
+                pass
+
+
+class LiveScreen:
+    """The plan, a bar with speed, loss, AUC and time left, and the summary."""
+
+    def __init__(self, folder: RunFolder, console: Console) -> None:
+        self._folder, self._console = folder, console
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("{task.fields[quality]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Shows it."""
+        match event:
+            case Started():
+                self._start(event)
+            case Stepped(step, _) if self._task is not None:
+                self._progress.update(self._task, completed=step)
+            case Logged(line) if self._task is not None:
+                self._progress.update(
+                    self._task,
+                    speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
+                    quality=f"loss {line['loss']:.4f}  AUC {_auc(line)}",
+                )
+            case Evaluated(line, is_best):
+                self._progress.console.print(validation_text(line, is_best))
+            case Said(text):
+                self._progress.console.print(f"[dim]{text}")
+            case Finished(summary):
+                self._progress.stop()
+                self._console.print(summary_table(summary))
+                for text in closing_lines(self._folder, summary):
+                    self._console.print(text)
+            case _:
+                pass
+
+    def _start(self, event: Started) -> None:
+        self._console.print(headline(event))
+        if event.plan is not None:
+            self._console.print(plan_table(event.plan))
+        self._task = self._progress.add_task(
+            "training", total=event.num_steps, completed=event.first_step, speed="", quality=""
+        )
+        self._progress.start()
+
+
+def headline(start: Started) -> str:
+    """What is trained on what."""
+    where = f"{start.num_ranks} rank{'s' if start.num_ranks > 1 else ''} on {start.device}"
+    again = f", from step {start.first_step}" if start.first_step else ""
+    return (
+        f"[bold]{start.recipe.name}[/bold]: {start.num_samples:,} samples of {start.dataset} "
+        f"({start.num_validation:,} for validation), {where}, {start.num_steps:,} steps of "
+        f"{start.recipe.training.batch_size:,}{again}\n"
+        f"{_count(start.num_table_parameters)} parameters in tables, "
+        f"{_count(start.num_dense_parameters)} in the dense part"
+    )
+
+
+def plan_table(plan: PlannedShardingPlan) -> Table:
+    """The plan rank by rank."""
+    report = make_report(plan)
+    table = Table(title=f"the plan: {_types(report)}", title_justify="left", title_style="")
+    for name in ("rank", "tables", "memory, MiB", "predicted, ms"):
+        table.add_column(name, justify="left" if name == "tables" else "right")
+    for rank in report.ranks[:_MOST_RANKS]:
+        table.add_row(
+            str(rank.rank),
+            _parts(report, rank.rank),
+            f"{rank.num_bytes / _MIB:,.1f}",
+            f"{1e3 * sum(rank.phases.values()):.2f}",
+        )
+    return table
+
+
+def plan_lines(report: PlanReport) -> list[str]:
+    """The plan as lines."""
+    ranks = [
+        f"rank {rank.rank}: {_parts(report, rank.rank)} ({rank.num_bytes / _MIB:,.1f} MiB)"
+        for rank in report.ranks[:_MOST_RANKS]
+    ]
+    return [f"plan: {_types(report)}", *ranks]
+
+
+def validation_text(line: Line, is_best: bool) -> str:
+    """An evaluation."""
+    best = "  [green](best so far)[/green]" if is_best else ""
+    return f"validation at step {line['step']:>6}: AUC {_auc(line)}  loss {line['loss']:.4f}{best}"
+
+
+def summary_table(summary: Line) -> Table:
+    """Quality against the baselines."""
+    table = Table(title="validation", title_justify="left", title_style="bold")
+    for name in ("", "AUC", "log loss", "normalized entropy", "calibration"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, quality in summary["baselines"].items():
+        table.add_row(name, *_quality(quality))
+    if summary["validation"]:
+        table.add_row(summary["recipe"], *_quality(summary["validation"]), style="bold green")
+    if summary.get("best_possible_auc"):
+        table.add_row("the best possible", f"{summary['best_possible_auc']:.4f}", "", "", "")
+    return table
+
+
+def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
+    """Speed, and where to look next."""
+    path = folder.path
+    lines = [
+        f"{summary['state']} at step {summary['step']:,}: {summary['samples']:,} samples in "
+        f"{summary['seconds']:.1f} s, {summary['samples_per_second']:,.0f} samples/s while training"
+    ]
+    if summary["state"] == "stopped":
+        lines.append(
+            f"stopped as asked, with a checkpoint: go on with "
+            f"`meshrec train {summary['recipe']} --name {path.name} --resume`"
+        )
+    return [
+        *lines,
+        f"the run:      {path / 'report.html'}",
+        f"the plan:     {path / 'plan.html'}",
+        f"TensorBoard:  tensorboard --logdir {path.parent}",
+        "all runs:     meshrec runs",
+    ]
+
+
+def _types(report: PlanReport) -> str:
+    counts: dict[str, int] = {}
+    for table in report.tables:
+        kind = table.sharding_type.replace("_", "-")
+        counts[kind] = counts.get(kind, 0) + 1
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+
+
+def _parts(report: PlanReport, rank: int) -> str:
+    """The tables of a rank: whole, or which part."""
+    found = []
+    for table in report.tables:
+        if table.name in report.replicated:
+            found.append(f"{table.name} (copy)")
+            continue
+        held = [r for r in table.rectangles if r[4] == rank]
+        if not held:
+            continue
+        part = sum(rows * columns for _, _, rows, columns, _ in held)
+        share = part / (table.num_embeddings * table.embedding_dim)
+        found.append(table.name if share == 1 else f"{table.name} ({share:.0%}, {_cut(table.sharding_type)})")
+    return ", ".join(found[:_MOST_NAMES]) + (
+        f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    )
+
+
+def _cut(kind: str) -> str:
+    return kind.replace("_shard", "").replace("_", "-")
+
+
+def _quality(quality: Line) -> list[str]:
+    names = ("auc", "loss", "normalized_entropy", "calibration")
+    return [f"{quality[name]:.4f}" if name in quality else "-" for name in names]
+
+
+def _auc(line: Line) -> str:
+    return f"{line['auc']:.4f}" if "auc" in line else "-"
+
+
+def _count(number: Any) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return str(number)

@@ -1,0 +1,67 @@
+"""The models that recipes choose from, sized by the dataset."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshrec.models import DLRM, DLRM_DCN
+from meshrec.modules import EmbeddingBagCollection
+from meshrec.train.recipe import ModelConfig
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class DLRMConfig(ModelConfig):
+    """DLRM: embeddings, an MLP over dense values, dot products of all pairs, and an MLP over all that."""
+
+    embedding_dim: int = 16
+    """The width of every table."""
+    bottom: tuple[int, ...] = (64,)
+    """Hidden layers over the dense values."""
+    top: tuple[int, ...] = (64, 32)
+    """Hidden layers over the dot products."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """The model, its tables on ``meta``."""
+        return DLRM(
+            tables_on_meta(dataset, self.embedding_dim),
+            dataset.num_dense,
+            [*self.bottom, self.embedding_dim],
+            [*self.top, 1],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DLRMDCNConfig(ModelConfig):
+    """DLRM with a low-rank cross network in place of the dot products."""
+
+    embedding_dim: int = 16
+    """The width of every table."""
+    bottom: tuple[int, ...] = (64,)
+    """Hidden layers over the dense values."""
+    top: tuple[int, ...] = (64, 32)
+    """Hidden layers over the crosses."""
+    num_crosses: int = 2
+    """Cross layers."""
+    low_rank_dim: int = 32
+    """Columns inside a cross."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """The model, its tables on ``meta``."""
+        return DLRM_DCN(
+            tables_on_meta(dataset, self.embedding_dim),
+            dataset.num_dense,
+            [*self.bottom, self.embedding_dim],
+            [*self.top, 1],
+            self.num_crosses,
+            self.low_rank_dim,
+        )
+
+
+def tables_on_meta(dataset: "Dataset", embedding_dim: int) -> EmbeddingBagCollection:
+    """The tables of a dataset, all of one width; sharding allocates what each rank owns."""
+    return EmbeddingBagCollection(tables=dataset.tables(embedding_dim), device=torch.device("meta"))

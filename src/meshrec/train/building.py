@@ -1,0 +1,114 @@
+"""From a recipe to a model and its optimizers: sharded as planned, or plain in one process."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from meshrec.distributed.table_init import init_rectangle
+from meshrec.model_parallel import DistributedModelParallel, Sharder
+from meshrec.modules.embedding_modules import TableCollection
+from meshrec.optim import (
+    CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    fuse,
+    in_backward_optimizer_filter,
+)
+from meshrec.planner import PlannedShardingPlan
+from meshrec.train.planning import make_plan, topology_of
+from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import DenseOptimizer, Recipe
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+
+class Built(NamedTuple):
+    """A model that can train."""
+
+    model: nn.Module
+    tables: KeyedOptimizer
+    dense: KeyedOptimizer
+    plan: PlannedShardingPlan | None
+
+
+def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
+    """The model, its first weights drawn from the recipe's seed: the same under every plan, and unsharded.
+
+    Raises:
+        ValueError: on every rank, when no plan fits.
+    """
+    torch.manual_seed(recipe.training.seed)
+    model = recipe.model.build(dataset)
+    return (
+        _sharded(recipe, model, dataset, ranks) if recipe.placement.sharded else _plain(recipe, model, ranks)
+    )
+
+
+def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks) -> Built:
+    topology = topology_of(
+        recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
+    )
+    plan = make_plan(recipe, model, dataset, topology, ranks.control)
+    sharders: list[Sharder] = [
+        EmbeddingBagCollectionSharder(recipe.tables),
+        EmbeddingCollectionSharder(recipe.tables),
+    ]
+    # Drawn from the seed of now: whatever the planner and the sample batches used up does not count.
+    torch.manual_seed(recipe.training.seed)
+    sharded = DistributedModelParallel(
+        model, env=ranks.env, device=ranks.device, plan=plan, sharders=sharders
+    )
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    return Built(sharded, sharded.fused_optimizer, _dense_optimizer(recipe, dense), plan)
+
+
+def _plain(recipe: Recipe, model: nn.Module, ranks: Ranks) -> Built:
+    for child in model.modules():
+        if isinstance(child, TableCollection):
+            _allocate(child, ranks.device, recipe.training.seed)
+    model.to(ranks.device)
+    fuse(model, optimizer=recipe.tables)
+    tables = model.fused_optimizer
+    assert isinstance(tables, CombinedOptimizer)
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return Built(model, tables, _dense_optimizer(recipe, dense), None)
+
+
+def _allocate(collection: TableCollection, device: torch.device, seed: int) -> None:
+    """Gives tables on ``meta`` the values that sharding would give them."""
+    collection.to_empty(device=device)
+    for config, weight in collection.tables().values():
+        init_rectangle(
+            weight.detach(),
+            table=config.name,
+            size=(config.num_embeddings, config.embedding_dim),
+            first=(0, 0),
+            init_fn=config.init_weight,
+            seed=seed,
+        )
+
+
+def _dense_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> KeyedOptimizer:
+    optimizer: KeyedOptimizer = KeyedOptimizerWrapper(parameters, _factory(recipe.dense))
+    if recipe.training.clip_norm is not None:
+        optimizer = GradientClippingOptimizer(
+            optimizer, GradientClipping.NORM, max_gradient=recipe.training.clip_norm
+        )
+    return optimizer
+
+
+def _factory(config: DenseOptimizer) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adagrad": torch.optim.Adagrad,
+        "sgd": torch.optim.SGD,
+    }
+    return lambda parameters: kinds[config.kind](parameters, **options)

@@ -1,0 +1,95 @@
+"""The plan of a recipe: what is measured on its data, and what the planner makes of it."""
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    PlannedShardingPlan,
+    Table,
+    Topology,
+    estimate_from_batches,
+    load_plan,
+)
+from meshrec.planner.module_tables import optimizer_kind, tables_of_model
+from meshrec.train.recipe import Placement, Recipe
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+_GIB, _MIB = 1024**3, 1024**2
+
+
+def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str) -> Topology:
+    """The machine as the recipe describes it."""
+    memory = recipe.placement.memory_gib
+    cap = None if memory is None else int(memory * _GIB)
+    return Topology(
+        world_size=world_size,
+        compute_device=device,
+        local_world_size=local_size,
+        hardware=recipe.placement.hardware,
+        hbm_cap=cap,
+        ddr_cap=cap,
+    )
+
+
+def constraints_of(
+    recipe: Recipe, model: nn.Module, dataset: "Dataset", *, world_size: int
+) -> dict[str, ParameterConstraints]:
+    """What the planner may do with each table, and what it should assume: measured on the first batches."""
+    placement = recipe.placement
+    batches = dataset.train.batches(recipe.training.batch_size // world_size, world_size=world_size)
+    first = [batch.sparse for batch in itertools.islice(batches, placement.sample_batches)]
+    measured = estimate_from_batches(model, first) if first else {}
+    return {
+        table.name: replace(
+            measured.get(table.name, ParameterConstraints()),
+            sharding_types=_allowed_types(placement, table),
+            min_partition=placement.min_partition,
+        )
+        for table in tables_of_model(model)
+    }
+
+
+def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | str, ...] | None:
+    num_bytes = table.num_embeddings * table.embedding_dim * table.weight_bytes
+    if placement.replicate_mib is None or num_bytes <= placement.replicate_mib * _MIB:
+        return placement.sharding_types
+    allowed = tuple(ShardingType(kind) for kind in placement.sharding_types or ShardingType)
+    return tuple(kind for kind in allowed if kind is not ShardingType.DATA_PARALLEL)
+
+
+def make_plan(
+    recipe: Recipe,
+    model: nn.Module,
+    dataset: "Dataset",
+    topology: Topology,
+    group: dist.ProcessGroup | None = None,
+) -> PlannedShardingPlan:
+    """The plan for ``model``, which `recipe.model` built for ``dataset``; the same on all ranks of ``group``.
+
+    Raises:
+        ValueError: on every rank, when no plan fits, with what would help.
+    """
+    if recipe.placement.plan is not None:
+        if not recipe.placement.plan.is_file():
+            raise ValueError(
+                f"placement.plan {recipe.placement.plan} is no file; save one with `meshrec plan`."
+            )
+        return load_plan(recipe.placement.plan)
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        constraints=constraints_of(recipe, model, dataset, world_size=topology.world_size),
+        batch_size=recipe.training.batch_size // topology.world_size,
+        default_optimizer=optimizer_kind(recipe.tables),
+    )
+    plan = planner.plan(model) if group is None else planner.collective_plan(model, pg=group)
+    assert isinstance(plan, PlannedShardingPlan)
+    return plan

@@ -1,0 +1,35 @@
+"""A trace of a few steps, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+from pathlib import Path
+from types import TracebackType
+
+from torch import profiler
+
+_WAIT, _WARMUP, _ACTIVE = 5, 2, 5
+
+
+class StepProfiler:
+    """Traces steps 8 to 12 of a run, with our phases named ``meshrec.*``; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._profiler = profiler.profile(
+            schedule=profiler.schedule(wait=_WAIT, warmup=_WARMUP, active=_ACTIVE, repeat=1),
+            on_trace_ready=self._write,
+        )
+
+    def step(self) -> None:
+        """After every step."""
+        self._profiler.step()
+
+    def __enter__(self) -> "StepProfiler":
+        self._profiler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._profiler.stop()
+
+    def _write(self, finished: profiler.profile) -> None:
+        finished.export_chrome_trace(str(self._path))

@@ -1,0 +1,128 @@
+"""The processes of a run: who this one is, and what they tell each other besides gradients."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrec.distributed.mesh import ShardingEnv
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launched() -> bool:
+    """Whether a launcher (ours, or torchrun) started this process as one of several ranks."""
+    return all(name in os.environ for name in LAUNCHER_VARIABLES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """One process among ``size``.
+
+    Attributes:
+        rank, size: of all processes.
+        local_size: processes on this node.
+        device: where this one computes.
+        env: for sharded modules.
+        control: a gloo group for small values on the CPU; None for a single process.
+    """
+
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    env: ShardingEnv
+    control: dist.ProcessGroup | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums numbers over all ranks."""
+        if self.control is None:
+            return [float(value) for value in values]
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return [float(value) for value in total]
+
+    def share(self, value: Any) -> Any:
+        """What rank 0 has, on all ranks."""
+        if self.control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Tensors of all ranks, one after the other along dim 0, on the CPU; their lengths may differ."""
+        tensor = tensor.detach().cpu().contiguous()
+        if self.control is None:
+            return tensor
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(tensor)]), group=self.control)
+        longest = max(int(size) for size in sizes)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.control)
+        return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
+
+    def collect(self, value: Any) -> list[Any]:
+        """What every rank has, by rank."""
+        if self.control is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def wait_for_all(self) -> None:
+        """Until every rank is here."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+
+def choose_device(name: str | None) -> str:
+    """``cpu`` or ``cuda``: what is asked for, or what there is. ValueError for a GPU that is not there."""
+    if name not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device {name}: take cpu or cuda.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; take --device cpu.")
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def join(device: str, *, timeout_seconds: float = 1800.0) -> Ranks:
+    """Joins the default process group, or makes the one that the launcher's environment describes.
+
+    gloo serves CPUs, NCCL GPUs. Without a group and a launcher this is a single process.
+    """
+    if not launched() and not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        return Ranks(
+            rank=0, size=1, local_size=1, device=torch.device(device), env=ShardingEnv(), control=None
+        )
+    where = torch.device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    if device == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(where)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    group = dist.group.WORLD
+    assert group is not None
+    control = group if device == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        device=where,
+        env=ShardingEnv.from_process_group(group),
+        control=control,
+    )

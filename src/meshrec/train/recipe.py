@@ -1,0 +1,157 @@
+"""Recipes: all that a training run is made of, as frozen dataclasses.
+
+A recipe is a function without arguments that returns a `Recipe`; for ``meshrec train`` its fields are
+options.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from meshrec.optim import OptimizerSpec, RowWiseAdagrad
+from meshrec.train.schedule import Schedule
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource(ABC):
+    """Where samples come from."""
+
+    @abstractmethod
+    def load(self) -> "Dataset":
+        """Opens the data. Every rank does so, and reads its own part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """A model that fits any dataset."""
+
+    @abstractmethod
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """The model, its tables on ``meta``; called as ``model(dense, sparse)`` it gives logits, [B] or [B,
+        1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseOptimizer:
+    """What updates everything that is no table."""
+
+    kind: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long and how to train."""
+
+    batch_size: int = 1024
+    """Samples per step over all ranks."""
+    epochs: int = 1
+    """Passes over the training data, at most."""
+    max_steps: int | None = None
+    """Steps, at most."""
+    evaluate_every: int | None = None
+    """Steps between evaluations; without it, once per epoch."""
+    patience: int | None = None
+    """Stop after so many evaluations without a better AUC, and take the best weights."""
+    accumulate: int = 1
+    """Batches whose gradients are added up for one update."""
+    clip_norm: float | None = None
+    """The largest norm of the gradients of an update."""
+    bf16: bool = False
+    """Compute the dense part in bfloat16 (autocast)."""
+    seed: int = 0
+    """Of first weights and of the order of samples."""
+    log_every: int = 20
+    """Steps between lines of metrics."""
+    phases_every: int = 50
+    """Steps between recordings of the time per phase; 0: none."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; without it, one at the end."""
+    keep_checkpoints: int = 3
+    """How many of the last checkpoints stay."""
+    prefetch: int = 2
+    """Batches that are read ahead."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batch_size",
+            "epochs",
+            "max_steps",
+            "evaluate_every",
+            "patience",
+            "accumulate",
+            "log_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"training.{name} is {value}; it must be at least 1.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"training.clip_norm is {self.clip_norm}; it must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What the planner is told."""
+
+    sharded: bool = True
+    """Split the tables over ranks as planned; otherwise one process trains the plain model."""
+    hardware: str | None = None
+    """A profile (cpu, a100, h100, h200), or a file of `meshrec calibrate` (default: the device's)."""
+    memory_gib: float | None = None
+    """Memory per rank (default: the profile's)."""
+    min_partition: int | None = None
+    """The least number of columns of a column shard (default: 32)."""
+    sharding_types: tuple[str, ...] | None = None
+    """The only sharding types that the planner may choose."""
+    replicate_mib: float | None = None
+    """Tables larger than this are split, never copied to every rank (default: the planner decides)."""
+    sample_batches: int = 4
+    """Batches to measure pooling factors and hot rows on before planning; 0: assume one id per bag."""
+    plan: Path | None = None
+    """A saved plan to use as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run."""
+
+    name: str
+    """What to call it."""
+    data: DataSource
+    model: ModelConfig
+    tables: OptimizerSpec = field(default_factory=lambda: RowWiseAdagrad(lr=0.02))
+    dense: DenseOptimizer = DenseOptimizer()
+    schedule: Schedule = field(default_factory=Schedule)
+    training: Training = Training()
+    placement: Placement = Placement()
+
+    def check(self, world_size: int) -> None:
+        """ValueError for what cannot be run on so many ranks."""
+        training = self.training
+        if training.batch_size % world_size:
+            below = training.batch_size - training.batch_size % world_size
+            raise ValueError(
+                f"training.batch_size {training.batch_size} cannot be divided among {world_size} ranks; "
+                f"take {below or world_size} or {below + world_size}."
+            )
+        if not self.placement.sharded and world_size > 1:
+            raise ValueError(
+                f"placement.sharded is False, which trains in one process, but there are {world_size} ranks. "
+                "Take --nproc 1, or leave the tables sharded."
+            )
+        if training.patience is not None and training.max_steps is not None:
+            between = training.evaluate_every
+            if between is not None and between > training.max_steps:
+                raise ValueError(
+                    f"training.evaluate_every {between} is more than training.max_steps "
+                    f"{training.max_steps}: early stopping would never see an evaluation."
+                )

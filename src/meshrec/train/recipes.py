@@ -1,0 +1,99 @@
+"""The recipes that come with MeshRec, by name; and how others are found."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from meshrec.optim import Adam, RowWiseAdagrad
+from meshrec.train.architectures import DLRMConfig
+from meshrec.train.recipe import DenseOptimizer, Placement, Recipe, Training
+from meshrec.train.schedule import Schedule
+from meshrec.train.sources import MovieLens, SyntheticClicks
+
+
+def movielens_dlrm() -> Recipe:
+    """DLRM on the MovieLens ratings: will this user like this movie?"""
+    return Recipe(
+        name="movielens_dlrm",
+        data=MovieLens(),
+        model=DLRMConfig(embedding_dim=128, bottom=(32,), top=(256, 128)),
+        tables=Adam(lr=3e-3, weight_decay=0.1, decoupled_weight_decay=True),
+        dense=DenseOptimizer(kind="adamw", lr=5e-4, weight_decay=0.1),
+        schedule=Schedule(decay="linear"),
+        training=Training(batch_size=1024, epochs=4, evaluate_every=26, patience=3, phases_every=20),
+        # The movies' table stands for those that no rank could hold alone.
+        placement=Placement(replicate_mib=1.0),
+    )
+
+
+def synthetic_clicks() -> Recipe:
+    """DLRM on clicks of a planted teacher: how close does it come to the best possible AUC?"""
+    return Recipe(
+        name="synthetic_clicks",
+        data=SyntheticClicks(),
+        model=DLRMConfig(embedding_dim=16, bottom=(64,), top=(128, 64)),
+        tables=RowWiseAdagrad(lr=0.05),
+        dense=DenseOptimizer(kind="adam", lr=2e-3),
+        schedule=Schedule(warmup_steps=50, decay="linear"),
+        training=Training(batch_size=4096, epochs=2),
+    )
+
+
+RECIPES: Mapping[str, Callable[[], Recipe]] = {
+    "movielens_dlrm": movielens_dlrm,
+    "synthetic_clicks": synthetic_clicks,
+}
+
+
+def resolve(name: str) -> Recipe:
+    """A recipe by its name, by ``path/to/file.py:function``, or by ``package.module:function``.
+
+    Raises:
+        ValueError: when there is no such recipe, or the function gives something else.
+    """
+    if name in RECIPES:
+        return RECIPES[name]()
+    place, colon, function_name = name.rpartition(":")
+    if not colon:
+        known = ", ".join(RECIPES)
+        raise ValueError(
+            f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function or "
+            "package.module:function."
+        )
+    module = _from_file(Path(place)) if place.endswith(".py") else _imported(place, name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}.")
+    recipe = function()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"recipe {name!r}: {function_name}() gave a {type(recipe).__name__}; it must return a "
+            "meshrec.train.Recipe."
+        )
+    return recipe
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"recipe file {path} does not exist.")
+    name = f"meshrec_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _imported(place: str, name: str) -> ModuleType:
+    # As for `python -m`: modules beside the user are found, too.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"recipe {name!r}: there is no module {error.name!r}.") from error

@@ -1,0 +1,88 @@
+"""A run as one HTML page that needs nothing else: its curves, its time, its plan, its quality."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from meshrec.planner import load_plan
+from meshrec.planner.measured import DENSE, read_phases
+from meshrec.planner.report import make_report
+from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
+
+_PLACE = '"RUN"'
+_MOST_POINTS = 800
+_CURVES = ("step", "kind", "loss", "auc", "normalized_entropy", "samples_per_second", "seconds")
+
+
+def write_report(folder: RunFolder) -> None:
+    """Writes ``report.html`` from what the run's folder holds."""
+    folder.report.write_text(to_html(report_data(folder)), encoding="utf-8")
+
+
+def to_html(data: dict[str, Any]) -> str:
+    """The page of `report_data`."""
+    page = files("meshrec.train").joinpath("report_page.html").read_text(encoding="utf-8")
+    # "</" would end the script element inside a name.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    return page.replace(_PLACE, text, 1)
+
+
+def report_data(folder: RunFolder) -> dict[str, Any]:
+    """All that the page shows, as plain JSON types."""
+    config = folder.read_json(CONFIG) or {}
+    return {
+        "name": folder.path.name,
+        "config": config,
+        "options": [[name, value] for name, value in flat(config.get("recipe", {}))],
+        "summary": folder.read_json(SUMMARY) or {},
+        "metrics": _curves(folder.metrics()),
+        "phases": phase_times(folder),
+        "plan": _plan(folder),
+    }
+
+
+def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
+    """Median seconds per phase: ``{"rank", "phases": {name: seconds}}`` of each rank, the dense part last."""
+    if not folder.phases.is_file():
+        return []
+    seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for time in read_phases(folder.phases):
+        seconds[time.rank][time.phase].append(time.seconds)
+    return [
+        {
+            "rank": rank,
+            "phases": {
+                name: statistics.median(values)
+                for name, values in sorted(phases.items(), key=lambda item: item[0] == DENSE)
+            },
+        }
+        for rank, phases in sorted(seconds.items())
+    ]
+
+
+def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of metrics, thinned where there are more than a screen shows."""
+    train = [line for line in lines if line["kind"] == "train"]
+    validation = [line for line in lines if line["kind"] == "validation"]
+    return [
+        {name: line[name] for name in _CURVES if name in line}
+        for kind in (train, validation)
+        for line in _thinned(kind)
+    ]
+
+
+def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    stride = -(-len(lines) // _MOST_POINTS) or 1
+    return lines[::stride] + (lines[-1:] if lines and (len(lines) - 1) % stride else [])
+
+
+def _plan(folder: RunFolder) -> dict[str, Any] | None:
+    if not folder.plan.is_file():
+        return None
+    report = make_report(load_plan(folder.plan)).to_json()
+    for table in report["tables"]:
+        table.pop("alternatives")
+    return report

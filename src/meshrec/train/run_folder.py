@@ -1,0 +1,188 @@
+"""The folder that a run leaves behind, ``runs/<name>/``."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+PLAN = "plan.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+RUNS = Path("runs")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Paths in a run's folder, and its small files."""
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        """The plan as `meshrec plan` reads it."""
+        return self.path / PLAN
+
+    @property
+    def plan_page(self) -> Path:
+        """The plan as a page."""
+        return self.path / "plan.html"
+
+    @property
+    def report(self) -> Path:
+        """The run as a page."""
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints' folder."""
+        return self.path / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """The folder of the best checkpoint by validation AUC."""
+        return self.path / "best"
+
+    @property
+    def phases(self) -> Path:
+        """Time per phase and rank."""
+        return self.path / "phases.jsonl"
+
+    def trace(self, rank: int) -> Path:
+        """The profiler's trace of a rank."""
+        return self.path / f"trace_rank{rank}.json.gz"
+
+    def error(self, rank: int) -> Path:
+        """What a rank failed with."""
+        return self.path / f"error_rank{rank}.txt"
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Writes a file at once: a reader sees the old or the new one."""
+        scratch = self.path / f".{name}.{os.getpid()}"
+        scratch.write_text(json.dumps(value, indent=1) + "\n")
+        scratch.replace(self.path / name)
+
+    def read_json(self, name: str) -> Any:
+        """What `write_json` wrote; None where there is no such file."""
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads((self.path / name).read_text())
+        return None
+
+    def append_metrics(self, values: dict[str, Any]) -> None:
+        """Adds a line to ``metrics.jsonl``."""
+        with (self.path / METRICS).open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; a last line that was cut off is left out."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.path / METRICS).read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    found.append(json.loads(line))
+        return found
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forgets what was recorded after ``step``: a resumed run records it again."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        scratch = self.path / f".{METRICS}"
+        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        scratch.replace(self.path / METRICS)
+
+
+def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunFolder:
+    """The folder of a new run, or with ``resume`` of the one to go on with.
+
+    Without a name: the recipe's with the next free number (to resume: with the last one).
+
+    Raises:
+        ValueError: when a new run's folder holds a run already, or there is none to resume.
+    """
+    if resume:
+        path = runs / name if name is not None else _last(runs, recipe)
+        if path is None or not (path / CONFIG).is_file():
+            what = f"{path} holds no run" if path is not None else f"{runs} holds no run of {recipe}"
+            raise ValueError(f"{what} to resume; leave out --resume, or name one with --name.")
+        return RunFolder(path)
+    if name is None:
+        return _next(runs, recipe)
+    path = runs / name
+    if (path / CONFIG).exists():
+        raise ValueError(f"{path} holds a run already; take another --name, or go on with it: --resume.")
+    path.mkdir(parents=True, exist_ok=True)
+    return RunFolder(path)
+
+
+def find_run(name: str | Path, runs: Path = RUNS) -> RunFolder:
+    """A run by its name, or by its path. ValueError where there is none."""
+    for path in (runs / name, Path(name)):
+        if (path / CONFIG).is_file():
+            return RunFolder(path)
+    known = ", ".join(run.path.name for run in all_runs(runs)) or "none"
+    raise ValueError(f"there is no run {str(name)!r}; in {runs} there are: {known}.")
+
+
+def all_runs(runs: Path = RUNS) -> list[RunFolder]:
+    """All runs, oldest first."""
+    found = [path.parent for path in runs.glob(f"*/{CONFIG}")]
+    return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
+
+
+def to_json(value: Any) -> Any:
+    """A config as plain JSON types; a dataclass brings its class as ``"type"``."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in a config of `to_json`."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from flat(value, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, config
+
+
+def now() -> str:
+    """The time, to the second, with its zone."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _numbered(runs: Path, recipe: str) -> dict[int, Path]:
+    found = {}
+    for path in runs.glob(f"{recipe}-*"):
+        number = path.name.removeprefix(f"{recipe}-")
+        if number.isdigit():
+            found[int(number)] = path
+    return found
+
+
+def _last(runs: Path, recipe: str) -> Path | None:
+    found = {n: path for n, path in _numbered(runs, recipe).items() if (path / CONFIG).is_file()}
+    return found[max(found)] if found else None
+
+
+def _next(runs: Path, recipe: str) -> RunFolder:
+    runs.mkdir(parents=True, exist_ok=True)
+    number = max(_numbered(runs, recipe), default=0) + 1
+    while True:
+        path = runs / f"{recipe}-{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return RunFolder(path)

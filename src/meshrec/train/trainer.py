@@ -1,0 +1,274 @@
+"""The trainer: steps, metrics, evaluations, and an orderly end."""
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from meshrec.data import Batch, Dataset, prefetch
+from meshrec.distributed import record_phases
+from meshrec.planner.measured import PhaseTime, write_phases
+from meshrec.train.building import Built, build
+from meshrec.train.evaluation import Window, evaluate
+from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
+from meshrec.train.profiling import StepProfiler
+from meshrec.train.progress import Progress
+from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import Recipe
+from meshrec.train.run_folder import RunFolder
+from meshrec.train.schedule import LearningRates
+from meshrec.train.step import TrainStep
+from meshrec.train.stopping import EarlyStopping, StopRequest
+from meshrec.train.weights import BestWeights
+
+
+class Trainer:
+    """Trains a recipe on a dataset. Every rank has one, and they work in step.
+
+    Args:
+        recipe: what to do.
+        dataset: what ``recipe.data`` loaded.
+        ranks: of `join`.
+        folder: where the run is kept; None keeps nothing.
+        observer: is told on rank 0 what happens.
+        stop: asks for an early end.
+        profile: trace a few steps.
+
+    Attributes:
+        state: all that a checkpoint holds, by name: the model, its optimizers, the progress, early stopping.
+            Learning rates and the order of samples are functions of the progress.
+        stopped: whether `stop` ended the run.
+
+    Raises:
+        ValueError: on every rank, for a recipe that these ranks cannot run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        dataset: Dataset,
+        ranks: Ranks,
+        *,
+        folder: RunFolder | None = None,
+        observer: Observer | None = None,
+        stop: StopRequest | None = None,
+        profile: bool = False,
+    ) -> None:
+        recipe.check(ranks.size)
+        self.recipe, self.dataset, self.ranks, self.folder = recipe, dataset, ranks, folder
+        self.built: Built = build(recipe, dataset, ranks)
+        self.progress = Progress()
+        self.early = EarlyStopping(recipe.training.patience)
+        self.state: dict[str, Any] = {
+            "model": self.built.model,
+            "table_optimizer": self.built.tables,
+            "dense_optimizer": self.built.dense,
+            "progress": self.progress,
+            "early_stopping": self.early,
+        }
+        self.stopped = False
+        self.validation: dict[str, float] = {}
+        self._observer = observer if ranks.is_first else None
+        self._stop = stop or StopRequest()
+        self._profile = profile
+        self._profiler: StepProfiler | None = None
+        self._step = TrainStep(self.built, ranks, bf16=recipe.training.bf16)
+        self._rates = LearningRates([self.built.tables, self.built.dense], recipe.schedule, self.num_steps)
+        self._window = Window()
+        self._best = BestWeights(self.built.model)
+        self._phase_times: list[PhaseTime] = []
+        self._logged = (0, 0.0)
+        self._measured_step = -1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one pass over the data; the last may have fewer samples."""
+        return -(-self.dataset.train.num_samples // self._samples_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run, unless it ends early."""
+        training = self.recipe.training
+        steps = training.epochs * self.steps_per_epoch
+        return steps if training.max_steps is None else min(steps, training.max_steps)
+
+    def run(self) -> dict[str, float]:
+        """Trains to the end, or to an early one; returns the validation metrics of the final weights."""
+        self._tell(self._started())
+        with ExitStack() as stack:
+            if self._profile and self.folder is not None:
+                self._profiler = stack.enter_context(StepProfiler(self.folder.trace(self.ranks.rank)))
+            while not self._is_over():
+                self._epoch()
+        self._stop.finish()
+        self._write_phases()
+        if not self.stopped:
+            self._finish()
+        return self.validation
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self.recipe.training.batch_size * self.recipe.training.accumulate
+
+    def _is_over(self) -> bool:
+        return self.stopped or self.progress.step >= self.num_steps or self.early.is_over
+
+    def _epoch(self) -> None:
+        """The rest of the epoch, or of the run."""
+        training, ranks = self.recipe.training, self.ranks
+        reader = self.dataset.train.batches(
+            training.batch_size // ranks.size,
+            position=self.progress.position,
+            rank=ranks.rank,
+            world_size=ranks.size,
+        )
+        with prefetch(reader, training.prefetch) as batches:
+            self._start_clock()
+            for group in _groups(batches, training.accumulate):
+                self._one_step(group)
+                self.stopped = self._stop.agreed(ranks)
+                if self._is_over():
+                    return
+        if training.evaluate_every is None:
+            self._evaluate()
+
+    def _one_step(self, batches: Sequence[Batch]) -> None:
+        progress, training = self.progress, self.recipe.training
+        self._rates.set(progress.step)
+        num_samples = self._num_samples(len(batches))
+        moved = [batch.to(self.ranks.device, non_blocking=True) for batch in batches]
+        with self._phases():
+            self._window.add(self._step(moved, num_samples))
+        progress.advance(num_samples, self.dataset.train.num_samples)
+        self._tell(Stepped(progress.step, num_samples))
+        if progress.step % training.log_every == 0:
+            self._log()
+        if training.evaluate_every is not None and progress.step % training.evaluate_every == 0:
+            self._evaluate()
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def _num_samples(self, num_batches: int) -> int:
+        """Samples of a step over all ranks: fewer than usual at the end of an epoch only."""
+        left = self.dataset.train.num_samples - self.progress.position.sample
+        return min(num_batches * self.recipe.training.batch_size, left)
+
+    def _log(self) -> None:
+        """A line of training metrics: of the samples and the time since the last one."""
+        samples, since = self._logged
+        seconds = time.perf_counter() - since
+        self.progress.seconds += seconds
+        line = {
+            "kind": "train",
+            **self._where(),
+            **self._window.take(self.ranks),
+            "samples_per_second": (self.progress.num_samples - samples) / seconds,
+            "lr": float(self.built.dense.param_groups[0]["lr"]),
+            "table_lr": float(self.built.tables.param_groups[0]["lr"]),
+        }
+        self._tell(Logged(line))
+        self._write_phases()
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._logged = (self.progress.num_samples, time.perf_counter())
+
+    def _where(self) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "step": progress.step,
+            "epoch": progress.num_samples / self.dataset.train.num_samples,
+            "samples": progress.num_samples,
+            "seconds": progress.seconds,
+        }
+
+    def _evaluate(self) -> None:
+        if not self._window.is_empty:
+            self._log()
+        validation = self._measure()
+        if validation is None:
+            return
+        best = "auc" in validation and self.early.improves(validation["auc"], self.progress.step)
+        if best and self.recipe.training.patience is not None:
+            self._best.keep()
+        self._tell(Evaluated({"kind": "validation", **self._where(), **validation}, best))
+        self._start_clock()
+
+    def _measure(self) -> dict[str, float] | None:
+        if self.dataset.validation is None:
+            return None
+        bf16 = self.recipe.training.bf16
+        self.validation = evaluate(self.built.model, self.dataset.validation, self.ranks, bf16=bf16)
+        self._measured_step = self.progress.step
+        return self.validation
+
+    def _finish(self) -> None:
+        """Judges the last weights, and takes the best ones where early stopping kept some."""
+        if self._measured_step != self.progress.step:
+            self._evaluate()
+        if self.early.best_step != self.progress.step and self._best.restore():
+            self._measure()
+            self._tell(Said(f"took the weights of step {self.early.best_step}, the best by validation AUC"))
+
+    @contextmanager
+    def _phases(self) -> Iterator[None]:
+        """Records the time per phase of some steps, all ranks the same ones."""
+        every, step = self.recipe.training.phases_every, self.progress.step
+        # Not the first steps, which allocate.
+        if not every or self.folder is None or step % every != every // 2:
+            yield
+            return
+        with record_phases(device=self.ranks.device) as seconds:
+            yield
+        rank = self.ranks.rank
+        self._phase_times += [PhaseTime(name, rank, value, step + 1) for name, value in seconds.items()]
+
+    def _write_phases(self) -> None:
+        every = self.recipe.training.phases_every
+        if every and self.folder is not None:
+            times, self._phase_times = self._phase_times, []
+            found = self.ranks.collect(times)
+            if self.ranks.is_first:
+                write_phases(self.folder.phases, itertools.chain(*found))
+
+    def _tell(self, event: Event) -> None:
+        if self._observer is not None:
+            self._observer(event)
+
+    def _started(self) -> Started:
+        tables = sum(
+            config.num_embeddings * config.embedding_dim
+            for module in self.built.model.modules()
+            for config in _table_configs(module)
+        )
+        dense = sum(parameter.numel() for parameter in self.built.dense.params.values())
+        validation = self.dataset.validation
+        return Started(
+            recipe=self.recipe,
+            folder=self.folder,
+            dataset=self.dataset.name,
+            num_samples=self.dataset.train.num_samples,
+            num_validation=0 if validation is None else validation.num_samples,
+            num_ranks=self.ranks.size,
+            device=self.ranks.device.type,
+            num_table_parameters=tables,
+            num_dense_parameters=dense,
+            plan=self.built.plan,
+            first_step=self.progress.step,
+            num_steps=self.num_steps,
+        )
+
+
+def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Consecutive batches, ``size`` at a time, fewer at the end."""
+    iterator = iter(batches)
+    while group := list(itertools.islice(iterator, size)):
+        yield group
+
+
+def _table_configs(module: Any) -> list[Any]:
+    for name in ("embedding_bag_configs", "embedding_configs"):
+        if hasattr(module, name):
+            return list(getattr(module, name)())
+    return []

@@ -1,0 +1,50 @@
+from io import StringIO
+
+from rich.console import Console
+
+from meshrec.cli.screen import LineScreen, LiveScreen
+from meshrec.train import Placement, RunFolder, Trainer, join
+from meshrec.train.observers import Finished, Said
+
+SUMMARY = {
+    "state": "stopped",
+    "recipe": "small",
+    "step": 20,
+    "samples": 2000,
+    "seconds": 1.0,
+    "samples_per_second": 2000.0,
+    "validation": {"auc": 0.7, "loss": 0.5},
+    "baselines": {"global mean": {"auc": 0.5, "loss": 0.7}},
+    "best_possible_auc": 0.8,
+}
+
+
+def shown(kind, tmp_path, small, *, terminal):
+    out = StringIO()
+    console = Console(file=out, width=120, force_terminal=terminal, color_system=None, highlight=False)
+    screen = kind(RunFolder(tmp_path / "mine"), console)
+    recipe = small(epochs=2, placement=Placement(sharding_types=("row_wise",)))
+    Trainer(recipe, recipe.data.load(), join("cpu"), observer=screen).run()
+    screen(Said("something"))
+    screen(Finished(SUMMARY))
+    return out.getvalue()
+
+
+def test_lines(tmp_path, small):
+    out = shown(LineScreen, tmp_path, small, terminal=False)
+    for text in (
+        "1,000 samples of synthetic_clicks",
+        "plan: 3 row-wise",
+        "rank 0: f0, f1, f2",
+        "step     20",
+    ):
+        assert text in out, out
+    for text in ("(best so far)", "0.8000", "--name mine --resume", "report.html", "something"):
+        assert text in out, out
+    assert "\x1b" not in out
+
+
+def test_a_live_display(tmp_path, small):
+    out = shown(LiveScreen, tmp_path, small, terminal=True)
+    for text in ("the plan: 3 row-wise", "training", "20/20", "samples/s", "global mean", "something"):
+        assert text in out, out

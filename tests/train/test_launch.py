@@ -1,0 +1,18 @@
+import os
+
+from meshrec.train.launch import first_error
+from meshrec.train.run_folder import RunFolder
+
+
+def test_the_cause_is_told_from_its_consequences(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert first_error(folder, 2) == "a rank ended without a word: killed, or out of memory."
+    folder.error(0).write_text("Traceback\nmeshrec.CollectiveError: no answer from rank 1\n")
+    assert "no answer from rank 1" in first_error(folder, 2)
+    folder.error(1).write_text("Traceback\nZeroDivisionError: division by zero\n")
+    os.utime(folder.error(0), (1, 1))  # the consequence was written first
+    assert first_error(folder, 2).startswith(
+        "rank 1: ZeroDivisionError: division by zero (the traceback is in"
+    )
+    folder.error(1).write_text("Traceback\nValueError: no plan fits.\n")
+    assert first_error(folder, 2) == "no plan fits."

@@ -1,0 +1,43 @@
+import builtins
+import logging
+
+from meshrec.train import RunFolder
+from meshrec.train.observers import Evaluated, Finished, FolderObserver, Logged, TensorBoardObserver
+
+LINE = {"kind": "train", "step": 3, "loss": 0.5}
+
+
+def test_metrics_reach_the_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    observer = FolderObserver(folder)
+    for event in (Logged(LINE), Evaluated({"kind": "validation", "step": 3}, True), Finished({})):
+        observer(event)
+    assert folder.metrics() == [LINE, {"kind": "validation", "step": 3}]
+
+
+def test_metrics_reach_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    observer = TensorBoardObserver(tmp_path)
+    observer(Logged(LINE))
+    observer(Finished({}))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (point,) = events.Scalars("train/loss")
+    assert (point.step, point.value) == (3, 0.5)
+
+
+def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):
+    real = builtins.__import__
+
+    def refuse(name, *rest, **options):
+        if name == "torch.utils.tensorboard":
+            raise ImportError(name)
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with caplog.at_level(logging.WARNING, "meshrec"):
+        TensorBoardObserver(tmp_path)(Logged(LINE))
+    assert [record.message for record in caplog.records] == [
+        "no TensorBoard events are written: install meshrec[train] for them."
+    ]

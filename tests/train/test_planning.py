@@ -1,0 +1,51 @@
+import pytest
+
+from meshrec.planner import save_plan
+from meshrec.train import Placement
+from meshrec.train.planning import constraints_of, make_plan, topology_of
+
+
+def planned(recipe, **machine):
+    dataset = recipe.data.load()
+    topology = topology_of(recipe, **{"world_size": 2, "local_size": 2, "device": "cpu", **machine})
+    return make_plan(recipe, recipe.model.build(dataset), dataset, topology)
+
+
+def test_the_plan_holds_what_the_recipe_says(tmp_path, small):
+    plan = planned(small(placement=Placement(sharding_types=("row_wise",), memory_gib=1.0)))
+    inputs = plan.required_inputs()
+    assert {sharding.sharding_type.value for _, _, sharding in plan.tables()} == {"row_wise"}
+    assert inputs.batch_size == 50
+    assert inputs.topology.profile.memory == 2**30
+    save_plan(plan, tmp_path / "plan.json")
+    again = planned(small(placement=Placement(plan=tmp_path / "plan.json")))
+    assert again.digest() == plan.digest()
+
+
+def test_tables_are_measured_on_the_first_batches(small):
+    recipe = small()
+    dataset = recipe.data.load()
+    found = constraints_of(recipe, recipe.model.build(dataset), dataset, world_size=2)
+    assert set(found) == {"f0", "f1", "f2"}
+    assert list(found["f0"].pooling_factors) == [1.0]
+    assert found["f0"].effective_rows < 50  # Zipf
+
+
+def test_no_plan_is_one_clear_error(tmp_path, small):
+    with pytest.raises(ValueError, match=r"no file; save one with `meshrec plan`"):
+        planned(small(placement=Placement(plan=tmp_path / "none.json")))
+    with pytest.raises(ValueError, match=r"memory"):
+        planned(small(placement=Placement(memory_gib=1e-6)))
+
+
+def test_large_tables_are_not_copied(small):
+    table = 50 * 8 * 4 / 2**20
+    kinds = {
+        limit: {
+            s.sharding_type.value
+            for _, _, s in planned(small(placement=Placement(replicate_mib=limit))).tables()
+        }
+        for limit in (table, 0.9 * table)
+    }
+    assert kinds[table] == {"data_parallel"}
+    assert "data_parallel" not in kinds[0.9 * table]

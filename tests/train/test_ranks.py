@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from meshrec.train.ranks import choose_device, join, launched
+
+
+def talk() -> tuple:
+    ranks = join("cpu")
+    mine = torch.arange(ranks.rank + 1) + 10 * ranks.rank
+    values = (
+        ranks.sum([ranks.rank, 2.5]),
+        ranks.share(f"from {ranks.rank}"),
+        ranks.gather(mine).tolist(),
+        ranks.collect(ranks.rank),
+    )
+    ranks.wait_for_all()
+    return values
+
+
+def test_ranks_talk(ranks):
+    assert ranks(2).run(talk) == [([1.0, 5.0], "from 0", [0, 10, 11], [0, 1])] * 2
+
+
+def test_one_process_is_enough():
+    alone = join("cpu")
+    assert not launched()
+    assert alone.is_first
+    assert (alone.sum([2.0]), alone.share("x"), alone.collect(3)) == ([2.0], "x", [3])
+    assert alone.gather(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(None) == choose_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match=r"torch sees no GPU here; take --device cpu"):
+        choose_device("cuda")
+    with pytest.raises(ValueError, match=r"--device tpu: take cpu or cuda"):
+        choose_device("tpu")

@@ -1,0 +1,20 @@
+import pytest
+
+from meshrec.train import Placement, Training
+
+
+def test_numbers_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"training.batch_size is 0; it must be at least 1"):
+        Training(batch_size=0)
+    with pytest.raises(ValueError, match=r"training.clip_norm is -1; it must be above 0"):
+        Training(clip_norm=-1)
+
+
+def test_what_these_ranks_cannot_run_is_refused(small):
+    small(batch_size=100).check(2)
+    with pytest.raises(ValueError, match=r"100 cannot be divided among 3 ranks; take 99 or 102"):
+        small(batch_size=100).check(3)
+    with pytest.raises(ValueError, match=r"placement.sharded is False.*there are 2 ranks"):
+        small(placement=Placement(sharded=False)).check(2)
+    with pytest.raises(ValueError, match=r"early stopping would never see an evaluation"):
+        small(patience=1, max_steps=10, evaluate_every=20).check(1)

@@ -1,0 +1,46 @@
+import json
+import re
+
+from meshrec.train.report import phase_times, report_data, to_html
+from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, to_json
+
+
+def folder_with(tmp_path, small, num_lines):
+    folder = RunFolder(tmp_path)
+    folder.write_json(CONFIG, {"recipe": to_json(small()), "ranks": 2, "device": "cpu"})
+    folder.write_json(SUMMARY, {"validation": {"auc": 0.75}})
+    for step in range(1, num_lines + 1):
+        folder.append_metrics({"kind": "train", "step": step, "loss": 1 / step, "lr": 0.1})
+    folder.append_metrics({"kind": "validation", "step": num_lines, "auc": 0.75})
+    with folder.phases.open("w") as file:
+        for seconds in (1.0, 3.0, 2.0):
+            for phase in ("dense", "lookup"):
+                file.write(json.dumps({"phase": phase, "rank": 1, "seconds": seconds, "step": 1}) + "\n")
+    return folder
+
+
+def test_the_page_holds_its_data(tmp_path, small):
+    folder = folder_with(tmp_path, small, 3)
+    page = to_html(report_data(folder) | {"name": "</script><b>"})
+    text = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    data = json.loads(text.group(1))
+    assert data["name"] == "</script><b>"
+    assert data["summary"]["validation"] == {"auc": 0.75}
+    assert data["metrics"][0] == {"kind": "train", "step": 1, "loss": 1.0}
+    assert data["plan"] is None
+    assert ["training.batch_size", 100] in data["options"]
+
+
+def test_phases_are_medians_with_the_dense_part_last(tmp_path, small):
+    (rank,) = phase_times(folder_with(tmp_path, small, 1))
+    assert rank["rank"] == 1
+    assert list(rank["phases"].items()) == [("lookup", 2.0), ("dense", 2.0)]
+    assert phase_times(RunFolder(tmp_path / "none")) == []
+
+
+def test_long_runs_are_thinned(tmp_path, small):
+    lines = [
+        line for line in report_data(folder_with(tmp_path, small, 3000))["metrics"] if line["kind"] == "train"
+    ]
+    assert 500 < len(lines) <= 1001
+    assert (lines[0]["step"], lines[-1]["step"]) == (1, 3000)

@@ -1,0 +1,47 @@
+import pytest
+
+from meshrec.train.run_folder import CONFIG, RunFolder, all_runs, find_run, flat, new_run, to_json
+
+
+def started(folder: RunFolder) -> RunFolder:
+    folder.write_json(CONFIG, {})
+    return folder
+
+
+def test_runs_are_numbered_and_found(tmp_path):
+    first, second = (started(new_run(None, "small", tmp_path)) for _ in range(2))
+    assert [first.path.name, second.path.name] == ["small-001", "small-002"]
+    assert new_run(None, "small", tmp_path, resume=True) == second
+    assert {run.path.name for run in all_runs(tmp_path)} == {"small-001", "small-002"}
+    assert find_run("small-001", tmp_path) == find_run(first.path) == first
+
+
+def test_names_are_not_taken_twice(tmp_path):
+    mine = started(new_run("mine", "small", tmp_path))
+    assert new_run("mine", "small", tmp_path, resume=True) == mine
+    with pytest.raises(ValueError, match=r"holds a run already; take another --name, or go on with it"):
+        new_run("mine", "small", tmp_path)
+    with pytest.raises(ValueError, match=r"holds no run to resume"):
+        new_run("other", "small", tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"holds no run of large to resume"):
+        new_run(None, "large", tmp_path, resume=True)
+    with pytest.raises(ValueError, match=r"there is no run 'other'; in .* there are: mine"):
+        find_run("other", tmp_path)
+
+
+def test_metrics_survive_a_cut_and_a_return(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.metrics() == []
+    for step in (1, 2, 3):
+        folder.append_metrics({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in folder.metrics()] == [1, 2, 3]
+    folder.drop_metrics_after(2)
+    assert [line["step"] for line in folder.metrics()] == [1, 2]
+
+
+def test_a_recipe_as_json(small):
+    config = to_json(small())
+    assert config["tables"] == config["tables"] | {"type": "RowWiseAdagrad", "lr": 0.1}
+    assert dict(flat(config))["training.batch_size"] == 100

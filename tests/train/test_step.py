@@ -1,0 +1,57 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshrec.train import DenseOptimizer, Placement, Trainer, join
+
+
+def weights_after(recipe, ranks) -> dict[str, torch.Tensor]:
+    trainer = Trainer(recipe, recipe.data.load(), ranks)
+    trainer.run()
+    return trainer.built.model.state_dict()
+
+
+def quality_after(recipe) -> dict[str, float]:
+    return Trainer(recipe, recipe.data.load(), join("cpu")).run()
+
+
+@pytest.fixture
+def plain(small):
+    """1000 samples in steps of 96 end each epoch with an odd one."""
+    recipe = small(batch_size=96, epochs=2, placement=Placement(sharded=False))
+    return replace(recipe, dense=DenseOptimizer(kind="sgd", lr=0.1))
+
+
+@pytest.mark.parametrize("kinds", [("row_wise",), ("column_wise",), ("data_parallel",)])
+def test_two_ranks_train_as_the_plain_model_does(ranks, plain, kinds):
+    sharded = replace(plain, placement=Placement(sharding_types=kinds, min_partition=4))
+    expected = pytest.approx(quality_after(plain), rel=1e-5)
+    assert ranks(2).run(quality_after, sharded) == [expected, expected]
+
+
+def test_clipping_bounds_the_dense_update(plain):
+    before = weights_after(replace(plain, training=replace(plain.training, max_steps=1)), join("cpu"))
+    clipped = replace(plain, training=replace(plain.training, max_steps=1, clip_norm=1e-3))
+    after = weights_after(clipped, join("cpu"))
+    recipe = replace(plain, dense=DenseOptimizer(kind="sgd", lr=0.0))
+    first = weights_after(replace(recipe, training=replace(recipe.training, max_steps=1)), join("cpu"))
+
+    def moved(weights):
+        dense = [name for name in first if "embedding_bags" not in name]
+        return torch.cat([(weights[name] - first[name]).flatten() for name in dense]).norm()
+
+    rate = 0.1 / 3  # the first step of the warmup
+    assert moved(after) == pytest.approx(1e-3 * rate, rel=1e-2)
+    assert moved(before) > 2 * moved(after)
+
+
+def test_bf16_trains_nearly_as_well(small):
+    recipe = small(epochs=3)
+    dataset = recipe.data.load()
+    exact = Trainer(recipe, dataset, join("cpu")).run()
+    rounded = Trainer(
+        replace(recipe, training=replace(recipe.training, bf16=True)), dataset, join("cpu")
+    ).run()
+    assert rounded["auc"] == pytest.approx(exact["auc"], abs=0.02)
+    assert rounded["loss"] != exact["loss"]

@@ -1,0 +1,101 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshrec.planner.measured import PHASES_FILE, read_phases
+from meshrec.train import RunFolder, Trainer, join
+from meshrec.train.observers import Evaluated, Logged, Said, Started, Stepped
+from meshrec.train.stopping import StopRequest
+
+
+def trained(recipe, **options):
+    events = []
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"), observer=events.append, **options)
+    return trainer, trainer.run(), events
+
+
+def of(kind, events):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_a_run_learns_and_tells(small):
+    trainer, validation, events = trained(small(epochs=8))
+    (start,) = of(Started, events)
+    assert (start.num_steps, start.num_samples, start.num_validation) == (80, 1000, 400)
+    assert start.num_table_parameters == 3 * 50 * 8
+    assert [event.step for event in of(Stepped, events)] == list(range(1, 81))
+    lines = [event.line for event in of(Logged, events)]
+    assert [line["step"] for line in lines] == list(range(5, 81, 5))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    evaluations = of(Evaluated, events)
+    assert [event.line["step"] for event in evaluations] == list(range(10, 81, 10))
+    assert validation["auc"] == evaluations[-1].line["auc"] > 0.6
+    assert trainer.progress.position == (8, 0)
+
+
+def test_steps_are_limited_and_the_end_is_judged(small):
+    trainer, validation, events = trained(small(max_steps=7, epochs=3, evaluate_every=3))
+    assert trainer.progress.step == 7
+    assert [event.line["step"] for event in of(Evaluated, events)] == [3, 6, 7]
+    assert validation["auc"] == of(Evaluated, events)[-1].line["auc"]
+
+
+def test_early_stopping_takes_the_best_weights(small):
+    recipe = replace(small(epochs=40, patience=3, evaluate_every=10))
+    trainer, validation, events = trained(recipe)
+    assert trainer.progress.step < trainer.num_steps
+    best = max(event.line["auc"] for event in of(Evaluated, events))
+    assert validation["auc"] == pytest.approx(best, abs=1e-12)
+    assert trainer.early.best_auc == best
+    assert "the best by validation AUC" in of(Said, events)[0].text
+
+
+def test_a_stop_request_ends_the_run_at_the_next_step(small):
+    stop = StopRequest()
+    recipe = small(epochs=5)
+
+    def observer(event):
+        if isinstance(event, Stepped) and event.step == 4:
+            stop.signal = 2
+
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"), observer=observer, stop=stop)
+    trainer.run()
+    assert trainer.stopped
+    assert trainer.progress.step == 4
+
+
+def run_in(folder, recipe) -> dict[str, float]:
+    return Trainer(recipe, recipe.data.load(), join("cpu"), folder=RunFolder(folder)).run()
+
+
+def test_two_ranks_agree_and_record_their_phases(ranks, tmp_path, small):
+    first, second = ranks(2).run(run_in, tmp_path, small(epochs=1))
+    assert first == second
+    _, alone, _ = trained(small(epochs=1))
+    assert first["auc"] == pytest.approx(alone["auc"], abs=1e-3)
+    times = read_phases(tmp_path / PHASES_FILE)
+    assert {(time.rank, time.step) for time in times} == {(0, 3), (1, 3), (0, 7), (1, 7)}
+    assert {"lookup", "update", "dense"} <= {time.phase for time in times}
+
+
+def test_accumulated_batches_are_one_batch(small):
+    """With the tables frozen in place, as they are updated per batch."""
+    recipe = small(batch_size=100, epochs=1)
+    recipe = replace(recipe, tables=replace(recipe.tables, lr=0.0))
+    split = replace(recipe, training=replace(recipe.training, batch_size=50, accumulate=2))
+    (one, _, _), (two, _, _) = trained(recipe), trained(split)
+    assert one.progress.state_dict() | {"seconds": 0} == two.progress.state_dict() | {"seconds": 0}
+    for name, value in one.built.model.state_dict().items():
+        torch.testing.assert_close(value, two.built.model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_state_is_one_mapping(small):
+    trainer, _, _ = trained(small(epochs=1))
+    assert set(trainer.state) == {
+        "model",
+        "table_optimizer",
+        "dense_optimizer",
+        "progress",
+        "early_stopping",
+    }

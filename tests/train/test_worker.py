@@ -1,0 +1,29 @@
+import pytest
+
+from meshrec.planner import load_plan
+from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
+from meshrec.train.worker import Job, work
+
+
+def test_a_run_leaves_its_folder(tmp_path, small):
+    events = []
+    summary = work(Job(recipe=small(epochs=2), runs=tmp_path, device="cpu"), lambda _: events.append)
+    folder = RunFolder(tmp_path / "small-001")
+    assert folder.read_json(SUMMARY) == summary
+    assert summary["state"] == "finished"
+    assert set(summary["baselines"]) == {"global mean", "item popularity", "logistic regression"}
+    assert folder.read_json(CONFIG)["recipe"]["training"]["epochs"] == 2
+    assert load_plan(folder.plan).required_inputs().batch_size == 100
+    assert folder.report.read_text().startswith("<!doctype html>")
+    assert folder.plan_page.read_text().startswith("<!doctype html>")
+    assert list(tmp_path.glob("small-001/events.out.tfevents*"))
+    assert [type(event).__name__ for event in events][-1] == "Finished"
+
+
+def test_errors_are_kept(tmp_path, small):
+    from meshrec.train import Placement
+
+    job = Job(recipe=small(placement=Placement(memory_gib=1e-6)), name="x", runs=tmp_path, device="cpu")
+    with pytest.raises(ValueError, match=r"memory"):
+        work(job, lambda _: lambda _: None)
+    assert "ValueError" in RunFolder(tmp_path / "x").error(0).read_text()
