@@ -21,7 +21,9 @@ def run_planner(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 
 def run_dlrm_step(arguments: argparse.Namespace, effort: Effort) -> Result:
-    return dlrm_step.run(effort, tiny=arguments.tiny)
+    return dlrm_step.run(
+        effort, tiny=arguments.tiny, only=arguments.only or (), parts=arguments.part or dlrm_step.PARTS
+    )
 
 
 def run_data(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -41,6 +43,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Verify, then time.")
     parser.add_argument("bench", nargs="*", help=f"{', '.join(BENCHES)}; all of them when none is named")
     parser.add_argument("--case", type=int, action="append", choices=list(tbe.CASES), help="a case of tbe")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="contenders of dlrm_step whose name contains this: table_wise, torchrec",
+    )
+    parser.add_argument("--part", action="append", choices=dlrm_step.PARTS, help="a part of dlrm_step")
     parser.add_argument("--quick", action="store_true", help="few rounds: noisier")
     parser.add_argument("--tiny", action="store_true", help="tiny tables: only tries the benches themselves")
     arguments = parser.parse_args()

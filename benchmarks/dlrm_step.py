@@ -2,308 +2,165 @@
 part alone.
 
 Every contender starts from the same weights and sees the same data; losses of the first steps are compared
-before anything is timed.
+before anything is timed. Those whose times are compared take turns in the same processes; memory is measured
+in processes of their own.
 """
 
+import contextlib
 import gc
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
+from benchmarks.dlrm_contenders import Shape, Trainee, build, make_inputs
 from benchmarks.harness import Bar, Effort, Result, table
 from meshrec.testing.rank_pool import RankPool
 
-LR = 0.02
-OURS = ["table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"]
-THEIRS = ["table_wise", "column_wise", "data_parallel"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The model and its batches; ``batch`` samples on each rank, ``bag`` ids in each table."""
-
-    num_tables: int = 26
-    num_rows: int = 100_000
-    dim: int = 64
-    batch: int = 1024
-    bag: int = 4
-    dense_in: int = 13
-    bottom: tuple[int, ...] = (512, 256, 64)
-    top: tuple[int, ...] = (512, 512, 256, 1)
-
-
+DENSE = "dense alone"
+TABLE_WISE = "meshrec table_wise"
+# Each group takes turns in one pair of processes; what has whole tables on each rank is apart.
+GROUPS = [
+    [
+        DENSE,
+        TABLE_WISE,
+        "torchrec table_wise",
+        "meshrec column_wise",
+        "torchrec column_wise",
+        "meshrec row_wise",
+        "meshrec table_row_wise",
+        "meshrec grid_shard",
+    ],
+    [DENSE, "meshrec data_parallel", "torchrec data_parallel"],
+    [DENSE, "plain DDP"],
+]
 TINY = Shape(num_tables=4, num_rows=100, dim=8, batch=16, bottom=(16, 8), top=(16, 1))
-
-
-class Inputs(NamedTuple):
-    """A batch of one rank."""
-
-    dense: Tensor
-    ids: Tensor
-    offsets: Tensor
-    labels: Tensor
+PARTS = ("speed", "memory")
+_WARM_UP = 3
+_SECONDS_PER_ROUND = 1.0
 
 
 class Measured(NamedTuple):
     """What a contender did on one rank."""
 
     losses: list[float]
-    milliseconds: list[float]
+    milliseconds: list[list[float]]
+    """By round."""
     sent_bytes: int
 
 
-Step = Callable[[Inputs], Tensor]
+class Memory(NamedTuple):
+    """Bytes of one rank's process."""
+
+    peak: int
+    """Above that of the process before the model was built."""
+    tables: int
+    """The rank's part of the tables, and its optimizer state."""
 
 
-def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify, time, and hold against the bars."""
+@dataclass
+class Found:
+    """All measurements by contender, then by rank; times are also kept by group."""
+
+    groups: list[dict[str, list[Measured]]] = field(default_factory=list)
+    memory: dict[str, list[Memory]] = field(default_factory=dict)
+
+
+def run(
+    effort: Effort, *, tiny: bool = False, only: Sequence[str] = (), parts: Sequence[str] = PARTS
+) -> Result:
+    """Verify, time, and hold against the bars. ``only``: contenders whose name contains one of these."""
     shape = TINY if tiny else Shape()
-    contenders = [("dense alone", ""), *(("meshrec", kind) for kind in OURS), ("plain DDP", "")]
-    if importlib.util.find_spec("torchrec") is not None:
-        contenders += [("torchrec", kind) for kind in THEIRS]
-    found: dict[str, list[Measured]] = {}
-    with RankPool(2, timeout_seconds=900) as pool:
-        for library, kind in contenders:
-            name = f"{library} {kind}".strip()
-            found[name] = pool.run(measure_one, library, kind, shape, effort)
-            print(f"  {name}: {_median(found[name]):.1f} ms", flush=True)
-    _verify(found)
+    found = Found()
+    groups = _chosen(only)
+    for group in groups if "speed" in parts else []:
+        with RankPool(2, timeout_seconds=900) as pool:
+            by_rank = pool.run(measure_group, group, shape, effort)
+        found.groups.append({name: [rank[name] for rank in by_rank] for name in group})
+    for name in sorted({name for group in groups for name in group} - {DENSE}) if "memory" in parts else []:
+        with RankPool(2, timeout_seconds=900) as pool:
+            found.memory[name] = pool.run(measure_memory, name, shape)
+    for measured in found.groups:
+        _verify(measured)
     return _report(found)
 
 
-def measure_one(library: str, kind: str, shape: Shape, effort: Effort) -> Measured:
-    """On every rank: build, take three steps for their losses, then time."""
-    step = {
-        "meshrec": meshrec_step,
-        "torchrec": torchrec_step,
-        "plain DDP": plain_step,
-        "dense alone": dense_step,
-    }[library](kind, shape)
+def _chosen(only: Sequence[str]) -> list[list[str]]:
+    """The groups, less what was not asked for or is not installed; the dense part stays with the others."""
+    known = names = {name for group in GROUPS for name in group}
+    if importlib.util.find_spec("torchrec") is None:
+        names = {name for name in names if not name.startswith("torchrec")}
+    if only:
+        names = {name for name in names if any(word in name for word in only)}
+    if not names:
+        raise ValueError(f"--only {' '.join(only)} names no contender of {sorted(known)}.")
+    groups = [[name for name in group if name in names or name == DENSE] for group in GROUPS]
+    return [group for group in groups if len(group) > 1 or DENSE in only]
+
+
+def measure_group(names: Sequence[str], shape: Shape, effort: Effort) -> dict[str, Measured]:
+    """On every rank: build all, take three steps of each for their losses, then time them in turn."""
     batches = [make_inputs(shape, number) for number in range(4)]
-    losses = []
-    for batch in batches[:3]:
-        loss = step(batch).detach()
-        dist.all_reduce(loss)
-        losses.append(loss.item() / dist.get_world_size())
-    times, sent = [], []
-    for number in range(effort.rounds * effort.calls):
-        dist.barrier()
-        before, start = _bytes_sent(), time.perf_counter()
-        step(batches[number % 4])
-        times.append(1e3 * (time.perf_counter() - start))
-        sent.append(_bytes_sent() - before)
-    del step
+    steps, losses, calls = {}, {}, {}
+    for name in names:
+        steps[name] = _built(name, shape).step
+        losses[name] = []
+        for batch in batches[:_WARM_UP]:
+            loss, start = steps[name](batch).detach(), time.perf_counter()
+            dist.all_reduce(loss)
+            losses[name].append(loss.item() / dist.get_world_size())
+        start = time.perf_counter()
+        steps[name](batches[3])
+        took = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        calls[name] = max(1, min(effort.calls, int(_SECONDS_PER_ROUND / took.item())))
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    sent: dict[str, list[int]] = {name: [] for name in names}
+    for _ in range(effort.rounds):
+        for name in names:
+            times[name].append([])
+            if calls[name] > 1:
+                steps[name](batches[3])  # brings the caches into the state of a run of this contender
+            for number in range(calls[name]):
+                dist.barrier()
+                before, start = _bytes_sent(), time.perf_counter()
+                steps[name](batches[number % 4])
+                times[name][-1].append(1e3 * (time.perf_counter() - start))
+                sent[name].append(_bytes_sent() - before)
+    steps.clear()
     gc.collect()
-    return Measured(losses, times, int(statistics.median(sent)))
+    return {name: Measured(losses[name], times[name], int(statistics.median(sent[name]))) for name in names}
 
 
-def make_inputs(shape: Shape, number: int) -> Inputs:
-    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    num_bags = shape.num_tables * shape.batch
-    return Inputs(
-        torch.rand(shape.batch, shape.dense_in, generator=generator),
-        torch.randint(0, shape.num_rows, (num_bags * shape.bag,), generator=generator),
-        torch.arange(num_bags + 1) * shape.bag,
-        torch.randint(0, 2, (shape.batch,), generator=generator).float(),
-    )
+def measure_memory(name: str, shape: Shape) -> Memory:
+    """On every rank of fresh processes: the peak of building and of some steps."""
+    small = _built(name, TINY)
+    small.step(make_inputs(TINY, 0))  # an idle rank has imported, and started, what the first step needs
+    del small
+    gc.collect()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident("VmRSS")
+    trainee = _built(name, shape)
+    for number in range(4):
+        trainee.step(make_inputs(shape, number))
+    return Memory(_resident("VmHWM") - before, trainee.table_bytes)
 
 
-def fill(weight: Tensor) -> Tensor:
-    """First values that depend on the row alone: TorchRec fills every shard as if it were a table."""
-    values = 0.01 * torch.arange(weight.shape[0]).sin()
-    with torch.no_grad():
-        return weight.copy_(values[:, None] if weight.dim() == 2 else values)
+def _built(name: str, shape: Shape) -> Trainee:
+    library = next(each for each in ("meshrec", "torchrec", "plain DDP", DENSE) if name.startswith(each))
+    return build(library, name.removeprefix(library).strip(), shape)
 
 
-def keyed(shape: Shape) -> list[str]:
-    return [f"f{number}" for number in range(shape.num_tables)]
-
-
-def meshrec_step(kind: str, shape: Shape) -> Step:
-    from meshrec import distributed as md
-    from meshrec.model_parallel import DistributedModelParallel
-    from meshrec.models import DLRM
-    from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
-    from meshrec.optim import RowWiseAdagrad
-    from meshrec.sparse import KeyedJaggedTensor
-
-    world = dist.get_world_size()
-    builders = {
-        "table_wise": lambda number: md.table_wise(rank=number % world),
-        "column_wise": lambda number: md.column_wise(),
-        "row_wise": lambda number: md.row_wise(),
-        "table_row_wise": lambda number: md.table_row_wise(node=0),
-        "grid_shard": lambda number: md.grid_shard(),
-        "data_parallel": lambda number: md.data_parallel(),
-    }
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{number}",
-            embedding_dim=shape.dim,
-            num_embeddings=shape.num_rows,
-            feature_names=[f"f{number}"],
-            init_fn=fill,
-        )
-        for number in range(shape.num_tables)
-    ]
-    collection = EmbeddingBagCollection(tables=tables)
-    torch.manual_seed(0)
-    model = DLRM(collection, shape.dense_in, shape.bottom, shape.top)
-    path = "sparse_arch.embedding_bag_collection"
-    plan = md.construct_module_sharding_plan(
-        model.get_submodule(path),
-        {f"t{number}": builders[kind](number) for number in range(shape.num_tables)},
-        world_size=world,
-        local_size=1 if kind == "grid_shard" else None,
-    )
-    sharder = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=LR, eps=1e-8))
-    dmp = DistributedModelParallel(model, plan=md.ShardingPlan({path: plan}), sharders=[sharder])
-    dense = [p for name, p in dmp.named_parameters() if path not in name]
-    optimizer = torch.optim.Adagrad(dense, lr=LR)
-
-    def step(inputs: Inputs) -> Tensor:
-        features = KeyedJaggedTensor(keyed(shape), inputs.ids, offsets=inputs.offsets)
-        return _train(dmp, optimizer, inputs, features)
-
-    return step
-
-
-def torchrec_step(kind: str, shape: Shape) -> Step:
-    import warnings
-
-    warnings.simplefilter("ignore")
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import (
-        column_wise,
-        construct_module_sharding_plan,
-        data_parallel,
-        table_wise,
-    )
-    from torchrec.distributed.types import ShardingPlan
-    from torchrec.models.dlrm import DLRM
-
-    world = dist.get_world_size()
-    builders = {
-        # Left to itself it takes the dense kernel on a CPU, and then drops the optimizer.
-        "table_wise": lambda number: table_wise(rank=number % world, compute_kernel="fused"),
-        "column_wise": lambda number: column_wise(ranks=list(range(world)), compute_kernel="fused"),
-        "data_parallel": lambda number: data_parallel(),
-    }
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{number}",
-            embedding_dim=shape.dim,
-            num_embeddings=shape.num_rows,
-            feature_names=[f"f{number}"],
-            init_fn=fill,
-        )
-        for number in range(shape.num_tables)
-    ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
-    torch.manual_seed(0)
-    model = DLRM(collection, shape.dense_in, list(shape.bottom), list(shape.top))
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR, "eps": 1e-8}
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
-    path = "sparse_arch.embedding_bag_collection"
-    plan = construct_module_sharding_plan(
-        model.get_submodule(path),
-        {f"t{number}": builders[kind](number) for number in range(shape.num_tables)},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
-    dmp = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({path: plan}), sharders=[sharder]
-    )
-    ordinary = [p for name, p in dmp.named_parameters() if path not in name or kind == "data_parallel"]
-    optimizer = torch.optim.Adagrad(ordinary, lr=LR)
-
-    def step(inputs: Inputs) -> Tensor:
-        features = KeyedJaggedTensor(
-            keys=keyed(shape), values=inputs.ids, offsets=inputs.offsets, lengths=inputs.offsets.diff()
-        )
-        return _train(dmp, optimizer, inputs, features)
-
-    return step
-
-
-class _PlainTables(nn.Module):
-    """What a user without a library writes."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self._shape = shape
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(shape.num_rows, shape.dim, mode="sum", include_last_offset=True)
-            for _ in range(shape.num_tables)
-        )
-        for each in self.tables:
-            fill(each.weight)
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        offsets = inputs.offsets[: self._shape.batch + 1]
-        ids = inputs.ids.chunk(self._shape.num_tables)
-        return torch.stack([each(own, offsets) for each, own in zip(self.tables, ids, strict=True)], dim=1)
-
-
-class _NoTables(nn.Module):
-    """The same sizes without a table."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self._vectors = torch.rand(shape.batch, shape.num_tables, shape.dim).requires_grad_()
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        return self._vectors
-
-
-class _PlainModel(nn.Module):
-    def __init__(self, shape: Shape, tables: nn.Module) -> None:
-        from meshrec.models import DenseArch, InteractionArch, OverArch
-
-        super().__init__()
-        self.tables = tables
-        torch.manual_seed(0)
-        self.dense_arch = DenseArch(shape.dense_in, shape.bottom)
-        self.inter_arch = InteractionArch(shape.num_tables)
-        self.over_arch = OverArch(self.inter_arch.model.out_features(shape.dim), shape.top)
-
-    def forward(self, dense: Tensor, inputs: Inputs) -> Tensor:
-        return self.over_arch(self.inter_arch(self.dense_arch(dense), self.tables(inputs)))
-
-
-def plain_step(kind: str, shape: Shape) -> Step:
-    model = nn.parallel.DistributedDataParallel(_PlainModel(shape, _PlainTables(shape)))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    return lambda inputs: _train(model, optimizer, inputs, inputs)
-
-
-def dense_step(kind: str, shape: Shape) -> Step:
-    """Without a process group's work either: what no sharding can save."""
-    model = _PlainModel(shape, _NoTables(shape))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    return lambda inputs: _train(model, optimizer, inputs, inputs)
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, features: Any) -> Tensor:
-    optimizer.zero_grad()
-    logits = model(inputs.dense, features).squeeze(-1)
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, inputs.labels)
-    loss.backward()
-    optimizer.step()
-    return loss
+def _resident(field_name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field_name)))
 
 
 def _bytes_sent() -> int:
@@ -312,49 +169,72 @@ def _bytes_sent() -> int:
     return sum(int(line.split(":")[1].split()[8]) for line in lines)
 
 
-def _median(ranks: list[Measured]) -> float:
-    return statistics.median(max(both) for both in zip(*(rank.milliseconds for rank in ranks), strict=True))
+def _round_medians(ranks: list[Measured]) -> list[float]:
+    """For each round the median step in milliseconds, each step as long as the slower rank took."""
+    return [
+        statistics.median(map(max, zip(*calls, strict=True)))
+        for calls in zip(*(rank.milliseconds for rank in ranks), strict=True)
+    ]
 
 
-def _verify(found: dict[str, list[Measured]]) -> None:
+def _verify(measured: dict[str, list[Measured]]) -> None:
     """All but the dense part alone start with one loss; those with the same optimizer keep to it."""
-    reference = found["meshrec table_wise"][0].losses
-    for name, ranks in found.items():
-        if name == "dense alone":
-            continue
+    names = [name for name in measured if name != DENSE]
+    reference = next((n for n in names if n.startswith("meshrec")), None)
+    for name in names if reference is not None else []:
         # Others have no row-wise optimizer, or apply it to each column shard alone.
-        steps = 3 if name.startswith("meshrec") or name == "torchrec table_wise" else 1
-        for loss, expected in zip(ranks[0].losses[:steps], reference[:steps], strict=True):
-            if abs(loss - expected) > 1e-4 * abs(expected):
-                raise AssertionError(f"{name}: losses {ranks[0].losses}, expected {reference}")
+        steps = _WARM_UP if name.startswith("meshrec") or name == "torchrec table_wise" else 1
+        expected = measured[reference or name][0].losses
+        for loss, other in zip(measured[name][0].losses[:steps], expected[:steps], strict=True):
+            if abs(loss - other) > 1e-4 * abs(other):
+                raise AssertionError(f"{name}: losses {measured[name][0].losses}, expected {expected}")
 
 
-def _report(found: dict[str, list[Measured]]) -> Result:
-    times = {name: _median(ranks) for name, ranks in found.items()}
-    dense = times["dense alone"]
-    rows = [
-        [name, f"{ms:.1f}", f"{ms - dense:.1f}", f"{found[name][0].sent_bytes / 1e6:.1f}"]
-        for name, ms in times.items()
-    ]
-    print(table(["contender", "step ms", "not dense ms", "MB on the wire"], rows))
-    ours = {kind: times[f"meshrec {kind}"] for kind in OURS}
-    bars = [
-        Bar(
-            name=f"{kind} against table_wise", figure=ours[kind] / ours["table_wise"], asked=1.3, at_most=True
-        )
-        for kind in ("row_wise", "table_row_wise", "grid_shard")
-    ]
-    for kind in THEIRS:
-        theirs = times.get(f"torchrec {kind}")
-        if theirs is None:
-            continue
-        asked = 15.0 if kind == "data_parallel" else 2.0
-        bars.append(Bar(name=f"{kind} against TorchRec", figure=theirs / ours[kind], asked=asked))
-        if kind != "data_parallel":
-            figure = (theirs - dense) / max(ours[kind] - dense, 1e-3)
-            bars.append(Bar(name=f"{kind}, what is not dense", figure=figure, asked=4.0))
-    figures = {
-        name: {"step_ms": ms, "sent_bytes": found[name][0].sent_bytes, "losses": found[name][0].losses}
-        for name, ms in times.items()
-    }
+def _report(found: Found) -> Result:
+    rows, figures, bars = [], {}, []
+    for measured in found.groups:
+        rounds = {name: _round_medians(ranks) for name, ranks in measured.items()}
+        dense = statistics.median(rounds[DENSE])
+        for name, times in rounds.items():
+            step, sent = statistics.median(times), measured[name][0].sent_bytes
+            memory = max((rank.peak for rank in found.memory.get(name, [])), default=0)
+            rows.append([name, *(f"{x:.1f}" for x in (step, step - dense, sent / 1e6, memory / 1e6))])
+            figures[name] = {
+                "step_ms": step,
+                "not_dense_ms": step - dense,
+                "sent_bytes": sent,
+                "peak_bytes": memory,
+                "losses": measured[name][0].losses,
+            }
+        bars += _speed_bars(rounds)
+    for name, ranks in found.memory.items():
+        if name.startswith("meshrec"):
+            figure = max(rank.peak / rank.tables for rank in ranks)
+            bars.append(Bar(name=f"{name}: memory over its tables", figure=figure, asked=1.25, at_most=True))
+    header = ["contender", "step ms", "not dense ms", "MB on the wire", "peak MB a rank"]
+    print(table(header, rows))
     return Result(figures, bars)
+
+
+def _speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:
+    """Ratios of the same round, the median over rounds."""
+
+    def ratio(name: str, other: str, less: str | None = None) -> float:
+        taken = [0.0] * len(rounds[name]) if less is None else rounds[less]
+        pairs = zip(rounds[name], rounds[other], taken, strict=True)
+        return statistics.median((a - x) / max(b - x, 1e-3) for a, b, x in pairs)
+
+    bars = []
+    for kind in ("row_wise", "table_row_wise", "grid_shard"):
+        if {name := f"meshrec {kind}", TABLE_WISE} <= rounds.keys():
+            figure = ratio(name, TABLE_WISE)
+            bars.append(Bar(name=f"{kind} against table_wise", figure=figure, asked=1.3, at_most=True))
+    for kind in ("table_wise", "column_wise", "data_parallel"):
+        ours, theirs = f"meshrec {kind}", f"torchrec {kind}"
+        if {ours, theirs} <= rounds.keys():
+            asked = 15.0 if kind == "data_parallel" else 2.0
+            bars.append(Bar(name=f"{kind} against TorchRec", figure=ratio(theirs, ours), asked=asked))
+        if {ours, theirs} <= rounds.keys() and kind != "data_parallel":
+            figure = ratio(theirs, ours, DENSE)
+            bars.append(Bar(name=f"{kind}, what is not dense", figure=figure, asked=4.0))
+    return bars

@@ -100,8 +100,21 @@ struct SumArgs {
   bool dense;
 };
 
+// Samples [first, last) of dense vectors [B, dim] and sparse ones [B, num_sparse, dim].
+struct InteractionArgs {
+  const float* dense;
+  const float* sparse;
+  int64_t num_sparse, dim, first, last;
+  float* out;         // [B, dim + pairs]
+  const float* grad;  // like out
+  float* grad_dense;
+  float* grad_sparse;
+  float* scratch;
+};
+
 constexpr int64_t kScratchRows = 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+inline int64_t interaction_stride(int64_t num_vectors) { return (num_vectors + 4 + 31) / 32 * 32; }
 
 struct Kernels {
   const char* name;
@@ -112,6 +125,8 @@ struct Kernels {
   void (*sum)(const SumArgs&);
   bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
   bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
+  void (*interact)(const InteractionArgs&);
+  void (*interact_grad)(const InteractionArgs&);
 };
 
 const Kernels* kernels_baseline();

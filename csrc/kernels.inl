@@ -474,6 +474,8 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
   return bad == 0;
 }
 
+#include "interaction.inl"
+
 #define MESHREC_BY_WEIGHT(function)                            \
   {                                                            \
     {function<float, int32_t>, function<float, int64_t>},      \
@@ -493,7 +495,9 @@ const Kernels kTable = {MESHREC_NAME,
                          MESHREC_UPDATE(kPartialRowWiseLAMB), MESHREC_UPDATE(kLARS)},
                         sum,
                         all_below<int32_t>,
-                        all_below<int64_t>};
+                        all_below<int64_t>,
+                        interact,
+                        interact_grad};
 
 }  // namespace
 

@@ -1,7 +1,8 @@
 """Products of embeddings with each other."""
 
-import torch
 from torch import Tensor, nn
+
+from meshrec.ops.interaction import dot_interaction
 
 
 class DotInteraction(nn.Module):
@@ -16,9 +17,6 @@ class DotInteraction(nn.Module):
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
         self.num_sparse_features = num_sparse_features
-        num_vectors = num_sparse_features + 1
-        rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.register_buffer("_pairs", rows * num_vectors + columns, persistent=False)
 
     def out_features(self, dim: int) -> int:
         """Columns of the result for vectors of ``dim``."""
@@ -26,8 +24,4 @@ class DotInteraction(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         """Dense [B, D], sparse [B, F, D] -> [B, D + F (F + 1) / 2]."""
-        if self.num_sparse_features == 0:
-            return dense
-        vectors = torch.cat([dense.unsqueeze(1), sparse], dim=1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        return torch.cat([dense, products.index_select(1, self._pairs)], dim=1)  # type: ignore[arg-type]
+        return dot_interaction(dense, sparse) if self.num_sparse_features else dense

@@ -4,6 +4,7 @@ Starting a process that imports torch takes seconds; a pool pays that once for m
 """
 
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 
 class _Task(NamedTuple):
+    module: str
     file: str
     name: str
     args: tuple[Any, ...]
@@ -69,7 +71,7 @@ class RankPool:
             RankError: when a rank raised, died, or did not answer in time. The pool is of no use after the
             latter two.
         """
-        task = _Task(inspect.getfile(function), function.__qualname__, args)
+        task = _Task(function.__module__, inspect.getfile(function), function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(task)
         outcomes: dict[int, _Outcome] = {}
@@ -129,23 +131,37 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
     with contextlib.suppress(EOFError):
         while (task := pipe.recv()) is not None:
             try:
-                outcome = _Outcome(getattr(_module(task.file, modules), task.name)(*task.args), None)
+                outcome = _Outcome(getattr(_module(task, modules), task.name)(*task.args), None)
             except BaseException:  # checkpoint errors are no Exceptions
                 outcome = _Outcome(None, traceback.format_exc())
             pipe.send(outcome)
     dist.destroy_process_group()
 
 
-def _module(file: str, modules: dict[str, ModuleType]) -> ModuleType:
-    if file not in modules:
-        loaded = [m for m in sys.modules.values() if getattr(m, "__file__", None) == file]
-        if loaded:
-            modules[file] = loaded[0]
-            return loaded[0]
-        spec = importlib.util.spec_from_file_location(f"rank_pool_{Path(file).stem}", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = modules[file] = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    return modules[file]
+def _module(task: _Task, modules: dict[str, ModuleType]) -> ModuleType:
+    """The module of a task: under its own name where that leads to its file, so that results of its classes
+    can be sent back; else from the file alone."""
+    if task.file not in modules:
+        modules[task.file] = _imported(task) or _from_file(task.file)
+    return modules[task.file]
+
+
+def _imported(task: _Task) -> ModuleType | None:
+    loaded = [m for m in sys.modules.values() if getattr(m, "__file__", None) == task.file]
+    if loaded:
+        return loaded[0]
+    try:
+        spec = importlib.util.find_spec(task.module)
+    except (ImportError, ValueError):
+        return None
+    found = spec is not None and spec.origin == task.file
+    return importlib.import_module(task.module) if found else None
+
+
+def _from_file(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"rank_pool_{Path(file).stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,261 @@
+"""The same DLRM, built and trained one step with each library, for benchmarks.dlrm_step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+LR = 0.02
+_PATH = "sparse_arch.embedding_bag_collection"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The model and its batches; ``batch`` samples on each rank, ``bag`` ids in each table."""
+
+    num_tables: int = 26
+    num_rows: int = 100_000
+    dim: int = 64
+    batch: int = 1024
+    bag: int = 4
+    dense_in: int = 13
+    bottom: tuple[int, ...] = (512, 256, 64)
+    top: tuple[int, ...] = (512, 512, 256, 1)
+
+
+TINY = Shape(num_tables=4, num_rows=100, dim=8, batch=16, bottom=(16, 8), top=(16, 1))
+
+
+class Inputs(NamedTuple):
+    """A batch of one rank."""
+
+    dense: Tensor
+    ids: Tensor
+    offsets: Tensor
+    labels: Tensor
+
+
+class Trainee(NamedTuple):
+    """A model in training. ``step`` takes a batch and gives its loss."""
+
+    step: Callable[[Inputs], Tensor]
+    table_bytes: int = 0
+    """This rank's part of the tables with its optimizer state, where the library says it."""
+
+
+def make_inputs(shape: Shape, number: int) -> Inputs:
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    num_bags = shape.num_tables * shape.batch
+    return Inputs(
+        torch.rand(shape.batch, shape.dense_in, generator=generator),
+        torch.randint(0, shape.num_rows, (num_bags * shape.bag,), generator=generator),
+        torch.arange(num_bags + 1) * shape.bag,
+        torch.randint(0, 2, (shape.batch,), generator=generator).float(),
+    )
+
+
+def fill(weight: Tensor, first_row: int = 0) -> Tensor:
+    """First values that depend on the row alone: TorchRec fills every shard as if it were a table."""
+    values = 0.01 * torch.arange(first_row, first_row + weight.shape[0]).sin()
+    with torch.no_grad():
+        return weight.copy_(values[:, None] if weight.dim() == 2 else values)
+
+
+def keyed(shape: Shape) -> list[str]:
+    return [f"f{number}" for number in range(shape.num_tables)]
+
+
+def build(library: str, kind: str, shape: Shape) -> Trainee:
+    """The model of a library, with its tables sharded in the way of ``kind``."""
+    builders = {"meshrec": _meshrec, "torchrec": _torchrec, "plain DDP": _plain, "dense alone": _dense}
+    return builders[library](kind, shape)
+
+
+def _meshrec(kind: str, shape: Shape) -> Trainee:
+    from meshrec import distributed as md
+    from meshrec.model_parallel import DistributedModelParallel
+    from meshrec.models import DLRM
+    from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
+    from meshrec.optim import RowWiseAdagrad
+    from meshrec.sparse import KeyedJaggedTensor
+
+    world = dist.get_world_size()
+    builders = {
+        "table_wise": lambda number: md.table_wise(rank=number % world),
+        "column_wise": lambda number: md.column_wise(),
+        "row_wise": lambda number: md.row_wise(),
+        "table_row_wise": lambda number: md.table_row_wise(node=0),
+        "grid_shard": lambda number: md.grid_shard(),
+        "data_parallel": lambda number: md.data_parallel(),
+    }
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{number}",
+            embedding_dim=shape.dim,
+            num_embeddings=shape.num_rows,
+            feature_names=[f"f{number}"],
+            init_fn=nn.init.zeros_,
+        )
+        for number in range(shape.num_tables)
+    ]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    torch.manual_seed(0)
+    model = DLRM(collection, shape.dense_in, shape.bottom, shape.top)
+    plan = md.construct_module_sharding_plan(
+        collection,
+        {f"t{number}": builders[kind](number) for number in range(shape.num_tables)},
+        world_size=world,
+        local_size=1 if kind == "grid_shard" else None,
+    )
+    sharder = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=LR, eps=1e-8))
+    dmp = DistributedModelParallel(model, plan=md.ShardingPlan({_PATH: plan}), sharders=[sharder])
+    sharded: Any = dmp.module.get_submodule(_PATH)
+    for shards in sharded.embedding_bags.values():
+        for rectangle, weight in zip(shards.rectangles, shards.shards(), strict=True):
+            fill(weight, rectangle.r0)
+    dense = [p for name, p in dmp.named_parameters() if _PATH not in name]
+    optimizer = torch.optim.Adagrad(dense, lr=LR)
+
+    def step(inputs: Inputs) -> Tensor:
+        features = KeyedJaggedTensor(keyed(shape), inputs.ids, offsets=inputs.offsets)
+        return _train(dmp, optimizer, inputs, features)
+
+    state = [
+        part
+        for table in sharded.fused_optimizer.tables.values()
+        for slot in table.slots.values()
+        for part in slot.parts
+    ]
+    return Trainee(step, sum(tensor.nbytes for tensor in [*sharded.parameters(), *state]))
+
+
+def _torchrec(kind: str, shape: Shape) -> Trainee:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import (
+        column_wise,
+        construct_module_sharding_plan,
+        data_parallel,
+        table_wise,
+    )
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.models.dlrm import DLRM
+
+    world = dist.get_world_size()
+    builders = {
+        # Left to itself it takes the dense kernel on a CPU, and then drops the optimizer.
+        "table_wise": lambda number: table_wise(rank=number % world, compute_kernel="fused"),
+        "column_wise": lambda number: column_wise(ranks=list(range(world)), compute_kernel="fused"),
+        "data_parallel": lambda number: data_parallel(),
+    }
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{number}",
+            embedding_dim=shape.dim,
+            num_embeddings=shape.num_rows,
+            feature_names=[f"f{number}"],
+            init_fn=fill,
+        )
+        for number in range(shape.num_tables)
+    ]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    torch.manual_seed(0)
+    model = DLRM(collection, shape.dense_in, list(shape.bottom), list(shape.top))
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR, "eps": 1e-8}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    plan = construct_module_sharding_plan(
+        model.get_submodule(_PATH),
+        {f"t{number}": builders[kind](number) for number in range(shape.num_tables)},
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
+    )
+    dmp = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan({_PATH: plan}), sharders=[sharder]
+    )
+    ordinary = [p for name, p in dmp.named_parameters() if _PATH not in name or kind == "data_parallel"]
+    optimizer = torch.optim.Adagrad(ordinary, lr=LR)
+
+    def step(inputs: Inputs) -> Tensor:
+        features = KeyedJaggedTensor(
+            keys=keyed(shape), values=inputs.ids, offsets=inputs.offsets, lengths=inputs.offsets.diff()
+        )
+        return _train(dmp, optimizer, inputs, features)
+
+    return Trainee(step)
+
+
+class _PlainTables(nn.Module):
+    """What a user without a library writes."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._shape = shape
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(shape.num_rows, shape.dim, mode="sum", include_last_offset=True)
+            for _ in range(shape.num_tables)
+        )
+        for each in self.tables:
+            fill(each.weight)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        offsets = inputs.offsets[: self._shape.batch + 1]
+        ids = inputs.ids.chunk(self._shape.num_tables)
+        return torch.stack([each(own, offsets) for each, own in zip(self.tables, ids, strict=True)], dim=1)
+
+
+class _NoTables(nn.Module):
+    """The same sizes without a table."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._vectors = torch.rand(shape.batch, shape.num_tables, shape.dim).requires_grad_()
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        return self._vectors
+
+
+class _PlainModel(nn.Module):
+    def __init__(self, shape: Shape, tables: nn.Module) -> None:
+        from meshrec.models import DenseArch, InteractionArch, OverArch
+
+        super().__init__()
+        self.tables = tables
+        torch.manual_seed(0)
+        self.dense_arch = DenseArch(shape.dense_in, shape.bottom)
+        self.inter_arch = InteractionArch(shape.num_tables)
+        self.over_arch = OverArch(self.inter_arch.model.out_features(shape.dim), shape.top)
+
+    def forward(self, dense: Tensor, inputs: Inputs) -> Tensor:
+        return self.over_arch(self.inter_arch(self.dense_arch(dense), self.tables(inputs)))
+
+
+def _plain(kind: str, shape: Shape) -> Trainee:
+    model = nn.parallel.DistributedDataParallel(_PlainModel(shape, _PlainTables(shape)))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
+    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs))
+
+
+def _dense(kind: str, shape: Shape) -> Trainee:
+    """Without a process group's work either: what no sharding can save."""
+    model = _PlainModel(shape, _NoTables(shape))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
+    return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, features: Any) -> Tensor:
+    optimizer.zero_grad()
+    logits = model(inputs.dense, features).squeeze(-1)
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, inputs.labels)
+    loss.backward()
+    optimizer.step()
+    return loss

@@ -1,0 +1,43 @@
+"""Dot products of all pairs of a sample's vectors, in plain torch: the truth for the kernels, and what serves
+where there is none.
+
+Shape legend: B samples, F sparse vectors of a sample, D their width, V = F + 1 vectors with the dense one, P =
+V (V - 1) / 2 pairs.
+"""
+
+import torch
+from torch import Tensor
+
+
+def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
+    """The dense vector, and the dot product of each pair of vectors.
+
+    Args:
+        dense_BD: vector 0 of every sample.
+        sparse_BFD: vectors 1 to F, F > 0.
+
+    Returns:
+        [B, D + P]; pairs (0, 1), (0, 2), ... (0, F), (1, 2), ...
+    """
+    vectors_BVD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
+    products_BVV = torch.bmm(vectors_BVD, vectors_BVD.transpose(1, 2))
+    rows, columns = _pairs(vectors_BVD)
+    return torch.cat([dense_BD, products_BVV[:, rows, columns]], dim=1)
+
+
+def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of both inputs, from that of the result [B, D + P]."""
+    vectors_BVD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
+    num_vectors, dim = vectors_BVD.shape[1:]
+    rows, columns = _pairs(vectors_BVD)
+    products_BVV = grad.new_zeros(grad.shape[0], num_vectors, num_vectors)
+    products_BVV[:, rows, columns] = grad[:, dim:]
+    products_BVV[:, columns, rows] = grad[:, dim:]
+    vectors_grad = torch.bmm(products_BVV, vectors_BVD)
+    return vectors_grad[:, 0] + grad[:, :dim], vectors_grad[:, 1:].contiguous()
+
+
+def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
+    num_vectors = vectors_BVD.shape[1]
+    rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1, device=vectors_BVD.device)
+    return rows, columns
