@@ -197,23 +197,33 @@ def _report(found: Found) -> Result:
         dense = statistics.median(rounds[DENSE])
         for name, times in rounds.items():
             step, sent = statistics.median(times), measured[name][0].sent_bytes
-            memory = max((rank.peak for rank in found.memory.get(name, [])), default=0)
-            rows.append([name, *(f"{x:.1f}" for x in (step, step - dense, sent / 1e6, memory / 1e6))])
+            rows.append([name, *(f"{x:.1f}" for x in (step, step - dense, sent / 1e6))])
             figures[name] = {
                 "step_ms": step,
                 "not_dense_ms": step - dense,
                 "sent_bytes": sent,
-                "peak_bytes": memory,
                 "losses": measured[name][0].losses,
             }
         bars += _speed_bars(rounds)
-    for name, ranks in found.memory.items():
-        if name.startswith("meshrec"):
-            figure = max(rank.peak / rank.tables for rank in ranks)
+    if rows:
+        print(table(["contender", "step ms", "not dense ms", "MB on the wire"], rows), "\n")
+    memory_rows, memory_bars = _memory(found.memory)
+    if memory_rows:
+        print(table(["contender", "peak MB a rank", "of it tables and their state"], memory_rows), "\n")
+        figures["memory"] = {name: [rank._asdict() for rank in ranks] for name, ranks in found.memory.items()}
+    return Result(figures, bars + memory_bars)
+
+
+def _memory(found: dict[str, list[Memory]]) -> tuple[list[list[str]], list[Bar]]:
+    rows, bars = [], []
+    for name, ranks in found.items():
+        worst = max(ranks, key=lambda rank: rank.peak / max(rank.tables, 1))
+        tables = f"{worst.tables / 1e6:.1f}" if worst.tables else ""
+        rows.append([name, f"{worst.peak / 1e6:.1f}", tables])
+        if worst.tables:
+            figure = worst.peak / worst.tables
             bars.append(Bar(name=f"{name}: memory over its tables", figure=figure, asked=1.25, at_most=True))
-    header = ["contender", "step ms", "not dense ms", "MB on the wire", "peak MB a rank"]
-    print(table(header, rows))
-    return Result(figures, bars)
+    return rows, bars
 
 
 def _speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:

@@ -211,7 +211,8 @@ class DistributedModelParallel(nn.Module):
     def _init_ddp(self, ignored: set[str]) -> None:
         parallel = nn.parallel.DistributedDataParallel
         parallel._set_params_and_buffers_to_ignore_for_model(self._dmp_wrapped_module, ignored)
-        options: dict[str, Any] = {"process_group": self._env.world.group}
+        # Gradients that lie in the buckets are neither held twice nor copied.
+        options: dict[str, Any] = {"process_group": self._env.world.group, "gradient_as_bucket_view": True}
         if self._device.type == "cuda":
             options["device_ids"] = [self._device]
         self._dmp_wrapped_module = parallel(self._dmp_wrapped_module, **{**options, **self._dense_options})

@@ -1,7 +1,11 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from meshrec.ops.memory import use_huge_pages
+from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,3 +36,44 @@ def test_memory_must_be_one_piece():
 
 def test_opcheck():
     torch.library.opcheck(torch.ops.meshrec.use_huge_pages.default, (torch.zeros(64, 8),))
+
+
+FAULTS = """
+import resource, sys, torch
+from meshrec.ops.memory import keep_freed_memory
+def step():
+    held = [torch.ones(1 << 21) for _ in range(4)]  # 32 MiB
+kept = keep_freed_memory()
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    step()
+print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def kept_and_faults(**environment):
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env={**os.environ, **environment}, capture_output=True, check=True
+    )
+    return tuple(map(int, done.stdout.split()))
+
+
+@pytest.mark.skipif("glibc" not in str(os.confstr("CS_GNU_LIBC_VERSION")), reason="another C library")
+def test_freed_memory_is_kept_for_the_next_step():
+    kept, faults = kept_and_faults()
+    assert kept
+    assert faults < 100
+
+
+@pytest.mark.parametrize(
+    "choice", [{"MALLOC_TRIM_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=0"}]
+)
+def test_what_the_user_chose_stays(choice):
+    assert kept_and_faults(**choice)[0] == 0
+
+
+def test_other_systems_are_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not keep_freed_memory()

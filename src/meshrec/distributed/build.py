@@ -29,7 +29,7 @@ from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.ops.memory import use_huge_pages
+from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 from meshrec.optim.fused import UpdateMode
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import OptimizerSpec
@@ -106,6 +106,8 @@ def build(
 ) -> Built:
     """Checks the plan, allocates what this rank owns, and fills it. Collective over all ranks.
 
+    On CPUs the process keeps freed memory from then on, see ``keep_freed_memory``.
+
     Raises:
         ValueError: for a plan that does not fit the module or differs between ranks, before anything is
         allocated.
@@ -148,6 +150,8 @@ def build(
         sequence=options.sequence,
         precision=options.precision,
     )
+    if device.type == "cpu":
+        keep_freed_memory()  # after the tables are made: they are handed back when they are freed
     return Built(
         plan=plan, tables=tables, shards=shards, names=_names(routing), dims=routing.dims, fused=fused
     )

@@ -1,4 +1,8 @@
-"""Memory for tables."""
+"""Memory for tables, and for what a training step allocates and frees."""
+
+import ctypes
+import os
+import sys
 
 import torch
 from torch import Tensor
@@ -18,3 +22,33 @@ def use_huge_pages(memory: Tensor) -> None:
     """
     if memory.device.type == "cpu":
         torch.ops.meshrec.use_huge_pages(memory)
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
+_KEPT_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25
+_USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+def keep_freed_memory() -> bool:
+    """Lets the process keep what a training step frees, up to 256 MiB, for the next step.
+
+    By itself glibc hands buffers of a few megabytes back to the system as soon as they are free, and every
+    step then waits for thousands of page faults while it gets them anew. Blocks above 32 MiB are still handed
+    back. Where the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``,
+    ``GLIBC_TUNABLES``, ...), and with other C libraries, nothing changes.
+
+    Returns:
+        Whether it was done.
+    """
+    chosen = any(name in os.environ for name in _USERS_CHOICE)
+    if sys.platform != "linux" or chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
+        return False
+    wanted = (
+        (_M_MMAP_THRESHOLD, _LARGEST_BYTES),
+        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_M_TOP_PAD, _GROWTH_BYTES),
+    )
+    return all(mallopt(option, value) == 1 for option, value in wanted)
