@@ -1,8 +1,8 @@
 """Dot products of all pairs of a sample's vectors, in plain torch: the truth for the kernels, and what serves
 where there is none.
 
-Shape legend: B samples, F sparse vectors of a sample, D their width, V = F + 1 vectors with the dense one, P =
-V (V - 1) / 2 pairs.
+Shape legend: B samples, F sparse vectors of a sample, D their width, V = F + 1 vectors with the dense one,
+P = V (V - 1) / 2 pairs.
 """
 
 import torch
