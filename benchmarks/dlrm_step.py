@@ -2,8 +2,7 @@
 part alone.
 
 Every contender starts from the same weights and sees the same data; losses of the first steps are compared
-before anything is timed. Those whose times are compared take turns in the same processes; memory is measured
-in processes of their own.
+before anything is timed. Each contender has processes of its own; those whose times are compared take turns.
 """
 
 import contextlib
@@ -11,21 +10,22 @@ import gc
 import importlib.util
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks.dlrm_contenders import Shape, Trainee, build, make_inputs
+from benchmarks.dlrm_contenders import Inputs, Shape, Trainee, build, make_inputs
 from benchmarks.harness import Bar, Effort, Result, table
 from meshrec.testing.rank_pool import RankPool
 
 DENSE = "dense alone"
 TABLE_WISE = "meshrec table_wise"
-# Each group takes turns in one pair of processes; what has whole tables on each rank is apart.
+# Each group takes turns; what has whole tables on each rank is apart, for the sake of memory.
 GROUPS = [
     [
         DENSE,
@@ -46,6 +46,10 @@ _WARM_UP = 3
 _SECONDS_PER_ROUND = 1.0
 
 
+_prepared: list[tuple[Callable[[Inputs], Tensor], list[Inputs]]] = []
+"""On a rank: the step of its contender, and its batches."""
+
+
 class Measured(NamedTuple):
     """What a contender did on one rank."""
 
@@ -53,6 +57,13 @@ class Measured(NamedTuple):
     milliseconds: list[list[float]]
     """By round."""
     sent_bytes: int
+
+
+class Round(NamedTuple):
+    """The timed steps of a round on one rank."""
+
+    milliseconds: list[float]
+    sent_bytes: list[int]
 
 
 class Memory(NamedTuple):
@@ -79,16 +90,37 @@ def run(
     shape = TINY if tiny else Shape()
     found = Found()
     groups = _chosen(only)
-    for group in groups if "speed" in parts else []:
-        with RankPool(2, timeout_seconds=900) as pool:
-            by_rank = pool.run(measure_group, group, shape, effort)
-        found.groups.append({name: [rank[name] for rank in by_rank] for name in group})
-    for name in sorted({name for group in groups for name in group} - {DENSE}) if "memory" in parts else []:
-        with RankPool(2, timeout_seconds=900) as pool:
-            found.memory[name] = pool.run(measure_memory, name, shape)
+    if "speed" in parts:
+        found.groups = [_timed(group, shape, effort) for group in groups]
     for measured in found.groups:
         _verify(measured)
+    if "memory" in parts:
+        for name in sorted({name for group in groups for name in group} - {DENSE}):
+            with RankPool(2, timeout_seconds=900) as pool:
+                found.memory[name] = pool.run(measure_memory, name, shape)
     return _report(found)
+
+
+def _timed(group: Sequence[str], shape: Shape, effort: Effort) -> dict[str, list[Measured]]:
+    """Each contender in processes of its own, all of which take turns."""
+    with contextlib.ExitStack() as stack:
+        pools = {name: stack.enter_context(RankPool(2, timeout_seconds=900)) for name in group}
+        losses = {name: pool.run(prepare, name, shape) for name, pool in pools.items()}
+        rounds = [
+            {name: pool.run(time_round, effort.calls) for name, pool in pools.items()}
+            for _ in range(effort.rounds)
+        ]
+    return {
+        name: [
+            Measured(
+                losses[name][rank],
+                [by_name[name][rank].milliseconds for by_name in rounds],
+                int(statistics.median(sent for by_name in rounds for sent in by_name[name][rank].sent_bytes)),
+            )
+            for rank in range(2)
+        ]
+        for name in group
+    }
 
 
 def _chosen(only: Sequence[str]) -> list[list[str]]:
@@ -104,38 +136,34 @@ def _chosen(only: Sequence[str]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1 or DENSE in only]
 
 
-def measure_group(names: Sequence[str], shape: Shape, effort: Effort) -> dict[str, Measured]:
-    """On every rank: build all, take three steps of each for their losses, then time them in turn."""
+def prepare(name: str, shape: Shape) -> list[float]:
+    """On every rank: builds the model, takes three steps; their losses."""
     batches = [make_inputs(shape, number) for number in range(4)]
-    steps, losses, calls = {}, {}, {}
-    for name in names:
-        steps[name] = _built(name, shape).step
-        losses[name] = []
-        for batch in batches[:_WARM_UP]:
-            loss, start = steps[name](batch).detach(), time.perf_counter()
-            dist.all_reduce(loss)
-            losses[name].append(loss.item() / dist.get_world_size())
-        start = time.perf_counter()
-        steps[name](batches[3])
-        took = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        calls[name] = max(1, min(effort.calls, int(_SECONDS_PER_ROUND / took.item())))
-    times: dict[str, list[list[float]]] = {name: [] for name in names}
-    sent: dict[str, list[int]] = {name: [] for name in names}
-    for _ in range(effort.rounds):
-        for name in names:
-            times[name].append([])
-            if calls[name] > 1:
-                steps[name](batches[3])  # brings the caches into the state of a run of this contender
-            for number in range(calls[name]):
-                dist.barrier()
-                before, start = _bytes_sent(), time.perf_counter()
-                steps[name](batches[number % 4])
-                times[name][-1].append(1e3 * (time.perf_counter() - start))
-                sent[name].append(_bytes_sent() - before)
-    steps.clear()
-    gc.collect()
-    return {name: Measured(losses[name], times[name], int(statistics.median(sent[name]))) for name in names}
+    step, losses = _built(name, shape).step, []
+    for batch in batches[:_WARM_UP]:
+        loss = step(batch).detach()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    _prepared.append((step, batches))
+    return losses
+
+
+def time_round(calls: int) -> Round:
+    """On every rank: times some steps after one that is not timed, as many as a second allows."""
+    step, batches = _prepared[0]
+    dist.barrier()
+    start = time.perf_counter()
+    step(batches[3])  # brings the caches into the state of a run of this contender
+    took = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    times, sent = [], []
+    for number in range(max(1, min(calls, int(_SECONDS_PER_ROUND / took.item())))):
+        dist.barrier()
+        before, start = _bytes_sent(), time.perf_counter()
+        step(batches[number % 4])
+        times.append(1e3 * (time.perf_counter() - start))
+        sent.append(_bytes_sent() - before)
+    return Round(times, sent)
 
 
 def measure_memory(name: str, shape: Shape) -> Memory:
