@@ -303,7 +303,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tables: ShardedTables, step: Step, received: Tensor, local: Tensor) -> Tensor:
         ctx.tables, ctx.step = tables, step
-        ctx.like = received
+        ctx.shape, ctx.dtype, ctx.device = received.shape, received.dtype, received.device
         return tables.receive(step, local)
 
     @staticmethod
@@ -311,7 +311,8 @@ class _Receive(torch.autograd.Function):
         local = ctx.tables.send_grad(ctx.step, grads[0].contiguous())
         # The gradient of what was received travels in the step: it is what the other side's backward waits
         # for.
-        return None, None, ctx.like.new_zeros(()).expand_as(ctx.like), local
+        nothing = torch.zeros((), dtype=ctx.dtype, device=ctx.device).expand(ctx.shape)
+        return None, None, nothing, local
 
 
 # Typed here, because torch's own is not.
