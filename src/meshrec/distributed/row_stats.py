@@ -21,6 +21,7 @@ from meshrec.ops.tbe.naive_update import Hyper, Rows
 # U touched rows, D columns of the rectangle
 
 _GRADIENT, _WEIGHT, _STEP = 0, 1, 2
+_GRADIENT_ONLY = frozenset({naive_update.ROWWISE_ADAGRAD, naive_update.PARTIAL_ROWWISE_ADAM})
 
 ROW_WISE = frozenset(
     {
@@ -36,13 +37,18 @@ ROW_WISE = frozenset(
 
 class Touched(NamedTuple):
     """The touched rows of one rectangle: ``rows`` int64 [U], ``grad`` and ``weight`` fp32 [U, D], the
-    state's rows.
+    state's rows; weight and state only where the sums need them (``needs_weights``), else empty.
     """
 
     rows: Tensor
     grad: Tensor
     weight: Tensor
     slots: list[Tensor]
+
+
+def needs_weights(optimizer: int, hyper: Hyper) -> bool:
+    """Whether the sums over a row are of more than its gradient."""
+    return optimizer not in _GRADIENT_ONLY or hyper.decay_mode == naive_update.L2_DECAY
 
 
 class ColumnPeers:
@@ -96,6 +102,9 @@ class ColumnPeers:
             return self._row_stats(touched, optimizer, hyper)
 
     def _row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
+        if optimizer in _GRADIENT_ONLY:
+            own = [_gradient_squares(rows, h)[:, None] for rows, h in zip(touched, hyper, strict=True)]
+            return [torch.nn.functional.pad(squares, (0, 2)) for squares in self.summed(own)]
         first = [_first_sums(rows, optimizer, h) for rows, h in zip(touched, hyper, strict=True)]
         if optimizer != naive_update.PARTIAL_ROWWISE_LAMB:
             return self.summed(first)
@@ -136,7 +145,12 @@ def _check_whole_rows(routing: Routing, rectangle: Rectangle, optimizer: str) ->
 
 
 def _squares(x_UD: Tensor) -> Tensor:
-    return x_UD.square().sum(1)
+    return torch.linalg.vector_norm(x_UD, dim=1).square_()  # one pass, half the time of squares and their sum
+
+
+def _gradient_squares(touched: Touched, h: Hyper) -> Tensor:
+    rows = Rows(touched.weight, touched.grad, touched.slots, None)
+    return _squares(naive_update.decayed_gradient(rows, h))
 
 
 def _first_sums(touched: Touched, optimizer: int, h: Hyper) -> Tensor:

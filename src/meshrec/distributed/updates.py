@@ -14,7 +14,7 @@ from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis
 from meshrec.distributed.routing import Rectangle, Routing
-from meshrec.distributed.row_stats import ROW_WISE, ColumnPeers, Touched
+from meshrec.distributed.row_stats import ROW_WISE, ColumnPeers, Touched, needs_weights
 from meshrec.ops.tbe.layout import NONE
 from meshrec.ops.tbe.naive_update import Hyper
 
@@ -168,8 +168,12 @@ class TableUpdates:
         weights, rule = self._held.weights, group.rule
         rows = gradient.of(group.split)
         hypers = [rule.hyper(self._dims[self._rectangles[i].table]) for i in group.split]
-        touched = [self._touched(i, weights[i], rows.get(i) or _no_rows(weights[i])) for i in group.split]
-        stats = peers.row_stats(touched, rule.code, [Hyper.from_tensor(h) for h in hypers])
+        numbers = [Hyper.from_tensor(hyper) for hyper in hypers]
+        touched = [
+            self._touched(i, rows.get(i) or _no_rows(weights[i]), needs_weights(rule.code, h))
+            for i, h in zip(group.split, numbers, strict=True)
+        ]
+        stats = peers.row_stats(touched, rule.code, numbers)
         for i, part, hyper, sums in zip(group.split, touched, hypers, stats, strict=True):
             if self._held.is_trained(i):
                 state = self._held.state[i]
@@ -193,11 +197,12 @@ class TableUpdates:
         """Without the tables that are frozen now."""
         return [i for i in rectangles if self._held.is_trained(i)]
 
-    def _touched(self, i: int, weight: Tensor, part: RowGradients) -> Touched:
+    def _touched(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
         rows, grad = part
-        return Touched(
-            rows, grad, weight.detach()[rows].float(), [slot[rows] for slot in self._held.state[i]]
-        )
+        if not with_weights:
+            return Touched(rows, grad, grad.new_empty(0), [])
+        weight = self._held.weights[i].detach()
+        return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
 
 
 def _no_rows(weight: Tensor) -> RowGradients:
