@@ -66,6 +66,7 @@ bench: peers
 
 example: build
 	$(BIN)/python examples/first.py
+	$(BIN)/python examples/larger_than_memory.py
 
 # The tutorials run to make their pages; lists that the source knows better are written from it.
 GENERATED := docs/_generated

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FIRST = ROOT / "examples" / "first.py"
 
@@ -18,3 +20,14 @@ def test_first_example_learns() -> None:
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert losses[0] > 0.6
     assert losses[-1] < 0.2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+def test_tables_larger_than_a_process_may_be_train_on_four() -> None:
+    example = ROOT / "examples" / "larger_than_memory.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert "can't allocate memory" in lines[1]
+    losses = [float(line.split()[-1]) for line in lines[2:]]
+    assert losses[0] > 0.6
+    assert losses[-1] < 0.4

@@ -16,6 +16,7 @@ from meshrec.modules import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from meshrec.modules.embedding_modules import holder_of
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 # B batch, D columns of all tables, N ids of a feature
@@ -30,7 +31,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def __init__(self, module: EmbeddingBagCollection, built: Built) -> None:
         super().__init__()
-        self.embedding_bags = nn.ModuleDict(built.shards)
+        self.embedding_bags = holder_of(built.shards)
         self._configs = module.embedding_bag_configs()
         self._is_weighted = module.is_weighted()
         self._tables = built.tables
@@ -81,7 +82,7 @@ class ShardedEmbeddingCollection(nn.Module):
 
     def __init__(self, module: EmbeddingCollection, built: Built) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleDict(built.shards)
+        self.embeddings = holder_of(built.shards)
         self._configs = module.embedding_configs()
         self._tables: ShardedTables = built.tables
         self._names, self._dims = built.names, built.dims

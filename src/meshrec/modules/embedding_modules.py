@@ -145,7 +145,7 @@ class EmbeddingBagCollection(TableCollection):
     ) -> None:
         super().__init__(tables, [config.pooling for config in tables], is_weighted, bounds_check)
         self._bag_configs = list(tables)
-        self.embedding_bags = _holder(
+        self.embedding_bags = holder_of(
             {
                 config.name: nn.EmbeddingBag(
                     config.num_embeddings,
@@ -240,7 +240,7 @@ class EmbeddingCollection(TableCollection):
     ) -> None:
         super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check)
         self._sequence_configs = list(tables)
-        self.embeddings = _holder(
+        self.embeddings = holder_of(
             {
                 config.name: nn.Embedding(
                     config.num_embeddings,
@@ -290,7 +290,8 @@ class EmbeddingCollection(TableCollection):
         return list(self._sequence_configs)
 
 
-def _holder(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
+def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    """The tables by name, whatever they are called."""
     holder = nn.ModuleDict()
     # Its own way in refuses the names of its methods, and a table may well be called "items".
     holder._modules.update(tables)
