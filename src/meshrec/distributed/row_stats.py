@@ -145,7 +145,8 @@ def _check_whole_rows(routing: Routing, rectangle: Rectangle, optimizer: str) ->
 
 
 def _squares(x_UD: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x_UD, dim=1).square_()  # one pass, half the time of squares and their sum
+    norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # one pass: half the time of squares and their sum
+    return norms.square_()
 
 
 def _gradient_squares(touched: Touched, h: Hyper) -> Tensor:
