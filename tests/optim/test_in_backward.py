@@ -1,8 +1,14 @@
+import warnings
+
 import pytest
 import torch
 
 from meshrec import optim
 from meshrec.optim import apply_optimizer_in_backward, in_backward_optimizer_filter, in_backward_spec
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's package uses what torch has deprecated
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
 
 def make_model():
@@ -54,3 +60,12 @@ def test_two_optimizers_for_one_parameter(pick):
 def test_one_parameter_is_no_list():
     with pytest.raises(ValueError, match="params must be an iterable of parameters, got one parameter"):
         apply_optimizer_in_backward(torch.optim.SGD, torch.nn.Parameter(torch.ones(2, 2)), {"lr": 0.5})
+
+
+def test_what_torch_recorded_counts():
+    model = make_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
+    assert in_backward_spec(model["a"].weight) == optim.SGD(lr=0.5)
+    _apply_optimizer_in_backward(torch.optim.Adam, [model["a"].weight], {"lr": 0.1})
+    with pytest.raises(ValueError, match=r"has 2 optimizers in backward, \['SGD', 'Adam'\]"):
+        in_backward_spec(model["a"].weight)

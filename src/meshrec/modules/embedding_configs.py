@@ -32,6 +32,9 @@ class DataType(enum.Enum):
         """The same as a torch dtype."""
         return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[self.value]
 
+    def __str__(self) -> str:
+        return self.value
+
 
 class BoundsCheckMode(enum.Enum):
     """What happens to an id outside its table."""

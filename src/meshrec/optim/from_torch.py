@@ -54,7 +54,8 @@ def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpe
 
     Args: optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam`` or ``AdamW``, with their defaults (so
         Adagrad's
-            eps is 1e-10); or a spec of this package.
+            eps is 1e-10); a spec of this package; or a class with a method ``fused_spec(kwargs)`` of its own,
+            such as ``meshrec.optim.rowwise_adagrad.RowWiseAdagrad``.
         kwargs: the class's own; for specs also ``learning_rate`` for ``lr``, ``beta1`` and ``beta2`` for
             ``betas``, and ``eta`` for ``trust_coefficient``.
 
@@ -68,6 +69,10 @@ def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpe
     """
     if optimizer_class in _SPECS:
         return _from_spec(optimizer_class, kwargs)
+    own = getattr(optimizer_class, "fused_spec", None)
+    if own is not None:
+        spec: OptimizerSpec = own(kwargs)
+        return spec
     if optimizer_class not in _TORCH:
         torch_names = ", ".join(f"torch.optim.{known.__name__}" for known in _TORCH)
         names = ", ".join(spec.__name__ for spec in _SPECS)

@@ -12,6 +12,7 @@ from meshrec.optim.optimizers import OptimizerSpec
 _SPEC = "_meshrec_in_backward"
 # Where torch.distributed.optim._apply_optimizer_in_backward records its optimizers.
 _TORCH_OPTIMIZERS = "_in_backward_optimizers"
+_TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
 
 
 def apply_optimizer_in_backward(
@@ -50,9 +51,23 @@ def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
 
 
 def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
-    """What ``apply_optimizer_in_backward`` recorded on a parameter."""
+    """What ``apply_optimizer_in_backward`` recorded on a parameter, or torch's function of that purpose
+    (``torch.distributed.optim._apply_optimizer_in_backward``).
+
+    Raises:
+        ValueError: for an optimizer of torch's record without a fused form, and for several.
+    """
     spec: OptimizerSpec | None = getattr(parameter, _SPEC, None)
-    return spec
+    classes = getattr(parameter, _TORCH_CLASSES, [])
+    if spec is not None or not classes:
+        return spec
+    if len(classes) > 1:
+        names = [optimizer_class.__name__ for optimizer_class in classes]
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} has {len(names)} optimizers in backward, {names}. "
+            "One table takes one; remove the others."
+        )
+    return from_torch(classes[0], getattr(parameter, _TORCH_ARGUMENTS)[0])
 
 
 def in_backward_optimizer_filter(
@@ -63,5 +78,5 @@ def in_backward_optimizer_filter(
     Those that ``torch.distributed.optim._apply_optimizer_in_backward`` marked count as well.
     """
     for name, parameter in named_parameters:
-        if (in_backward_spec(parameter) is not None or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:
+        if (hasattr(parameter, _SPEC) or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:
             yield name, parameter
