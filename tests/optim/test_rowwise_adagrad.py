@@ -43,7 +43,9 @@ def test_it_can_go_up():
 
 def test_sparse_gradients_touch_their_rows():
     dense, sparse = weight(), weight()
-    gradient = torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), torch.ones(3, 2), (3, 2))
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor([[2, 0, 2]]), torch.ones(3, 2), (3, 2), check_invariants=True
+    )
     dense.grad, sparse.grad = gradient.to_dense(), gradient
     for parameter in (dense, sparse):
         RowWiseAdagrad([parameter], lr=0.1).step()
