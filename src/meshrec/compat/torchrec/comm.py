@@ -1,0 +1,49 @@
+"""Where this process is among the others, as the launcher's environment says."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+_DEFAULT_LOCAL_SIZE = 8
+
+
+def get_local_size(world_size: int | None = None) -> int:
+    """Processes on this node: what the launcher says, else 8; all of them where that does not divide their
+    number.
+    """
+    world_size = dist.get_world_size() if world_size is None else world_size
+    local_size = _first(_SIZES)
+    local_size = _DEFAULT_LOCAL_SIZE if local_size is None else local_size
+    return world_size if local_size < 1 or world_size % local_size else local_size
+
+
+def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
+    """This process's number on its node: what the launcher says, else the rank modulo ``get_local_size``."""
+    local_size, local_rank = get_local_size(world_size), _first(_RANKS)
+    if local_rank is not None and local_rank < local_size:
+        return local_rank
+    return (dist.get_rank() if rank is None else rank) % local_size
+
+
+def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
+    """The number of this process's node."""
+    return (dist.get_rank() if rank is None else rank) // get_local_size(world_size)
+
+
+def get_num_groups(world_size: int | None = None) -> int:
+    """How many nodes there are."""
+    world_size = dist.get_world_size() if world_size is None else world_size
+    return world_size // get_local_size(world_size)
+
+
+def get_device_type() -> str:
+    """``"cuda"`` where there is a GPU, else ``"cpu"``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _first(names: tuple[str, ...]) -> int | None:
+    numbers = (int(os.environ.get(name, -1)) for name in names)
+    return next((number for number in numbers if number >= 0), None)

@@ -1,0 +1,73 @@
+"""TorchRec's older position weights: of a dictionary of features, and of a KeyedJaggedTensor."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.modules.feature_processor import PositionWeightedModuleCollection
+from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
+
+
+class PositionWeightedModule(nn.Module):
+    """Gives the ids of some features learned weights by position; parameters at ``position_weights.<feature>``.
+
+    Args:
+        max_feature_lengths: by feature the ids in its longest bag.
+        device: where the weights live.
+    """
+
+    def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
+        super().__init__()
+        collection = PositionWeightedModuleCollection(max_feature_lengths, device)
+        self.max_feature_lengths = dict(max_feature_lengths)
+        self.position_weights = collection.position_weights
+        self._run = (collection,)  # not a submodule: its parameters are this module's
+
+    def reset_parameters(self) -> None:
+        """Sets all weights to 1."""
+        self.position_weights.reset_parameters()
+
+    def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """``features`` itself, with the bags of its features replaced by weighted ones."""
+        names = list(self.max_feature_lengths)
+        kjt = KeyedJaggedTensor.from_jt_dict({name: _bare(features[name]) for name in names})
+        features.update(self._run[0](kjt).to_dict())
+        return features
+
+
+class PositionWeightedProcessor(nn.Module):
+    """Gives the ids of some features learned weights by position; parameters at ``position_weights.<feature>``.
+
+    Args:
+        max_feature_lengths: by feature the ids in its longest bag.
+        device: where the weights live.
+    """
+
+    def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
+        super().__init__()
+        collection = PositionWeightedModuleCollection(max_feature_lengths, device)
+        self.max_feature_lengths = dict(max_feature_lengths)
+        self.position_weights = collection.position_weights
+        self._run = (collection,)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The bags of its features with weights, without other keys; all of them unchanged if it has none."""
+        chosen = [i for i, key in enumerate(features.keys()) if key in self.max_feature_lengths]
+        if not chosen:
+            return features
+        weighted: KeyedJaggedTensor = self._run[0](features)
+        return weighted if len(chosen) == len(features.keys()) else weighted.permute(chosen)
+
+
+def _bare(bags: JaggedTensor) -> JaggedTensor:
+    return JaggedTensor(bags.values(), lengths=bags.lengths(), offsets=bags.offsets())
+
+
+def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:
+    """The position of each value in its bag."""
+    lengths = offsets.diff()
+    bags = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
+        lengths, output_size=values.numel()
+    )
+    return torch.arange(values.numel(), device=offsets.device) - offsets[bags]

@@ -1,0 +1,138 @@
+"""Lets Python find MeshRec under TorchRec's import paths; modules and names are made when they are asked for."""
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from meshrec.compat.torchrec.names import MISSING, MODULES
+
+FORCE = "MESHREC_COMPAT_FORCE"
+_PACKAGES = ("torchrec", "fbgemm_gpu")
+_logger = logging.getLogger("meshrec")
+
+
+class _BridgedModule(ModuleType):
+    """A module of TorchRec's name whose contents are looked up in MeshRec on first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__") and name != "__version__":
+            raise AttributeError(name)
+        target = MODULES[self.__name__].get(name)
+        path = f"{self.__name__}.{name}"
+        if target is not None:
+            value = _resolve(target)
+        elif path in MODULES:
+            value = importlib.import_module(path)
+        else:
+            # An attribute that is not there must be this error: hasattr, copy and pickle rely on it.
+            # ``from module import name`` then asks the finder for a submodule, which raises the ImportError.
+            raise AttributeError(explain(path))
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        prefix = f"{self.__name__}."
+        below = {path.removeprefix(prefix).split(".")[0] for path in MODULES if path.startswith(prefix)}
+        return sorted({*super().__dir__(), *MODULES[self.__name__], *below})
+
+
+class Bridge(MetaPathFinder, Loader):
+    """Finds what is below the given packages, and nothing else."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = tuple(packages)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a bridged module; ImportError for one that has no counterpart."""
+        if fullname.partition(".")[0] not in self.packages:
+            return None
+        if fullname not in MODULES:
+            raise ImportError(explain(fullname), name=fullname)
+        # Every module is a package, so that an import of a name it lacks comes back here.
+        return ModuleSpec(fullname, self, origin="meshrec.compat.torchrec", is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module that looks names up."""
+        module = _BridgedModule(spec.name, f"MeshRec under the name {spec.name}.")
+        vars(module)["__all__"] = [name for name in MODULES[spec.name] if not name.startswith("_")]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: names are looked up on first use."""
+
+
+def install(*, force: bool = False) -> tuple[str, ...]:
+    """Bridges ``torchrec`` and ``fbgemm_gpu`` where they are not installed, or both if forced.
+
+    Args:
+        force: also in place of installed packages; ``MESHREC_COMPAT_FORCE=1`` does the same.
+
+    Returns: what is bridged now.
+
+    Raises:
+        ImportError: if it is forced after the real package was imported.
+    """
+    force = force or os.environ.get(FORCE, "") not in ("", "0")
+    uninstall()
+    wanted = [package for package in _PACKAGES if force or not _is_installed(package)]
+    if loaded := [package for package in wanted if package in sys.modules]:
+        raise ImportError(
+            f"{loaded[0]} is imported already, so MeshRec cannot take its place. Import "
+            "meshrec.compat.torchrec before it.",
+            name=loaded[0],
+        )
+    if "torchrec" not in wanted:
+        _logger.warning("torchrec is installed and used as it is; %s=1 puts MeshRec in its place.", FORCE)
+    if wanted:
+        sys.meta_path.insert(0, Bridge(wanted))
+    return tuple(wanted)
+
+
+def uninstall() -> None:
+    """Removes the bridge, and the modules that it made."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Bridge)]
+    for name in [name for name, module in sys.modules.items() if isinstance(module, _BridgedModule)]:
+        del sys.modules[name]
+
+
+def bridged_packages() -> tuple[str, ...]:
+    """The packages whose names lead to MeshRec at present."""
+    return tuple(p for finder in sys.meta_path if isinstance(finder, Bridge) for p in finder.packages)
+
+
+def explain(path: str) -> str:
+    """Why a dotted name of TorchRec has no counterpart, and what is nearest."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        known = MISSING.get(".".join(parts[:length]))
+        if known is not None:
+            return f"MeshRec has no {path}: {known}"
+    module, _, name = path.rpartition(".")
+    close = difflib.get_close_matches(name, MODULES.get(module, []), 1, 0.75)
+    where = [other for other, names in MODULES.items() if name in names and other != module]
+    if where:
+        return f"MeshRec has no {path}. {name} is in {where[0]}."
+    hint = (
+        f"The nearest name is {module}.{close[0]}." if close else "docs/from-torchrec.md lists what there is."
+    )
+    return f"MeshRec has no {path}. {hint}"
+
+
+def _resolve(target: str) -> Any:
+    path, _, name = target.partition(":")
+    module = importlib.import_module(path)
+    return getattr(module, name) if name else module
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

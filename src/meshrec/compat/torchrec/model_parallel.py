@@ -1,0 +1,189 @@
+"""DistributedModelParallel and sharding of single modules with TorchRec's arguments."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from meshrec import model_parallel as own
+from meshrec.compat.torchrec.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_own, to_own
+from meshrec.compat.torchrec.sharding_plan import (
+    apply_to_all,
+    construct_module_sharding_plan,
+    get_default_sharders,
+    get_module_to_default_sharders,
+)
+from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
+
+_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+class DataParallelWrapper(ABC):
+    """How the dense part becomes data-parallel; ``wrap`` puts what it makes into ``dmp._dmp_wrapped_module``."""
+
+    @abstractmethod
+    def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
+        """Wraps ``dmp._dmp_wrapped_module`` in place."""
+
+
+class DefaultDataParallelWrapper(DataParallelWrapper):
+    """DistributedDataParallel.
+
+    Args:
+        bucket_cap_mb, static_graph, find_unused_parameters, ddp_kwargs: for DistributedDataParallel.
+        allreduce_comm_precision: ``"fp16"`` or ``"bf16"`` sends gradients in that type.
+        params_to_ignore: must be empty.
+    """
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+        allreduce_comm_precision: str | None = None,
+        params_to_ignore: Sequence[str] | None = None,
+        ddp_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if params_to_ignore:
+            raise ValueError(
+                "params_to_ignore cannot be passed on. Set requires_grad=False on them, or pass "
+                "init_data_parallel=False and wrap the module yourself."
+            )
+        if allreduce_comm_precision not in (None, *_HOOKS):
+            raise ValueError(
+                f"allreduce_comm_precision must be one of {sorted(_HOOKS)}, got {allreduce_comm_precision!r}."
+            )
+        self._precision = allreduce_comm_precision
+        self.options: dict[str, Any] = {
+            "gradient_as_bucket_view": True,
+            "broadcast_buffers": False,
+            "static_graph": static_graph,
+            "find_unused_parameters": find_unused_parameters,
+            "bucket_cap_mb": bucket_cap_mb,
+            **(ddp_kwargs or {}),
+        }
+
+    def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
+        """Makes the dense part data-parallel, once."""
+        own.DistributedModelParallel.init_data_parallel(dmp)
+        if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
+            dmp.register_comm_hook(None, _HOOKS[self._precision])
+
+
+class DistributedModelParallel(own.DistributedModelParallel):
+    """MeshRec's with TorchRec's arguments; ``plan`` is in TorchRec's form, or MeshRec's.
+
+    Args:
+        module, env, device, plan, sharders, init_data_parallel, init_parameters: as there.
+        data_parallel_wrapper: how the dense part becomes data-parallel.
+        model_tracker_configs: must be None.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: Any = None,
+        sharders: Sequence[Any] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        model_tracker_configs: object | None = None,
+    ) -> None:
+        if model_tracker_configs is not None:
+            raise ValueError("MeshRec has no model trackers. Leave model_tracker_configs out.")
+        wrapper = DefaultDataParallelWrapper() if data_parallel_wrapper is None else data_parallel_wrapper
+        options = wrapper.options if isinstance(wrapper, DefaultDataParallelWrapper) else {}
+        super().__init__(
+            module,
+            env,
+            device,
+            None if plan is None else to_own(plan),
+            get_default_sharders() if sharders is None else sharders,
+            init_data_parallel=False,
+            init_parameters=init_parameters,
+            dense_options=options,
+        )
+        self._wrapper = wrapper
+        self.device, self.sharders = self._device, list(sharders or get_default_sharders())
+        if init_data_parallel:
+            self.init_data_parallel()
+
+    def init_data_parallel(self) -> None:
+        """Makes the dense part data-parallel, once."""
+        if not isinstance(self._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
+            self._wrapper.wrap(self, self._env, self._device)
+
+    @property
+    def plan(self) -> ShardingPlan:  # type: ignore[override]
+        """Where every table is."""
+        shard = self._env.shard
+        return from_own(self._plan, world_size=shard.size, local_size=self._env.local_size)
+
+    def bare_named_parameters(
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same as ``named_parameters``."""
+        return self.named_parameters(prefix, recurse)
+
+
+def shard(
+    module: nn.Module,
+    plan: Any,
+    env: ShardingEnv | None = None,
+    device: torch.device | None = None,
+    sharder: Any = None,
+) -> nn.Module:
+    """The sharded form of one embedding module. Collective.
+
+    Args:
+        module: the module.
+        plan: its plan, a generator for all tables, or one generator per table.
+        env, device: default: all ranks, and the device that their group works on.
+        sharder: default: the module's own.
+
+    Raises:
+        ValueError: for a module that no sharder is for.
+    """
+    sharder = sharder or get_module_to_default_sharders().get(type(module))
+    if sharder is None:
+        raise ValueError(
+            f"{type(module).__name__} is no embedding module, so it cannot be sharded by itself. shard_modules "
+            "shards what is inside it."
+        )
+    env = default_env() if env is None else env
+    if not isinstance(plan, EmbeddingModuleShardingPlan):
+        generators = apply_to_all(module, plan, sharder) if callable(plan) else plan
+        plan = construct_module_sharding_plan(
+            module,
+            generators,
+            sharder,
+            env.local_size,
+            env.shard.size,
+            group_device(env.world.group).type,
+        )
+    return sharder.shard(module, plan, env, device)  # type: ignore[no-any-return]
+
+
+def shard_modules(
+    module: nn.Module,
+    env: ShardingEnv | None = None,
+    device: torch.device | None = None,
+    plan: Any = None,
+    sharders: Sequence[Any] | None = None,
+    init_params: bool = False,
+) -> nn.Module:
+    """``module`` with its embedding modules sharded, in place; the rest stays as it is. Collective."""
+    return own.DistributedModelParallel(
+        module,
+        env,
+        device,
+        None if plan is None else to_own(plan),
+        sharders,
+        init_data_parallel=False,
+        init_parameters=init_params,
+    ).module

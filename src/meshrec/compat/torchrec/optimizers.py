@@ -1,0 +1,209 @@
+"""TorchRec's words for the optimizers of tables: classes for apply_optimizer_in_backward, and FBGEMM's enums."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from enum import Enum, unique
+from typing import Any, ClassVar
+
+import torch
+
+from meshrec.optim import optimizers as specs
+from meshrec.optim.from_torch import from_torch
+from meshrec.optim.optimizers import OptimizerSpec
+
+# FBGEMM's defaults of what a program leaves out.
+_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "momentum": 0.9, "eta": 0.001, "beta1": 0.9, "beta2": 0.999}
+_DECAY_IS_DECOUPLED = (specs.Adam, specs.PartialRowWiseAdam, specs.LAMB, specs.PartialRowWiseLAMB)
+# They choose how FBGEMM stores and computes; with these values they ask for nothing that MeshRec does not do.
+_WITHOUT_MEANING = (
+    "cache_algorithm",
+    "cache_load_factor",
+    "cache_precision",
+    "cache_reserved_memory",
+    "cache_sets",
+    "enforce_hbm",
+    "multipass_prefetch_config",
+    "prefetch_pipeline",
+    "record_cache_metrics",
+    "stochastic_rounding",
+    "gather_uvm_cache_stats",
+    "use_uniq_cache_locations_bwd",
+)
+
+
+@unique
+class EmbOptimType(Enum):
+    """FBGEMM's names of fused optimizers, for ``fused_params["optimizer"]``."""
+
+    SGD = "sgd"
+    EXACT_SGD = "exact_sgd"
+    LAMB = "lamb"
+    ADAM = "adam"
+    EXACT_ADAGRAD = "exact_adagrad"
+    EXACT_ROWWISE_ADAGRAD = "exact_row_wise_adagrad"
+    LARS_SGD = "lars_sgd"
+    PARTIAL_ROWWISE_ADAM = "partial_row_wise_adam"
+    PARTIAL_ROWWISE_LAMB = "partial_row_wise_lamb"
+    ROWWISE_ADAGRAD = "row_wise_adagrad"
+    NONE = "none"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@unique
+class WeightDecayMode(Enum):
+    """FBGEMM's names of weight decay, for ``fused_params["weight_decay_mode"]``."""
+
+    NONE = 0
+    L2 = 1
+    DECOUPLE = 2
+
+
+_SPECS: dict[str, type[OptimizerSpec]] = {
+    "SGD": specs.SGD,
+    "EXACT_SGD": specs.SGD,
+    "LAMB": specs.LAMB,
+    "ADAM": specs.Adam,
+    "EXACT_ADAGRAD": specs.Adagrad,
+    "EXACT_ROWWISE_ADAGRAD": specs.RowWiseAdagrad,
+    "ROWWISE_ADAGRAD": specs.RowWiseAdagrad,
+    "LARS_SGD": specs.LARS,
+    "PARTIAL_ROWWISE_ADAM": specs.PartialRowWiseAdam,
+    "PARTIAL_ROWWISE_LAMB": specs.PartialRowWiseLAMB,
+}
+
+
+def spec_of(fused_params: Any) -> OptimizerSpec | None:
+    """The optimizer that a sharder's ``fused_params`` ask for; None where they ask for none.
+
+    Raises:
+        ValueError: for numbers without an optimizer, an optimizer that MeshRec has not, and arguments that
+            it cannot follow.
+    """
+    if fused_params is None or isinstance(fused_params, OptimizerSpec):
+        return fused_params
+    rest = {key: value for key, value in fused_params.items() if key not in _WITHOUT_MEANING}
+    _check_output(rest.pop("output_dtype", None))
+    optimizer = rest.pop("optimizer", None)
+    if optimizer is None:
+        if not rest:
+            return None
+        raise ValueError(
+            f"fused_params has {sorted(rest)} but no optimizer, and none is invented here (FBGEMM takes SGD). "
+            "Add 'optimizer'."
+        )
+    if isinstance(optimizer, OptimizerSpec | type):
+        return from_torch(optimizer, rest) if isinstance(optimizer, type) else optimizer
+    # By name: where fbgemm_gpu is installed the enum is its own.
+    name = optimizer.name if isinstance(optimizer, Enum) else str(optimizer)
+    if name not in _SPECS:
+        raise ValueError(f"MeshRec has no fused optimizer {name!r}, only {sorted(_SPECS)}.")
+    return _from_fbgemm(_SPECS[name], rest)
+
+
+def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> OptimizerSpec:
+    rest = dict(given)
+    mode = rest.pop("weight_decay_mode", None)
+    mode = mode.name if isinstance(mode, Enum) else mode
+    has_own_decay = spec in (*_DECAY_IS_DECOUPLED, specs.LARS)
+    if rest.get("weight_decay") and not has_own_decay and mode not in ("L2", "DECOUPLE"):
+        raise ValueError(
+            f"fused_params: weight_decay needs a weight_decay_mode, L2 or DECOUPLE, got {mode!r}. Without one "
+            "FBGEMM ignores it."
+        )
+    own = spec(lr=0.0)
+    known = {name: value for name, value in _DEFAULTS.items() if _has(own, name)}
+    if spec in _DECAY_IS_DECOUPLED or mode == "DECOUPLE":
+        rest["decoupled_weight_decay"] = True
+    if "lr" in rest:
+        known.pop("learning_rate")
+    return from_torch(spec, {**known, **rest})
+
+
+def _has(spec: OptimizerSpec, fbgemm_name: str) -> bool:
+    names = {"learning_rate": "lr", "eta": "trust_coefficient", "beta1": "betas", "beta2": "betas"}
+    return hasattr(spec, names.get(fbgemm_name, fbgemm_name))
+
+
+def _check_output(output_dtype: Any) -> None:
+    if output_dtype is not None and str(getattr(output_dtype, "name", output_dtype)) != "FP32":
+        raise ValueError(
+            f"fused_params: output_dtype {output_dtype!r} is not to be had, embeddings have the tables' type. "
+            "Choose the tables' data_type, or the sharder's precision for what is sent."
+        )
+
+
+class _ForTables(torch.optim.Optimizer):
+    """Names an optimizer of fused tables to ``apply_optimizer_in_backward``; it cannot step by itself."""
+
+    spec: ClassVar[type[OptimizerSpec]]
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], **kwargs: Any) -> None:
+        super().__init__(params, dict(kwargs))
+
+    @classmethod
+    def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
+        """What the tables' kernels compute."""
+        return _from_fbgemm(cls.spec, kwargs)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Not here: raises ValueError."""
+        raise ValueError(
+            f"torchrec.optim.{type(self).__name__} only names an optimizer for tables that are sharded or fused, "
+            "and these are not. Use one of torch.optim, or shard the module first."
+        )
+
+
+class SGD(_ForTables):
+    """``meshrec.optim.SGD`` for fused tables."""
+
+    spec = specs.SGD
+
+
+class Adagrad(_ForTables):
+    """``meshrec.optim.Adagrad`` for fused tables."""
+
+    spec = specs.Adagrad
+
+
+class Adam(_ForTables):
+    """``meshrec.optim.Adam`` for fused tables; weight decay is decoupled."""
+
+    spec = specs.Adam
+
+
+class LAMB(_ForTables):
+    """``meshrec.optim.LAMB`` for fused tables."""
+
+    spec = specs.LAMB
+
+
+class LarsSGD(_ForTables):
+    """``meshrec.optim.LARS`` for fused tables."""
+
+    spec = specs.LARS
+
+
+class PartialRowWiseAdam(_ForTables):
+    """``meshrec.optim.PartialRowWiseAdam`` for fused tables; weight decay is decoupled."""
+
+    spec = specs.PartialRowWiseAdam
+
+
+class PartialRowWiseLAMB(_ForTables):
+    """``meshrec.optim.PartialRowWiseLAMB`` for fused tables."""
+
+    spec = specs.PartialRowWiseLAMB
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[torch.optim.Optimizer],
+    params: Iterable[torch.nn.Parameter],
+    optimizer_kwargs: dict[str, Any],
+) -> None:
+    """torch's function: the optimizer steps as soon as a parameter's gradient is there; sharding fuses it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's package uses what torch has deprecated
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)

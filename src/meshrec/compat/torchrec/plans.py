@@ -1,0 +1,187 @@
+"""Sharding plans in TorchRec's form: strings, lists and torch's own metadata of shards; and from and to MeshRec's.
+
+They print as TorchRec's do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+
+from meshrec.distributed import sharding_plan as own
+
+# The arguments of TorchRec's ParameterSharding that say nothing to MeshRec's kernels.
+_NOT_HERE = ("cache_params", "enforce_hbm", "bounds_check_mode", "output_dtype", "key_value_params")
+
+
+@dataclass
+class ParameterSharding:
+    """The placement of one table: names of ``ShardingType`` and ``EmbeddingComputeKernel``, the rank of every
+    shard, and the shards themselves (none for data-parallel tables).
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int] | None = None
+    sharding_spec: EnumerableShardingSpec | None = None
+    cache_params: object | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: object | None = None
+    output_dtype: object | None = None
+    key_value_params: object | None = None
+
+
+class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
+    """The placement of every table of one module, by the table's name."""
+
+    def __str__(self) -> str:
+        tables = [[name, p.sharding_type, p.compute_kernel, p.ranks] for name, p in self.items()]
+        shards = [
+            [name, shard.shard_offsets, shard.shard_sizes, shard.placement]
+            for name, placed in self.items()
+            for shard in (placed.sharding_spec.shards if placed.sharding_spec is not None else [])
+        ]
+        head = _table(["param", "sharding type", "compute kernel", "ranks"], tables)
+        tail = _table(["param", "shard offsets", "shard sizes", "placement"], shards)
+        return f"\n\n{head}\n\n{tail}"
+
+
+@dataclass
+class ShardingPlan:
+    """The placement of every table of a model, by the path of its module."""
+
+    plan: dict[str, EmbeddingModuleShardingPlan]
+
+    def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
+        """The plan of the module at that path, if it has one."""
+        return self.plan.get(module_path)
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"module: {path}{plan}" for path, plan in self.plan.items())
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    # Without rows there are no columns to be wide, and TorchRec prints none: two empty lines.
+    columns = zip(*rows, strict=True)
+    widths = [
+        max(len(header), *(len(str(cell)) for cell in column))
+        for header, column in zip(headers, columns, strict=False)
+    ]
+    lines = [" | ".join(header.center(width) for header, width in zip(headers, widths, strict=False))]
+    lines.append(" | ".join("-" * width for width in widths))
+    lines += [
+        " | ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def to_own(plan: Any) -> own.ShardingPlan:
+    """MeshRec's form of a plan in either form.
+
+    Raises:
+        ValueError: for what MeshRec's plans cannot say.
+    """
+    if isinstance(plan, own.ShardingPlan):
+        return plan
+    return own.ShardingPlan({path: module_to_own(tables) for path, tables in plan.plan.items()})
+
+
+def module_to_own(tables: Mapping[str, Any]) -> own.EmbeddingModuleShardingPlan:
+    """MeshRec's form of the plan of one module in either form.
+
+    Raises:
+        ValueError: for what MeshRec's plans cannot say.
+    """
+    return own.EmbeddingModuleShardingPlan(
+        {
+            name: placed if isinstance(placed, own.ParameterSharding) else _table_to_own(name, placed)
+            for name, placed in tables.items()
+        }
+    )
+
+
+def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> ShardingPlan:
+    """TorchRec's form of MeshRec's plan for ``world_size`` ranks, ``local_size`` of them on a node."""
+    return ShardingPlan(
+        {
+            path: EmbeddingModuleShardingPlan(
+                {
+                    name: table_from_own(placed, world_size=world_size, local_size=local_size)
+                    for name, placed in tables.items()
+                }
+            )
+            for path, tables in plan.plan.items()
+        }
+    )
+
+
+def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
+    """TorchRec's form of the placement of one table."""
+    if placed.sharding_type is own.ShardingType.DATA_PARALLEL:
+        kernel = own.EmbeddingComputeKernel.DENSE.value
+        return ParameterSharding(placed.sharding_type.value, kernel, list(range(world_size)))
+    shards = [
+        ShardMetadata(
+            shard_offsets=list(shard.shard_offsets),
+            shard_sizes=list(shard.shard_sizes),
+            placement=_placement(shard.placement, local_size),
+        )
+        for shard in placed.shards
+    ]
+    return ParameterSharding(
+        sharding_type=placed.sharding_type.value,
+        compute_kernel=placed.compute_kernel.value,
+        ranks=[shard.placement.rank for shard in placed.shards],
+        sharding_spec=EnumerableShardingSpec(shards),
+    )
+
+
+def _placement(placement: own.Placement, local_size: int) -> str:
+    device = placement.device
+    where = device if device == "cpu" else f"{device}:{placement.rank % local_size}"
+    return f"rank:{placement.rank}/{where}"
+
+
+def _table_to_own(name: str, placed: ParameterSharding) -> own.ParameterSharding:
+    for argument in _NOT_HERE:
+        if getattr(placed, argument) is not None:
+            raise ValueError(f"table {name!r}: MeshRec has no {argument}. Leave it out of the plan.")
+    sharding_type = _member(own.ShardingType, name, placed.sharding_type)
+    kernel = _member(own.EmbeddingComputeKernel, name, placed.compute_kernel)
+    if sharding_type is own.ShardingType.DATA_PARALLEL:
+        return own.ParameterSharding(sharding_type=sharding_type)
+    if placed.sharding_spec is None:
+        raise ValueError(
+            f"table {name!r} is {sharding_type.value} and needs a sharding_spec: which rows and columns are on "
+            "which rank. construct_module_sharding_plan makes it."
+        )
+    shards = tuple(_shard_to_own(shard) for shard in placed.sharding_spec.shards)
+    return own.ParameterSharding(
+        sharding_type=sharding_type,
+        compute_kernel=kernel,
+        ranks=tuple(shard.placement.rank for shard in shards),
+        sharding_spec=own.EnumerableShardingSpec(shards=shards),
+    )
+
+
+def _shard_to_own(shard: ShardMetadata) -> own.ShardMetadata:
+    assert isinstance(shard.placement, torch.distributed._remote_device)
+    rank, device = shard.placement.rank(), shard.placement.device()
+    assert rank is not None
+    (r0, c0), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+    return own.ShardMetadata(
+        shard_offsets=(r0, c0),
+        shard_sizes=(rows, columns),
+        placement=own.Placement(rank=rank, device=device.type),
+    )
+
+
+def _member(kind: Any, table: str, value: object) -> Any:
+    known = [member.value for member in kind]
+    value = getattr(value, "value", value)
+    if value not in known:
+        raise ValueError(f"table {table!r}: MeshRec has no {kind.__name__} {value!r}, only {known}.")
+    return kind(value)

@@ -1,0 +1,113 @@
+"""Random batches, the same that TorchRec's dataset gives for a seed."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from meshrec.compat.torchrec.streamable import Pipelineable
+from meshrec.sparse import KeyedJaggedTensor
+
+
+@dataclass
+class Batch(Pipelineable):
+    """What TorchRec's models read: dense features [B, num_dense], sparse ones, labels [B]."""
+
+    dense_features: Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """On another device."""
+        return Batch(
+            self.dense_features.to(device, non_blocking=non_blocking),
+            self.sparse_features.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory until the work queued on ``stream`` is done."""
+        self.dense_features.record_stream(stream)
+        self.sparse_features.record_stream(stream)
+        self.labels.record_stream(stream)
+
+    def pin_memory(self) -> "Batch":
+        """In pinned host memory."""
+        return Batch(
+            self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory()
+        )
+
+
+class RandomRecDataset(IterableDataset[Batch]):
+    """Batches of uniform ids, normal dense features and random labels.
+
+    Args:
+        keys: the sparse features.
+        batch_size: samples of a batch.
+        hash_size, hash_sizes: ids are below it (default 100), or below each key's own.
+        ids_per_feature, ids_per_features: most ids of a bag (default 2), or each key's own.
+        num_dense: dense features.
+        manual_seed: makes the batches reproducible.
+        num_batches: how many there are; None: without end.
+        num_generated_batches: so many are made, and repeated; below 0: each is made when it is asked for.
+        min_ids_per_feature, min_ids_per_features: fewest ids of a bag (default: ``ids_per_feature``, so that
+            all bags have as many, and 0 without that either), or each key's own.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        batch_size: int,
+        hash_size: int | None = None,
+        hash_sizes: Sequence[int] | None = None,
+        ids_per_feature: int | None = None,
+        ids_per_features: Sequence[int] | None = None,
+        num_dense: int = 50,
+        manual_seed: int | None = None,
+        num_batches: int | None = None,
+        num_generated_batches: int = 10,
+        min_ids_per_feature: int | None = None,
+        min_ids_per_features: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        fewest = ids_per_feature if min_ids_per_feature is None else min_ids_per_feature
+        self._keys, self._batch_size, self._num_dense = list(keys), batch_size, num_dense
+        self._hash_sizes = _of_each(keys, "hash_sizes", hash_sizes, hash_size or 100)
+        self._most = _of_each(keys, "ids_per_features", ids_per_features, ids_per_feature or 2)
+        self._fewest = _of_each(keys, "min_ids_per_features", min_ids_per_features, fewest or 0)
+        self.num_batches = num_batches
+        self._generator = None if manual_seed is None else torch.Generator().manual_seed(manual_seed)
+        self._made = [self._make() for _ in range(num_generated_batches)]
+        self._makes_each = num_generated_batches < 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = (
+            (self._make() for _ in itertools.count()) if self._makes_each else itertools.cycle(self._made)
+        )
+        return itertools.islice(batches, self.num_batches)
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("a RandomRecDataset without num_batches has no end. Give num_batches.")
+        return self.num_batches
+
+    def _make(self) -> Batch:
+        values, lengths, draw = [], [], self._generator
+        for rows, fewest, most in zip(self._hash_sizes, self._fewest, self._most, strict=True):
+            lengths.append(
+                torch.randint(fewest, most + 1, (self._batch_size,), dtype=torch.int32, generator=draw)
+            )
+            values.append(torch.randint(0, rows, (int(lengths[-1].sum()),), generator=draw))
+        sparse = KeyedJaggedTensor.from_lengths_sync(self._keys, torch.cat(values), torch.cat(lengths))
+        dense = torch.randn(self._batch_size, self._num_dense, generator=draw)
+        return Batch(dense, sparse, torch.randint(0, 2, (self._batch_size,), generator=draw))
+
+
+def _of_each(keys: Sequence[str], name: str, given: Sequence[int] | None, default: int) -> list[int]:
+    found = [default] * len(keys) if given is None else list(given)
+    if len(found) != len(keys):
+        raise ValueError(f"{name} needs one number for each of the {len(keys)} keys, got {found}.")
+    return found

@@ -1,0 +1,110 @@
+"""Sharders with TorchRec's arguments and questions."""
+
+from abc import ABCMeta
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from meshrec.compat.torchrec.optimizers import spec_of
+from meshrec.compat.torchrec.plans import module_to_own
+from meshrec.distributed import sharders as own
+from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.distributed.mesh import ShardingEnv
+from meshrec.distributed.sharding_plan import EmbeddingComputeKernel, ShardingType
+from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _AnySharder(ABCMeta):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, own.EmbeddingBagCollectionSharder | own.EmbeddingCollectionSharder)
+
+
+class ModuleSharder(Generic[M], metaclass=_AnySharder):
+    """The type of all sharders, for annotations: ``ModuleSharder[nn.Module]``."""
+
+
+class SharderAnswers:
+    """What planners ask a sharder; a subclass may answer ``sharding_types`` with less."""
+
+    fused_params: Any
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The names of the sharding types that its tables may have: all."""
+        return [kind.value for kind in ShardingType]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """``dense`` for data-parallel tables, ``fused`` for the others."""
+        is_dense = sharding_type == ShardingType.DATA_PARALLEL.value
+        kernel = EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED
+        return [kernel.value]
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The weights of the module's tables, by the table's name."""
+        return {name.split(".")[-2]: weight for name, weight in module.named_parameters()}
+
+
+class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAnswers):
+    """MeshRec's sharder with TorchRec's arguments.
+
+    Args:
+        fused_params: such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}``.
+        qcomm_codecs_registry: must be None.
+    """
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: object | None = None,
+    ) -> None:
+        check_codecs(qcomm_codecs_registry)
+        super().__init__(spec_of(fused_params))
+        self.fused_params = fused_params
+
+    def shard(  # type: ignore[override]
+        self,
+        module: EmbeddingBagCollection,
+        params: Mapping[str, Any],
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingBagCollection:
+        """The sharded module, by a plan of either library's form. Collective."""
+        return super().shard(module, module_to_own(params), env, device)
+
+
+class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
+    """MeshRec's sharder with TorchRec's arguments; see ``EmbeddingBagCollectionSharder``."""
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: object | None = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        check_codecs(qcomm_codecs_registry)
+        super().__init__(spec_of(fused_params))
+        self.fused_params = fused_params
+
+    def shard(  # type: ignore[override]
+        self,
+        module: EmbeddingCollection,
+        params: Mapping[str, Any],
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection:
+        """The sharded module, by a plan of either library's form. Collective."""
+        return super().shard(module, module_to_own(params), env, device)
+
+
+def check_codecs(qcomm_codecs_registry: object | None) -> None:
+    """Raises ValueError for codecs."""
+    if qcomm_codecs_registry is not None:
+        raise ValueError(
+            "MeshRec has no codecs to register. Give meshrec.distributed's sharders "
+            "precision=CommsPrecision(...) to send embeddings in a shorter type."
+        )

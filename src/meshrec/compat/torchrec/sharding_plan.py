@@ -1,0 +1,181 @@
+"""Plans by hand with TorchRec's arguments; a generator makes the placement of one table from its weight."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from meshrec.compat.torchrec.comm import get_device_type, get_local_size
+from meshrec.compat.torchrec.plans import EmbeddingModuleShardingPlan, ParameterSharding, table_from_own
+from meshrec.compat.torchrec.sharders import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+)
+from meshrec.distributed import plan_builders as own
+from meshrec.distributed.sharding_plan import (
+    EmbeddingComputeKernel,
+    EnumerableShardingSpec,
+    Placement,
+    ShardingType,
+    ShardMetadata,
+    TableSize,
+)
+from meshrec.distributed.sharding_plan import ParameterSharding as OwnSharding
+
+ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, Any], ParameterSharding]
+
+
+def _generator(make: own.ShardingGenerator) -> ParameterShardingGenerator:
+    def generate(
+        param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: object
+    ) -> ParameterSharding:
+        size = TableSize(param.shape[0], param.shape[1])
+        placed = make("of this parameter", size, own.Ranks(world_size, local_size, device_type))
+        return table_from_own(placed, world_size=world_size, local_size=local_size)
+
+    return generate
+
+
+def data_parallel() -> ParameterShardingGenerator:
+    """The whole table on every rank."""
+    return _generator(own.data_parallel())
+
+
+def table_wise(
+    rank: int, device: str | None = None, compute_kernel: str | None = None
+) -> ParameterShardingGenerator:
+    """The whole table on one rank."""
+    _check_device(device)
+    return _generator(own.table_wise(rank=rank, compute_kernel=_kernel(compute_kernel)))
+
+
+def row_wise(
+    sizes_placement: object | None = None, compute_kernel: str | None = None, num_buckets: int | None = None
+) -> ParameterShardingGenerator:
+    """Rows split over all ranks, as evenly as can be."""
+    if sizes_placement is not None or num_buckets is not None:
+        raise ValueError(
+            "row_wise splits rows evenly: MeshRec has no sizes_placement and no num_buckets. For other shards "
+            "write a ParameterSharding with a sharding_spec."
+        )
+    return _generator(own.row_wise(compute_kernel=_kernel(compute_kernel)))
+
+
+def column_wise(
+    ranks: Sequence[int] | None = None,
+    size_per_rank: Sequence[int] | None = None,
+    compute_kernel: str | None = None,
+    device_types: Sequence[str] | None = None,
+) -> ParameterShardingGenerator:
+    """Columns split over ``ranks``, or in the given sizes over ranks 0, 1, ..."""
+    for device in device_types or ():
+        _check_device(device)
+    kernel = _kernel(compute_kernel)
+    if size_per_rank is not None:
+        return _generator(_columns_of(list(size_per_rank), kernel))
+    if ranks is None:
+        raise ValueError("column_wise needs ranks, or size_per_rank. Give one of them.")
+    return _generator(own.column_wise(ranks=list(ranks), compute_kernel=kernel))
+
+
+def table_row_wise(host_index: int) -> ParameterShardingGenerator:
+    """Rows split over the ranks of one node."""
+    return _generator(own.table_row_wise(node=host_index))
+
+
+def grid_shard(host_indexes: Sequence[int]) -> ParameterShardingGenerator:
+    """Columns split over nodes, the rows of each part over the ranks of its node."""
+    return _generator(own.grid_shard(nodes=list(host_indexes)))
+
+
+def get_default_sharders() -> list[Any]:
+    """A sharder for every kind of embedding module."""
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def get_module_to_default_sharders() -> dict[type[nn.Module], Any]:
+    """The default sharders by the module they are for."""
+    return {sharder.module_type: sharder for sharder in get_default_sharders()}
+
+
+def apply_to_all(
+    module: nn.Module, parameter_sharding_generator: ParameterShardingGenerator, sharder: Any = None
+) -> dict[str, ParameterShardingGenerator]:
+    """The same generator for every table of ``module``."""
+    return dict.fromkeys(own.tables_of(module), parameter_sharding_generator)
+
+
+def construct_module_sharding_plan(
+    module: nn.Module,
+    per_param_sharding: Mapping[str, ParameterShardingGenerator],
+    sharder: Any = None,
+    local_size: int | None = None,
+    world_size: int | None = None,
+    device_type: str | None = None,
+) -> EmbeddingModuleShardingPlan:
+    """The plan of ``module`` from one generator per table.
+
+    Raises:
+        ValueError: when tables and generators differ, and for ranks or nodes that are not there.
+    """
+    tables = own.tables_of(module)
+    if set(tables) != set(per_param_sharding):
+        raise ValueError(
+            f"the module has the tables {list(tables)}, the generators are for {list(per_param_sharding)}. "
+            "Give each table one."
+        )
+    world_size = world_size or dist.get_world_size()
+    local_size = local_size or get_local_size(world_size)
+    weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters()}
+    device_type = device_type or get_device_type()
+    return EmbeddingModuleShardingPlan(
+        {
+            name: generate(weights[name], local_size, world_size, device_type, sharder)
+            for name, generate in per_param_sharding.items()
+        }
+    )
+
+
+def _columns_of(sizes: list[int], kernel: EmbeddingComputeKernel) -> own.ShardingGenerator:
+    def generate(table: str, size: TableSize, ranks: own.Ranks) -> OwnSharding:
+        if sum(sizes) != size.embedding_dim:
+            raise ValueError(
+                f"size_per_rank {sizes} makes {sum(sizes)} columns, but the table has {size.embedding_dim}."
+            )
+        starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+        shards = tuple(
+            ShardMetadata(
+                shard_offsets=(0, start),
+                shard_sizes=(size.num_embeddings, columns),
+                placement=Placement(rank=rank, device=ranks.device),
+            )
+            for rank, (start, columns) in enumerate(zip(starts, sizes, strict=True))
+            if columns
+        )
+        return OwnSharding(
+            sharding_type=ShardingType.COLUMN_WISE,
+            compute_kernel=kernel,
+            ranks=tuple(shard.placement.rank for shard in shards),
+            sharding_spec=EnumerableShardingSpec(shards=shards),
+        )
+
+    return generate
+
+
+def _kernel(compute_kernel: Any) -> EmbeddingComputeKernel:
+    if compute_kernel is None:
+        return EmbeddingComputeKernel.FUSED
+    value = getattr(compute_kernel, "value", compute_kernel)
+    allowed = [kernel.value for kernel in EmbeddingComputeKernel]
+    if value not in allowed:
+        raise ValueError(f"MeshRec has no compute kernel {value!r}, only {allowed}.")
+    return EmbeddingComputeKernel(value)
+
+
+def _check_device(device: str | None) -> None:
+    if device is not None and device != get_device_type():
+        raise ValueError(
+            f"tables of one model live on one kind of device, here {get_device_type()!r}, got {device!r}. Leave "
+            "it out."
+        )
