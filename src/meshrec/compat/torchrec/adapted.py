@@ -25,6 +25,7 @@ class Adapted(Generic[T]):
         self.__wrapped__ = construct
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """A new object."""
         return self._construct(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -40,8 +40,8 @@ def _config(
             raise TypeError(f"an embedding config has no argument {argument!r}")
         if value != _NOT_HERE[argument]:
             raise ValueError(
-                f"table {name!r}: MeshRec has no {argument}, got {value!r}. Leave it out: docs/from-torchrec.md "
-                "says what is nearest."
+                f"table {name!r}: MeshRec has no {argument}, got {value!r}. Leave it out: "
+                "docs/from-torchrec.md says what is nearest."
             )
     return {
         "num_embeddings": num_embeddings,
@@ -89,7 +89,8 @@ def _sequence_collection(
     use_gather_select: bool = False,
     use_gather_select_per_sharding: dict[str, bool] | None = None,
 ) -> embedding_modules.EmbeddingCollection:
-    """TorchRec's ``EmbeddingCollection(tables, device=None, ...)``, with the weights that it has for a seed."""
+    """TorchRec's ``EmbeddingCollection(tables, device=None, ...)``, with the weights that it has for a
+    seed."""
     if need_indices:
         raise ValueError(
             "MeshRec's EmbeddingCollection does not return the ids as weights (need_indices). They are the "
@@ -148,4 +149,4 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
     """
     if pooling_type is PoolingType.NONE:
         raise ValueError("PoolingType.NONE pools nothing, so it has no word.")
-    return pooling_type.value.lower()
+    return str(pooling_type.value).lower()

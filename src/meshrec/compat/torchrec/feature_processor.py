@@ -10,7 +10,8 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 
 class PositionWeightedModule(nn.Module):
-    """Gives the ids of some features learned weights by position; parameters at ``position_weights.<feature>``.
+    """Gives the ids of some features learned weights by position; parameters at
+    ``position_weights.<feature>``.
 
     Args:
         max_feature_lengths: by feature the ids in its longest bag.
@@ -37,7 +38,8 @@ class PositionWeightedModule(nn.Module):
 
 
 class PositionWeightedProcessor(nn.Module):
-    """Gives the ids of some features learned weights by position; parameters at ``position_weights.<feature>``.
+    """Gives the ids of some features learned weights by position; parameters at
+    ``position_weights.<feature>``.
 
     Args:
         max_feature_lengths: by feature the ids in its longest bag.

@@ -1,4 +1,5 @@
-"""Lets Python find MeshRec under TorchRec's import paths; modules and names are made when they are asked for."""
+"""Lets Python find MeshRec under TorchRec's import paths; modules and names are made when they are asked
+for."""
 
 import difflib
 import importlib
@@ -12,9 +13,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from meshrec.compat.torchrec.names import MISSING, MODULES
+from meshrec.compat.torchrec.missing import MISSING
+from meshrec.compat.torchrec.names import MODULES
 
 FORCE = "MESHREC_COMPAT_FORCE"
+SCRIPT = "MESHREC_COMPAT_SCRIPT"
 _PACKAGES = ("torchrec", "fbgemm_gpu")
 _logger = logging.getLogger("meshrec")
 

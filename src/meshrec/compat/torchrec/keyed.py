@@ -67,8 +67,9 @@ class GradientClippingOptimizer(clipping.GradientClippingOptimizer):
     ) -> None:
         if enable_global_grad_clip or param_to_pgs:
             raise ValueError(
-                "gradients of tables are used up in backward, and those of the dense part are equal on all ranks: "
-                "there is no norm over groups of ranks. Leave enable_global_grad_clip and param_to_pgs out."
+                "gradients of tables are used up in backward, and those of the dense part are equal on "
+                "all ranks: there is no norm over groups of ranks. Leave enable_global_grad_clip and "
+                "param_to_pgs out."
             )
         super().__init__(optimizer, clipping, max_gradient, norm_type)
         self.save_param_groups(False)

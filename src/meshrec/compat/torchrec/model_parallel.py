@@ -1,5 +1,6 @@
 """DistributedModelParallel and sharding of single modules with TorchRec's arguments."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,17 @@ from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
+# Its name changes with torch's version, and the old one warns.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
 
 class DataParallelWrapper(ABC):
-    """How the dense part becomes data-parallel; ``wrap`` puts what it makes into ``dmp._dmp_wrapped_module``."""
+    """How the dense part becomes data-parallel; ``wrap`` puts what it makes into
+    ``dmp._dmp_wrapped_module``."""
 
     @abstractmethod
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
@@ -59,7 +68,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         self._precision = allreduce_comm_precision
         self.options: dict[str, Any] = {
             "gradient_as_bucket_view": True,
-            "broadcast_buffers": False,
+            _SYNC_BUFFERS: False,
             "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters,
             "bucket_cap_mb": bucket_cap_mb,
@@ -152,8 +161,8 @@ def shard(
     sharder = sharder or get_module_to_default_sharders().get(type(module))
     if sharder is None:
         raise ValueError(
-            f"{type(module).__name__} is no embedding module, so it cannot be sharded by itself. shard_modules "
-            "shards what is inside it."
+            f"{type(module).__name__} is no embedding module, so it cannot be sharded by itself. "
+            "shard_modules shards what is inside it."
         )
     env = default_env() if env is None else env
     if not isinstance(plan, EmbeddingModuleShardingPlan):

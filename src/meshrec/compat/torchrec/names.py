@@ -82,7 +82,8 @@ MODULES: dict[str, dict[str, str]] = {
     ),
     "torchrec.modules.feature_processor_": _of(
         "meshrec.modules.feature_processor",
-        "FeatureProcessor FeatureProcessorsCollection PositionWeightedModule PositionWeightedModuleCollection",
+        "FeatureProcessor FeatureProcessorsCollection PositionWeightedModule "
+        "PositionWeightedModuleCollection",
     ),
     "torchrec.modules.fp_embedding_modules": _of(
         "meshrec.modules.feature_processor", "FeatureProcessedEmbeddingBagCollection"
@@ -90,10 +91,16 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.modules.mlp": _of("meshrec.modules.mlp", "MLP Perceptron"),
     "torchrec.modules.regroup": _of("meshrec.modules.regroup", "KTRegroupAsDict"),
     "torchrec.models": {},
-    "torchrec.models.dlrm": _of(
-        "meshrec.models.dlrm",
-        "DLRM DLRMTrain DLRM_DCN DenseArch InteractionArch InteractionDCNArch OverArch SparseArch",
+    "torchrec.models.deepfm": _of(
+        f"{_C}.deepfm", "DenseArch FMInteractionArch OverArch SimpleDeepFMNN SparseArch"
     ),
+    "torchrec.models.dlrm": {
+        **_of(
+            "meshrec.models.dlrm",
+            "DLRM DLRMTrain DenseArch InteractionArch InteractionDCNArch OverArch SparseArch",
+        ),
+        **_of(f"{_C}.dlrm", "DLRM_DCN"),
+    },
     "torchrec.distributed": {
         **_PARALLEL,
         **_COMM,
@@ -146,8 +153,10 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.distributed.sharding_plan": {
         **_of(
             f"{_C}.sharding_plan",
-            "ParameterShardingGenerator apply_to_all column_wise construct_module_sharding_plan data_parallel "
-            "get_default_sharders get_module_to_default_sharders grid_shard row_wise table_row_wise table_wise",
+            "ParameterShardingGenerator apply_to_all column_wise construct_module_sharding_plan "
+            "data_parallel "
+            "get_default_sharders get_module_to_default_sharders grid_shard row_wise table_row_wise "
+            "table_wise",
         ),
     },
     "torchrec.distributed.utils": _of(f"{_C}.comm", "get_device_type"),
@@ -173,92 +182,6 @@ MODULES: dict[str, dict[str, str]] = {
     "fbgemm_gpu.split_table_batched_embeddings_ops_training": {
         **_of(f"{_C}.optimizers", "WeightDecayMode"),
     },
-}
-
-MISSING: dict[str, str] = {
-    "torchrec.quant": "it does not quantize tables yet. Nearest: data_type=DataType.FP16 or BF16.",
-    "torchrec.inference": "it does not serve yet. Nearest: torch.export of the model.",
-    "torchrec.fx": "nothing needs to be traced by fx. Nearest: torch.compile and torch.export.",
-    "torchrec.ir": "nothing has to be prepared for export. Nearest: torch.export.",
-    "torchrec.schema": "it keeps no schema of its interfaces.",
-    "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics, or torchmetrics.",
-    "torchrec.distributed.train_pipeline": "sharded modules overlap by themselves what can be. Nearest: a plain "
-    "loop over DistributedModelParallel, and meshrec.data.prefetch for the batches.",
-    "torchrec.distributed.TrainPipelineSparseDist": "sharded modules overlap by themselves what can be. Nearest: "
-    "a plain loop over DistributedModelParallel.",
-    "torchrec.distributed.TrainPipelineBase": "Nearest: a plain loop over DistributedModelParallel.",
-    "torchrec.distributed.TrainPipeline": "Nearest: a plain loop over DistributedModelParallel.",
-    "torchrec.distributed.model_parallel.DMPCollection": "2D training needs no class of its own. Nearest: "
-    "meshrec.distributed.ShardingEnv.from_mesh with the axes ('replicate', 'shard'), which trains exactly as 1D.",
-    "torchrec.distributed.types.ShardingEnv2D": "2D training needs no class of its own. Nearest: "
-    "meshrec.distributed.ShardingEnv.from_mesh with the axes ('replicate', 'shard').",
-    "torchrec.distributed.types.ShardedModule": "sharded modules have no common interface to implement. "
-    "Nearest: ShardedEmbeddingBagCollection.",
-    "torchrec.distributed.types.QuantizedCommCodecs": "Nearest: precision=meshrec.distributed.CommsPrecision(...) "
-    "of MeshRec's sharders.",
-    "torchrec.distributed.types.CacheParams": "tables are not cached. Nearest: tables on CPU.",
-    "torchrec.distributed.fbgemm_qcomm_codec": "Nearest: precision=meshrec.distributed.CommsPrecision(...) of "
-    "MeshRec's sharders.",
-    "torchrec.distributed.embeddingbag.EmbeddingBagSharder": "a single nn.EmbeddingBag is not sharded. Nearest: "
-    "an EmbeddingBagCollection with one table.",
-    "torchrec.distributed.embeddingbag.ShardedEmbeddingBag": "a single nn.EmbeddingBag is not sharded. Nearest: "
-    "an EmbeddingBagCollection with one table.",
-    "torchrec.distributed.fused_embeddingbag": "Nearest: EmbeddingBagCollectionSharder, which fuses.",
-    "torchrec.distributed.fused_embedding": "Nearest: EmbeddingCollectionSharder, which fuses.",
-    "torchrec.distributed.fp_embeddingbag": "a feature-processed collection needs no sharder of its own: the "
-    "collection inside it is sharded, its processors are dense. Nearest: EmbeddingBagCollectionSharder.",
-    "torchrec.distributed.quant_embeddingbag": "it does not quantize tables yet.",
-    "torchrec.distributed.quant_embedding": "it does not quantize tables yet.",
-    "torchrec.distributed.planner.enumerators": "its planner searches by itself. Nearest: constraints.",
-    "torchrec.distributed.planner.proposers": "its planner searches by itself. Nearest: constraints.",
-    "torchrec.distributed.planner.partitioners": "its planner searches by itself. Nearest: constraints.",
-    "torchrec.distributed.planner.perf_models": "its planner has its own model of time. Nearest: `meshrec "
-    "calibrate`.",
-    "torchrec.distributed.planner.estimator": "its planner has its own model of time. Nearest: `meshrec "
-    "calibrate`.",
-    "torchrec.distributed.planner.shard_estimators": "its planner has its own model of time. Nearest: `meshrec "
-    "calibrate`.",
-    "torchrec.distributed.planner.stats": "Nearest: print(plan.planned), and `meshrec plan`.",
-    "torchrec.distributed.planner.constants": "speeds and sizes of machines are in hardware profiles. Nearest: "
-    "meshrec.planner.HardwareProfile.",
-    "torchrec.distributed.planner.types.TopologyFactory": "Nearest: Topology.",
-    "torchrec.distributed.planner.types.ShardingOption": "plans are made of rectangles. Nearest: "
-    "ParameterSharding.sharding_spec.shards.",
-    "torchrec.distributed.planner.types.PlannerError": "a plan that cannot be raises ValueError, with what would "
-    "help.",
-    "torchrec.modules.fused_embedding_modules": "Nearest: meshrec.fuse(EmbeddingBagCollection(...), optimizer=...).",
-    "torchrec.modules.embedding_tower": "Nearest: a module of your own around a collection and an interaction.",
-    "torchrec.modules.lazy_extension": "Nearest: torch.nn.LazyLinear, or sizes that are given.",
-    "torchrec.modules.mc_modules": "ids are not remapped while training. Nearest: hash the ids beforehand.",
-    "torchrec.modules.mc_embedding_modules": "ids are not remapped while training. Nearest: hash the ids "
-    "beforehand.",
-    "torchrec.modules.hash_mc_modules": "ids are not remapped while training. Nearest: hash the ids beforehand.",
-    "torchrec.modules.itep_modules": "tables are not pruned while training.",
-    "torchrec.modules.itep_embedding_modules": "tables are not pruned while training.",
-    "torchrec.modules.keyed_jagged_tensor_pool": "Nearest: a dictionary of KeyedJaggedTensors.",
-    "torchrec.modules.tensor_pool": "Nearest: torch.nn.Embedding.",
-    "torchrec.modules.utils": "its helpers are private to it.",
-    "torchrec.models.dlrm.DLRM_Projection": "Nearest: DLRM, or DLRM_DCN.",
-    "torchrec.models.experimental": "Nearest: torchrec.models.dlrm.DLRM.",
-    "torchrec.optim.fused": "Nearest: meshrec.optim.FusedOptimizer.",
-    "torchrec.optim.FusedOptimizer": "Nearest: meshrec.optim.FusedOptimizer.",
-    "torchrec.optim.FusedOptimizerModule": "Nearest: a module's fused_optimizer.",
-    "torchrec.optim.semi_sync": "replicas exchange gradients in every step, so nothing drifts. Nearest: a mesh "
-    "with a 'replicate' axis.",
-    "torchrec.optim.SemisyncOptimizer": "replicas exchange gradients in every step, so nothing drifts. Nearest: a "
-    "mesh with a 'replicate' axis.",
-    "torchrec.datasets.criteo": "Nearest: meshrec.data.",
-    "torchrec.datasets.movielens": "Nearest: meshrec.data.",
-    "torchrec.datasets.utils": "data pipes are gone from PyTorch. Nearest: meshrec.data.",
-    "torchrec.sparse.jagged_tensor.ComputeKJTToJTDict": "Nearest: kjt.to_dict().",
-    "torchrec.sparse.jagged_tensor.ComputeJTDictToKJT": "Nearest: KeyedJaggedTensor.from_jt_dict().",
-    "torchrec.sparse.jagged_tensor.jt_is_equal": "Nearest: torch.equal of values and lengths.",
-    "torchrec.sparse.jagged_tensor.kjt_is_equal": "Nearest: torch.equal of values and lengths.",
-    "torchrec.sparse.jagged_tensor.regroup_kts": "Nearest: KeyedTensor.regroup.",
-    "torchrec.sparse.tensor_dict": "Nearest: KeyedJaggedTensor.from_jt_dict.",
-    "torchrec.modules.embedding_configs.QuantConfig": "it does not quantize tables yet.",
-    "torchrec.modules.embedding_configs.EmbeddingTableConfig": "Nearest: EmbeddingBagConfig.",
-    "fbgemm_gpu": "its kernels are its own. Nearest: meshrec.fuse and torch.ops.meshrec.",
 }
 
 VERSION = "1.8.0"

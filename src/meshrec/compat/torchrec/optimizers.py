@@ -1,4 +1,5 @@
-"""TorchRec's words for the optimizers of tables: classes for apply_optimizer_in_backward, and FBGEMM's enums."""
+"""TorchRec's words for the optimizers of tables: classes for apply_optimizer_in_backward, and FBGEMM's
+enums."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -90,8 +91,8 @@ def spec_of(fused_params: Any) -> OptimizerSpec | None:
         if not rest:
             return None
         raise ValueError(
-            f"fused_params has {sorted(rest)} but no optimizer, and none is invented here (FBGEMM takes SGD). "
-            "Add 'optimizer'."
+            f"fused_params has {sorted(rest)} but no optimizer, and none is invented here (FBGEMM takes "
+            "SGD). Add 'optimizer'."
         )
     if isinstance(optimizer, OptimizerSpec | type):
         return from_torch(optimizer, rest) if isinstance(optimizer, type) else optimizer
@@ -109,8 +110,8 @@ def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> Optimiz
     has_own_decay = spec in (*_DECAY_IS_DECOUPLED, specs.LARS)
     if rest.get("weight_decay") and not has_own_decay and mode not in ("L2", "DECOUPLE"):
         raise ValueError(
-            f"fused_params: weight_decay needs a weight_decay_mode, L2 or DECOUPLE, got {mode!r}. Without one "
-            "FBGEMM ignores it."
+            f"fused_params: weight_decay needs a weight_decay_mode, L2 or DECOUPLE, got {mode!r}. "
+            "Without one FBGEMM ignores it."
         )
     own = spec(lr=0.0)
     known = {name: value for name, value in _DEFAULTS.items() if _has(own, name)}
@@ -129,8 +130,8 @@ def _has(spec: OptimizerSpec, fbgemm_name: str) -> bool:
 def _check_output(output_dtype: Any) -> None:
     if output_dtype is not None and str(getattr(output_dtype, "name", output_dtype)) != "FP32":
         raise ValueError(
-            f"fused_params: output_dtype {output_dtype!r} is not to be had, embeddings have the tables' type. "
-            "Choose the tables' data_type, or the sharder's precision for what is sent."
+            f"fused_params: output_dtype {output_dtype!r} is not to be had, embeddings have the tables' "
+            "type. Choose the tables' data_type, or the sharder's precision for what is sent."
         )
 
 
@@ -150,8 +151,8 @@ class _ForTables(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Not here: raises ValueError."""
         raise ValueError(
-            f"torchrec.optim.{type(self).__name__} only names an optimizer for tables that are sharded or fused, "
-            "and these are not. Use one of torch.optim, or shard the module first."
+            f"torchrec.optim.{type(self).__name__} only names an optimizer for tables that are sharded "
+            "or fused, and these are not. Use one of torch.optim, or shard the module first."
         )
 
 
@@ -205,5 +206,5 @@ def apply_optimizer_in_backward(
     """torch's function: the optimizer steps as soon as a parameter's gradient is there; sharding fuses it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's package uses what torch has deprecated
-        from torch.distributed.optim import _apply_optimizer_in_backward
+        from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
     _apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)

@@ -11,9 +11,11 @@ from meshrec.compat.torchrec.adapted import Adapted
 from meshrec.compat.torchrec.plans import ShardingPlan, from_own
 from meshrec.compat.torchrec.sharders import SharderAnswers
 from meshrec.compat.torchrec.sharding_plan import get_default_sharders
+from meshrec.distributed.plan_builders import tables_of
 from meshrec.distributed.sharding_plan import EmbeddingComputeKernel, ShardingType
 from meshrec.planner import planners, types
-from meshrec.planner.module_tables import embedding_modules, optimizer_kind
+from meshrec.planner.module_tables import embedding_modules
+from meshrec.planner.optimize import DEFAULT_EFFORT
 
 _BATCH_SIZE = 512
 
@@ -39,8 +41,8 @@ def _topology(
     more = {"ssd_cap": ssd_cap, "pod_size": pod_size, **more}
     if given := sorted(name for name, value in more.items() if value is not None):
         raise ValueError(
-            f"MeshRec's topology has no {given[0]}. What a machine can do is in a hardware profile: measure one "
-            "with `meshrec calibrate`, and pass it to meshrec.planner.Topology(hardware=...)."
+            f"MeshRec's topology has no {given[0]}. What a machine can do is in a hardware profile: "
+            "measure one with `meshrec calibrate`, and pass it to meshrec.planner.Topology(hardware=...)."
         )
     return types.Topology(
         world_size=world_size,
@@ -167,7 +169,7 @@ class EmbeddingShardingPlanner:
         self._topology = topology
         self._batch_size = _BATCH_SIZE if batch_size is None else batch_size
         self._constraints = dict(constraints or {})
-        self._options = {} if timeout_seconds is None else {"time_limit": float(timeout_seconds)}
+        self._time_limit = DEFAULT_EFFORT.time_limit if timeout_seconds is None else float(timeout_seconds)
 
     def plan(self, module: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
         """The plan of all tables of ``module`` that the sharders shard."""
@@ -185,14 +187,11 @@ class EmbeddingShardingPlanner:
         return self._in_their_form(found)
 
     def _planner(self, module: nn.Module, sharders: Sequence[Any]) -> planners.EmbeddingShardingPlanner:
-        specs = [sharder.optimizer for sharder in sharders if sharder.optimizer is not None]
-        kind = optimizer_kind(specs[0]) if specs else types.OptimizerKind.NONE
         return planners.EmbeddingShardingPlanner(
             topology=self._topology,
             constraints=self._with_answers(module, sharders),
             batch_size=self._batch_size,
-            default_optimizer=kind,
-            **self._options,
+            time_limit=self._time_limit,
         )
 
     def _with_answers(
@@ -200,17 +199,15 @@ class EmbeddingShardingPlanner:
     ) -> dict[str, types.ParameterConstraints]:
         """The constraints, and what sharders that the user wrote allow."""
         constraints = dict(self._constraints)
-        for _, found in embedding_modules(module, sharders):
-            sharder = next(s for s in sharders if isinstance(found, s.module_type))
+        for _, found, sharder in embedding_modules(module, sharders):
             answer = type(sharder).sharding_types
             if not isinstance(sharder, SharderAnswers) or answer is SharderAnswers.sharding_types:
                 continue
             allowed = {ShardingType(kind) for kind in sharder.sharding_types(self._topology.compute_device)}
-            configs = getattr(found, "embedding_bag_configs", None) or found.embedding_configs
-            for config in configs():
-                present = constraints.get(config.name, types.ParameterConstraints())
+            for table in tables_of(found):
+                present = constraints.get(table, types.ParameterConstraints())
                 both = [kind for kind in ShardingType if kind in allowed & present.allowed_types]
-                constraints[config.name] = replace(present, sharding_types=both)
+                constraints[table] = replace(present, sharding_types=both)
         return constraints
 
     def _in_their_form(self, found: Any) -> ShardingPlan:

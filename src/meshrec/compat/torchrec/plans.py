@@ -1,4 +1,5 @@
-"""Sharding plans in TorchRec's form: strings, lists and torch's own metadata of shards; and from and to MeshRec's.
+"""Sharding plans in TorchRec's form: strings, lists and torch's own metadata of shards; and from and to
+MeshRec's.
 
 They print as TorchRec's do.
 """
@@ -7,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.distributed.remote_device import _remote_device
 
 from meshrec.distributed import sharding_plan as own
 
@@ -155,8 +157,8 @@ def _table_to_own(name: str, placed: ParameterSharding) -> own.ParameterSharding
         return own.ParameterSharding(sharding_type=sharding_type)
     if placed.sharding_spec is None:
         raise ValueError(
-            f"table {name!r} is {sharding_type.value} and needs a sharding_spec: which rows and columns are on "
-            "which rank. construct_module_sharding_plan makes it."
+            f"table {name!r} is {sharding_type.value} and needs a sharding_spec: which rows and columns "
+            "are on which rank. construct_module_sharding_plan makes it."
         )
     shards = tuple(_shard_to_own(shard) for shard in placed.sharding_spec.shards)
     return own.ParameterSharding(
@@ -168,7 +170,7 @@ def _table_to_own(name: str, placed: ParameterSharding) -> own.ParameterSharding
 
 
 def _shard_to_own(shard: ShardMetadata) -> own.ShardMetadata:
-    assert isinstance(shard.placement, torch.distributed._remote_device)
+    assert isinstance(shard.placement, _remote_device)
     rank, device = shard.placement.rank(), shard.placement.device()
     assert rank is not None
     (r0, c0), (rows, columns) = shard.shard_offsets, shard.shard_sizes

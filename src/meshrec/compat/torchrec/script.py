@@ -1,9 +1,10 @@
-"""The user's script as a module that can be imported by name; ``python -m meshrec.compat.torchrec`` runs it."""
+"""The user's script as a module that can be imported by name; ``python -m meshrec.compat.torchrec`` runs
+it."""
 
 import os
 from pathlib import Path
 
-SCRIPT = "MESHREC_COMPAT_SCRIPT"
+from meshrec.compat.torchrec.finder import SCRIPT
 
 if __name__ in ("__main__", "__mp_main__"):
     __file__ = os.environ[SCRIPT]

@@ -64,7 +64,7 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         super().__init__(spec_of(fused_params))
         self.fused_params = fused_params
 
-    def shard(  # type: ignore[override]
+    def shard(
         self,
         module: EmbeddingBagCollection,
         params: Mapping[str, Any],
@@ -89,7 +89,7 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         super().__init__(spec_of(fused_params))
         self.fused_params = fused_params
 
-    def shard(  # type: ignore[override]
+    def shard(
         self,
         module: EmbeddingCollection,
         params: Mapping[str, Any],

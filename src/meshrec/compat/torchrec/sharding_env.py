@@ -32,6 +32,7 @@ class ShardingEnv(mesh.ShardingEnv):
         """
         if world_size != 1 or rank != 0:
             raise ValueError(
-                f"world_size {world_size} needs as many processes in a group. Use ShardingEnv.from_process_group."
+                f"world_size {world_size} needs as many processes in a group. Use "
+                "ShardingEnv.from_process_group."
             )
         return cls()

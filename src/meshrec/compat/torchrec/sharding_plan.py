@@ -56,8 +56,8 @@ def row_wise(
     """Rows split over all ranks, as evenly as can be."""
     if sizes_placement is not None or num_buckets is not None:
         raise ValueError(
-            "row_wise splits rows evenly: MeshRec has no sizes_placement and no num_buckets. For other shards "
-            "write a ParameterSharding with a sharding_spec."
+            "row_wise splits rows evenly: MeshRec has no sizes_placement and no num_buckets. For other "
+            "shards write a ParameterSharding with a sharding_spec."
         )
     return _generator(own.row_wise(compute_kernel=_kernel(compute_kernel)))
 
@@ -176,6 +176,6 @@ def _kernel(compute_kernel: Any) -> EmbeddingComputeKernel:
 def _check_device(device: str | None) -> None:
     if device is not None and device != get_device_type():
         raise ValueError(
-            f"tables of one model live on one kind of device, here {get_device_type()!r}, got {device!r}. Leave "
-            "it out."
+            f"tables of one model live on one kind of device, here {get_device_type()!r}, got "
+            f"{device!r}. Leave it out."
         )

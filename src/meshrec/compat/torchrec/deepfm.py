@@ -1,0 +1,109 @@
+"""TorchRec's DeepFM model: embeddings and a dense vector, the deep and the second-order half, and a probability.
+
+Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). Names of parameters and the order of
+their draws are TorchRec's.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.modules import DeepFM, EmbeddingBagCollection, FactorizationMachine
+from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
+
+# B batch, D embedding width
+
+
+class SparseArch(nn.Module):
+    """The tables."""
+
+    def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding_bag_collection = embedding_bag_collection
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """[B, sum of D] by feature."""
+        return self.embedding_bag_collection(features)  # type: ignore[no-any-return]
+
+
+class DenseArch(nn.Module):
+    """Two layers over the dense features."""
+
+    def __init__(self, in_features: int, hidden_layer_size: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Linear(in_features, hidden_layer_size),
+            nn.ReLU(),
+            nn.Linear(hidden_layer_size, embedding_dim),
+            nn.ReLU(),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, in_features] -> [B, embedding_dim]."""
+        return self.model(features)  # type: ignore[no-any-return]
+
+
+class FMInteractionArch(nn.Module):
+    """The dense vector, the deep half and the second-order half side by side."""
+
+    def __init__(self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int) -> None:
+        super().__init__()
+        self.sparse_feature_names = sparse_feature_names
+        self.deep_fm = DeepFM(nn.Sequential(nn.Linear(fm_in_features, deep_fm_dimension), nn.ReLU()))
+        self.fm = FactorizationMachine()
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedTensor) -> Tensor:
+        """Dense [B, D] and embeddings -> [B, D + deep_fm_dimension + 1]."""
+        if not self.sparse_feature_names:
+            return dense_features
+        vectors = [dense_features, *(sparse_features[name] for name in self.sparse_feature_names)]
+        return torch.cat([dense_features, self.deep_fm(vectors), self.fm(vectors)], dim=1)
+
+
+class OverArch(nn.Module):
+    """One layer and a sigmoid."""
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(in_features, 1), nn.Sigmoid())
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, in_features] -> [B, 1]."""
+        return self.model(features)  # type: ignore[no-any-return]
+
+
+class SimpleDeepFMNN(nn.Module):
+    """DeepFM over an EmbeddingBagCollection and dense features.
+
+    Args:
+        num_dense_features: columns of the dense input.
+        embedding_bag_collection: the tables, all of one width D.
+        hidden_layer_size: of the layer over the dense features.
+        deep_fm_dimension: columns of the deep half.
+
+    Raises:
+        ValueError: for tables of several widths.
+    """
+
+    def __init__(
+        self,
+        num_dense_features: int,
+        embedding_bag_collection: EmbeddingBagCollection,
+        hidden_layer_size: int,
+        deep_fm_dimension: int,
+    ) -> None:
+        super().__init__()
+        configs = embedding_bag_collection.embedding_bag_configs()
+        widths = sorted({config.embedding_dim for config in configs})
+        if len(widths) != 1:
+            raise ValueError(f"all tables must have one embedding_dim, got {widths}.")
+        names = [name for config in configs for name in config.feature_names]
+        self.sparse_arch = SparseArch(embedding_bag_collection)
+        self.dense_arch = DenseArch(num_dense_features, hidden_layer_size, widths[0])
+        self.inter_arch = FMInteractionArch(widths[0] * (len(names) + 1), names, deep_fm_dimension)
+        self.over_arch = OverArch(widths[0] + deep_fm_dimension + 1)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Dense [B, num_dense_features] and the ids -> probabilities [B, 1]."""
+        dense = self.dense_arch(dense_features)
+        sparse = self.sparse_arch(sparse_features)
+        return self.over_arch(self.inter_arch(dense, sparse))  # type: ignore[no-any-return]

@@ -1,0 +1,105 @@
+"""What of TorchRec MeshRec has not: why, and what is nearest. A module's line speaks for all that is in
+it."""
+
+_LOOP = (
+    "sharded modules overlap by themselves what can be. Nearest: a plain loop over DistributedModelParallel."
+)
+_QUANT = "tables are not quantized this way. Nearest: data_type=DataType.FP16 or BF16."
+_PLANNER = "the planner searches by itself. Nearest: ParameterConstraints."
+_TIMES = "the planner has its own model of time. Nearest: `meshrec calibrate`, which measures this machine."
+_REMAP = "ids are not remapped while training. Nearest: hash the ids beforehand."
+_PRUNE = "tables are not pruned while training. Nearest: fewer num_embeddings."
+_CODECS = "Nearest: precision=CommsPrecision(...) of meshrec.distributed's sharders."
+_TWO_D = (
+    "2D training needs no class of its own. Nearest: meshrec.distributed.ShardingEnv.from_mesh with the axes "
+    "('replicate', 'shard'), which trains exactly as 1D does."
+)
+_ONE_BAG = "a single nn.EmbeddingBag is not sharded. Nearest: an EmbeddingBagCollection with one table."
+_REPLICAS = (
+    "replicas exchange gradients in every step, so nothing drifts. Nearest: a mesh with the axis 'replicate'."
+)
+_FUSED = "Nearest: meshrec.fuse(collection, optimizer=...)."
+_FUSED_OPTIMIZER = "Nearest: a module's fused_optimizer, a meshrec.optim.FusedOptimizer."
+_EQUAL = "Nearest: torch.equal of values and lengths."
+_DATA = "Nearest: meshrec.data."
+
+MISSING: dict[str, str] = {
+    "fbgemm_gpu": "kernels are MeshRec's own. Nearest: meshrec.fuse, and torch.ops.meshrec.",
+    "torchrec.datasets.criteo": _DATA,
+    "torchrec.datasets.movielens": _DATA,
+    "torchrec.datasets.utils": f"data pipes are gone from PyTorch. {_DATA}",
+    "torchrec.distributed.EvalPipelineSparseDist": _LOOP,
+    "torchrec.distributed.PrefetchTrainPipelineSparseDist": _LOOP,
+    "torchrec.distributed.ShardedModule": "sharded modules have no common interface to implement. Nearest: "
+    "ShardedEmbeddingBagCollection.",
+    "torchrec.distributed.TrainPipeline": _LOOP,
+    "torchrec.distributed.TrainPipelineBase": _LOOP,
+    "torchrec.distributed.TrainPipelineSparseDist": _LOOP,
+    "torchrec.distributed.embeddingbag.EmbeddingBagSharder": _ONE_BAG,
+    "torchrec.distributed.embeddingbag.ShardedEmbeddingBag": _ONE_BAG,
+    "torchrec.distributed.fbgemm_qcomm_codec": _CODECS,
+    "torchrec.distributed.fp_embeddingbag": "a feature-processed collection needs no sharder of its own: the "
+    "collection inside it is sharded, its processors are dense. Nearest: EmbeddingBagCollectionSharder.",
+    "torchrec.distributed.fused_embedding": "Nearest: EmbeddingCollectionSharder, which fuses.",
+    "torchrec.distributed.fused_embeddingbag": "Nearest: EmbeddingBagCollectionSharder, which fuses.",
+    "torchrec.distributed.mc_embedding": _REMAP,
+    "torchrec.distributed.mc_embeddingbag": _REMAP,
+    "torchrec.distributed.model_parallel.DMPCollection": _TWO_D,
+    "torchrec.distributed.planner.constants": "speeds and sizes of machines are in hardware profiles. "
+    "Nearest: "
+    "meshrec.planner.HardwareProfile.",
+    "torchrec.distributed.planner.enumerators": _PLANNER,
+    "torchrec.distributed.planner.estimator": _TIMES,
+    "torchrec.distributed.planner.partitioners": _PLANNER,
+    "torchrec.distributed.planner.perf_models": _TIMES,
+    "torchrec.distributed.planner.proposers": _PLANNER,
+    "torchrec.distributed.planner.shard_estimators": _TIMES,
+    "torchrec.distributed.planner.stats": "Nearest: print(plan.planned), and `meshrec plan`.",
+    "torchrec.distributed.planner.types.PlannerError": "a plan that cannot be raises ValueError, with what "
+    "would help.",
+    "torchrec.distributed.planner.types.ShardingOption": "plans are made of rectangles. Nearest: "
+    "ParameterSharding.sharding_spec.shards.",
+    "torchrec.distributed.planner.types.TopologyFactory": "Nearest: Topology.",
+    "torchrec.distributed.quant_embedding": _QUANT,
+    "torchrec.distributed.quant_embeddingbag": _QUANT,
+    "torchrec.distributed.train_pipeline": _LOOP,
+    "torchrec.distributed.types.CacheParams": "tables are not cached. Nearest: tables on CPU.",
+    "torchrec.distributed.types.QuantizedCommCodecs": _CODECS,
+    "torchrec.distributed.types.ShardedModule": "sharded modules have no common interface to implement. "
+    "Nearest: ShardedEmbeddingBagCollection.",
+    "torchrec.distributed.types.ShardingEnv2D": _TWO_D,
+    "torchrec.fx": "nothing needs to be traced by fx. Nearest: torch.compile and torch.export.",
+    "torchrec.inference": "Nearest: torch.export of the model.",
+    "torchrec.ir": "nothing has to be prepared for export. Nearest: torch.export.",
+    "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics, or torchmetrics.",
+    "torchrec.models.deepfm.SimpleDeepFMNNWrapper": "Nearest: SimpleDeepFMNN.",
+    "torchrec.models.dlrm.DLRM_Projection": "Nearest: DLRM, or DLRM_DCN.",
+    "torchrec.models.experimental": "Nearest: torchrec.models.dlrm.DLRM.",
+    "torchrec.modules.embedding_configs.EmbeddingTableConfig": "Nearest: EmbeddingBagConfig.",
+    "torchrec.modules.embedding_configs.QuantConfig": _QUANT,
+    "torchrec.modules.embedding_tower": "Nearest: a module of your own around a collection and an "
+    "interaction.",
+    "torchrec.modules.fused_embedding_modules": _FUSED,
+    "torchrec.modules.hash_mc_modules": _REMAP,
+    "torchrec.modules.itep_embedding_modules": _PRUNE,
+    "torchrec.modules.itep_modules": _PRUNE,
+    "torchrec.modules.keyed_jagged_tensor_pool": "Nearest: a dictionary of KeyedJaggedTensors.",
+    "torchrec.modules.lazy_extension": "Nearest: torch.nn.LazyLinear, or sizes that are given.",
+    "torchrec.modules.mc_embedding_modules": _REMAP,
+    "torchrec.modules.mc_modules": _REMAP,
+    "torchrec.modules.tensor_pool": "Nearest: torch.nn.Embedding.",
+    "torchrec.modules.utils": "they are private helpers there.",
+    "torchrec.optim.FusedOptimizer": _FUSED_OPTIMIZER,
+    "torchrec.optim.FusedOptimizerModule": _FUSED_OPTIMIZER,
+    "torchrec.optim.SemisyncOptimizer": _REPLICAS,
+    "torchrec.optim.fused": _FUSED_OPTIMIZER,
+    "torchrec.optim.semi_sync": _REPLICAS,
+    "torchrec.quant": _QUANT,
+    "torchrec.schema": "interfaces have no schemas of their own.",
+    "torchrec.sparse.jagged_tensor.ComputeJTDictToKJT": "Nearest: KeyedJaggedTensor.from_jt_dict().",
+    "torchrec.sparse.jagged_tensor.ComputeKJTToJTDict": "Nearest: kjt.to_dict().",
+    "torchrec.sparse.jagged_tensor.jt_is_equal": _EQUAL,
+    "torchrec.sparse.jagged_tensor.kjt_is_equal": _EQUAL,
+    "torchrec.sparse.jagged_tensor.regroup_kts": "Nearest: KeyedTensor.regroup.",
+    "torchrec.sparse.tensor_dict": "Nearest: KeyedJaggedTensor.from_jt_dict().",
+}
