@@ -12,7 +12,7 @@ What has no counterpart raises an ImportError that names the nearest thing. ``do
 all names, and what differs.
 """
 
-from meshrec.compat.torchrec.finder import bridged_packages, install, uninstall
+from meshrec.compat.bridge.finder import bridged_packages, install, uninstall
 
 __all__ = ["bridged_packages", "install", "uninstall"]
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshrec.compat.torchrec.finder import FORCE, SCRIPT, install
+from meshrec.compat.bridge.finder import FORCE, SCRIPT, install
 
 _USAGE = "usage: python -m meshrec.compat.torchrec [--force] script.py [ARGUMENTS ...]"
 

@@ -4,7 +4,7 @@ it."""
 import os
 from pathlib import Path
 
-from meshrec.compat.torchrec.finder import SCRIPT
+from meshrec.compat.bridge.finder import SCRIPT
 
 if __name__ in ("__main__", "__mp_main__"):
     __file__ = os.environ[SCRIPT]

@@ -1,7 +1,8 @@
-"""Optimizers that step in the backward pass, without sharding. Writes what it finds as JSON to the given file."""
+"""Optimizers that step in the backward pass, without sharding."""
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -66,4 +67,4 @@ for step in range(3):
     (plain * torch.tensor([[1.0, 2.0]]) * step).sum().backward()
     optimizer.step()
 found["plain"] = [plain.tolist(), optimizer.state[plain]["sum"].tolist()]
-json.dump(found, open(sys.argv[1], "w"))
+Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,7 +1,8 @@
-"""Jagged tensors: made, read, cut, joined and printed. Writes what it finds as JSON to the file it is given."""
+"""Jagged tensors: made, read, cut, joined and printed."""
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -56,4 +57,4 @@ found["dense"] = [
     [group.tolist() for group in KeyedTensor.regroup([kt, other], [["c", "a"], ["b"]])],
     {k: v.tolist() for k, v in KeyedTensor.regroup_as_dict([kt, other], [["b", "c"]], ["x"]).items()},
 ]
-json.dump(found, open(sys.argv[1], "w"))
+Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,7 +1,8 @@
-"""Keyed optimizers: wrapped, combined, clipped and warmed up. Writes what it finds as JSON to the given file."""
+"""Keyed optimizers: wrapped, combined, clipped and warmed up."""
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -88,4 +89,4 @@ found["resumed"] = [train(model, first), train(other, second)]
 first.save_param_groups(True)
 found["groups"] = first.state_dict()["param_groups"]
 found["groups"] = [[group["params"], group["lr"]] for group in found["groups"]]
-json.dump(found, open(sys.argv[1], "w"))
+Path(sys.argv[1]).write_text(json.dumps(found))

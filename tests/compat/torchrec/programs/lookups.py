@@ -1,7 +1,8 @@
-"""Embedding collections: what they give, learn, save and print. Writes what it finds as JSON to the given file."""
+"""Embedding collections: what they give, learn, save and print."""
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torchrec
@@ -88,4 +89,4 @@ meta = EmbeddingBagCollection(
     device=torch.device("meta"),
 )
 found["meta"] = [str(meta.embedding_bags["t"].weight.device), list(meta.embedding_bags["t"].weight.shape)]
-json.dump(found, open(sys.argv[1], "w"))
+Path(sys.argv[1]).write_text(json.dumps(found))

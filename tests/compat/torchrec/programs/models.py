@@ -1,7 +1,8 @@
-"""DLRM, DLRM_DCN and DeepFM on random batches. Writes what it finds as JSON to the given file."""
+"""DLRM, DLRM_DCN and DeepFM on random batches."""
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from torchrec.datasets.random import RandomRecDataset
@@ -60,4 +61,4 @@ torch.manual_seed(0)
 deepfm = SimpleDeepFMNN(5, collection(), hidden_layer_size=7, deep_fm_dimension=4)
 batch = next(iter(dataset(num_batches=1)))
 found["deepfm"] = [deepfm(batch.dense_features, batch.sparse_features).tolist(), sorted(deepfm.state_dict())]
-json.dump(found, open(sys.argv[1], "w"))
+Path(sys.argv[1]).write_text(json.dumps(found))

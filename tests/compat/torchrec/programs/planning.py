@@ -1,7 +1,8 @@
-"""Plans: by the planner under constraints and by hand, and how they print. Writes what it finds as JSON."""
+"""Plans: by the planner under constraints and by hand, and how they print."""
 
 import json
 import sys
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -66,16 +67,17 @@ placed = plan.plan[""]
 found["table wise"] = [
     sorted(placed),
     {name: [p.sharding_type, p.compute_kernel, len(p.ranks)] for name, p in placed.items()},
-    {
-        name: [[s.shard_offsets, s.shard_sizes] for s in p.sharding_spec.shards]
-        for name, p in placed.items()
-    },
+    {name: [[s.shard_offsets, s.shard_sizes] for s in p.sharding_spec.shards] for name, p in placed.items()},
     # Which rank gets which may differ; that each gets one large and one small table may not.
     sorted(sorted(name[:5] for name, p in placed.items() if p.ranks == [rank]) for rank in (0, 1)),
 ]
 placed = plan_for(ShardingType.COLUMN_WISE).plan[""]
 found["column wise"] = {
-    name: [p.sharding_type, sorted(p.ranks), [[s.shard_offsets, s.shard_sizes] for s in p.sharding_spec.shards]]
+    name: [
+        p.sharding_type,
+        sorted(p.ranks),
+        [[s.shard_offsets, s.shard_sizes] for s in p.sharding_spec.shards],
+    ]
     for name, p in placed.items()
 }
 placed = plan_for(ShardingType.DATA_PARALLEL).plan[""]
@@ -134,4 +136,4 @@ written = ParameterSharding(
     ),
 )
 found["written"] = str(EmbeddingModuleShardingPlan({"large_0": written}))
-json.dump(found, open(sys.argv[1], "w"))
+Path(sys.argv[1]).write_text(json.dumps(found))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrec.compat.torchrec.adapted import Adapted
+from meshrec.compat.bridge.adapted import Adapted
 from meshrec.optim import clipping, keyed, warmup
 
 

@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from meshrec.compat.torchrec.missing import MISSING
-from meshrec.compat.torchrec.names import MODULES
+from meshrec.compat.bridge.missing import MISSING
+from meshrec.compat.bridge.names import MODULES
 
 FORCE = "MESHREC_COMPAT_FORCE"
 SCRIPT = "MESHREC_COMPAT_SCRIPT"
@@ -121,7 +121,7 @@ def explain(path: str) -> str:
         if known is not None:
             return f"MeshRec has no {path}: {known}"
     module, _, name = path.rpartition(".")
-    close = difflib.get_close_matches(name, MODULES.get(module, []), 1, 0.75)
+    close = difflib.get_close_matches(name, MODULES.get(module, []), 1, 0.6)
     where = [other for other, names in MODULES.items() if name in names and other != module]
     if where:
         return f"MeshRec has no {path}. {name} is in {where[0]}."

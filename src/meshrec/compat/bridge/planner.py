@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.compat.torchrec.adapted import Adapted
-from meshrec.compat.torchrec.plans import ShardingPlan, from_own
-from meshrec.compat.torchrec.sharders import SharderAnswers
-from meshrec.compat.torchrec.sharding_plan import get_default_sharders
+from meshrec.compat.bridge.adapted import Adapted
+from meshrec.compat.bridge.plans import ShardingPlan, from_own
+from meshrec.compat.bridge.sharders import SharderAnswers
+from meshrec.compat.bridge.sharding_plan import get_default_sharders
 from meshrec.distributed.plan_builders import tables_of
 from meshrec.distributed.sharding_plan import EmbeddingComputeKernel, ShardingType
 from meshrec.planner import planners, types
@@ -212,6 +212,11 @@ class EmbeddingShardingPlanner:
 
     def _in_their_form(self, found: Any) -> ShardingPlan:
         plan = from_own(found, world_size=self._topology.world_size, local_size=self._topology.local_size)
+        for tables in plan.plan.values():
+            for placed in tables.values():
+                # MeshRec's says whether an optimizer is attached, TorchRec's that one could be.
+                if placed.sharding_spec is not None:
+                    placed.compute_kernel = EmbeddingComputeKernel.FUSED.value
         plan.planned = found  # type: ignore[attr-defined]
         return plan
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from meshrec.compat.torchrec.streamable import Pipelineable
+from meshrec.compat.bridge.streamable import Pipelineable
 from meshrec.sparse import KeyedJaggedTensor
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.compat.torchrec.comm import get_device_type, get_local_size
-from meshrec.compat.torchrec.plans import EmbeddingModuleShardingPlan, ParameterSharding, table_from_own
-from meshrec.compat.torchrec.sharders import (
+from meshrec.compat.bridge.comm import get_device_type, get_local_size
+from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ParameterSharding, table_from_own
+from meshrec.compat.bridge.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
 )
@@ -22,16 +22,20 @@ from meshrec.distributed.sharding_plan import (
     TableSize,
 )
 from meshrec.distributed.sharding_plan import ParameterSharding as OwnSharding
+from meshrec.optim.in_backward import in_backward_spec
 
 ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, Any], ParameterSharding]
 
 
-def _generator(make: own.ShardingGenerator) -> ParameterShardingGenerator:
+def _generator(
+    make: Callable[..., own.ShardingGenerator], kernel: Any = None, **arguments: Any
+) -> ParameterShardingGenerator:
     def generate(
         param: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: object
     ) -> ParameterSharding:
         size = TableSize(param.shape[0], param.shape[1])
-        placed = make("of this parameter", size, own.Ranks(world_size, local_size, device_type))
+        own_generator = make(**arguments, compute_kernel=_kernel(kernel, param))
+        placed = own_generator("of this parameter", size, own.Ranks(world_size, local_size, device_type))
         return table_from_own(placed, world_size=world_size, local_size=local_size)
 
     return generate
@@ -39,7 +43,7 @@ def _generator(make: own.ShardingGenerator) -> ParameterShardingGenerator:
 
 def data_parallel() -> ParameterShardingGenerator:
     """The whole table on every rank."""
-    return _generator(own.data_parallel())
+    return _generator(lambda compute_kernel: own.data_parallel())
 
 
 def table_wise(
@@ -47,7 +51,7 @@ def table_wise(
 ) -> ParameterShardingGenerator:
     """The whole table on one rank."""
     _check_device(device)
-    return _generator(own.table_wise(rank=rank, compute_kernel=_kernel(compute_kernel)))
+    return _generator(own.table_wise, compute_kernel, rank=rank)
 
 
 def row_wise(
@@ -59,7 +63,7 @@ def row_wise(
             "row_wise splits rows evenly: MeshRec has no sizes_placement and no num_buckets. For other "
             "shards write a ParameterSharding with a sharding_spec."
         )
-    return _generator(own.row_wise(compute_kernel=_kernel(compute_kernel)))
+    return _generator(own.row_wise, compute_kernel)
 
 
 def column_wise(
@@ -71,22 +75,21 @@ def column_wise(
     """Columns split over ``ranks``, or in the given sizes over ranks 0, 1, ..."""
     for device in device_types or ():
         _check_device(device)
-    kernel = _kernel(compute_kernel)
     if size_per_rank is not None:
-        return _generator(_columns_of(list(size_per_rank), kernel))
+        return _generator(_columns_of, compute_kernel, sizes=list(size_per_rank))
     if ranks is None:
         raise ValueError("column_wise needs ranks, or size_per_rank. Give one of them.")
-    return _generator(own.column_wise(ranks=list(ranks), compute_kernel=kernel))
+    return _generator(own.column_wise, compute_kernel, ranks=list(ranks))
 
 
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     """Rows split over the ranks of one node."""
-    return _generator(own.table_row_wise(node=host_index))
+    return _generator(own.table_row_wise, node=host_index)
 
 
 def grid_shard(host_indexes: Sequence[int]) -> ParameterShardingGenerator:
     """Columns split over nodes, the rows of each part over the ranks of its node."""
-    return _generator(own.grid_shard(nodes=list(host_indexes)))
+    return _generator(own.grid_shard, nodes=list(host_indexes))
 
 
 def get_default_sharders() -> list[Any]:
@@ -137,7 +140,7 @@ def construct_module_sharding_plan(
     )
 
 
-def _columns_of(sizes: list[int], kernel: EmbeddingComputeKernel) -> own.ShardingGenerator:
+def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own.ShardingGenerator:
     def generate(table: str, size: TableSize, ranks: own.Ranks) -> OwnSharding:
         if sum(sizes) != size.embedding_dim:
             raise ValueError(
@@ -155,7 +158,7 @@ def _columns_of(sizes: list[int], kernel: EmbeddingComputeKernel) -> own.Shardin
         )
         return OwnSharding(
             sharding_type=ShardingType.COLUMN_WISE,
-            compute_kernel=kernel,
+            compute_kernel=compute_kernel,
             ranks=tuple(shard.placement.rank for shard in shards),
             sharding_spec=EnumerableShardingSpec(shards=shards),
         )
@@ -163,9 +166,11 @@ def _columns_of(sizes: list[int], kernel: EmbeddingComputeKernel) -> own.Shardin
     return generate
 
 
-def _kernel(compute_kernel: Any) -> EmbeddingComputeKernel:
+def _kernel(compute_kernel: Any, param: nn.Parameter) -> EmbeddingComputeKernel:
+    """The one that is asked for; else ``fused`` for a table with an optimizer of its own, and ``dense``."""
     if compute_kernel is None:
-        return EmbeddingComputeKernel.FUSED
+        has_optimizer = in_backward_spec(param) is not None
+        return EmbeddingComputeKernel.FUSED if has_optimizer else EmbeddingComputeKernel.DENSE
     value = getattr(compute_kernel, "value", compute_kernel)
     allowed = [kernel.value for kernel in EmbeddingComputeKernel]
     if value not in allowed:

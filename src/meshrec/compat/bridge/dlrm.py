@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshrec.compat.torchrec.adapted import Adapted
+from meshrec.compat.bridge.adapted import Adapted
 from meshrec.models import dlrm as own
 from meshrec.modules import EmbeddingBagCollection, LowRankCrossNet
 
@@ -22,9 +22,7 @@ def _dcn(
     sizes = (dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes)
     first = own.DLRM(embedding_bag_collection, *sizes, dense_device)
     with torch.random.fork_rng(devices=[]):
-        model = own.DLRM_DCN(
-            embedding_bag_collection, *sizes, dcn_num_layers, dcn_low_rank_dim, dense_device
-        )
+        model = own.DLRM_DCN(embedding_bag_collection, *sizes, dcn_num_layers, dcn_low_rank_dim, dense_device)
     width = (first.sparse_arch.F + 1) * first.sparse_arch.D
     model.dense_arch = first.dense_arch
     crossnet = LowRankCrossNet(width, dcn_num_layers, dcn_low_rank_dim, dense_device)

@@ -1,7 +1,7 @@
 """A class of MeshRec that is constructed in TorchRec's way."""
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, Union
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -43,9 +43,10 @@ class Adapted(Generic[T]):
         return (self.target,)
 
     def __or__(self, other: Any) -> Any:
-        return Union[self.target, other]  # noqa: UP007  an annotation made at run time
+        return self.target | other
 
-    __ror__ = __or__
+    def __ror__(self, other: Any) -> Any:
+        return other | self.target
 
     def __repr__(self) -> str:
         return repr(self.target)

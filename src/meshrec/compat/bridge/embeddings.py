@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrec.compat.torchrec.adapted import Adapted
+from meshrec.compat.bridge.adapted import Adapted
 from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType
 

@@ -1,6 +1,6 @@
 """TorchRec's names, module by module, and what each is in MeshRec (``module:name``, or a module)."""
 
-_C = "meshrec.compat.torchrec"
+_C = "meshrec.compat.bridge"
 _T = "torch.distributed._shard"
 _OWN_PLAN = "meshrec.distributed.sharding_plan"
 

@@ -1,5 +1,6 @@
 """Sharders with TorchRec's arguments and questions."""
 
+import logging
 from abc import ABCMeta
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
@@ -7,14 +8,22 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from meshrec.compat.torchrec.optimizers import spec_of
-from meshrec.compat.torchrec.plans import module_to_own
+from meshrec.compat.bridge.optimizers import spec_of
+from meshrec.compat.bridge.plans import module_to_own
 from meshrec.distributed import sharders as own
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.mesh import ShardingEnv
-from meshrec.distributed.sharding_plan import EmbeddingComputeKernel, ShardingType
+from meshrec.distributed.sharding_plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ShardingType,
+)
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.modules.embedding_modules import TableCollection
+from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
+from meshrec.optim.optimizers import OptimizerSpec
 
+_logger = logging.getLogger("meshrec")
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -73,7 +82,10 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
         """The sharded module, by a plan of either library's form. Collective."""
-        return super().shard(module, module_to_own(params), env, device)
+        plan = module_to_own(params)
+        _choose_fused(module, plan, self.optimizer)
+        plain = own.EmbeddingBagCollectionSharder(precision=self.precision)
+        return plain.shard(module, plan, env, device)
 
 
 class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
@@ -98,7 +110,35 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
         """The sharded module, by a plan of either library's form. Collective."""
-        return super().shard(module, module_to_own(params), env, device)
+        plan = module_to_own(params)
+        _choose_fused(module, plan, self.optimizer)
+        plain = own.EmbeddingCollectionSharder(precision=self.precision)
+        return plain.shard(module, plan, env, device)
+
+
+def _choose_fused(
+    module: TableCollection, plan: EmbeddingModuleShardingPlan, optimizer: OptimizerSpec | None
+) -> None:
+    """Gives the sharder's optimizer to the tables that the plan has with the kernel ``fused``.
+
+    As in TorchRec the others have ordinary gradients, for the dense optimizer.
+    """
+    left = []
+    for config, weight in module.tables().values():
+        placed = plan.get(config.name)
+        if optimizer is None or placed is None or in_backward_spec(weight) is not None:
+            continue
+        is_fused = placed.compute_kernel is EmbeddingComputeKernel.FUSED
+        if is_fused and placed.sharding_type is not ShardingType.DATA_PARALLEL:
+            mark_in_backward(weight, optimizer)
+        else:
+            left.append(config.name)
+    if left:
+        _logger.warning(
+            "the plan has the tables %s with the compute kernel 'dense': fused_params do not apply to them, "
+            "they have ordinary gradients.",
+            left,
+        )
 
 
 def check_codecs(qcomm_codecs_registry: object | None) -> None:

@@ -1,7 +1,7 @@
-"""TorchRec's DeepFM model: embeddings and a dense vector, the deep and the second-order half, and a probability.
+"""TorchRec's DeepFM model: embeddings and a dense vector, both halves of DeepFM, and a probability.
 
-Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). Names of parameters and the order of
-their draws are TorchRec's.
+Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). Names of parameters and the order
+of their draws are TorchRec's.
 """
 
 import torch

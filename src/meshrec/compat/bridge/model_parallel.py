@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from meshrec import model_parallel as own
-from meshrec.compat.torchrec.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_own, to_own
-from meshrec.compat.torchrec.sharding_plan import (
+from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_own, to_own
+from meshrec.compat.bridge.sharding_plan import (
     apply_to_all,
     construct_module_sharding_plan,
     get_default_sharders,

@@ -1,0 +1,123 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from meshrec.compat.bridge import finder
+from meshrec.compat.bridge.names import MODULES
+
+
+@pytest.fixture
+def bridge(monkeypatch):
+    """The bridge in place of whatever is installed, and the modules of that put away."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("torchrec", "fbgemm_gpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finder.install(force=True)
+    yield
+    finder.uninstall()
+
+
+@pytest.mark.parametrize("path", sorted(MODULES))
+def test_every_module_can_be_imported_with_all_its_names(bridge, path):
+    module = importlib.import_module(path)
+    assert [name for name in MODULES[path] if not hasattr(module, name)] == []
+    assert set(MODULES[path]) <= set(dir(module))
+
+
+def test_all_forms_of_import(bridge):
+    import torchrec
+    import torchrec.distributed.planner
+    from torchrec.distributed.types import ShardingType
+    from torchrec.modules import mlp
+
+    from meshrec.distributed import sharding_plan
+    from meshrec.modules import MLP
+
+    assert ShardingType is sharding_plan.ShardingType
+    assert mlp.MLP is MLP
+    assert torchrec.distributed.planner is sys.modules["torchrec.distributed.planner"]
+    assert torchrec.modules.mlp is mlp
+    assert torchrec.__version__ == "1.8.0"
+    space = {}
+    exec("from torchrec.optim.keyed import *", space)
+    assert "CombinedOptimizer" in space
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("from torchrec.distributed import TrainPipelineSparseDist", "Nearest: a plain loop over"),
+        ("import torchrec.quant", "MeshRec has no torchrec.quant: tables are not quantized this way"),
+        ("from torchrec.quant.embedding_modules import X", "tables are not quantized this way"),
+        ("from torchrec.modules.mlp import MPL", r"The nearest name is torchrec\.modules\.mlp\.MLP\."),
+        ("from torchrec import ShardingType", r"ShardingType is in torchrec\.distributed\.types\."),
+        ("import torchrec.nothing", "docs/from-torchrec.md lists what there is"),
+        ("from fbgemm_gpu.split_embedding_configs import SparseType", "kernels are MeshRec's own"),
+    ],
+)
+def test_what_is_not_there_says_so_and_names_the_nearest(bridge, code, message):
+    with pytest.raises(ImportError, match=message):
+        exec(code, {})
+
+
+def test_an_attribute_that_is_not_there_is_an_ordinary_error(bridge):
+    import torchrec.distributed
+
+    assert not hasattr(torchrec.distributed, "TrainPipelineSparseDist")
+    with pytest.raises(AttributeError, match="Nearest: a plain loop over"):
+        _ = torchrec.distributed.TrainPipelineSparseDist
+
+
+def test_the_bridge_can_be_taken_away(bridge):
+    import torchrec  # noqa: F401
+
+    assert finder.bridged_packages() == ("torchrec", "fbgemm_gpu")
+    finder.uninstall()
+    assert finder.bridged_packages() == ()
+    assert "torchrec" not in sys.modules
+
+
+def test_other_packages_are_left_alone(bridge):
+    assert finder.Bridge(["torchrec"]).find_spec("torchvision", None) is None
+    assert finder.Bridge(["torchrec"]).find_spec("fbgemm_gpu", None) is None
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A folder that Python imports from, with a package of TorchRec's name."""
+    (tmp_path / "torchrec.py").write_text("__version__ = 'their own'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchrec"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield
+    finder.uninstall()
+    sys.modules.pop("torchrec", None)
+
+
+def test_an_installed_package_is_used_and_it_is_said(packages, caplog):
+    assert "torchrec" not in finder.install()
+    assert "torchrec is installed and used as it is" in caplog.text
+    import torchrec
+
+    assert torchrec.__version__ == "their own"
+    with pytest.raises(ImportError, match="torchrec is imported already, so MeshRec cannot take its place"):
+        finder.install(force=True)
+
+
+def test_the_environment_can_force_it(packages, monkeypatch):
+    monkeypatch.setenv(finder.FORCE, "1")
+    assert "torchrec" in finder.install()
+    monkeypatch.setenv(finder.FORCE, "0")
+    assert "torchrec" not in finder.install()
+
+
+def test_the_bridge_is_light():
+    code = (
+        "import sys, torch, meshrec.compat.torchrec as c; c.install(force=True); import torchrec; "
+        "print([name for name in sys.modules if name.startswith(('torch._dynamo', 'meshrec.planner'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,24 @@
+import importlib
+
+import pytest
+
+from meshrec.compat.bridge.missing import MISSING
+from meshrec.compat.bridge.names import MODULES
+
+
+@pytest.mark.parametrize("path", sorted(MISSING))
+def test_what_is_missing_is_not_there(path):
+    module, _, name = path.rpartition(".")
+    assert name not in MODULES.get(module, {})
+    # A module's line speaks for the names that it lacks, unless names in it are said to be missing already.
+    assert MISSING[path].endswith((".", "machine."))
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("path", sorted(path for path in MISSING if path != "torchrec.inference"))
+def test_torchrec_has_it(path):
+    pytest.importorskip("torchrec", reason="`make parity` installs it")
+    module, _, name = path.rpartition(".")
+    if module and hasattr(importlib.import_module(module), name):
+        return
+    importlib.import_module(path)

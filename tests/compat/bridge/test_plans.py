@@ -1,0 +1,91 @@
+import pytest
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+
+from meshrec.compat.bridge.plans import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    from_own,
+    module_to_own,
+    to_own,
+)
+from meshrec.distributed import plan_builders
+from meshrec.distributed.plan_builders import Ranks
+from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan as OwnModulePlan
+from meshrec.distributed.sharding_plan import ShardingPlan as OwnPlan
+from meshrec.distributed.sharding_plan import ShardingType, TableSize
+
+
+def own_plan(device="cpu"):
+    size, ranks = TableSize(8, 4), Ranks(4, 2, device)
+    makers = {
+        "rows": plan_builders.row_wise(),
+        "columns": plan_builders.column_wise(ranks=[1, 0]),
+        "copies": plan_builders.data_parallel(),
+    }
+    return OwnPlan({"ebc": OwnModulePlan({name: make(name, size, ranks) for name, make in makers.items()})})
+
+
+def test_there_and_back_again():
+    plan = own_plan()
+    theirs = from_own(plan, world_size=4, local_size=2)
+    placed = theirs.plan["ebc"]["columns"]
+    assert (placed.sharding_type, placed.compute_kernel, placed.ranks) == ("column_wise", "fused", [1, 0])
+    assert [(s.shard_offsets, s.shard_sizes) for s in placed.sharding_spec.shards] == [
+        ([0, 0], [8, 2]),
+        ([0, 2], [8, 2]),
+    ]
+    assert theirs.plan["ebc"]["copies"] == ParameterSharding("data_parallel", "dense", [0, 1, 2, 3])
+    assert to_own(theirs).digest() == plan.digest()
+    assert to_own(plan) is plan
+    assert module_to_own(plan.plan["ebc"]) == plan.plan["ebc"]
+
+
+def test_devices_are_numbered_on_their_node():
+    theirs = from_own(own_plan("cuda"), world_size=4, local_size=2)
+    shards = theirs.plan["ebc"]["rows"].sharding_spec.shards
+    assert [str(shard.placement) for shard in shards] == [f"rank:{r}/cuda:{r % 2}" for r in range(4)]
+
+
+def test_plans_print_as_tables():
+    theirs = from_own(own_plan(), world_size=4, local_size=2)
+    lines = str(theirs).splitlines()
+    assert lines[0] == "module: ebc"
+    assert lines[2] == " param  | sharding type | compute kernel |    ranks    "
+    assert "columns | column_wise   | fused          | [1, 0]      " in lines
+    assert "columns | [0, 2]        | [8, 2]      | rank:0/cpu" in lines
+    assert theirs.get_plan_for_module("ebc") is theirs.plan["ebc"]
+    assert theirs.get_plan_for_module("other") is None
+
+
+def test_a_plan_without_shards_prints():
+    plan = EmbeddingModuleShardingPlan({"t": ParameterSharding("data_parallel", "dense", [0])})
+    assert "t     | data_parallel | dense          | [0]  " in str(ShardingPlan({"": plan}))
+
+
+def spec():
+    shard = ShardMetadata(shard_offsets=[0, 0], shard_sizes=[8, 4], placement="rank:0/cpu")
+    return EnumerableShardingSpec([shard])
+
+
+def test_enums_serve_as_their_values():
+    placed = ParameterSharding(ShardingType.TABLE_WISE, "fused", [0], spec())
+    assert module_to_own({"t": placed})["t"].sharding_type is ShardingType.TABLE_WISE
+
+
+@pytest.mark.parametrize(
+    ("placed", "message"),
+    [
+        (ParameterSharding("diagonal", "fused"), "table 't': MeshRec has no ShardingType 'diagonal', only"),
+        (ParameterSharding("table_wise", "fused_uvm"), "MeshRec has no EmbeddingComputeKernel 'fused_uvm'"),
+        (ParameterSharding("table_wise", "fused", [0]), "table 't' is table_wise and needs a sharding_spec"),
+        (
+            ParameterSharding("table_wise", "fused", [0], spec(), enforce_hbm=True),
+            "table 't': MeshRec has no enforce_hbm",
+        ),
+    ],
+)
+def test_what_plans_cannot_say(placed, message):
+    with pytest.raises(ValueError, match=message):
+        module_to_own({"t": placed})

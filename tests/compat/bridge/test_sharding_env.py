@@ -1,0 +1,22 @@
+import pytest
+import torch.distributed as dist
+
+from meshrec.compat.bridge.sharding_env import ShardingEnv
+from meshrec.distributed import mesh
+
+
+def test_one_process():
+    env = ShardingEnv.from_local(world_size=1, rank=0)
+    assert (env.world_size, env.rank, env.process_group) == (1, 0, None)
+    assert isinstance(env, mesh.ShardingEnv)
+    with pytest.raises(ValueError, match="world_size 2 needs as many processes in a group"):
+        ShardingEnv.from_local(2, 0)
+
+
+def tell_numbers():
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return env.world_size, env.rank, env.process_group is dist.group.WORLD
+
+
+def test_a_group(ranks):
+    assert ranks(2).run(tell_numbers) == [(2, 0, True), (2, 1, True)]
