@@ -13,8 +13,13 @@ class Multistreamable(ABC):
         """Keeps the memory until the work queued on ``stream`` is done."""
 
 
-class Pipelineable(Multistreamable):
-    """What can be moved to a device ahead of its use."""
+@Multistreamable.register
+class Pipelineable(ABC):
+    """What can be moved to a device ahead of its use; it is ``Multistreamable`` too."""
+
+    @abstractmethod
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory until the work queued on ``stream`` is done."""
 
     @abstractmethod
     def to(self, device: torch.device, non_blocking: bool) -> "Pipelineable":
