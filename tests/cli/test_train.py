@@ -70,8 +70,12 @@ def test_ctrl_c_stops_all_ranks(tmp_path):
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT, errors
     assert summary(tmp_path / "small-001")["state"] == "stopped"
-    assert "stopped at step" in output
+    assert "stopped as asked, with a checkpoint" in output
     assert "Traceback" not in errors
+    stopped = summary(tmp_path / "small-001")["step"]
+    done = run("--nproc", "1", "--runs", str(tmp_path), "--resume", "--training.max-steps", str(stopped + 5))
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "small-001")["step"] == stopped + 5
 
 
 @pytest.mark.parametrize(

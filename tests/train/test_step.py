@@ -30,7 +30,7 @@ def test_two_ranks_train_as_the_plain_model_does(ranks, plain, kinds):
     assert ranks(2).run(quality_after, sharded) == [expected, expected]
 
 
-def test_clipping_bounds_the_dense_update(plain):
+def test_clipping_bounds_the_update(plain):
     before = weights_after(replace(plain, training=replace(plain.training, max_steps=1)), join("cpu"))
     clipped = replace(plain, training=replace(plain.training, max_steps=1, clip_norm=1e-3))
     after = weights_after(clipped, join("cpu"))
@@ -42,7 +42,7 @@ def test_clipping_bounds_the_dense_update(plain):
         return torch.cat([(weights[name] - first[name]).flatten() for name in dense]).norm()
 
     rate = 0.1 / 3  # the first step of the warmup
-    assert moved(after) == pytest.approx(1e-3 * rate, rel=1e-2)
+    assert 0 < moved(after) <= 1.01e-3 * rate  # the tables have their share in the norm
     assert moved(before) > 2 * moved(after)
 
 

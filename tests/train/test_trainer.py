@@ -80,14 +80,33 @@ def test_two_ranks_agree_and_record_their_phases(ranks, tmp_path, small):
 
 
 def test_accumulated_batches_are_one_batch(small):
-    """With the tables frozen in place, as they are updated per batch."""
     recipe = small(batch_size=100, epochs=1)
-    recipe = replace(recipe, tables=replace(recipe.tables, lr=0.0))
     split = replace(recipe, training=replace(recipe.training, batch_size=50, accumulate=2))
     (one, _, _), (two, _, _) = trained(recipe), trained(split)
     assert one.progress.state_dict() | {"seconds": 0} == two.progress.state_dict() | {"seconds": 0}
     for name, value in one.built.model.state_dict().items():
         torch.testing.assert_close(value, two.built.model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(small, tmp_path):
+    recipe = small(epochs=3, checkpoint_every=7, patience=5)
+    for name in ("whole", "parts", "empty"):
+        (tmp_path / name).mkdir()
+    expected, whole, _ = trained(recipe, folder=RunFolder(tmp_path / "whole"))
+    stop, folder = StopRequest(), RunFolder(tmp_path / "parts")
+
+    def observer(event):
+        if isinstance(event, Stepped) and event.step == 16:
+            stop.signal = 15
+
+    Trainer(recipe, recipe.data.load(), join("cpu"), observer=observer, stop=stop, folder=folder).run()
+    again = Trainer(recipe, recipe.data.load(), join("cpu"), folder=folder)
+    assert again.resume()
+    assert again.progress.step == 16
+    assert again.run() == whole
+    for name, value in expected.built.model.state_dict().items():
+        assert torch.equal(value, again.built.model.state_dict()[name]), name
+    assert not Trainer(recipe, recipe.data.load(), join("cpu"), folder=RunFolder(tmp_path / "empty")).resume()
 
 
 def test_the_state_is_one_mapping(small):

@@ -1,16 +1,19 @@
+import pytest
 import torch
 
+from meshrec.checkpoint import CheckpointManager
 from meshrec.train.weights import BestWeights
 
 
-def test_the_kept_weights_come_back():
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_kept_weights_come_back(tmp_path, on_disk):
     model = torch.nn.BatchNorm1d(2)
-    best = BestWeights(model)
+    best = BestWeights(model, CheckpointManager(tmp_path, keep_last=1) if on_disk else None)
     assert not best.restore()
-    for value in (1.0, 2.0):
+    for step, value in enumerate((1.0, 2.0)):
         model.weight.data.fill_(value)
         model.running_mean.fill_(value)
-        best.keep()
+        best.keep(step)
     model.weight.data.fill_(3.0)
     model.running_mean.fill_(3.0)
     assert best.restore()

@@ -19,6 +19,7 @@ from meshrec.optim import (
     fuse,
     in_backward_optimizer_filter,
 )
+from meshrec.optim.fused import UpdateMode
 from meshrec.planner import PlannedShardingPlan
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.ranks import Ranks
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class Built(NamedTuple):
-    """A model that can train."""
+    """A model that can train; ``optimizer`` is that of tables and dense part together, clipped if need be."""
 
     model: nn.Module
     tables: KeyedOptimizer
     dense: KeyedOptimizer
+    optimizer: KeyedOptimizer
     plan: PlannedShardingPlan | None
 
 
@@ -56,8 +58,8 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
     )
     plan = make_plan(recipe, model, dataset, topology, ranks.control)
     sharders: list[Sharder] = [
-        EmbeddingBagCollectionSharder(recipe.tables),
-        EmbeddingCollectionSharder(recipe.tables),
+        EmbeddingBagCollectionSharder(recipe.tables, update=_update(recipe)),
+        EmbeddingCollectionSharder(recipe.tables, update=_update(recipe)),
     ]
     # Drawn from the seed of now: whatever the planner and the sample batches used up does not count.
     torch.manual_seed(recipe.training.seed)
@@ -65,7 +67,7 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
         model, env=ranks.env, device=ranks.device, plan=plan, sharders=sharders
     )
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    return Built(sharded, sharded.fused_optimizer, _dense_optimizer(recipe, dense), plan)
+    return _built(recipe, sharded, sharded.fused_optimizer, dense, plan)
 
 
 def _plain(recipe: Recipe, model: nn.Module, ranks: Ranks) -> Built:
@@ -73,11 +75,11 @@ def _plain(recipe: Recipe, model: nn.Module, ranks: Ranks) -> Built:
         if isinstance(child, TableCollection):
             _allocate(child, ranks.device, recipe.training.seed)
     model.to(ranks.device)
-    fuse(model, optimizer=recipe.tables)
+    fuse(model, optimizer=recipe.tables, update=_update(recipe))
     tables = model.fused_optimizer
     assert isinstance(tables, CombinedOptimizer)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    return Built(model, tables, _dense_optimizer(recipe, dense), None)
+    return _built(recipe, model, tables, dense, None)
 
 
 def _allocate(collection: TableCollection, device: torch.device, seed: int) -> None:
@@ -94,13 +96,25 @@ def _allocate(collection: TableCollection, device: torch.device, seed: int) -> N
         )
 
 
-def _dense_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> KeyedOptimizer:
-    optimizer: KeyedOptimizer = KeyedOptimizerWrapper(parameters, _factory(recipe.dense))
-    if recipe.training.clip_norm is not None:
-        optimizer = GradientClippingOptimizer(
-            optimizer, GradientClipping.NORM, max_gradient=recipe.training.clip_norm
-        )
-    return optimizer
+def _update(recipe: Recipe) -> UpdateMode:
+    """In the backward pass, unless gradients are wanted first: to add up several, or for their norm."""
+    training = recipe.training
+    return "on_step" if training.accumulate > 1 or training.clip_norm is not None else "in_backward"
+
+
+def _built(
+    recipe: Recipe,
+    model: nn.Module,
+    tables: KeyedOptimizer,
+    dense_parameters: Mapping[str, Tensor],
+    plan: PlannedShardingPlan | None,
+) -> Built:
+    dense = KeyedOptimizerWrapper(dense_parameters, _factory(recipe.dense))
+    optimizer: KeyedOptimizer = CombinedOptimizer([tables, dense])
+    limit = recipe.training.clip_norm
+    if limit is not None:
+        optimizer = GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=limit)
+    return Built(model, tables, dense, optimizer, plan)
 
 
 def _factory(config: DenseOptimizer) -> Callable[[list[Tensor]], torch.optim.Optimizer]:

@@ -63,7 +63,7 @@ class Training:
     accumulate: int = 1
     """Batches whose gradients are added up for one update."""
     clip_norm: float | None = None
-    """The largest norm of the gradients of an update."""
+    """The largest norm of the gradients of an update, those of tables and all ranks included."""
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
     seed: int = 0

@@ -39,16 +39,6 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
-    def checkpoints(self) -> Path:
-        """The checkpoints' folder."""
-        return self.path / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        """The folder of the best checkpoint by validation AUC."""
-        return self.path / "best"
-
-    @property
     def phases(self) -> Path:
         """Time per phase and rank."""
         return self.path / "phases.jsonl"

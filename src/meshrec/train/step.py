@@ -36,7 +36,7 @@ class TrainStep:
 
     def __call__(self, batches: "Sequence[Batch]", num_samples: int) -> list[Outputs]:
         """``num_samples``: of all ranks and batches of this step."""
-        self._built.dense.zero_grad()
+        self._built.optimizer.zero_grad()
         # DistributedDataParallel and sharded tables average over ranks.
         scale = self._ranks.size / num_samples
         outputs = []
@@ -51,8 +51,7 @@ class TrainStep:
                     (loss * scale).backward()
             outputs.append(Outputs(loss.detach(), logits.detach(), batch.labels))
         with record_function("meshrec.optimizer"):
-            self._built.dense.step()
-            self._built.tables.step()
+            self._built.optimizer.step()
         return outputs
 
     def _no_sync(self) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from meshrec.checkpoint import CheckpointManager
 from meshrec.data import Batch, Dataset, prefetch
 from meshrec.distributed import record_phases
 from meshrec.planner.measured import PhaseTime, write_phases
@@ -76,10 +77,12 @@ class Trainer:
         self._step = TrainStep(self.built, ranks, bf16=recipe.training.bf16)
         self._rates = LearningRates([self.built.tables, self.built.dense], recipe.schedule, self.num_steps)
         self._window = Window()
-        self._best = BestWeights(self.built.model)
+        self._checkpoints = self._manager("checkpoints", recipe.training.keep_checkpoints)
+        self._best = BestWeights(self.built.model, self._manager("best", 1))
         self._phase_times: list[PhaseTime] = []
         self._logged = (0, 0.0)
         self._measured_step = -1
+        self._saved_step = -1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -93,6 +96,17 @@ class Trainer:
         steps = training.epochs * self.steps_per_epoch
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
+    def resume(self) -> bool:
+        """Goes on from the folder's last sound checkpoint; False where there is none. Collective."""
+        assert self._checkpoints is not None
+        found = self._checkpoints.load_latest(self.state)
+        if found is not None:
+            self._saved_step = found
+        assert self.folder is not None
+        if self.ranks.is_first:
+            self.folder.drop_metrics_after(self.progress.step)
+        return found is not None
+
     def run(self) -> dict[str, float]:
         """Trains to the end, or to an early one; returns the validation metrics of the final weights."""
         self._tell(self._started())
@@ -103,9 +117,24 @@ class Trainer:
                 self._epoch()
         self._stop.finish()
         self._write_phases()
+        self._save_last()
         if not self.stopped:
             self._finish()
         return self.validation
+
+    def _manager(self, name: str, keep: int) -> CheckpointManager | None:
+        if self.folder is None:
+            return None
+        return CheckpointManager(self.folder.path / name, keep_last=keep, group=self.ranks.control)
+
+    def _save_last(self) -> None:
+        """Before the best weights take the place of the last ones: from here, training can go on."""
+        if self._checkpoints is None:
+            return
+        self._checkpoints.wait()
+        if self._saved_step != self.progress.step:
+            self._checkpoints.save(self.progress.step, self.state)
+            self._saved_step = self.progress.step
 
     @property
     def _samples_per_step(self) -> int:
@@ -146,6 +175,10 @@ class Trainer:
             self._log()
         if training.evaluate_every is not None and progress.step % training.evaluate_every == 0:
             self._evaluate()
+        every = training.checkpoint_every
+        if self._checkpoints is not None and every is not None and progress.step % every == 0:
+            self._checkpoints.async_save(progress.step, self.state)
+            self._saved_step = progress.step
         if self._profiler is not None:
             self._profiler.step()
 
@@ -191,7 +224,7 @@ class Trainer:
             return
         best = "auc" in validation and self.early.improves(validation["auc"], self.progress.step)
         if best and self.recipe.training.patience is not None:
-            self._best.keep()
+            self._best.keep(self.progress.step)
         self._tell(Evaluated({"kind": "validation", **self._where(), **validation}, best))
         self._start_clock()
 

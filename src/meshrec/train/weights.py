@@ -1,18 +1,28 @@
-"""Weights put aside in memory."""
+"""The best weights, put aside."""
 
 import torch
 from torch import Tensor, nn
 
+from meshrec.checkpoint import CheckpointManager
+
 
 class BestWeights:
-    """A copy of what this rank holds of a model, taken when it was at its best."""
+    """A copy of a model, taken when it was at its best. Collective where it is kept on the disk.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        model: what is copied.
+        manager: keeps the copy, for a resumed run to find; None: this rank's part is kept in memory.
+    """
+
+    def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
+        self._model, self._manager = model, manager
         self._kept: dict[str, Tensor] = {}
 
-    def keep(self) -> None:
+    def keep(self, step: int) -> None:
         """Copies the weights of now, in place of those kept before."""
+        if self._manager is not None:
+            self._manager.save(step, {"model": self._model})
+            return
         if not self._kept:
             self._kept = {name: torch.empty_like(tensor) for name, tensor in self._tensors().items()}
         for name, tensor in self._tensors().items():
@@ -20,6 +30,8 @@ class BestWeights:
 
     def restore(self) -> bool:
         """Puts the kept weights back; False when none were kept."""
+        if self._manager is not None:
+            return self._manager.load_latest({"model": self._model}) is not None
         for name, tensor in self._tensors().items() if self._kept else ():
             tensor.copy_(self._kept[name])
         return bool(self._kept)

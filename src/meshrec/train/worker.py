@@ -25,6 +25,8 @@ from meshrec.train.trainer import Trainer
 
 RUN_VARIABLE = "MESHREC_RUN"
 """Names the run's folder to the ranks that our launcher starts, which has made it."""
+RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+"""Where the elastic launcher counts: after a restart, training goes on from the last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ class _Run:
                 stop=stop,
                 profile=self._job.profile,
             )
+            if self._job.resume or int(os.environ.get(RESTARTS_VARIABLE, "0")) > 0:
+                self._resume(trainer)
             self._write_inputs(trainer)
             start = time.perf_counter()
             trainer.run()
@@ -111,6 +115,12 @@ class _Run:
                 self._conclude(trainer, summary)
             self._ranks.wait_for_all()
         return summary
+
+    def _resume(self, trainer: Trainer) -> None:
+        if not trainer.resume() and self._job.resume:
+            raise ValueError(
+                f"{self._folder.path} holds no checkpoint to resume from; train anew under another --name."
+            )
 
     def _tell(self, event: Event) -> None:
         for observer in self._observers:
