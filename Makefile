@@ -1,4 +1,4 @@
-# The only thing to remember: make test, make lint, make bench.
+# The only thing to remember: make demo, make test, make lint, make bench.
 PYTHON ?= python3
 CXX ?= c++
 VENV ?= .venv
@@ -18,7 +18,11 @@ CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
 SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so
 SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
 
-.PHONY: test lint format build bench sanitize peers parity example docs clean
+.PHONY: demo test lint format build bench sanitize peers parity example docs clean
+
+# Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
+demo: build
+	$(BIN)/python -m meshrec train movielens_dlrm --nproc 2 $(DEMO)
 
 test: build
 	$(BIN)/python -m pytest -n 2
