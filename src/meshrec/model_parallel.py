@@ -10,6 +10,7 @@ from meshrec.distributed.collectives import broadcast
 from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
 from meshrec.distributed.plan_builders import tables_of
 from meshrec.distributed.plan_checks import verify_plan, verify_same_plan
+from meshrec.distributed.reshard import moved
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.distributed.sharding_plan import ShardingPlan
 from meshrec.optim.keyed import CombinedOptimizer
@@ -139,6 +140,26 @@ class DistributedModelParallel(nn.Module):
                 if name not in ignored:
                     # So that a rank without tables takes part in the norm of all gradients.
                     mark_part(parameter, self._env.shard.group, counts=False)
+
+    def reshard(self, plan: ShardingPlan) -> None:
+        """Moves the tables and their optimizer state to another plan, over the network. Collective, between
+        steps.
+
+        Names, values, ``fused_optimizer`` and what schedulers hold stay what they are; the parameters of the
+        tables are new objects. While it runs, a rank holds the old and the new part of every table.
+
+        Raises:
+            ValueError: on every rank, before anything moves, for a plan that does not fit the model or
+            differs
+                between ranks, and for tables whose optimizer holds their parameters. The old plan stays.
+        """
+        verify_same_plan(plan, self._env.world.group)
+        tables = {path: tables_of(module) for path, module in self._sharded.items()}
+        verify_plan(plan, tables, world_size=self._env.shard.size)
+        built = moved({path: module.built for path, module in self._sharded.items()}, plan, self._env)
+        for path, module in self._sharded.items():
+            module.rebuild(built[path])
+        self._plan = plan
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook with DistributedDataParallel, such as compression of dense

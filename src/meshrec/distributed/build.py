@@ -63,9 +63,16 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The parts of a sharded module."""
+    """The parts of a sharded module, and what they were made from."""
 
     plan: EmbeddingModuleShardingPlan
+    routing: Routing
+    rules: list[SpecRule | None]
+    env: ShardingEnv
+    device: torch.device
+    options: BuildOptions
+    dtypes: list[torch.dtype]
+    """The type of each table."""
     tables: ShardedTables
     shards: dict[str, TableShards]
     names: list[str]
@@ -75,10 +82,16 @@ class Built:
 
     def fused_optimizer(self, prefix: str) -> ShardedFusedOptimizer:
         """The optimizer, with the names that the parameters have in the module."""
-        tables = {f"{prefix}.{table}.weight": fused for table, fused in self.fused.items()}
+        return ShardedFusedOptimizer(self.named_fused(prefix), self.deferred())
+
+    def named_fused(self, prefix: str) -> dict[str, FusedTable]:
+        """The fused tables, by the names that their weights have in the module."""
+        return {f"{prefix}.{table}.weight": fused for table, fused in self.fused.items()}
+
+    def deferred(self) -> Deferred | None:
+        """How the optimizer's step updates the tables; None where backward does."""
         collected = self.tables.collected
-        deferred = None if collected is None else Deferred(collected.signal, self.tables.step)
-        return ShardedFusedOptimizer(tables, deferred)
+        return None if collected is None else Deferred(collected.signal, self.tables.step)
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
@@ -122,13 +135,30 @@ def build(
     local = _allocate(routing.local.rectangles, sources, rules, device, seed)
     _make_equal(split, env.replicate)
     _make_equal(local, env.world)
+    steps = [source.state.get("step", 0) for source in sources]
+    dtypes = [source.weight.dtype for source in sources]
+    return assemble(plan, routing, rules, steps, dtypes, split, local, env, device, options)
+
+
+def assemble(
+    plan: EmbeddingModuleShardingPlan,
+    routing: Routing,
+    rules: list[SpecRule | None],
+    steps: Sequence[int],
+    dtypes: list[torch.dtype],
+    split: Holdings,
+    local: Holdings,
+    env: ShardingEnv,
+    device: torch.device,
+    options: BuildOptions,
+) -> Built:
+    """The parts from weights and state that are there. ``steps``: the updates that each table has had."""
     shards, fused = {}, {}
     for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True)):
         held, mesh = (local, None) if routing.replicated[t] else (split, env.shard_mesh)
         shards[table.name] = TableShards(table, held.of_table(t), mesh)
         if rule is not None:
-            step = sources[t].state.get("step", 0)
-            fused[table.name] = _fused_table(shards[table.name], rule, held.state_of_table(t), step)
+            fused[table.name] = _fused_table(shards[table.name], rule, held.state_of_table(t), steps[t])
     if env.shard.group is not None:
         for parameter in split.parameters:
             mark_part(parameter, env.shard.group, counts=True)
@@ -153,7 +183,18 @@ def build(
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made: they are handed back when they are freed
     return Built(
-        plan=plan, tables=tables, shards=shards, names=_names(routing), dims=routing.dims, fused=fused
+        plan=plan,
+        routing=routing,
+        rules=rules,
+        env=env,
+        device=device,
+        options=options,
+        dtypes=dtypes,
+        tables=tables,
+        shards=shards,
+        names=_names(routing),
+        dims=routing.dims,
+        fused=fused,
     )
 
 

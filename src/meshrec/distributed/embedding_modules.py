@@ -39,6 +39,13 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self._offsets = list(accumulate(built.dims, initial=0))
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embedding_bags")
         self.plan = built.plan
+        self.built = built
+
+    def rebuild(self, built: Built) -> None:
+        """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
+        self.embedding_bags = nn.ModuleDict(built.shards)
+        self._tables, self.plan, self.built = built.tables, built.plan, built
+        self.fused_optimizer.rebind(built.named_fused(prefix="embedding_bags"))
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the whole tables."""
@@ -88,6 +95,13 @@ class ShardedEmbeddingCollection(nn.Module):
         self._names, self._dims = built.names, built.dims
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embeddings")
         self.plan = built.plan
+        self.built = built
+
+    def rebuild(self, built: Built) -> None:
+        """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
+        self.embeddings = nn.ModuleDict(built.shards)
+        self._tables, self.plan, self.built = built.tables, built.plan, built
+        self.fused_optimizer.rebind(built.named_fused(prefix="embeddings"))
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the whole tables."""

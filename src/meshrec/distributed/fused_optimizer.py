@@ -102,6 +102,14 @@ class Deferred(NamedTuple):
     step: Callable[[], None]
 
 
+class _Own(NamedTuple):
+    """The objects that a KeyedOptimizer shares with those who hold it: changed in place, never replaced."""
+
+    params: dict[str, Tensor]
+    state: dict[Tensor, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
 class ShardedFusedOptimizer(KeyedOptimizer):
     """What updates the tables of a sharded module: during backward, and ``step`` has nothing left to do, or
     in ``step``, from the gradients that backward collected on each rank (``update="on_step"``).
@@ -115,11 +123,28 @@ class ShardedFusedOptimizer(KeyedOptimizer):
     """
 
     def __init__(self, tables: Mapping[str, FusedTable], deferred: Deferred | None = None) -> None:
-        self.tables, self._deferred = dict(tables), deferred
-        params = {name: _stand_in(table.shards) for name, table in tables.items()}
-        groups: list[dict[str, Any]] = []
+        self.tables: dict[str, FusedTable] = {}
+        params: dict[str, Tensor] = {}
         state: dict[Tensor, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        self._own = _Own(params, state, groups)
+        self.rebind(tables, deferred)
+        super().__init__(params, state, groups)
+        self.register_state_dict_pre_hook(_join_again)
+        self.register_load_state_dict_pre_hook(_load_split)
+
+    def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
+        """Goes on with tables that have moved; whoever holds this optimizer or its groups sees the new
+        ones."""
+        params, state, groups = self._own
+        self.tables, self._deferred = dict(tables), deferred
+        params.clear()
+        state.clear()
+        for table in tables.values():
+            table.rule.group["params"].clear()
+            table.rule.states.clear()
         for name, table in tables.items():
+            params[name] = _stand_in(table.shards)
             table.rule.group["params"].append(params[name])
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
@@ -127,9 +152,6 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             table.rule.states.append(state[params[name]])
         if deferred is not None:
             groups[0]["params"].append(deferred.signal)
-        super().__init__(params, state, groups)
-        self.register_state_dict_pre_hook(_join_again)
-        self.register_load_state_dict_pre_hook(_load_split)
 
     @property
     def updates_in_backward(self) -> bool:

@@ -1,0 +1,330 @@
+"""Moves tables and their optimizer state from one plan to another, from rank to rank, without the disk.
+
+Every rank makes the same list of transfers from the two plans: a rectangle that an old owner has and a new
+one
+needs. They travel in rounds of bounded size, one all-to-all each. The old tables stay as they are, so that
+whatever fails on the way, they are still there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.distributed.build import Built, assemble
+from meshrec.distributed.collectives import Splits, all_to_all, gather_objects
+from meshrec.distributed.fused_optimizer import SpecRule
+from meshrec.distributed.mesh import Axis, ShardingEnv
+from meshrec.distributed.routing import Rectangle, Routing, compile_plan
+from meshrec.distributed.sharded_tables import Tables
+from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
+from meshrec.ops.memory import use_huge_pages
+from meshrec.optim.in_backward import mark_in_backward
+
+_TRANSFER_BYTES = 1 << 22
+# What each rank sends in a round, on average.
+_ROUND_BYTES = 1 << 26
+# Transfers begin at multiples of it, so that their bytes can be seen as numbers of any type.
+_ALIGNMENT = 8
+
+
+class Held(NamedTuple):
+    """A rectangle on a rank: ``number`` among the rectangles of its table there."""
+
+    rank: int
+    number: int
+    rectangle: Rectangle
+
+
+class Transfer(NamedTuple):
+    """Rows [r0, r1) and columns [c0, c1) of a table that go from one rectangle to another."""
+
+    source: Held
+    target: Held
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+
+class _Plane(NamedTuple):
+    """The weights of a table, or one slot of its state: the parts of this rank before and after."""
+
+    old: Sequence[Tensor]
+    new: Sequence[Tensor]
+    per_row: bool
+    transfers: list[Transfer]
+    item_bytes: int
+    device: torch.device
+
+
+def moved(built: Mapping[str, Built], plan: ShardingPlan, env: ShardingEnv) -> dict[str, Built]:
+    """The same tables under another (verified) plan; ``built`` is left as it is. Collective.
+
+    Raises:
+        ValueError: on every rank, for tables with ordinary gradients, and where the optimizer of a table does
+            not allow the plan.
+        RuntimeError: on every rank, when the memory of one does not suffice.
+    """
+    trained = _trained(built, env)
+    _check_fused(built, trained)
+    allocated: dict[str, _New] = {}
+    error = None
+    try:
+        for path, module in built.items():
+            allocated[path] = _allocated(path, module, plan.plan[path], trained)
+    except RuntimeError as failure:
+        error = str(failure)
+    reasons = [reason for reason in gather_objects(error, env.world, "allocation") if reason is not None]
+    if reasons:
+        raise RuntimeError(f"there is no memory for the tables under the new plan: {reasons[0]}")
+    # What a plan may still be refused for is seen here, on all ranks, before anything moves.
+    new = {path: allocated[path].assembled(module) for path, module in built.items()}
+    planes = [plane for path, module in built.items() for plane in _planes(module, allocated[path])]
+    with torch.no_grad():
+        _move(planes, env.shard)
+    return new
+
+
+class _New(NamedTuple):
+    """Memory for a module's tables under the new plan."""
+
+    plan: EmbeddingModuleShardingPlan
+    routing: Routing
+    split: Tables
+    local: Tables
+
+    def assembled(self, old: Built) -> Built:
+        """The module's parts."""
+        return assemble(
+            self.plan,
+            self.routing,
+            old.rules,
+            [0 if rule is None else rule.step for rule in old.rules],
+            old.dtypes,
+            self.split,
+            self.local,
+            old.env,
+            old.device,
+            old.options,
+        )
+
+
+def _trained(built: Mapping[str, Built], env: ShardingEnv) -> set[tuple[str, str]]:
+    """The tables (module, name) that are not frozen, as those know who hold a part. Collective."""
+    own = {
+        (path, name)
+        for path, module in built.items()
+        for name, shards in module.shards.items()
+        if any(shard.requires_grad for shard in shards.shards())
+    }
+    return set().union(*gather_objects(own, env.world, "trained tables"))
+
+
+def _check_fused(built: Mapping[str, Built], trained: set[tuple[str, str]]) -> None:
+    for path, module in built.items():
+        for table, rule in zip(module.routing.tables, module.rules, strict=True):
+            if rule is None and (path, table.name) in trained:
+                raise ValueError(
+                    f"table {table.name!r} of module {path!r} has ordinary gradients: the optimizer that "
+                    f"holds "
+                    "its parameters would go on with the old ones. Give it an optimizer that is fused into "
+                    "backward, or save a checkpoint and load it under the new plan."
+                )
+
+
+def _allocated(
+    path: str, built: Built, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
+) -> _New:
+    routing = compile_plan(built.routing.tables, plan, num_ranks=built.env.shard.size)
+    own = routing.work[built.env.shard.rank].rectangles
+    flags = [(path, table.name) in trained for table in routing.tables]
+    return _New(plan, routing, _empty(own, built, flags), _empty(routing.local.rectangles, built, flags))
+
+
+def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool]) -> Tables:
+    weights, state = [], []
+    for table, r0, r1, c0, c1 in rectangles:
+        rule = built.rules[table]
+        data = torch.empty(r1 - r0, c1 - c0, dtype=built.dtypes[table], device=built.device)
+        use_huge_pages(data)
+        weight = nn.Parameter(data, trained[table])
+        if rule is not None:
+            mark_in_backward(weight, rule.spec)
+        weights.append(weight)
+        state.append(_empty_state(rule, weight))
+    return Tables(weights, state)
+
+
+def _empty_state(rule: SpecRule | None, weight: Tensor) -> list[Tensor]:
+    state = []
+    for slot in rule.spec.state_slots() if rule is not None else ():
+        tensor = torch.empty(slot.shape(*weight.shape), dtype=torch.float32, device=weight.device)
+        use_huge_pages(tensor)
+        state.append(tensor)
+    return state
+
+
+def _planes(built: Built, new: _New) -> Iterator[_Plane]:
+    for t, table in enumerate(built.routing.tables):
+        transfers = list(transfers_of(_holders(built.routing, t), _holders(new.routing, t), built.env.shard))
+        tables = new.local if new.routing.replicated[t] else new.split
+        work = new.routing.local if new.routing.replicated[t] else new.routing.work[built.env.shard.rank]
+        chosen = [i for i, rectangle in enumerate(work.rectangles) if rectangle.table == t]
+        old = [shard.detach() for shard in built.shards[table.name].shards()]
+        weights = [tables.weights[i].detach() for i in chosen]
+        yield _Plane(old, weights, False, transfers, built.dtypes[t].itemsize, built.device)
+        if table.name not in built.fused:
+            continue
+        for number, slot in enumerate(built.fused[table.name].slots.values()):
+            parts = [tables.state[i][number] for i in chosen]
+            wanted = list(_per_row(transfers)) if slot.per_row else transfers
+            yield _Plane(slot.parts, parts, slot.per_row, wanted, 4, built.device)
+
+
+def _holders(routing: Routing, table: int) -> list[Held] | None:
+    """Who holds what of a table; None: everyone all of it."""
+    if routing.replicated[table]:
+        return None
+    found = []
+    for rank, work in enumerate(routing.work):
+        own = [rectangle for rectangle in work.rectangles if rectangle.table == table]
+        found += [Held(rank, number, rectangle) for number, rectangle in enumerate(own)]
+    return found
+
+
+def transfers_of(old: list[Held] | None, new: list[Held] | None, axis: Axis) -> Iterator[Transfer]:
+    """What goes where, in an order that all ranks know. None: every rank holds the whole table."""
+    if old is None and new is None:
+        return
+    everyone = range(axis.size)
+    if new is None:
+        assert old is not None
+        whole = _hull(old)
+        new = [Held(rank, 0, whole) for rank in everyone]
+    for target in new:
+        sources = old if old is not None else [Held(target.rank, 0, _hull(new))]
+        for source in sources:
+            a, b = source.rectangle, target.rectangle
+            r0, r1 = max(a.r0, b.r0), min(a.r1, b.r1)
+            c0, c1 = max(a.c0, b.c0), min(a.c1, b.c1)
+            if r0 < r1 and c0 < c1:
+                yield Transfer(source, target, r0, r1, c0, c1)
+
+
+def _hull(held: Sequence[Held]) -> Rectangle:
+    """The whole table, which the rectangles cover."""
+    return Rectangle(
+        held[0].rectangle.table,
+        0,
+        max(each.rectangle.r1 for each in held),
+        0,
+        max(each.rectangle.c1 for each in held),
+    )
+
+
+def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
+    """Columns of one row have the same number: each target takes it once, from itself where it can.
+
+    All columns of a row-wise optimizer's table are cut at the same rows, so equal rows are all there is to
+    see.
+    """
+    chosen: dict[tuple[Held, int, int], Transfer] = {}
+    for each in transfers:
+        key = (each.target, each.r0, each.r1)
+        if key not in chosen or each.source.rank == each.target.rank:
+            chosen[key] = each
+    yield from chosen.values()
+
+
+class _Cut(NamedTuple):
+    """A transfer, or some rows of it, in one plane."""
+
+    plane: _Plane
+    transfer: Transfer
+    num_bytes: int
+
+    def source(self) -> Tensor:
+        """What is sent, on the rank that sends it."""
+        return _region(self.plane.old, self.transfer.source, self.transfer, self.plane.per_row)
+
+    def target(self) -> Tensor:
+        """Where it goes, on the rank that receives it."""
+        return _region(self.plane.new, self.transfer.target, self.transfer, self.plane.per_row)
+
+
+def _region(parts: Sequence[Tensor], held: Held, transfer: Transfer, per_row: bool) -> Tensor:
+    rows = parts[held.number][transfer.r0 - held.rectangle.r0 : transfer.r1 - held.rectangle.r0]
+    c0 = held.rectangle.c0
+    return rows if per_row else rows[:, transfer.c0 - c0 : transfer.c1 - c0]
+
+
+def _move(planes: Sequence[_Plane], axis: Axis) -> None:
+    rounds: list[_Cut] = []
+    size = 0
+    for plane in planes:
+        if not plane.transfers:
+            for old, new in zip(plane.old, plane.new, strict=True):
+                new.copy_(old)  # the table is whole everywhere, before and after
+        for cut in _cuts(plane, axis):
+            rounds.append(cut)
+            size += cut.num_bytes
+            if size >= _ROUND_BYTES * axis.size:
+                _exchange(rounds, axis)
+                rounds, size = [], 0
+    _exchange(rounds, axis)
+
+
+def _cuts(plane: _Plane, axis: Axis) -> Iterator[_Cut]:
+    """The transfers of a plane in pieces of bounded size; those within a rank are made at once."""
+    for transfer in plane.transfers:
+        if transfer.source.rank == transfer.target.rank:
+            if transfer.source.rank == axis.rank:
+                cut = _Cut(plane, transfer, 0)
+                cut.target().copy_(cut.source())
+            continue
+        width = 1 if plane.per_row else transfer.c1 - transfer.c0
+        row_bytes = width * plane.item_bytes
+        step = max(1, _TRANSFER_BYTES // row_bytes)
+        for r0 in range(transfer.r0, transfer.r1, step):
+            r1 = min(r0 + step, transfer.r1)
+            num_bytes = -(-(r1 - r0) * row_bytes // _ALIGNMENT) * _ALIGNMENT
+            yield _Cut(plane, transfer._replace(r0=r0, r1=r1), num_bytes)
+
+
+def _exchange(cuts: Sequence[_Cut], axis: Axis) -> None:
+    """One all-to-all. Pieces lie by the other rank, then in the order of the list."""
+    if not cuts:
+        return
+    sent: list[list[_Cut]] = [[] for _ in range(axis.size)]
+    received: list[list[_Cut]] = [[] for _ in range(axis.size)]
+    for cut in cuts:
+        source_rank, target_rank = cut.transfer.source.rank, cut.transfer.target.rank
+        if source_rank == axis.rank:
+            sent[target_rank].append(cut)
+        if target_rank == axis.rank:
+            received[source_rank].append(cut)
+    splits = Splits([_bytes(each) for each in sent], [_bytes(each) for each in received])
+    device = cuts[0].plane.device
+    buffer = torch.empty(sum(splits.sent), dtype=torch.uint8, device=device)
+    for cut, room in _rooms(sent, buffer):
+        source = cut.source()
+        room[: source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+    arrived = all_to_all(buffer, splits, axis, "resharding").wait()
+    for cut, room in _rooms(received, arrived):
+        target = cut.target()
+        target.copy_(room[: target.nbytes].view(target.dtype).view(target.shape))
+
+
+def _bytes(cuts: Sequence[_Cut]) -> int:
+    return sum(cut.num_bytes for cut in cuts)
+
+
+def _rooms(by_rank: Sequence[Sequence[_Cut]], buffer: Tensor) -> Iterator[tuple[_Cut, Tensor]]:
+    """Each piece with its part of the buffer."""
+    begin = 0
+    for cuts in by_rank:
+        for cut in cuts:
+            yield cut, buffer[begin : begin + cut.num_bytes]
+            begin += cut.num_bytes
