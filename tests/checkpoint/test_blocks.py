@@ -6,7 +6,7 @@ import torch
 
 from meshrec.checkpoint import blocks
 from meshrec.checkpoint.agreement import DamagedCheckpointError
-from meshrec.checkpoint.blocks import FileWriter, StoredRows, memory_of, read_region, write_rows
+from meshrec.checkpoint.blocks import FileWriter, StoredRows, grid_of, memory_of, read_region, write_rows
 
 SHAPES = [(), (1,), (1000,), (100, 7), (3, 500), (20, 3, 5), (0, 4), (4, 0)]
 
@@ -29,7 +29,10 @@ def stored(tmp_path):
         with ThreadPoolExecutor(1) as pool:
             checksums = write_rows(writer, tensor, pool)
         assert path.stat().st_size == before + tensor.nbytes
-        return StoredRows(descriptor, before, tuple(tensor.shape), tensor.dtype, checksums, "here")
+        grid = grid_of(tensor.shape, tensor.dtype)
+        return StoredRows(
+            descriptor, before, tuple(tensor.shape), tensor.dtype, grid.rows_per_block, checksums, "here"
+        )
 
     yield store
     for descriptor in descriptors:

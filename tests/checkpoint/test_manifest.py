@@ -19,7 +19,7 @@ from meshrec.checkpoint.manifest import (
 
 
 def manifest(**changes):
-    piece = Piece((2, 0), (3, 4), 0, 8, (1, 0xFFFFFFFF))
+    piece = Piece((2, 0), (3, 4), 0, 8, 2, (1, 0xFFFFFFFF))
     values = {
         "step": 7,
         "world_size": 2,
@@ -67,16 +67,23 @@ def test_no_name_leads_out_of_the_folder(name):
 @pytest.mark.parametrize(
     "piece",
     [
-        [[3, 0], [3, 4], 0, 8, ""],
-        [[-1, 0], [3, 4], 0, 8, ""],
-        [[0], [3], 0, 8, ""],
-        [[2, 0], [3, 4], 1, 8, ""],
-        [[2, 0], [3, 4], 0, 60, ""],
-        [[2, 0], [3, 4], 0, -8, ""],
+        [[3, 0], [3, 4], 0, 8, 2, "0" * 16],
+        [[-1, 0], [3, 4], 0, 8, 2, "0" * 16],
+        [[0], [3], 0, 8, 2, "0" * 16],
+        [[2, 0], [3, 4], 1, 8, 2, "0" * 16],
+        [[2, 0], [3, 4], 0, 60, 2, "0" * 16],
+        [[2, 0], [3, 4], 0, -8, 2, "0" * 16],
     ],
 )
 def test_no_piece_leads_out_of_its_file_or_tensor(piece):
     with pytest.raises(DamagedCheckpointError, match=r"places 'model\.w' outside of its file or tensor"):
+        Manifest.from_bytes(changed("tensors", {"model.w": ["model", "F32", [5, 4], [piece]]}))
+
+
+@pytest.mark.parametrize("checksums", [[1, "0" * 16], [2, "0" * 8], [0, ""], [3, ""]])
+def test_no_block_is_without_a_checksum(checksums):
+    piece = [[2, 0], [3, 4], 0, 8, *checksums]
+    with pytest.raises(DamagedCheckpointError, match=r"lacks checksums of 'model\.w'"):
         Manifest.from_bytes(changed("tensors", {"model.w": ["model", "F32", [5, 4], [piece]]}))
 
 

@@ -5,6 +5,7 @@ from meshrec.checkpoint.manager import CheckpointManager
 from meshrec.checkpoint.manifest import Manifest, read_manifest
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
 from meshrec.checkpoint.storage import verify_data
+from meshrec.checkpoint.tables import export_safetensors, import_weights
 
 __all__ = [
     "CheckpointError",
@@ -13,6 +14,8 @@ __all__ = [
     "Manifest",
     "PendingSave",
     "async_save",
+    "export_safetensors",
+    "import_weights",
     "load",
     "read_manifest",
     "save",

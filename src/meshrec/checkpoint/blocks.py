@@ -23,15 +23,16 @@ _FLUSH_BYTES = 1 << 26
 
 
 class Grid(NamedTuple):
-    """A tensor as rows of bytes."""
+    """A tensor as rows of bytes, ``rows_per_block`` of them in every block but the last."""
 
     num_rows: int
     row_bytes: int
+    rows_per_block: int
 
     @property
-    def rows_per_block(self) -> int:
-        """Rows of every block but the last."""
-        return max(1, BLOCK_BYTES // max(1, self.row_bytes))
+    def block_bytes(self) -> int:
+        """Bytes of the largest block."""
+        return min(self.rows_per_block, self.num_rows) * self.row_bytes
 
     def blocks(self, first: int = 0, end: int | None = None) -> range:
         """The first rows of the blocks that hold rows [first, end)."""
@@ -41,11 +42,10 @@ class Grid(NamedTuple):
         return range(first // step * step, self.num_rows if end is None else end, step)
 
 
-def grid_of(shape: Sequence[int], dtype: torch.dtype) -> Grid:
+def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None = None) -> Grid:
     """How a tensor of this shape is cut; a number alone is one row."""
-    if not shape:
-        return Grid(1, dtype.itemsize)
-    return Grid(shape[0], prod(shape[1:]) * dtype.itemsize)
+    rows, row_bytes = (shape[0], prod(shape[1:]) * dtype.itemsize) if shape else (1, dtype.itemsize)
+    return Grid(rows, row_bytes, rows_per_block or max(1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -99,13 +99,14 @@ class StoredRows(NamedTuple):
     begin: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rows_per_block: int
     checksums: Sequence[int]
     what: str
 
     @property
     def grid(self) -> Grid:
         """How it is cut."""
-        return grid_of(self.shape, self.dtype)
+        return grid_of(self.shape, self.dtype, self.rows_per_block)
 
     def read_block(self, first: int, target: memoryview) -> None:
         """Reads the block that starts at a row into memory of its size, and verifies it."""

@@ -6,15 +6,16 @@ The entry of a whole tensor has its name; that of a piece has its place behind i
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from meshrec.checkpoint.blocks import FileWriter, write_rows
+from meshrec.checkpoint.blocks import FileWriter, grid_of, write_rows
 from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, Piece
 
 _ALIGNMENT = 64
@@ -45,7 +46,10 @@ class Written(NamedTuple):
         file, pieces = data
         return cls(
             DataFile(*file),
-            [Piece(tuple(o), tuple(s), number, begin, tuple(c)) for o, s, number, begin, c in pieces],
+            [
+                Piece(tuple(offset), tuple(shape), number, begin, rows_per_block, tuple(checksums))
+                for offset, shape, number, begin, rows_per_block, checksums in pieces
+            ],
         )
 
 
@@ -60,7 +64,9 @@ def write_data_file(path: Path, parts: Sequence[Part], pool: Executor) -> Writte
         for part in parts:
             begin = writer.position
             checksums = write_rows(writer, part.tensor, pool)
-            pieces.append(Piece(part.offset, tuple(part.tensor.shape), -1, begin, checksums))
+            shape = tuple(part.tensor.shape)
+            rows_per_block = grid_of(shape, part.tensor.dtype).rows_per_block
+            pieces.append(Piece(part.offset, shape, -1, begin, rows_per_block, checksums))
         os.fsync(descriptor)
     except BaseException:
         path.unlink(missing_ok=True)
@@ -71,20 +77,28 @@ def write_data_file(path: Path, parts: Sequence[Part], pool: Executor) -> Writte
 
 
 def header(parts: Sequence[Part]) -> bytes:
-    """What a safetensors file begins with: the length of the JSON, then names, types, shapes and places."""
-    entries: dict[str, Any] = {}
-    begin = 0
+    """What the file of these parts begins with."""
+    shapes = {}
     for part in parts:
-        shape, dtype = list(part.tensor.shape), part.tensor.dtype
+        dtype, shape = part.tensor.dtype, tuple(part.tensor.shape)
         if dtype not in DTYPE_NAMES:
             raise ValueError(
                 f"{part.name} has type {dtype}, which a checkpoint does not hold; it takes "
                 f"{list(DTYPE_NAMES)}."
             )
+        shapes[entry_name(part.name, part.offset, shape, part.size)] = (dtype, shape)
+    return header_of(shapes)
+
+
+def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """A safetensors header: the length of the JSON, then names, types, shapes and places."""
+    entries: dict[str, Any] = {}
+    begin = 0
+    for name, (dtype, shape) in shapes.items():
         end = begin + prod(shape) * dtype.itemsize
-        entries[entry_name(part.name, part.offset, shape, part.size)] = {
+        entries[name] = {
             "dtype": DTYPE_NAMES[dtype],
-            "shape": shape,
+            "shape": list(shape),
             "data_offsets": [begin, end],
         }
         begin = end

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshrec.checkpoint.agreement import DamagedCheckpointError
+from meshrec.checkpoint.blocks import grid_of
 
 MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
@@ -51,14 +52,15 @@ class DataFile(NamedTuple):
 class Piece(NamedTuple):
     """A rectangle of a tensor: where it is in the tensor, and where its bytes are.
 
-    ``file``: position among the manifest's files. ``checksums``: CRC-32 of each block of rows, see
-    ``blocks.rows_per_block``.
+    ``file``: position among the manifest's files. ``checksums``: CRC-32 of each block of ``rows_per_block``
+    rows.
     """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     file: int
     begin: int
+    rows_per_block: int
     checksums: tuple[int, ...]
 
 
@@ -200,6 +202,9 @@ def _check_places(manifest: Manifest) -> None:
                 o >= 0 and n >= 0 and o + n <= total
                 for o, n, total in zip(piece.offset, piece.shape, record.shape, strict=True)
             )
+            blocks = grid_of(piece.shape, record.dtype, piece.rows_per_block).blocks()
+            if piece.rows_per_block < 1 or len(blocks) != len(piece.checksums):
+                raise DamagedCheckpointError(f"the manifest lacks checksums of {name!r}")
             in_file = 0 <= piece.file < len(manifest.files) and 0 <= piece.begin <= end
             if not inside or not in_file or end > manifest.files[piece.file].num_bytes:
                 raise DamagedCheckpointError(f"the manifest places {name!r} outside of its file or tensor")
@@ -207,7 +212,7 @@ def _check_places(manifest: Manifest) -> None:
 
 def _record_to_json(record: TensorRecord) -> list[Any]:
     pieces = [
-        [*piece[:4], "".join(f"{checksum:08x}" for checksum in piece.checksums)] for piece in record.pieces
+        [*piece[:5], "".join(f"{checksum:08x}" for checksum in piece.checksums)] for piece in record.pieces
     ]
     return [record.entry, DTYPE_NAMES[record.dtype], record.shape, pieces]
 
@@ -224,8 +229,9 @@ def _record_from_json(data: list[Any]) -> TensorRecord:
                 tuple(piece_shape),
                 file,
                 begin,
+                rows_per_block,
                 tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8)),
             )
-            for offset, piece_shape, file, begin, checksums in pieces
+            for offset, piece_shape, file, begin, rows_per_block, checksums in pieces
         ),
     )

@@ -73,7 +73,7 @@ def async_save(
     return PendingSave(job, after)
 
 
-def load(path: str | Path, state: Mapping[str, Any], *, group: Group = None) -> None:
+def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, group: Group = None) -> None:
     """Loads a checkpoint into a state with the entries that are wanted, in place. Collective.
 
     The plan and the number of ranks may be others than at the time of saving. A rank whose number existed
@@ -82,6 +82,9 @@ def load(path: str | Path, state: Mapping[str, Any], *, group: Group = None) -> 
 
     Args:
         state: as for ``save``; plain values are replaced in it.
+        partial: modules take what the checkpoint has of them and keep the rest, such as pretrained tables;
+        the
+            log says what was left.
 
     Raises:
         ValueError: on every rank, for a state that does not fit; nothing has been changed then.
@@ -94,7 +97,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, group: Group = None) -> 
 
     def begin() -> None:
         box["manifest"] = manifest = read_manifest(folder)
-        box["loading"] = prepare(state, manifest, axis.rank)
+        box["loading"] = prepare(state, manifest, axis.rank, partial=partial)
 
     agreed(axis, begin, f"reading {folder}")
     loading = box["loading"]

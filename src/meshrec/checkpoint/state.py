@@ -7,6 +7,7 @@ per row of a table that is split by columns is in it once: every rank that holds
 number, because row-wise optimizers sum their statistics over all columns of the row.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from meshrec.checkpoint.values import decode, encode
 from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+
+_log = logging.getLogger(__name__)
 
 RANDOM = "random"
 """The entry of the random number generators; a state may not use the name."""
@@ -79,8 +82,10 @@ class Loading(NamedTuple):
     finish: Callable[[], None]
 
 
-def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int) -> Loading:
+def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial: bool = False) -> Loading:
     """Compares a state to a checkpoint, and gives the memory that DCP is to fill.
+
+    ``partial``: modules take the tensors that the checkpoint has, and keep the others.
 
     Raises:
         ValueError: names the entry and what differs.
@@ -93,7 +98,9 @@ def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int) -> Loading:
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             own, job = _in_place(entry, item, kind, content, state)
-            _compare(entry, own, manifest, saved.get(entry, set()))
+            if partial and kind == _MODULE:
+                own, job = _common(entry, item, own, saved.get(entry, set()), rank)
+            _compare(entry, own, manifest, set(own) if partial else saved.get(entry, set()))
         else:
             own = {name: _empty(manifest, name) for name in saved.get(entry, ())}
             job = _replaced(state, entry, item, kind, content, own)
@@ -143,6 +150,32 @@ def _in_place(
         target.load_state_dict(decode(content, own.__getitem__))
 
     return own, finish
+
+
+def _common(
+    entry: str, module: nn.Module, own: dict[str, Tensor], saved: set[str], rank: int
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """What module and checkpoint share; a line of the log says what they do not."""
+    common = {name: tensor for name, tensor in own.items() if name in saved}
+    if not common:
+        raise ValueError(
+            f"{entry!r} and the checkpoint have no name in common: here {_few(sorted(own))}; there "
+            f"{_few(sorted(saved))}. Rename when importing."
+        )
+    if rank == 0 and (own.keys() - saved or saved - own.keys()):
+        _log.info(
+            "%r: %d tensors are loaded; not in the checkpoint: %s; not in the model: %s",
+            entry,
+            len(common),
+            _few(sorted(own.keys() - saved)) or "none",
+            _few(sorted(saved - own.keys())) or "none",
+        )
+
+    def finish() -> None:
+        # Filled in place already; this is for what the module may do beside.
+        module.load_state_dict(module.state_dict())
+
+    return common, finish
 
 
 def _replaced(

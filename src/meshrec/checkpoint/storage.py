@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from meshrec.checkpoint.agreement import DamagedCheckpointError
-from meshrec.checkpoint.blocks import StoredRows, grid_of, read_region, verify_rows
+from meshrec.checkpoint.blocks import StoredRows, read_region, verify_rows
 from meshrec.checkpoint.data_file import Part, Written, write_data_file
 from meshrec.checkpoint.manifest import Manifest, Piece, TensorRecord
 from meshrec.checkpoint.snapshot import Snapshot
@@ -194,7 +194,7 @@ class Reader(StorageReader):
             with open_data(self._folder, self._manifest, number) as descriptor:
                 for _, _, item, record, piece in (each for each in work if each[0] == number):
                     target = planner.resolve_tensor(item).detach()
-                    stored = _stored(
+                    stored = stored_rows(
                         self._folder, self._manifest, descriptor, item.storage_index.fqn, record, piece
                     )
                     read_region(stored, tuple(item.storage_offsets), target)
@@ -242,15 +242,17 @@ def verify_data(folder: Path, manifest: Manifest) -> None:
         with open_data(folder, manifest, number) as descriptor:
             buffer = torch.empty(0, dtype=torch.uint8)
             for piece, name, record in sorted(pieces, key=lambda each: each[0].begin):
-                grid = grid_of(piece.shape, record.dtype)
-                block = min(grid.rows_per_block, grid.num_rows) * grid.row_bytes
-                if block > buffer.numel():
-                    buffer = torch.empty(block, dtype=torch.uint8)
-                verify_rows(_stored(folder, manifest, descriptor, name, record, piece), buffer)
+                stored = stored_rows(folder, manifest, descriptor, name, record, piece)
+                if stored.grid.block_bytes > buffer.numel():
+                    buffer = torch.empty(stored.grid.block_bytes, dtype=torch.uint8)
+                verify_rows(stored, buffer)
 
 
-def _stored(
+def stored_rows(
     folder: Path, manifest: Manifest, descriptor: int, name: str, record: TensorRecord, piece: Piece
 ) -> StoredRows:
+    """A piece in its open file."""
     what = f"checkpoint {folder} is damaged: {manifest.files[piece.file].name}, tensor {name!r}"
-    return StoredRows(descriptor, piece.begin, piece.shape, record.dtype, piece.checksums, what)
+    return StoredRows(
+        descriptor, piece.begin, piece.shape, record.dtype, piece.rows_per_block, piece.checksums, what
+    )

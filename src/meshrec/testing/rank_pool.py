@@ -49,7 +49,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory()
         # The server imports torch once; ranks fork from it before any thread exists.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "meshrec.distributed.sharded_tables"])
+        context.set_forkserver_preload(["torch", "meshrec.distributed.sharded_tables", "meshrec.checkpoint"])
         pairs = [context.Pipe() for _ in range(world_size)]
         self._pipes: list[Connection] = [mine for mine, _ in pairs]
         store = str(Path(self._folder.name) / "store")

@@ -1,0 +1,212 @@
+"""Weights in and out: a safetensors file of whole tensors from a checkpoint, a checkpoint from a plain file.
+
+Both go through memory block by block, so a table may be larger than it.
+"""
+
+import json
+import logging
+import os
+import pickle
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrec.checkpoint.blocks import FileWriter, grid_of, memory_of, read_region
+from meshrec.checkpoint.data_file import Part, header_of, write_data_file
+from meshrec.checkpoint.manifest import (
+    DTYPES,
+    MANIFEST,
+    Manifest,
+    TensorRecord,
+    read_manifest,
+    sync_folder,
+    write_durably,
+)
+from meshrec.checkpoint.storage import open_data, stored_rows
+
+_log = logging.getLogger(__name__)
+
+
+def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | None = None) -> list[str]:
+    """Writes the whole tensors of one module to one safetensors file; gives their names.
+
+    Args:
+        folder: a checkpoint.
+        target: the file, which must not be there yet.
+        entry: the module's name in the saved state (default: the only module there is).
+
+    Raises:
+        ValueError: for an entry that is not there, or a target that is.
+        DamagedCheckpointError: for data that is not what was written; no file is left then.
+    """
+    folder, target = Path(folder), Path(target)
+    manifest = read_manifest(folder)
+    entry = _chosen_entry(manifest, entry)
+    records = {
+        name.removeprefix(f"{entry}."): (name, record)
+        for name, record in manifest.tensors.items()
+        if record.entry == entry
+    }
+    if target.exists():
+        raise ValueError(f"{target} exists. Name another file, or remove it.")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(partial, "xb", buffering=0) as file:
+            writer = FileWriter(file.fileno())
+            shapes = {name: (record.dtype, record.shape) for name, (_, record) in records.items()}
+            writer.write(header_of(shapes))
+            for full_name, record in records.values():
+                for block in _whole_blocks(folder, manifest, full_name, record):
+                    writer.write(memory_of(block))
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(target.parent)
+    return list(records)
+
+
+def import_weights(
+    source: str | Path, folder: str | Path, *, entry: str = "model", rename: Sequence[tuple[str, str]] = ()
+) -> list[str]:
+    """Makes a checkpoint of one module from a plain state_dict; gives the names in it.
+
+    Load it with ``load(folder, {entry: model}, partial=True)``: under any plan, and the rest of the model
+    stays
+    as it is.
+
+    Args:
+        source: a safetensors file, or what ``torch.save(module.state_dict())`` wrote (read with
+            ``weights_only=True``: nothing in it is executed).
+        folder: the checkpoint, which must not be there yet.
+        entry: the name that the module gets in the state.
+        rename: pairs of a regular expression and what to put in the place of its match in every name, such as
+            ``(r"^emb\\.(\\w+)\\.weight$", r"ebc.embedding_bags.\\1.weight")``; the first that matches counts.
+
+    Raises:
+        ValueError: for a file that is neither, names that fall together, or a folder that is a checkpoint.
+    """
+    source, folder = Path(source), Path(folder)
+    if (folder / MANIFEST).exists():
+        raise ValueError(f"{folder} is a checkpoint already. Name another folder.")
+    named: dict[str, Tensor] = {}
+    for name, tensor in read_weights(source).items():
+        new = _renamed(name, rename)
+        if new in named:
+            raise ValueError(f"{source} has two tensors that are called {new!r} after renaming.")
+        named[new] = tensor
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [
+        Part(f"{entry}.{name}", (0,) * tensor.ndim, tuple(tensor.shape), tensor)
+        for name, tensor in named.items()
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        path = folder / f"data-{secrets.token_hex(4)}-00000.safetensors"
+        written = write_data_file(path, parts, pool)
+    records = {
+        part.name: TensorRecord(entry, part.tensor.dtype, part.size, (piece._replace(file=0),))
+        for part, piece in zip(parts, written.pieces, strict=True)
+    }
+    content = {name: {"__tensor__": f"{entry}.{name}"} for name in named}
+    values = {entry: {"kind": "module", "content": content}}
+    manifest = Manifest(step=None, world_size=1, files=(written.file,), tensors=records, values=values)
+    write_durably(folder / MANIFEST, manifest.to_bytes())
+    return list(named)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file or of a plain state_dict, mapped into memory.
+
+    Raises:
+        ValueError: for any other file.
+    """
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{path} is no file of plain tensors: {reason} Write it with torch.save(module.state_dict(), "
+            f"path), "
+            "or as *.safetensors."
+        ) from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__}, but not of names and tensors only. Save "
+            f"module.state_dict()."
+        )
+    return {str(name): value.detach() for name, value in found.items()}
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length + 8 > size:
+            raise ValueError(f"{path} is no safetensors file: its header would be longer than the file.")
+        try:
+            entries: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} is no safetensors file: its header is not JSON.") from error
+    entries.pop("__metadata__", None)
+    everything = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    found = {}
+    for name, record in entries.items():
+        begin, end = record["data_offsets"]
+        if record["dtype"] not in DTYPES or not 0 <= begin <= end <= size - 8 - length:
+            raise ValueError(f"{path}: {name!r} has type {record['dtype']} and bytes [{begin}, {end}).")
+        content = everything[8 + length + begin : 8 + length + end]
+        if content.storage_offset() % 8:
+            content = content.clone()  # a number must start at a multiple of its size
+        found[name] = content.view(DTYPES[record["dtype"]]).view(record["shape"])
+    return found
+
+
+def _chosen_entry(manifest: Manifest, entry: str | None) -> str:
+    modules = [name for name, value in manifest.values.items() if value["kind"] == "module"]
+    if entry is None and len(modules) == 1:
+        return modules[0]
+    if entry not in modules:
+        raise ValueError(f"there is no module {entry!r} in the checkpoint. Name one of {modules}.")
+    return entry
+
+
+def _whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRecord) -> Iterator[Tensor]:
+    """A tensor in blocks of whole rows, put together from its pieces."""
+    grid = grid_of(record.shape, record.dtype)
+    shape = record.shape or (1,)
+    with ExitStack() as stack:
+        numbers = {piece.file for piece in record.pieces}
+        opened = {n: stack.enter_context(open_data(folder, manifest, n)) for n in sorted(numbers)}
+        for first in grid.blocks():
+            end = min(first + grid.rows_per_block, grid.num_rows)
+            block = torch.empty((end - first, *shape[1:]), dtype=record.dtype)
+            for piece in record.pieces:
+                offset, size = piece.offset or (0,), piece.shape or (1,)
+                low, high = max(first, offset[0]), min(end, offset[0] + size[0])
+                if low >= high or 0 in size:
+                    continue
+                target = block[low - first : high - first]
+                for dim in range(1, len(size)):
+                    target = target.narrow(dim, offset[dim], size[dim])
+                stored = stored_rows(folder, manifest, opened[piece.file], name, record, piece)
+                if not piece.shape:
+                    target = target[0]
+                read_region(stored, (low - offset[0], *[0] * (len(size) - 1))[: len(piece.shape)], target)
+            yield block
+
+
+def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in rename:
+        new, count = re.subn(pattern, replacement, name)
+        if count:
+            return new
+    return name

@@ -1,0 +1,173 @@
+"""``meshrec checkpoint``: looks into checkpoints, verifies them, and takes weights in and out."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from meshrec.checkpoint import export_safetensors, import_weights, read_manifest, verify_data
+from meshrec.checkpoint.manifest import DTYPE_NAMES, MANIFEST, Manifest
+
+_PIPE_WIDTH = 140
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Shows what is in a checkpoint: step, entries, tensors, types, shapes, sizes."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or a folder of them: its newest."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Reads every byte of a checkpoint, or of all in a folder, and compares the checksums."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or a folder of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Writes the weights of a checkpoint's model as one safetensors file of whole tensors."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint, or a folder of them: its newest."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """The file to write."""
+    to: str = "safetensors"
+    """The format: safetensors."""
+    entry: str | None = None
+    """Which module of the saved state (default: the only one)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Makes a checkpoint from a state_dict of torch.save, or from a safetensors file."""
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """The file; nothing in it is executed."""
+    out: Annotated[Path, tyro.conf.Positional]
+    """The checkpoint to make."""
+    entry: str = "model"
+    """What the module is called in the state."""
+    rename: tuple[tuple[str, str], ...] = ()
+    """Pairs: a regular expression, and what replaces its match in a name; the first that matches counts."""
+
+
+CheckpointOptions = (
+    Annotated[InspectOptions, tyro.conf.subcommand("inspect")]
+    | Annotated[VerifyOptions, tyro.conf.subcommand("verify")]
+    | Annotated[ExportOptions, tyro.conf.subcommand("export")]
+    | Annotated[ImportOptions, tyro.conf.subcommand("import")]
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses and does it; the exit code."""
+    options: Any = tyro.cli(CheckpointOptions, args=list(arguments), prog="meshrec checkpoint")
+    return run(options)
+
+
+def run(options: InspectOptions | VerifyOptions | ExportOptions | ImportOptions) -> int:
+    """Does what the options say; 1 when a checkpoint is damaged. ValueError for what cannot be."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
+    match options:
+        case InspectOptions():
+            path = _newest(options.path)
+            manifest = read_manifest(path)
+            if options.json:
+                print(json.dumps(_summary(path, manifest)))
+            else:
+                _print(console, path, manifest)
+        case VerifyOptions():
+            return _verify(console, _all(options.path))
+        case ExportOptions():
+            if options.to != "safetensors":
+                raise ValueError(f"--to {options.to}: checkpoints are exported to safetensors.")
+            names = export_safetensors(_newest(options.path), options.out, entry=options.entry)
+            console.print(f"{len(names)} tensors in {options.out}")
+        case ImportOptions():
+            names = import_weights(options.source, options.out, entry=options.entry, rename=options.rename)
+            console.print(f"{len(names)} tensors in {options.out}: {', '.join(names)}")
+    return 0
+
+
+def _verify(console: Console, paths: Sequence[Path]) -> int:
+    failed = 0
+    for path in paths:
+        try:
+            manifest = read_manifest(path)
+            verify_data(path, manifest)
+            console.print(f"{path}: sound, {_size(manifest.num_bytes)}")
+        except RuntimeError as error:
+            failed = 1
+            console.print(str(error), markup=False)
+    return failed
+
+
+def _all(path: Path) -> list[Path]:
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        return [path]
+    found = sorted(each for each in path.glob("step-*") if each.is_dir())
+    if not found:
+        raise ValueError(
+            f"{path} is no checkpoint, and holds none. Name a folder that `meshrec train` wrote."
+        )
+    return found
+
+
+def _newest(path: Path) -> Path:
+    finished = [each for each in _all(path) if (each / MANIFEST).exists()]
+    if not finished:
+        raise ValueError(f"{path} holds no finished checkpoint.")
+    return finished[-1]
+
+
+def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "bytes": manifest.num_bytes,
+        "entries": {name: value["kind"] for name, value in manifest.values.items()},
+        "tensors": {
+            name: {
+                "dtype": DTYPE_NAMES[record.dtype],
+                "shape": record.shape,
+                "bytes": record.num_bytes,
+                "pieces": len(record.pieces),
+            }
+            for name, record in manifest.tensors.items()
+        },
+    }
+
+
+def _print(console: Console, path: Path, manifest: Manifest) -> None:
+    kinds = ", ".join(f"{name} ({value['kind']})" for name, value in manifest.values.items())
+    console.print(
+        f"{path}: step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)} files, "
+        f"saved by {manifest.world_size} ranks\nentries: {kinds}"
+    )
+    grid = Table()
+    for column in ("tensor", "type", "shape", "size", "pieces"):
+        grid.add_column(column, justify="left" if column in ("tensor", "type") else "right")
+    for name, record in sorted(manifest.tensors.items()):
+        shape = " x ".join(map(str, record.shape)) or "number"
+        grid.add_row(name, DTYPE_NAMES[record.dtype], shape, _size(record.num_bytes), str(len(record.pieces)))
+    console.print(grid)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
