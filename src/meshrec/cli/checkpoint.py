@@ -62,7 +62,7 @@ class ImportOptions:
     """Pairs: a regular expression, and what replaces its match in a name; the first that matches counts."""
 
 
-CheckpointOptions = (
+Command = (
     Annotated[InspectOptions, tyro.conf.subcommand("inspect")]
     | Annotated[VerifyOptions, tyro.conf.subcommand("verify")]
     | Annotated[ExportOptions, tyro.conf.subcommand("export")]
@@ -70,9 +70,16 @@ CheckpointOptions = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Looks into checkpoints, verifies them, and takes weights in and out."""
+
+    command: Annotated[Command, tyro.conf.arg(name="")]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Parses and does it; the exit code."""
-    options: Any = tyro.cli(CheckpointOptions, args=list(arguments), prog="meshrec checkpoint")
+    options: Any = tyro.cli(Command, args=list(arguments), prog="meshrec checkpoint")
     return run(options)
 
 
