@@ -146,7 +146,8 @@ class DistributedModelParallel(nn.Module):
         steps.
 
         Names, values, ``fused_optimizer`` and what schedulers hold stay what they are; the parameters of the
-        tables are new objects. While it runs, a rank holds the old and the new part of every table.
+        tables are new objects, without gradients. While it runs, a rank holds the old and the new part of
+        every table.
 
         Raises:
             ValueError: on every rank, before anything moves, for a plan that does not fit the model or

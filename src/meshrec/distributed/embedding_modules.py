@@ -45,7 +45,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
         self.embedding_bags = nn.ModuleDict(built.shards)
         self._tables, self.plan, self.built = built.tables, built.plan, built
-        self.fused_optimizer.rebind(built.named_fused(prefix="embedding_bags"))
+        self.fused_optimizer.rebind(built.named_fused(prefix="embedding_bags"), built.deferred())
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The configs of the whole tables."""
@@ -101,7 +101,7 @@ class ShardedEmbeddingCollection(nn.Module):
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
         self.embeddings = nn.ModuleDict(built.shards)
         self._tables, self.plan, self.built = built.tables, built.plan, built
-        self.fused_optimizer.rebind(built.named_fused(prefix="embeddings"))
+        self.fused_optimizer.rebind(built.named_fused(prefix="embeddings"), built.deferred())
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the whole tables."""

@@ -7,6 +7,7 @@ whatever fails on the way, they are still there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from meshrec.distributed.build import Built, assemble
 from meshrec.distributed.collectives import Splits, all_to_all, gather_objects
 from meshrec.distributed.fused_optimizer import SpecRule
+from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.routing import Rectangle, Routing, compile_plan
-from meshrec.distributed.sharded_tables import Tables
 from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.ops.memory import use_huge_pages
 from meshrec.optim.in_backward import mark_in_backward
@@ -29,7 +30,7 @@ _ROUND_BYTES = 1 << 26
 _ALIGNMENT = 8
 
 
-class Held(NamedTuple):
+class Part(NamedTuple):
     """A rectangle on a rank: ``number`` among the rectangles of its table there."""
 
     rank: int
@@ -40,8 +41,8 @@ class Held(NamedTuple):
 class Transfer(NamedTuple):
     """Rows [r0, r1) and columns [c0, c1) of a table that go from one rectangle to another."""
 
-    source: Held
-    target: Held
+    source: Part
+    target: Part
     r0: int
     r1: int
     c0: int
@@ -92,8 +93,8 @@ class _New(NamedTuple):
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
-    split: Tables
-    local: Tables
+    split: Holdings
+    local: Holdings
 
     def assembled(self, old: Built) -> Built:
         """The module's parts."""
@@ -143,18 +144,20 @@ def _allocated(
     return _New(plan, routing, _empty(own, built, flags), _empty(routing.local.rectangles, built, flags))
 
 
-def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool]) -> Tables:
-    weights, state = [], []
-    for table, r0, r1, c0, c1 in rectangles:
-        rule = built.rules[table]
-        data = torch.empty(r1 - r0, c1 - c0, dtype=built.dtypes[table], device=built.device)
-        use_huge_pages(data)
-        weight = nn.Parameter(data, trained[table])
+def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool]) -> Holdings:
+    parameters: list[nn.Parameter] = []
+    packings: list[Packing] = []
+    state: list[list[Tensor]] = []
+    for table, own in groupby(rectangles, key=lambda rectangle: rectangle.table):
+        rule, packing = built.rules[table], Packing(list(own))
+        packed = torch.empty(packing.shape, dtype=built.dtypes[table], device=built.device)
+        use_huge_pages(packed)
+        state += [_empty_state(rule, weight) for weight in packing.views(packed)]
+        parameters.append(nn.Parameter(packed, trained[table]))
         if rule is not None:
-            mark_in_backward(weight, rule.spec)
-        weights.append(weight)
-        state.append(_empty_state(rule, weight))
-    return Tables(weights, state)
+            mark_in_backward(parameters[-1], rule.spec)
+        packings.append(packing)
+    return Holdings(parameters, packings, state)
 
 
 def _empty_state(rule: SpecRule | None, weight: Tensor) -> list[Tensor]:
@@ -169,32 +172,31 @@ def _empty_state(rule: SpecRule | None, weight: Tensor) -> list[Tensor]:
 def _planes(built: Built, new: _New) -> Iterator[_Plane]:
     for t, table in enumerate(built.routing.tables):
         transfers = list(transfers_of(_holders(built.routing, t), _holders(new.routing, t), built.env.shard))
-        tables = new.local if new.routing.replicated[t] else new.split
-        work = new.routing.local if new.routing.replicated[t] else new.routing.work[built.env.shard.rank]
-        chosen = [i for i, rectangle in enumerate(work.rectangles) if rectangle.table == t]
+        held = new.local if new.routing.replicated[t] else new.split
         old = [shard.detach() for shard in built.shards[table.name].shards()]
-        weights = [tables.weights[i].detach() for i in chosen]
+        here = held.of_table(t)
+        weights = [] if here is None else here.packing.views(here.parameter.detach())
         yield _Plane(old, weights, False, transfers, built.dtypes[t].itemsize, built.device)
         if table.name not in built.fused:
             continue
         for number, slot in enumerate(built.fused[table.name].slots.values()):
-            parts = [tables.state[i][number] for i in chosen]
+            parts = [own[number] for own in held.state_of_table(t)]
             wanted = list(_per_row(transfers)) if slot.per_row else transfers
             yield _Plane(slot.parts, parts, slot.per_row, wanted, 4, built.device)
 
 
-def _holders(routing: Routing, table: int) -> list[Held] | None:
+def _holders(routing: Routing, table: int) -> list[Part] | None:
     """Who holds what of a table; None: everyone all of it."""
     if routing.replicated[table]:
         return None
     found = []
     for rank, work in enumerate(routing.work):
         own = [rectangle for rectangle in work.rectangles if rectangle.table == table]
-        found += [Held(rank, number, rectangle) for number, rectangle in enumerate(own)]
+        found += [Part(rank, number, rectangle) for number, rectangle in enumerate(own)]
     return found
 
 
-def transfers_of(old: list[Held] | None, new: list[Held] | None, axis: Axis) -> Iterator[Transfer]:
+def transfers_of(old: list[Part] | None, new: list[Part] | None, axis: Axis) -> Iterator[Transfer]:
     """What goes where, in an order that all ranks know. None: every rank holds the whole table."""
     if old is None and new is None:
         return
@@ -202,9 +204,9 @@ def transfers_of(old: list[Held] | None, new: list[Held] | None, axis: Axis) -> 
     if new is None:
         assert old is not None
         whole = _hull(old)
-        new = [Held(rank, 0, whole) for rank in everyone]
+        new = [Part(rank, 0, whole) for rank in everyone]
     for target in new:
-        sources = old if old is not None else [Held(target.rank, 0, _hull(new))]
+        sources = old if old is not None else [Part(target.rank, 0, _hull(new))]
         for source in sources:
             a, b = source.rectangle, target.rectangle
             r0, r1 = max(a.r0, b.r0), min(a.r1, b.r1)
@@ -213,7 +215,7 @@ def transfers_of(old: list[Held] | None, new: list[Held] | None, axis: Axis) -> 
                 yield Transfer(source, target, r0, r1, c0, c1)
 
 
-def _hull(held: Sequence[Held]) -> Rectangle:
+def _hull(held: Sequence[Part]) -> Rectangle:
     """The whole table, which the rectangles cover."""
     return Rectangle(
         held[0].rectangle.table,
@@ -230,7 +232,7 @@ def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
     All columns of a row-wise optimizer's table are cut at the same rows, so equal rows are all there is to
     see.
     """
-    chosen: dict[tuple[Held, int, int], Transfer] = {}
+    chosen: dict[tuple[Part, int, int], Transfer] = {}
     for each in transfers:
         key = (each.target, each.r0, each.r1)
         if key not in chosen or each.source.rank == each.target.rank:
@@ -254,7 +256,7 @@ class _Cut(NamedTuple):
         return _region(self.plane.new, self.transfer.target, self.transfer, self.plane.per_row)
 
 
-def _region(parts: Sequence[Tensor], held: Held, transfer: Transfer, per_row: bool) -> Tensor:
+def _region(parts: Sequence[Tensor], held: Part, transfer: Transfer, per_row: bool) -> Tensor:
     rows = parts[held.number][transfer.r0 - held.rectangle.r0 : transfer.r1 - held.rectangle.r0]
     c0 = held.rectangle.c0
     return rows if per_row else rows[:, transfer.c0 - c0 : transfer.c1 - c0]
