@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli import calibrate, plan, runs, train
+from meshrec.cli import calibrate, checkpoint, plan, runs, train
 
 
 def main() -> int:
@@ -13,9 +13,12 @@ def main() -> int:
     try:
         if sys.argv[1:2] == ["train"]:  # its options depend on the recipe that it names
             return train.main(sys.argv[2:])
+        if sys.argv[1:2] == ["checkpoint"]:  # it has commands of its own
+            return checkpoint.main(sys.argv[2:])
         options = tyro.cli(
             Annotated[train.TrainOptions, tyro.conf.subcommand("train")]
             | Annotated[runs.RunsOptions, tyro.conf.subcommand("runs")]
+            | Annotated[checkpoint.CheckpointOptions, tyro.conf.subcommand("checkpoint")]
             | Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]
             | Annotated[calibrate.CalibrateOptions, tyro.conf.subcommand("calibrate")],
             prog="meshrec",
