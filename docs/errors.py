@@ -13,8 +13,20 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).parent.parent / "src" / "meshrec"
 # What happened ends where the next step begins; of "X must be Y, got Z" the rule is the next step.
-_BOUNDARY = re.compile(r"(?<=[^.\d])[.;?] ")
+_BOUNDARY = re.compile(
+    r"(?<=[^.])[.;?] |: (?=(?:give|write|end|use|name|pass|call|rename|allowed)\b)|, (?=(?:allowed|or use)\b)"
+)
 _RULE = re.compile(r"(?P<rule>.*\b(?:must|need|needs|allowed)\b.*?)[,;] (?:but )?got .*", re.DOTALL)
+
+_NEEDED = re.compile(r"\b(?:must|needs?)\b|pip install")
+
+# What to do about messages that say only what they found.
+_OF_ROOM = {
+    "checkpoint": "That checkpoint is damaged: load the one before, as `CheckpointManager.load_latest` does.",
+    "data": "Mend the file, or read with `on_error='skip'`, which counts what it leaves out.",
+    "ops": "Make the arguments agree, or let a module call the operator: it checks its input first.",
+    "testing": "Look for the first table or output that differs, and at what is done to it between ranks.",
+}
 
 
 class Message(NamedTuple):
@@ -32,8 +44,13 @@ def messages(source: Path = SOURCE) -> Iterator[Message]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 kind, text = ast.unparse(node.exc.func), _text(node.exc.args[0])
-                if kind[0].isupper() and text:
+                if kind[0].isupper() and kind != "AssertionError" and text:
                     yield Message(room, kind, text)
+
+
+def next_step(message: Message) -> str:
+    """What to do about an error; empty where nothing says."""
+    return split(message.text)[1] or _OF_ROOM.get(message.room, "")
 
 
 def split(text: str) -> tuple[str, str]:
@@ -41,15 +58,17 @@ def split(text: str) -> tuple[str, str]:
     if rule := _RULE.fullmatch(text):
         return text, rule["rule"]
     found = _BOUNDARY.search(text)
-    return (text, "") if found is None else (text[: found.end()].strip(" ;"), text[found.end() :])
+    if found is not None:
+        return text[: found.end()].strip(" ,;:"), text[found.end() :]
+    return text, text if _NEEDED.search(text) else ""
 
 
 def write(page: Path) -> None:
     """Writes the tables, room by room."""
     rooms: dict[str, dict[str, None]] = {}
     for message in messages():
-        what, remedy = (_markdown(part) for part in split(message.text))
-        rooms.setdefault(message.room, {})[f"| `{message.kind}` | {what} | {remedy} |"] = None
+        cells = f"`{message.kind}`", _markdown(split(message.text)[0]), _markdown(next_step(message))
+        rooms.setdefault(message.room, {})["| " + " | ".join(cells) + " |"] = None
     heading = "| error | what happened | what to do |\n|---|---|---|\n"
     page.parent.mkdir(parents=True, exist_ok=True)
     tables = [f"### {room}\n\n{heading}" + "\n".join(lines) for room, lines in rooms.items()]
@@ -79,7 +98,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _markdown(text: str) -> str:
-    text = re.sub(r"([*_|<\[\]`])", r"\\\1", text.replace("\n", " "))
+    text = re.sub(r"([*_|<\[\]])", r"\\\1", text.replace("\n", " "))
     return re.sub(r"\{([^}]*)\}", r"*\1*", text)
 
 

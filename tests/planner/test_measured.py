@@ -30,7 +30,7 @@ def test_bad_files_are_named(tmp_path, small_plan):
     with pytest.raises(ValueError, match=r"phases.jsonl:2: .*a line has phase, rank, seconds, and step"):
         read_phases(path)
     path.write_text('{"phase": "lunch", "rank": 0, "seconds": 1}\n')
-    with pytest.raises(ValueError, match=r"phases.jsonl:1: phase 'lunch' is none of \['ids'"):
+    with pytest.raises(ValueError, match=r"phases.jsonl:1: phase 'lunch' must be one of \['ids'"):
         read_phases(path)
     with pytest.raises(ValueError, match="the run recorded no phase"):
         compare(small_plan, [])

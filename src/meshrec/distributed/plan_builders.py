@@ -171,11 +171,14 @@ def construct_module_sharding_plan(
     if missing := [name for name in tables if name not in per_param_sharding]:
         raise ValueError(f"table {missing[0]!r} has no sharding: give one for each of {list(tables)}.")
     if unknown := [name for name in per_param_sharding if name not in tables]:
-        raise ValueError(f"{unknown[0]!r} is no table of this module, which has {list(tables)}.")
+        raise ValueError(
+            f"{unknown[0]!r} is no table of this module, which has {list(tables)}. Name one of them."
+        )
     local_size = world_size if local_size is None else local_size
     if local_size < 1 or world_size % local_size:
         raise ValueError(
-            f"world_size {world_size} is no multiple of local_size {local_size} (ranks per node)."
+            f"world_size {world_size} is no multiple of local_size {local_size} (ranks per node). "
+            "Nodes have equally many ranks."
         )
     ranks = Ranks(world_size, local_size, device_type)
     return EmbeddingModuleShardingPlan(
@@ -214,7 +217,7 @@ def _grid(
             if not 0 <= rank < world.world_size:
                 raise ValueError(
                     f"table {table!r}: rank {rank} is not one of the {world.world_size} ranks "
-                    f"[0, {world.world_size})."
+                    f"[0, {world.world_size}). Name ranks of the plan."
                 )
             if r1 > r0 and c1 > c0:
                 shards.append(

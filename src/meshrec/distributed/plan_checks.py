@@ -44,7 +44,9 @@ def verify_module_plan(
     """
     for table in tables:
         if table not in plan:
-            raise ValueError(f"table {table!r} is not in the plan, which has {list(plan)}.")
+            raise ValueError(
+                f"table {table!r} is not in the plan, which has {list(plan)}. Plan all tables of the module."
+            )
     for table, sharding in plan.items():
         if table not in tables:
             raise ValueError(f"the plan has a table {table!r}; the module has {list(tables)}.")
@@ -94,7 +96,10 @@ def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, worl
             )
         return
     if not sharding.shards:
-        raise ValueError(f"table {table!r} is {sharding.sharding_type.value}, but its plan has no rectangle.")
+        raise ValueError(
+            f"table {table!r} is {sharding.sharding_type.value}, but its plan has no rectangle. "
+            "Only data-parallel tables have none."
+        )
     for shard in sharding.shards:
         _verify_shard(table, shard, size, world_size)
     owners = tuple(shard.placement.rank for shard in sharding.shards)
@@ -125,7 +130,7 @@ def _verify_shard(table: str, shard: ShardMetadata, size: TableSize, world_size:
     if shard.rows[1] > size.num_embeddings or shard.columns[1] > size.embedding_dim:
         raise ValueError(
             f"table {table!r}: rectangle {shard} goes beyond the table, which is "
-            f"{size.num_embeddings} x {size.embedding_dim}."
+            f"{size.num_embeddings} x {size.embedding_dim}. Plan for this size."
         )
 
 

@@ -42,7 +42,7 @@ class FactorizationMachine(nn.Module):
 
 def _side_by_side(embeddings: Sequence[Tensor]) -> Tensor:
     if not embeddings:
-        raise ValueError("there is nothing to combine: give at least one embedding [B, num, dim].")
+        raise ValueError("there is nothing to combine. Give at least one embedding [B, num, dim].")
     batch_sizes = [embedding.size(0) for embedding in embeddings]
     if len(set(batch_sizes)) > 1:
         raise ValueError(f"all embeddings must have one batch size, got {batch_sizes}.")

@@ -79,7 +79,10 @@ class BaseEmbeddingConfig:
         if not self.name or "." in self.name:
             raise ValueError(f"a table's name must not be empty nor contain a dot, got {self.name!r}.")
         if self.name in _TAKEN_NAMES:
-            raise ValueError(f"a table cannot be named {self.name!r}: every torch module has that attribute.")
+            raise ValueError(
+                f"a table cannot be named {self.name!r}: every torch module has that "
+                "attribute. Choose another name."
+            )
         for size in ("num_embeddings", "embedding_dim"):
             value = getattr(self, size)
             if not isinstance(value, int) or value < 1:

@@ -117,7 +117,9 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
         if "state" not in state_dict:
-            raise ValueError(f"an optimizer's state_dict has the key 'state', got {sorted(state_dict)}.")
+            raise ValueError(
+                f"an optimizer's state_dict must have the key 'state', got {sorted(state_dict)}."
+            )
         new_state: Mapping[str, Mapping[str, Any]] = state_dict["state"]
         _check_names(new_state, self.params, "the state_dict", "this optimizer")
         groups = self._matched_groups(state_dict.get("param_groups"))

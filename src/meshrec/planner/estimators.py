@@ -90,7 +90,9 @@ class CostModel:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; give the number of samples per rank, at least 1.")
         if topology.world_size % replicas:
-            raise ValueError(f"{replicas} replicas do not divide {topology.world_size} ranks.")
+            raise ValueError(
+                f"{replicas} replicas do not divide {topology.world_size} ranks. Choose a divisor."
+            )
         self.tables = tuple(tables)
         self.topology = topology
         self.batch_size = batch_size

@@ -62,7 +62,7 @@ def read_phases(path: str | Path) -> list[PhaseTime]:
                 f"{path}:{number}: {error}; a line has phase, rank, seconds, and step."
             ) from error
         if time.phase not in (*PHASES, DENSE):
-            raise ValueError(f"{path}:{number}: phase {time.phase!r} is none of {[*PHASES, DENSE]}.")
+            raise ValueError(f"{path}:{number}: phase {time.phase!r} must be one of {[*PHASES, DENSE]}.")
         found.append(time)
     return found
 

@@ -55,7 +55,9 @@ def optimize(
     without a candidate.
     """
     if not tables:
-        raise ValueError("there are no tables to plan.")
+        raise ValueError(
+            "there are no tables to plan. Give a model that has some, and sharders for their modules."
+        )
     best: Optimized | None = None
     bounds = []
     for replicas in topology.replicate:

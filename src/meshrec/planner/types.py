@@ -218,7 +218,9 @@ class Topology:
             raise ValueError(f"reserve is {self.reserve}; it is a fraction of the memory in [0, 1).")
         for size in self.replicate:
             if size < 1 or self.world_size % size:
-                raise ValueError(f"replicate size {size} does not divide world_size {self.world_size}.")
+                raise ValueError(
+                    f"replicate size {size} does not divide world_size {self.world_size}. Choose a divisor."
+                )
 
     @property
     def local_size(self) -> int:

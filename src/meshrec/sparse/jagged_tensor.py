@@ -174,7 +174,10 @@ class JaggedTensor(Jagged):
         sizes = [bag.size(0) for bag in values]
         if weights is not None and [bag.size(0) for bag in weights] != sizes:
             found = [bag.size(0) for bag in weights]
-            raise ValueError(f"JaggedTensor.from_dense: the values have {sizes} rows, the weights {found}")
+            raise ValueError(
+                f"JaggedTensor.from_dense: the values have {sizes} rows, the weights {found}; "
+                "give one weight per value"
+            )
         lengths = torch.tensor(sizes, dtype=torch.int32, device=values[0].device)
         return JaggedTensor(
             torch.cat(values), None if weights is None else torch.cat(weights), lengths=lengths

@@ -51,7 +51,7 @@ class KeyedTensor:
         if not torch.compiler.is_compiling() and sum(length_per_key) != values.size(key_dim):
             raise ValueError(
                 f"KeyedTensor: the lengths of the keys sum to {sum(length_per_key)}, "
-                f"but values have size {values.size(key_dim)} in dimension {key_dim}"
+                f"but values have size {values.size(key_dim)} in dimension {key_dim}; make them agree"
             )
         self._fill(keys, length_per_key, values, key_dim, offset_per_key, index_per_key)
 
@@ -193,7 +193,8 @@ class KeyedTensor:
         """
         if len(groups) != len(keys):
             raise ValueError(
-                f"KeyedTensor.regroup_as_dict: {len(groups)} groups, but {len(keys)} keys for them"
+                f"KeyedTensor.regroup_as_dict: {len(groups)} groups, but {len(keys)} keys for them; "
+                "give each group one key"
             )
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 

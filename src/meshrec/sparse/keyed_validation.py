@@ -36,7 +36,7 @@ def check_keys_and_strides(
         if sum(map(sum, strides)) != num_bags:
             raise ValueError(
                 f"{_NAME}: the strides {strides} sum to {sum(map(sum, strides))} bags, "
-                f"but there are {num_bags}"
+                f"but there are {num_bags}; give each key as many bags as it has lengths"
             )
     elif num_keys == 0:
         if num_bags:
@@ -64,7 +64,8 @@ def check_keyed_numbers(kjt: "KeyedJaggedTensor") -> None:
     num_bags = count_bags(kjt.lengths_or_none(), kjt.offsets_or_none())
     if kjt.keys() and bags[-1] != num_bags:
         raise ValueError(
-            f"{_NAME}: the strides {kjt.stride_per_key()} sum to {bags[-1]} bags, not {num_bags}"
+            f"{_NAME}: the strides {kjt.stride_per_key()} sum to {bags[-1]} bags, not {num_bags}; "
+            "give each key as many bags as it has lengths"
         )
 
     def place(bag: int) -> str:
@@ -93,9 +94,14 @@ def _check_known(keys: list[str], what: str, known: list[int] | None, expected: 
         return
     wrong = [i for i, pair in enumerate(zip(known, expected, strict=False)) if pair[0] != pair[1]]
     if len(known) != len(expected) or wrong[0] == len(keys):
-        raise ValueError(f"{_NAME}: {what} is {known}, but the lengths give {expected}")
+        raise ValueError(
+            f"{_NAME}: {what} is {known}, but the lengths give {expected}; leave {what} out, it is derived"
+        )
     i = wrong[0]
-    raise ValueError(f"key {keys[i]!r}: {what} is {known[i]}, but the lengths give {expected[i]}")
+    raise ValueError(
+        f"key {keys[i]!r}: {what} is {known[i]}, but the lengths give {expected[i]}; "
+        f"leave {what} out, it is derived"
+    )
 
 
 def _check_inverse_indices(kjt: "KeyedJaggedTensor") -> None:
@@ -115,5 +121,5 @@ def _check_inverse_indices(kjt: "KeyedJaggedTensor") -> None:
             sample = int(wrong[0])
             raise ValueError(
                 f"key {key!r}, sample {sample}: the inverse index is {int(row[sample])}, "
-                f"but the key has {num_bags} bags"
+                f"but the key has {num_bags} bags; indices count its bags from 0"
             )

@@ -101,7 +101,7 @@ def _check_lengths(lengths: Tensor, num_values: int, place: Place) -> None:
     if int(ends[-1]) < num_values:
         raise ValueError(
             f"the lengths sum to {int(ends[-1])}, but there are {num_values} values: "
-            f"the last {num_values - int(ends[-1])} belong to no sample"
+            f"the last {num_values - int(ends[-1])} belong to no sample; count or drop them"
         )
 
 
@@ -117,11 +117,14 @@ def _check_offsets(offsets: Tensor, num_values: int, place: Place) -> None:
     if int(offsets[-1]) > num_values:
         bag = _first(offsets[1:] > num_values)
         where = "" if bag is None else f"{place(bag)}: "
-        raise ValueError(f"{where}the offsets reach {int(offsets[-1])}, but there are {num_values} values")
+        raise ValueError(
+            f"{where}the offsets reach {int(offsets[-1])}, but there are {num_values} values; "
+            "make offsets from the lengths of these values"
+        )
     if int(offsets[-1]) < num_values:
         raise ValueError(
             f"the offsets end at {int(offsets[-1])}, but there are {num_values} values: "
-            f"the last {num_values - int(offsets[-1])} belong to no sample"
+            f"the last {num_values - int(offsets[-1])} belong to no sample; count or drop them"
         )
 
 
@@ -131,6 +134,7 @@ def _check_agreement(lengths: Tensor, offsets: Tensor, place: Place) -> None:
         raise ValueError(
             f"{place(bag)}: the length is {int(lengths[bag])}, but the offsets "
             f"{int(offsets[bag])} to {int(offsets[bag + 1])} hold {int(offsets[bag + 1] - offsets[bag])} ids"
+            "; give only one of the two"
         )
 
 
@@ -140,4 +144,4 @@ def _check_weights(weights: Tensor, offsets: Tensor, place: Place) -> None:
     i = _first(weights.isnan().flatten(1).any(1) if weights.dim() > 1 else weights.isnan())
     if i is not None:
         bag = int(torch.searchsorted(offsets, i, right=True)) - 1
-        raise ValueError(f"{place(bag)}: weight {i - int(offsets[bag])} is NaN")
+        raise ValueError(f"{place(bag)}: weight {i - int(offsets[bag])} is NaN; look where weights are made")

@@ -1,0 +1,55 @@
+"""What the documentation generates from the source."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+errors, command_line = load("errors"), load("command_line")
+
+
+def test_every_error_says_what_to_do():
+    silent = [f"{m.room}: {m.text}" for m in errors.messages() if not errors.next_step(m)]
+    assert not silent, "\n".join(silent)
+
+
+def test_messages_are_read_from_the_source(tmp_path):
+    (tmp_path / "room.py").write_text(
+        'raise ValueError(f"table {table.name!r}: {num_rows(x)} rows, " f"{a + b} asked. Ask for fewer.")\n'
+        "raise ValueError(message(x))\nraise\n"
+    )
+    assert list(errors.messages(tmp_path)) == [
+        errors.Message(
+            "room.py"[:-3], "ValueError", "table {table.name}: {x} rows, {...} asked. Ask for fewer."
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "next_step"),
+    [
+        ("{n} is odd. Add 1.", "{n} is odd.", "Add 1."),
+        ("{n} is odd; it must be even", "{n} is odd", "it must be even"),
+        ("n must be even, got {n}.", "n must be even, got {n}.", "n must be even"),
+        ("0.5 is odd", "0.5 is odd", ""),
+    ],
+)
+def test_a_message_falls_in_two(text, what, next_step):
+    assert errors.split(text) == (what, next_step)
+
+
+def test_commands_of_a_help_text():
+    assert command_line.commands("usage: meshrec [-h] {plan,train}\n") == ["plan", "train"]
+    assert command_line.commands("usage: meshrec plan [-h] [{None}|PATH]") == []
