@@ -48,7 +48,7 @@ def test_all_forms_of_import(bridge):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("from torchrec.distributed import TrainPipelineSparseDist", "Nearest: a plain loop over"),
+        ("from torchrec.distributed import DataLoadingThread", "docs/from-torchrec.md"),
         ("import torchrec.quant", "MeshRec has no torchrec.quant: tables are not quantized this way"),
         ("from torchrec.quant.embedding_modules import X", "tables are not quantized this way"),
         ("from torchrec.modules.mlp import MPL", r"The nearest name is torchrec\.modules\.mlp\.MLP\."),
@@ -65,9 +65,9 @@ def test_what_is_not_there_says_so_and_names_the_nearest(bridge, code, message):
 def test_an_attribute_that_is_not_there_is_an_ordinary_error(bridge):
     import torchrec.distributed
 
-    assert not hasattr(torchrec.distributed, "TrainPipelineSparseDist")
-    with pytest.raises(AttributeError, match="Nearest: a plain loop over"):
-        _ = torchrec.distributed.TrainPipelineSparseDist
+    assert not hasattr(torchrec.distributed, "ShardedModule")
+    with pytest.raises(AttributeError, match="Nearest: ShardedEmbeddingBagCollection"):
+        _ = torchrec.distributed.ShardedModule
 
 
 def test_the_bridge_can_be_taken_away(bridge):

@@ -15,6 +15,7 @@ def test_what_is_missing_is_not_there(path):
 
 
 @pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", sorted(path for path in MISSING if path != "torchrec.inference"))
 def test_torchrec_has_it(path):
     pytest.importorskip("torchrec", reason="`make parity` installs it")

@@ -19,6 +19,7 @@ def test_every_module_is_in_a_package_that_is_there():
 
 
 @pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", sorted(path for path in MODULES if path.startswith("torchrec")))
 def test_torchrec_has_every_name(path):
     pytest.importorskip("torchrec", reason="`make parity` installs it")

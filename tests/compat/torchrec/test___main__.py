@@ -44,11 +44,11 @@ def test_one_added_line_is_enough(script):
 
 def test_the_scripts_error_is_its_own(tmp_path):
     path = tmp_path / "wrong.py"
-    path.write_text("import torchrec\nfrom torchrec.distributed import TrainPipelineSparseDist\n")
+    path.write_text("import torchrec\nfrom torchrec.distributed import ShardedModule\n")
     done = run("-m", "meshrec.compat.torchrec", "--force", str(path))
     assert done.returncode == 1
     assert f'File "{path}", line 2' in done.stderr
-    assert "Nearest: a plain loop over DistributedModelParallel." in done.stderr
+    assert "Nearest: ShardedEmbeddingBagCollection." in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["--force"], ["--help"], ["missing.py"]])

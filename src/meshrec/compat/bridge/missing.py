@@ -1,9 +1,7 @@
 """What of TorchRec MeshRec has not: why, and what is nearest. A module's line speaks for all that is in
 it."""
 
-_LOOP = (
-    "sharded modules overlap by themselves what can be. Nearest: a plain loop over DistributedModelParallel."
-)
+_LOOP = "Nearest: TrainPipelineSparseDist."
 _QUANT = "tables are not quantized this way. Nearest: data_type=DataType.FP16 or BF16."
 _PLANNER = "the planner searches by itself. Nearest: ParameterConstraints."
 _TIMES = "the planner has its own model of time. Nearest: `meshrec calibrate`, which measures this machine."
@@ -21,20 +19,17 @@ _REPLICAS = (
 _FUSED = "Nearest: meshrec.fuse(collection, optimizer=...)."
 _FUSED_OPTIMIZER = "Nearest: a module's fused_optimizer, a meshrec.optim.FusedOptimizer."
 _EQUAL = "Nearest: torch.equal of values and lengths."
-_DATA = "Nearest: meshrec.data."
+_CRITEO = "data pipes are gone from PyTorch. Nearest: meshrec.data.criteo, a Dataset with a resumable reader."
+_MOVIELENS = "data pipes are gone from PyTorch. Nearest: meshrec.data.movielens."
 
 MISSING: dict[str, str] = {
     "fbgemm_gpu": "kernels are MeshRec's own. Nearest: meshrec.fuse, and torch.ops.meshrec.",
-    "torchrec.datasets.criteo": _DATA,
-    "torchrec.datasets.movielens": _DATA,
-    "torchrec.datasets.utils": f"data pipes are gone from PyTorch. {_DATA}",
-    "torchrec.distributed.EvalPipelineSparseDist": _LOOP,
+    "torchrec.datasets.criteo": _CRITEO,
+    "torchrec.datasets.movielens": _MOVIELENS,
+    "torchrec.datasets.utils": "data pipes are gone from PyTorch. Nearest: the readers of meshrec.data.",
     "torchrec.distributed.PrefetchTrainPipelineSparseDist": _LOOP,
     "torchrec.distributed.ShardedModule": "sharded modules have no common interface to implement. Nearest: "
     "ShardedEmbeddingBagCollection.",
-    "torchrec.distributed.TrainPipeline": _LOOP,
-    "torchrec.distributed.TrainPipelineBase": _LOOP,
-    "torchrec.distributed.TrainPipelineSparseDist": _LOOP,
     "torchrec.distributed.embeddingbag.EmbeddingBagSharder": _ONE_BAG,
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBag": _ONE_BAG,
     "torchrec.distributed.fbgemm_qcomm_codec": _CODECS,
@@ -70,8 +65,8 @@ MISSING: dict[str, str] = {
     "torchrec.distributed.types.ShardingEnv2D": _TWO_D,
     "torchrec.fx": "nothing needs to be traced by fx. Nearest: torch.compile and torch.export.",
     "torchrec.inference": "Nearest: torch.export of the model.",
-    "torchrec.ir": "nothing has to be prepared for export. Nearest: torch.export.",
-    "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics, or torchmetrics.",
+    "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics.MetricSet with "
+    "binary_metrics.",
     "torchrec.models.deepfm.SimpleDeepFMNNWrapper": "Nearest: SimpleDeepFMNN.",
     "torchrec.models.dlrm.DLRM_Projection": "Nearest: DLRM, or DLRM_DCN.",
     "torchrec.models.experimental": "Nearest: torchrec.models.dlrm.DLRM.",

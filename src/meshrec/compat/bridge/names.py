@@ -53,13 +53,14 @@ _WARMUP = {
     **_of(f"{_C}.keyed", "WarmupOptimizer WarmupStage"),
 }
 _ROWWISE = _of("meshrec.optim.rowwise_adagrad", "RowWiseAdagrad")
+_PIPELINES = _of(f"{_C}.train_pipeline", "EvalPipelineSparseDist TrainPipelineBase TrainPipelineSparseDist")
 _BATCH = _of(f"{_C}.random_dataset", "Batch")
 
 MODULES: dict[str, dict[str, str]] = {
     "torchrec": {
         **{name: _EMBEDDING_CONFIGS[name] for name in ("DataType", "PoolingType")},
         **{name: _EMBEDDING_CONFIGS[name] for name in ("EmbeddingBagConfig", "EmbeddingConfig")},
-        **_COLLECTIONS,
+        **{name: target for name, target in _COLLECTIONS.items() if name != "EmbeddingCollectionInterface"},
         **_SPARSE,
         **_STREAMABLE,
         "__version__": f"{_C}.names:VERSION",
@@ -108,6 +109,8 @@ MODULES: dict[str, dict[str, str]] = {
         **_ENV,
         **{name: _PLANS[name] for name in ("ParameterSharding", "ShardedTensor")},
         "ShardingPlanner": f"{_C}.planner:EmbeddingShardingPlanner",
+        **_PIPELINES,
+        "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
     },
     "torchrec.distributed.comm": _of(
         f"{_C}.comm", "get_group_rank get_local_rank get_local_size get_num_groups"
@@ -159,6 +162,14 @@ MODULES: dict[str, dict[str, str]] = {
             "table_wise",
         ),
     },
+    "torchrec.distributed.train_pipeline": {
+        **_PIPELINES,
+        "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
+    },
+    "torchrec.distributed.train_pipeline.train_pipelines": {
+        **_PIPELINES,
+        "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
+    },
     "torchrec.distributed.utils": _of(f"{_C}.comm", "get_device_type"),
     "torchrec.optim": {
         **_APPLY,
@@ -175,6 +186,15 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.optim.rowwise_adagrad": _ROWWISE,
     "torchrec.optim.warmup": _WARMUP,
     "torchrec.datasets": {},
+    "torchrec.datasets.criteo": _of(
+        f"{_C}.columns",
+        "CAT_FEATURE_COUNT DAYS DEFAULT_CAT_NAMES DEFAULT_COLUMN_NAMES DEFAULT_INT_NAMES DEFAULT_LABEL_NAME "
+        "INT_FEATURE_COUNT",
+    ),
+    "torchrec.datasets.movielens": _of(
+        f"{_C}.columns",
+        "DEFAULT_MOVIES_COLUMN_NAMES DEFAULT_RATINGS_COLUMN_NAMES MOVIES_FILENAME RATINGS_FILENAME",
+    ),
     "torchrec.datasets.random": {**_of(f"{_C}.random_dataset", "RandomRecDataset"), **_BATCH},
     "torchrec.datasets.utils": _BATCH,
     "fbgemm_gpu": {},

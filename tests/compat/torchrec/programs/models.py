@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torchrec.datasets.random import RandomRecDataset
+from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -56,6 +57,23 @@ for name, make in {
         optimizer.step()
         losses.append(loss.item())
     found[name] = [losses, sorted(train.state_dict()), logits.tolist(), labels.tolist()]
+
+torch.manual_seed(0)
+train = DLRMTrain(DLRM(collection(), 5, [16, 8], [16, 1]))
+pipeline = TrainPipelineBase(
+    model=train,
+    optimizer=torch.optim.SGD(train.parameters(), lr=0.5),
+    device=torch.device("cpu"),
+)
+batches = iter(dataset(num_batches=4))
+losses = []
+while True:
+    try:
+        loss, logits, labels = pipeline.progress(batches)
+    except StopIteration:
+        break
+    losses.append(loss.item())
+found["pipeline"] = losses
 
 torch.manual_seed(0)
 deepfm = SimpleDeepFMNN(5, collection(), hidden_layer_size=7, deep_fm_dimension=4)

@@ -1,0 +1,67 @@
+import pytest
+import torch
+from torch import nn
+
+from meshrec.compat.bridge.train_pipeline import (
+    EvalPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0]))
+
+    def forward(self, batch):
+        output = self.weight * batch
+        return output.square(), output.detach()
+
+
+def batches():
+    return iter([torch.tensor([1.0]), torch.tensor([2.0])])
+
+
+def pipeline(kind, **given):
+    model = Model()
+    return model, kind(model, torch.optim.SGD(model.parameters(), lr=0.25), torch.device("cpu"), **given)
+
+
+@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist])
+def test_each_call_trains_on_a_batch(kind):
+    model, train = pipeline(kind)
+    data = batches()
+    assert train.progress(data).tolist() == [1.0]
+    assert model.weight.item() == 0.5
+    assert train.progress(data).tolist() == [1.0]
+    assert model.weight.item() == -0.5
+    with pytest.raises(StopIteration):
+        train.progress(data)
+    train.reset()
+    assert train.progress(batches()).tolist() == [-0.5]
+
+
+def test_a_model_in_eval_mode_is_not_trained():
+    model, train = pipeline(TrainPipelineBase)
+    model.eval()
+    assert train.progress(batches()).tolist() == [1.0]
+    assert model.weight.item() == 1.0
+
+
+def test_another_forward():
+    _, train = pipeline(TrainPipelineBase, custom_model_fwd=lambda batch: (batch.requires_grad_(), "mine"))
+    assert train.progress(batches()) == "mine"
+
+
+def test_evaluation():
+    model, evaluate = pipeline(EvalPipelineSparseDist)
+    with pytest.raises(ValueError, match=r"Call model\.eval\(\)"):
+        evaluate.progress(batches())
+    model.eval()
+    assert evaluate.progress(batches()).tolist() == [1.0]
+
+
+def test_what_is_missing_is_said(caplog):
+    pipeline(TrainPipelineSparseDist)
+    assert "one batch after another here: the same numbers, no overlap" in caplog.text
