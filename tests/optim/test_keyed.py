@@ -149,7 +149,7 @@ def regroup(saved):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda saved: saved.pop("state"), r"state_dict has the key 'state', got \['param_groups'\]"),
+        (lambda saved: saved.pop("state"), r"state_dict must have the key 'state', got \['param_groups'\]"),
         (drop("b"), "this optimizer has state of 'b', the state_dict has not"),
         (rename, "the state_dict has state of 'c', this optimizer has not"),
         (
