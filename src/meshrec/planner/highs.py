@@ -67,6 +67,10 @@ class Solver:
         """Replaces the bounds of all variables."""
         self._highs.changeColsBounds(len(lower), np.arange(len(lower), dtype=np.int32), lower, upper)
 
+    def set_cost(self, cost: Floats) -> None:
+        """Replaces the cost of all variables."""
+        self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+
     def solve(self) -> Optimum | None:
         """The optimum, or None where there is no feasible point (or no proven optimum)."""
         self._highs.run()

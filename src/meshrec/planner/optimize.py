@@ -1,7 +1,6 @@
 """From tables and a machine to a plan: tries each replica group size and each set of collectives, solves,
 evaluates."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,12 +13,10 @@ from meshrec.planner.evaluate import StepEstimate, evaluate_placements
 from meshrec.planner.placements import sharding_type, to_placements
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import Effort
-from meshrec.planner.solver import Solution, solve
-from meshrec.planner.state import Parts
+from meshrec.planner.solver import Solution, Way, solve
 from meshrec.planner.types import Bools, ParameterConstraints, Placements, Table, Topology
 
 DEFAULT_EFFORT = Effort(time_limit=30.0, max_work=5e8, gap=0.005)
-_TRIAL_SHARE = 0.12
 _MOST_RETRIES = 4
 
 
@@ -85,67 +82,18 @@ def _optimize_group(
     best: Optimized | None,
 ) -> tuple[Optimized | None, float]:
     problem = build_problem(model, constraints)
-    deadline = time.perf_counter() + effort.time_limit
-    tried = []
-    for regime in sorted(_regimes(problem, model), key=lambda regime: _rough_bound(problem, model, regime)):
-        bound = _rough_bound(problem, model, regime)
-        solution = None
-        if best is None or bound < best.estimate.seconds:
-            trial = Effort(
-                time_limit=max(0.0, _TRIAL_SHARE * effort.time_limit),
-                max_work=_TRIAL_SHARE * effort.max_work,
-                gap=effort.gap,
-            )
-            solution = _solve(problem, model, regime, trial, best)
-            bound = max(bound, solution.fixed_seconds + solution.lower_bound)
-            if solution.parts_T:
-                best = _better(best, problem, model, constraints, solution)
-        tried.append(_Trial(regime, solution, bound))
-    solved = [trial for trial in tried if trial.solution is not None and trial.solution.parts_T]
-    if best is not None and solved:
-        winner = min(solved, key=_seconds)
-        rest = max(0.0, 1 - _TRIAL_SHARE * len(solved))
-        full = Effort(max(0.0, deadline - time.perf_counter()), rest * effort.max_work, effort.gap)
-        solution = _solve(problem, model, winner.regime, full, best)
-        if solution.parts_T:
-            best = _better(best, problem, model, constraints, solution)
-        bound = max(winner.bound, solution.fixed_seconds + solution.lower_bound)
-        tried = [trial._replace(bound=bound) if trial is winner else trial for trial in tried]
-    return best, min(trial.bound for trial in tried)
-
-
-class _Solved(NamedTuple):
-    """A solution with the latencies of its regime, and the work it took."""
-
-    parts_T: list[Parts]
-    seconds: float
-    lower_bound: float
-    fixed_seconds: float
-    work: int
-    num_boxes: int
-
-
-class _Trial(NamedTuple):
-    regime: "_Regime"
-    solution: _Solved | None
-    bound: float
-
-
-def _seconds(trial: _Trial) -> float:
-    assert trial.solution is not None
-    return trial.solution.seconds + trial.solution.fixed_seconds
-
-
-def _rough_bound(problem: Problem, model: CostModel, regime: "_Regime") -> float:
-    return float(model.fixed_seconds(regime.usage).sum()) + _mean_bound(problem, regime.allowed_C)
+    ways = [Way(allowed_C, float(model.fixed_seconds(usage).sum())) for usage, allowed_C in _regimes(problem, model)]
+    cutoff = np.inf if best is None else best.estimate.seconds
+    solution = _solve(problem, model, ways, effort, cutoff)
+    if solution.parts_T:
+        best = _better(best, problem, model, constraints, solution)
+    return best, solution.lower_bound
 
 
 def _solve(
-    problem: Problem, model: CostModel, regime: "_Regime", effort: Effort, best: Optimized | None
-) -> _Solved:
-    fixed = float(model.fixed_seconds(regime.usage).sum())
-    cutoff = np.inf if best is None else best.estimate.seconds - fixed
-    found = solve(problem, regime.allowed_C, effort, fixed, cutoff=cutoff)
+    problem: Problem, model: CostModel, ways: Sequence[Way], effort: Effort, cutoff: float
+) -> Solution:
+    found = solve(problem, ways, effort, cutoff=cutoff)
     bound, cap = found.lower_bound, problem.memory_cap
     for _ in range(_MOST_RETRIES):
         # The search cuts tables at fractions of rows; whole rows may take a little more memory.
@@ -153,10 +101,10 @@ def _solve(
         if excess <= 0:
             break
         cap -= 2 * excess
-        found = solve(problem._replace(memory_cap=cap), regime.allowed_C, effort, fixed, cutoff=cutoff)
+        found = solve(problem._replace(memory_cap=cap), ways, effort, cutoff=cutoff)
     else:
         found = found._replace(parts_T=[])
-    return _Solved(found.parts_T, found.seconds, bound, fixed, found.work, found.num_boxes)
+    return found._replace(lower_bound=bound)
 
 
 def _excess_bytes(problem: Problem, model: CostModel, solution: Solution) -> float:
@@ -169,7 +117,7 @@ def _better(
     problem: Problem,
     model: CostModel,
     constraints: Mapping[str, ParameterConstraints],
-    solution: _Solved,
+    solution: Solution,
 ) -> Optimized:
     found = _evaluated(problem, model, constraints, solution)
     work = solution.work + (0 if best is None else best.work)
@@ -218,19 +166,11 @@ def _needed(problem: Problem, regime: _Regime) -> Usage:
     )
 
 
-def _mean_bound(problem: Problem, allowed_C: Bools) -> float:
-    """A quick bound: every table on its own takes the candidate with the least mean load."""
-    total_C = np.where(allowed_C, problem.common_C + problem.mean_load_CK().sum(axis=1), np.inf)
-    least_Y = np.full(int(problem.type_C.max()) + 1, np.inf)
-    np.minimum.at(least_Y, problem.type_C, total_C)
-    return float(least_Y[problem.type_T].sum())
-
-
 def _evaluated(
     problem: Problem,
     model: CostModel,
     constraints: Mapping[str, ParameterConstraints],
-    solution: _Solved,
+    solution: Solution,
 ) -> Optimized:
     placements = to_placements(problem, solution.parts_T, model.tables)
     types = [

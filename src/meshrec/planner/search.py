@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshrec.planner.anneal import Annealer
 from meshrec.planner.bound import Box
 from meshrec.planner.construct import candidates_by_type, construct, fitting_plan, table_order
 from meshrec.planner.local_search import exchange, reinsert
@@ -19,6 +20,13 @@ _WORSE = 1.002
 """A disturbed plan that is this much slower than the best may still be the next one to disturb."""
 _PATIENCE = 40
 """Disturbances in a row without a better plan before the search returns to the best one."""
+_MOVES_PER_PIECE = 1500
+_LEAST_MOVES = 100_000
+_WORK_PER_MOVE = 5
+_CLOSE = 1.03
+"""Plans that are this much slower than the best are worth exact sizes."""
+_HOT, _WARM = 0.1, 0.01
+"""Temperatures to start from: where only places are open, and where a good plan is to be kept."""
 
 
 class Effort(NamedTuple):
@@ -40,7 +48,9 @@ class Search:
         work: the work done so far.
     """
 
-    def __init__(self, problem: Problem, allowed_C: Bools, effort: Effort) -> None:
+    def __init__(
+        self, problem: Problem, allowed_C: Bools, effort: Effort, deadline: float | None = None
+    ) -> None:
         self.problem = problem
         self.effort = effort
         self.work = 0
@@ -48,7 +58,10 @@ class Search:
         self.parts_T: list[Parts] = []
         self._allowed_C = allowed_C
         self._candidates_Y = candidates_by_type(problem, allowed_C)
-        self._deadline = time.perf_counter() + effort.time_limit
+        self._deadline = time.perf_counter() + effort.time_limit if deadline is None else deadline
+        self._annealer = Annealer(problem, self._candidates_Y) if Annealer.serves(problem) else None
+        self._num_refined = 0
+        self._seed = 0
         self._random = np.random.default_rng(0)
         self._current: State | None = None
         self._failures = 0
@@ -63,6 +76,14 @@ class Search:
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = self.construct_from(box, admitted_C)
         if state is None:
+            return
+        if self._annealer is not None:
+            parts_T = [parts for parts in state.parts_T if parts is not None]
+            # Splits as the relaxation has them; only where the pieces go is open.
+            choice_T = np.array([parts.candidate for parts in parts_T])
+            used_Y = [np.unique(choice_T[self.problem.type_T == kind]) for kind in range(len(candidates_Y))]
+            parts_T = self._anneal(Annealer(self.problem, used_Y), parts_T, _HOT)
+            self._anneal(Annealer(self.problem, candidates_Y), parts_T, _WARM / 10)
             return
         for exponent in _EXPONENTS:
             if self.is_spent:
@@ -79,6 +100,35 @@ class Search:
         if state is not None:
             self._keep(state)
         return state
+
+    def refine(self) -> None:
+        """Another attempt at a plan that is better than the best."""
+        if self._annealer is None:
+            self.disturb()
+            return
+        self._num_refined += 1
+        best = self.parts_T
+        if self._num_refined % 2:
+            self._anneal(self._annealer, best, _WARM / self._num_refined, effort=4)
+            return
+        choice_T = np.array([parts.candidate for parts in best])
+        used_Y = [np.unique(choice_T[self.problem.type_T == kind]) for kind in range(len(self._candidates_Y))]
+        self._anneal(Annealer(self.problem, used_Y), best, _HOT, effort=2)
+
+    def _anneal(self, annealer: Annealer, parts_T: list[Parts], hot: float, effort: int = 1) -> list[Parts]:
+        """Improves a plan, then its sizes exactly; returns it, and keeps it if it is the best."""
+        pieces = sum(len(parts.rank_N) for parts in parts_T)
+        left = max(0.0, self.effort.max_work - self.work) / _WORK_PER_MOVE
+        moves = min(effort * max(_LEAST_MOVES, _MOVES_PER_PIECE * pieces), int(left))
+        seconds = max(0.0, self._deadline - time.perf_counter())
+        self._seed += 1
+        found, work = annealer.improve(parts_T, max_work=moves, seconds=seconds, hot=hot, seed=self._seed)
+        self.work += _WORK_PER_MOVE * work
+        state = self._state_of(found)
+        if state.seconds < self.seconds * _CLOSE and not self.is_spent:
+            polish(state)
+        self._keep(state)
+        return [parts for parts in state.parts_T if parts is not None]
 
     def disturb(self) -> None:
         """Places a few tables of the slowest ranks anew, lets everything settle, keeps what is better."""

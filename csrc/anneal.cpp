@@ -1,0 +1,592 @@
+// Simulated annealing of sharding plans. The arguments and results are documented in
+// src/meshrec/ops/planning.py.
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "stable_abi.h"
+
+namespace meshrec {
+
+namespace {
+
+constexpr int kPhases = 8;   // phases, padded with zeros
+constexpr int kLevels = 64;  // temperatures
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+using Load = std::array<double, kPhases>;
+
+enum Scope { kRanks, kNodes, kOneNode, kEverywhere };
+
+// xoshiro256**: the same numbers on every machine.
+class Random {
+ public:
+  explicit Random(uint64_t seed) {
+    for (auto& word : state_) word = (seed += 0x9e3779b97f4a7c15ULL) * 0xbf58476d1ce4e5b9ULL ^ (seed >> 31);
+  }
+  uint64_t next() {
+    const uint64_t result = rotate(state_[1] * 5, 7) * 9, shifted = state_[1] << 17;
+    state_[2] ^= state_[0];
+    state_[3] ^= state_[1];
+    state_[1] ^= state_[2];
+    state_[0] ^= state_[3];
+    state_[2] ^= shifted;
+    state_[3] = rotate(state_[3], 45);
+    return result;
+  }
+  int64_t below(int64_t count) { return static_cast<int64_t>((next() >> 32) * count >> 32); }
+  double uniform() { return (next() >> 11) * 0x1.0p-53; }
+
+ private:
+  static uint64_t rotate(uint64_t x, int bits) { return (x << bits) | (x >> (64 - bits)); }
+  std::array<uint64_t, 4> state_;
+};
+
+template <class T>
+struct View {
+  explicit View(const Tensor& tensor, ScalarType type) : tensor(as_contiguous(tensor)) {
+    if (tensor.scalar_type() != type) fail("plan_anneal: a tensor has the wrong dtype");
+    data = this->tensor.template const_data_ptr<T>();
+  }
+  T operator[](int64_t index) const { return data[index]; }
+  Tensor tensor;
+  const T* data;
+};
+
+struct Ints : View<int64_t> {
+  explicit Ints(const Tensor& tensor) : View(tensor, ScalarType::Long) {}
+};
+
+struct Doubles : View<double> {
+  explicit Doubles(const Tensor& tensor) : View(tensor, ScalarType::Double) {}
+};
+
+struct Problem {
+  explicit Problem(const std::vector<Tensor>& t)
+      : type(t[0]), choice_start(t[1]), choices(t[2]), scope(t[3]), uneven(t[4]), piece_start(t[5]),
+        count(t[6]), load(t[7]), fixed(t[8]), bytes(t[9]), fixed_bytes(t[10]), common(t[11]),
+        common_bytes(t[12]), least(t[13]), allowed(t[14]) {
+    num_phases = t[7].size(1);
+    if (num_phases > kPhases) fail("plan_anneal: ", num_phases, " phases; at most ", kPhases, " are possible");
+  }
+  Ints type, choice_start, choices, scope, uneven, piece_start, count;
+  Doubles load, fixed, bytes, fixed_bytes, common, common_bytes, least;
+  Ints allowed;
+  int64_t num_phases = 0;
+};
+
+// A piece: `span` ranks from place * span on, each with its own amount.
+struct Unit {
+  int32_t table, group, place, span;
+  int32_t on_rank;  // position in the list of its first rank
+  int32_t amounts;  // first of `span` entries of Annealer::amount_
+};
+
+struct Placed {
+  int64_t candidate;
+  std::vector<Unit> units;
+  std::vector<double> amounts;
+};
+
+class Annealer {
+ public:
+  Annealer(const Problem& problem, int64_t num_ranks, int64_t node_size, double memory_cap, uint64_t seed)
+      : p_(problem), num_ranks_(num_ranks), node_size_(node_size), cap_(memory_cap), random_(seed),
+        load_(num_ranks, Load{}), power_(num_ranks, Load{}), bytes_(num_ranks, 0.0), on_rank_(num_ranks),
+        tables_(problem.type.tensor.numel()), cost_(num_ranks) {
+    holds_.assign(tables_.size() * num_ranks, 0);
+    for (int64_t group = 0; group < p_.count.tensor.numel(); ++group) {
+      Load whole{}, still{};
+      for (int64_t k = 0; k < p_.num_phases; ++k) {
+        whole[k] = p_.load[group * p_.num_phases + k];
+        still[k] = p_.fixed[group * p_.num_phases + k];
+      }
+      group_load_.push_back(whole);
+      group_fixed_.push_back(still);
+    }
+  }
+
+  void set(int64_t table, int64_t candidate, const int64_t* groups, const int64_t* ranks,
+           const double* amounts, int64_t count) {
+    Placed placed{candidate, {}, {}};
+    const int32_t span = p_.scope[candidate] == kNodes ? node_size_ : 1;
+    for (int64_t i = 0; i < count; i += span) {
+      placed.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(groups[i]),
+                              static_cast<int32_t>(ranks[i] / span), span, 0, static_cast<int32_t>(i)});
+      // Ranks of a node come in order.
+      for (int32_t j = 0; j < span; ++j) placed.amounts.push_back(amounts[i + j]);
+    }
+    tables_[table] = std::move(placed);
+    change(table, 1.0);
+    track(table, true);
+  }
+
+  // Returns the work done: ranks whose load was computed.
+  int64_t run(int64_t max_work, double seconds, double hot, double cold) {
+    const auto start = std::chrono::steady_clock::now();
+    best_ = exact();
+    best_tables_ = tables_;
+    set_exponent(16);
+    const double scale = best_ / num_ranks_;
+    for (int level = 0; level < kLevels; ++level) {
+      const double at = static_cast<double>(level) / (kLevels - 1);
+      set_exponent(level < kLevels / 4 ? 16 : level < kLevels / 2 ? 32 : level < 7 * kLevels / 8 ? 64 : 128);
+      temperature_ = level == kLevels - 1 ? 0.0 : hot * std::pow(cold / hot, at) * scale;
+      const int64_t end = max_work * (level + 1) / kLevels;
+      for (int64_t moves = 0; work_ < end; ++moves) {
+        if (moves % 1024 == 0 && passed(start) >= seconds) break;
+        move();
+      }
+      rebuild();
+      if (const double now = exact(); now < best_ * (1 - 1e-12)) {
+        best_ = now;
+        best_tables_ = tables_;
+      }
+      if (passed(start) >= seconds) break;
+    }
+    return work_;
+  }
+
+  const std::vector<Placed>& best_tables() const { return best_tables_; }
+  double best() const { return best_; }
+
+ private:
+  static double passed(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+  Load raised(const Load& load) const {
+    Load value;
+    for (int k = 0; k < kPhases; ++k) value[k] = load[k] * scale_[k];
+    for (int doubled = 1; doubled < exponent_; doubled *= 2)
+      for (int k = 0; k < kPhases; ++k) value[k] *= value[k];
+    return value;
+  }
+
+  Load load_of(int64_t group, double amount) const {
+    Load value;
+    for (int k = 0; k < kPhases; ++k)
+      value[k] = group_fixed_[group][k] + amount * (group_load_[group][k] - group_fixed_[group][k]);
+    return value;
+  }
+
+  double bytes_of(int64_t group, double amount) const {
+    return p_.fixed_bytes[group] + amount * (p_.bytes[group] - p_.fixed_bytes[group]);
+  }
+
+  double norm(int k, double sum) const {
+    return std::pow(std::max(sum, 0.0) / num_ranks_, 1.0 / exponent_) / scale_[k];
+  }
+
+  void update_weights() {
+    for (int k = 0; k < p_.num_phases; ++k) {
+      norm_[k] = norm(k, sum_[k]);
+      weight_[k] = norm_[k] / std::max(sum_[k], 1e-9) / exponent_;
+    }
+  }
+
+  double weighed(const Load& load) const {
+    double value = 0;
+    for (int k = 0; k < kPhases; ++k) value += weight_[k] * load[k];
+    return value;
+  }
+
+  double exact() const {
+    double total = common_;
+    for (int k = 0; k < p_.num_phases; ++k) {
+      double most = 0;
+      for (const auto& load : load_) most = std::max(most, load[k]);
+      total += most;
+    }
+    return total;
+  }
+
+  void set_exponent(int exponent) {
+    exponent_ = exponent;
+    for (int k = 0; k < kPhases; ++k) {
+      double most = 0, largest = 0;
+      for (const auto& load : load_) most = std::max(most, load[k]);
+      for (const auto& load : group_load_) largest = std::max(largest, load[k]);
+      scale_[k] = 1 / std::max(most, 1e-3 * largest + 1e-30);
+    }
+    refresh();
+  }
+
+  void refresh() {
+    sum_ = {};
+    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+      power_[rank] = raised(load_[rank]);
+      for (int k = 0; k < kPhases; ++k) sum_[k] += power_[rank][k];
+    }
+    update_weights();
+  }
+
+  // Loads anew from the units: takes away what rounding has added up.
+  void rebuild() {
+    std::fill(load_.begin(), load_.end(), Load{});
+    std::fill(bytes_.begin(), bytes_.end(), 0.0);
+    common_ = common_bytes_ = 0;
+    for (size_t table = 0; table < tables_.size(); ++table) change(table, 1.0);
+    refresh();
+  }
+
+  // Adds (or takes away) a table's loads; powers are not kept up.
+  void change(int64_t table, double sign) {
+    const Placed& placed = tables_[table];
+    common_ += sign * p_.common[placed.candidate];
+    common_bytes_ += sign * p_.common_bytes[placed.candidate];
+    for (const Unit& unit : placed.units)
+      for (int32_t i = 0; i < unit.span; ++i) {
+        const int64_t rank = static_cast<int64_t>(unit.place) * unit.span + i;
+        const double amount = placed.amounts[unit.amounts + i];
+        const Load load = load_of(unit.group, amount);
+        for (int k = 0; k < kPhases; ++k) load_[rank][k] += sign * load[k];
+        bytes_[rank] += sign * bytes_of(unit.group, amount);
+      }
+  }
+
+  void settle_powers(int64_t rank) {
+    const Load value = raised(load_[rank]);
+    for (int k = 0; k < kPhases; ++k) sum_[k] = std::max(sum_[k] + value[k] - power_[rank][k], 0.0);
+    power_[rank] = value;
+  }
+
+  void settle_powers_of(int64_t table) {
+    for (const Unit& unit : tables_[table].units)
+      for (int32_t i = 0; i < unit.span; ++i) settle_powers(static_cast<int64_t>(unit.place) * unit.span + i);
+  }
+
+  // Enters a table's units into (or takes them out of) the lists by rank.
+  void track(int64_t table, bool enter) {
+    auto& units = tables_[table].units;
+    for (size_t index = 0; index < units.size(); ++index) {
+      Unit& unit = units[index];
+      if (enter)
+        list(unit, index);
+      else
+        unlist(unit);
+      for (int32_t i = 0; i < unit.span; ++i)
+        holds_[table * num_ranks_ + static_cast<int64_t>(unit.place) * unit.span + i] = enter;
+    }
+  }
+
+  using Entry = std::pair<int32_t, int32_t>;  // table, index of the unit
+
+  void list(Unit& unit, size_t index) {
+    auto& entries = on_rank_[static_cast<int64_t>(unit.place) * unit.span];
+    unit.on_rank = static_cast<int32_t>(entries.size());
+    entries.push_back({unit.table, static_cast<int32_t>(index)});
+  }
+
+  void unlist(const Unit& unit) {
+    auto& entries = on_rank_[static_cast<int64_t>(unit.place) * unit.span];
+    const Entry last = entries.back();
+    entries[unit.on_rank] = last;
+    tables_[last.first].units[last.second].on_rank = unit.on_rank;
+    entries.pop_back();
+  }
+
+  bool accepts(double change) {
+    return change < 0 || (temperature_ > 0 && change < -temperature_ * std::log(1.0 - random_.uniform()));
+  }
+
+  int64_t some_rank() {
+    if (random_.below(2) == 0) return random_.below(num_ranks_);
+    const int64_t phase = random_.below(p_.num_phases);
+    if (hot_age_[phase]-- <= 0) {
+      hot_age_[phase] = num_ranks_ / 64;
+      int64_t hottest = 0;
+      for (int64_t rank = 1; rank < num_ranks_; ++rank)
+        if (load_[rank][phase] > load_[hottest][phase]) hottest = rank;
+      hot_[phase] = hottest;
+    }
+    return hot_[phase];
+  }
+
+  Unit* some_unit(int64_t rank) {
+    auto& entries = on_rank_[rank];
+    if (entries.empty()) return nullptr;
+    const Entry entry = entries[random_.below(entries.size())];
+    return &tables_[entry.first].units[entry.second];
+  }
+
+  void move() {
+    const int64_t kind = random_.below(16);
+    if (kind == 0)
+      place_anew();
+    else if (kind <= 3)
+      transfer();
+    else
+      exchange(kind <= 7);
+  }
+
+  bool may_use(int64_t table, int64_t place, int32_t span) const {
+    const int64_t masks = p_.allowed.tensor.numel();
+    for (int32_t i = 0; i < span; ++i) {
+      const int64_t rank = place * span + i;
+      if (holds_[table * num_ranks_ + rank]) return false;
+      if (masks && !p_.allowed[p_.type[table] * num_ranks_ + rank]) return false;
+    }
+    return true;
+  }
+
+  // Moves a piece to another place; or exchanges it with one there.
+  void exchange(bool alone) {
+    Unit* const one = some_unit(some_rank());
+    work_ += 1;
+    if (one == nullptr || p_.scope[tables_[one->table].candidate] == kOneNode) return;
+    Unit* other = nullptr;
+    int64_t target = random_.below(num_ranks_ / one->span);
+    if (!alone) {
+      other = some_unit(target * one->span);
+      if (other != nullptr &&
+          (other->span != one->span || p_.scope[tables_[other->table].candidate] == kOneNode))
+        return;
+    }
+    const int64_t source = one->place;
+    if (target == source || !may_use(one->table, target, one->span)) return;
+    if (other != nullptr && !may_use(other->table, source, one->span)) return;
+    const int32_t span = one->span;
+    work_ += 2 * span;
+    if (static_cast<int64_t>(new_.size()) < 2 * span) new_.resize(2 * span);
+    const double room = cap_ - common_bytes_;
+    double change = 0;
+    for (int32_t i = 0; i < span; ++i) {
+      const double mine = amounts(*one)[i], its = other ? amounts(*other)[i] : 0.0;
+      Load gain = load_of(one->group, mine);
+      double bytes = bytes_of(one->group, mine);
+      if (other) {
+        const Load back = load_of(other->group, its);
+        for (int k = 0; k < kPhases; ++k) gain[k] -= back[k];
+        bytes -= bytes_of(other->group, its);
+      }
+      const int64_t from = source * span + i, to = target * span + i;
+      if (bytes_[to] + bytes > room && bytes > 0) return;
+      if (bytes_[from] - bytes > room && bytes < 0) return;
+      change += shifted(from, gain, -1.0, new_[2 * i]) + shifted(to, gain, 1.0, new_[2 * i + 1]);
+    }
+    if (!accepts(change)) return;
+    for (int32_t i = 0; i < span; ++i) {
+      const double mine = amounts(*one)[i], its = other ? amounts(*other)[i] : 0.0;
+      const double bytes = bytes_of(one->group, mine) - (other ? bytes_of(other->group, its) : 0.0);
+      adopt(source * span + i, new_[2 * i], -bytes);
+      adopt(target * span + i, new_[2 * i + 1], bytes);
+    }
+    relocate(*one, target);
+    if (other) relocate(*other, source);
+    update_weights();
+  }
+
+  struct Shifted {
+    Load load, power;
+  };
+
+  double shifted(int64_t rank, const Load& gain, double sign, Shifted& result) const {
+    for (int k = 0; k < kPhases; ++k) result.load[k] = load_[rank][k] + sign * gain[k];
+    result.power = raised(result.load);
+    double change = 0;
+    for (int k = 0; k < kPhases; ++k) change += weight_[k] * (result.power[k] - power_[rank][k]);
+    return change;
+  }
+
+  void adopt(int64_t rank, const Shifted& shifted, double bytes) {
+    for (int k = 0; k < kPhases; ++k)
+      sum_[k] = std::max(sum_[k] + shifted.power[k] - power_[rank][k], 0.0);
+    load_[rank] = shifted.load;
+    power_[rank] = shifted.power;
+    bytes_[rank] += bytes;
+  }
+
+  double* amounts(const Unit& unit) { return tables_[unit.table].amounts.data() + unit.amounts; }
+
+  void relocate(Unit& unit, int64_t place) {
+    const size_t index = &unit - tables_[unit.table].units.data();
+    unlist(unit);
+    uint8_t* const holds = holds_.data() + unit.table * num_ranks_;
+    for (int32_t i = 0; i < unit.span; ++i) holds[static_cast<int64_t>(unit.place) * unit.span + i] = 0;
+    unit.place = static_cast<int32_t>(place);
+    for (int32_t i = 0; i < unit.span; ++i) holds[place * unit.span + i] = 1;
+    list(unit, index);
+  }
+
+  // Moves rows from one part of a table to another.
+  void transfer() {
+    Unit* const one = some_unit(some_rank());
+    work_ += 1;
+    if (one == nullptr) return;
+    Placed& placed = tables_[one->table];
+    if (!p_.uneven[placed.candidate] || placed.amounts.size() < 2) return;
+    const size_t from = one->amounts + random_.below(one->span), to = random_.below(placed.amounts.size());
+    if (from == to) return;
+    const double amount = placed.amounts[from] * random_.uniform() * (random_.below(2) ? 0.5 : 0.05);
+    if (placed.amounts[from] - amount < p_.least[one->group]) return;
+    const Unit& other = placed.units[to / one->span];
+    const int64_t source = static_cast<int64_t>(one->place) * one->span + (from - one->amounts);
+    const int64_t target = static_cast<int64_t>(other.place) * other.span + (to - other.amounts);
+    const double bytes = amount * (p_.bytes[one->group] - p_.fixed_bytes[one->group]);
+    if (bytes_[target] + bytes > cap_ - common_bytes_) return;
+    Load gain;
+    for (int k = 0; k < kPhases; ++k)
+      gain[k] = amount * (group_load_[one->group][k] - group_fixed_[one->group][k]);
+    work_ += 2;
+    Shifted less, more;
+    if (!accepts(shifted(source, gain, -1.0, less) + shifted(target, gain, 1.0, more))) return;
+    adopt(source, less, -bytes);
+    adopt(target, more, bytes);
+    placed.amounts[from] -= amount;
+    placed.amounts[to] += amount;
+    update_weights();
+  }
+
+  double smooth() const {
+    double total = common_;
+    for (int k = 0; k < p_.num_phases; ++k) total += norm(k, sum_[k]);
+    return total;
+  }
+
+  // Splits a table in another way (or the same), each piece where it costs least.
+  void place_anew() {
+    int64_t table = random_.below(tables_.size());
+    if (random_.below(2))
+      if (const Unit* const unit = some_unit(some_rank())) table = unit->table;
+    const int64_t kind = p_.type[table], first = p_.choice_start[kind];
+    const int64_t candidate = p_.choices[first + random_.below(p_.choice_start[kind + 1] - first)];
+    const double before = smooth();
+    track(table, false);
+    change(table, -1.0);
+    settle_powers_of(table);
+    Placed old = std::move(tables_[table]);
+    update_weights();
+    if (place(table, candidate)) {
+      change(table, 1.0);
+      settle_powers_of(table);
+      if (accepts(smooth() - before)) {
+        track(table, true);
+        update_weights();
+        return;
+      }
+      change(table, -1.0);
+      settle_powers_of(table);
+    }
+    tables_[table] = std::move(old);
+    change(table, 1.0);
+    settle_powers_of(table);
+    track(table, true);
+    update_weights();
+  }
+
+  bool place(int64_t table, int64_t candidate) {
+    Placed placed{candidate, {}, {}};
+    const int64_t scope = p_.scope[candidate];
+    const double room = cap_ - common_bytes_ - p_.common_bytes[candidate];
+    const int32_t span = scope == kNodes ? node_size_ : 1;
+    std::vector<uint8_t> taken(num_ranks_ / span, 0);
+    int64_t begin = 0, end = num_ranks_ / span;
+    if (scope == kOneNode) {
+      begin = random_.below(num_ranks_ / node_size_) * node_size_;
+      end = begin + node_size_;
+    }
+    for (int64_t group = p_.piece_start[candidate]; group < p_.piece_start[candidate + 1]; ++group) {
+      work_ += (end - begin) * span;
+      for (int64_t place = begin; place < end; ++place)
+        cost_[place] = taken[place] ? kInfinity : cost_at(table, group, place, span, room);
+      for (int64_t piece = 0; piece < p_.count[group]; ++piece) {
+        const int64_t best = std::min_element(cost_.begin() + begin, cost_.begin() + end) - cost_.begin();
+        if (!(cost_[best] < kInfinity)) return false;
+        cost_[best] = kInfinity;
+        taken[best] = 1;
+        placed.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(group),
+                                static_cast<int32_t>(best), span, 0,
+                                static_cast<int32_t>(placed.amounts.size())});
+        placed.amounts.insert(placed.amounts.end(), span, 1.0);
+      }
+    }
+    tables_[table] = std::move(placed);
+    return true;
+  }
+
+  double cost_at(int64_t table, int64_t group, int64_t place, int32_t span, double room) const {
+    const int64_t masks = p_.allowed.tensor.numel();
+    double cost = 0;
+    for (int32_t i = 0; i < span; ++i) {
+      const int64_t rank = place * span + i;
+      if (bytes_[rank] + p_.bytes[group] > room) return kInfinity;
+      if (masks && !p_.allowed[p_.type[table] * num_ranks_ + rank]) return kInfinity;
+      Load load;
+      for (int k = 0; k < kPhases; ++k) load[k] = load_[rank][k] + group_load_[group][k];
+      load = raised(load);
+      for (int k = 0; k < kPhases; ++k) cost += weight_[k] * (load[k] - power_[rank][k]);
+    }
+    return cost;
+  }
+
+  const Problem& p_;
+  const int64_t num_ranks_, node_size_;
+  const double cap_;
+  Random random_;
+  std::vector<Load> load_, power_;
+  std::vector<double> bytes_;
+  std::vector<std::vector<Entry>> on_rank_;
+  std::vector<Placed> tables_, best_tables_;
+  std::vector<double> cost_;
+  std::vector<uint8_t> holds_;
+  std::vector<Load> group_load_, group_fixed_;
+  std::vector<Shifted> new_;
+  Load scale_{}, sum_{}, norm_{}, weight_{};
+  std::array<int64_t, kPhases> hot_{}, hot_age_{};
+  double common_ = 0, common_bytes_ = 0, temperature_ = 0, best_ = 0;
+  int exponent_ = 16;
+  int64_t work_ = 0;
+};
+
+template <class T>
+Tensor vector_to_tensor(const std::vector<T>& values, ScalarType type) {
+  const int64_t size = static_cast<int64_t>(values.size());
+  Tensor result = torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(&size, 1), type);
+  std::copy(values.begin(), values.end(), result.mutable_data_ptr<T>());
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
+    std::vector<Tensor> problem_tensors, const Tensor& candidates, const Tensor& starts, const Tensor& groups,
+    const Tensor& ranks, const Tensor& amounts, int64_t num_ranks, int64_t node_size, double memory_cap,
+    int64_t max_work, double seconds, double hot, double cold, int64_t seed) {
+  if (problem_tensors.size() != 15) fail("plan_anneal: the problem has 15 tensors, got ", problem_tensors.size());
+  const Problem problem(problem_tensors);
+  Annealer annealer(problem, num_ranks, node_size, memory_cap, seed);
+  const Ints candidate(candidates), start(starts), group(groups), rank(ranks);
+  const Doubles amount(amounts);
+  for (int64_t table = 0; table < candidates.numel(); ++table) {
+    const int64_t first = start[table];
+    annealer.set(table, candidate[table], group.data + first, rank.data + first, amount.data + first,
+                 start[table + 1] - first);
+  }
+  const int64_t work = annealer.run(max_work, seconds, hot, cold);
+  std::vector<int64_t> new_candidates, new_starts{0}, new_groups, new_ranks;
+  std::vector<double> new_amounts;
+  for (const Placed& placed : annealer.best_tables()) {
+    new_candidates.push_back(placed.candidate);
+    for (const Unit& unit : placed.units)
+      for (int32_t i = 0; i < unit.span; ++i) {
+        new_groups.push_back(unit.group);
+        new_ranks.push_back(static_cast<int64_t>(unit.place) * unit.span + i);
+        new_amounts.push_back(placed.amounts[unit.amounts + i]);
+      }
+    new_starts.push_back(new_groups.size());
+  }
+  const std::vector<double> figures{annealer.best(), static_cast<double>(work)};
+  return {vector_to_tensor(new_candidates, ScalarType::Long), vector_to_tensor(new_starts, ScalarType::Long),
+          vector_to_tensor(new_groups, ScalarType::Long),     vector_to_tensor(new_ranks, ScalarType::Long),
+          vector_to_tensor(new_amounts, ScalarType::Double),  vector_to_tensor(figures, ScalarType::Double)};
+}
+
+}  // namespace
+
+}  // namespace meshrec
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) { m.impl("plan_anneal", TORCH_BOX(&meshrec::plan_anneal)); }

@@ -1,0 +1,92 @@
+"""Between the search's states and the compiled annealing loop."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshrec.ops.planning import MOST_PHASES, Annealed, AnnealProblem, Assignment, anneal, can_anneal
+from meshrec.planner.problem import Problem, Scope
+from meshrec.planner.state import Parts
+from meshrec.planner.types import Ints
+
+LEAST_AMOUNT = 1e-3
+
+
+class Annealer:
+    """Improves plans of one problem; `admitted_Y`: the candidates that each type may use."""
+
+    def __init__(self, problem: Problem, admitted_Y: Sequence[Ints]) -> None:
+        self._problem = problem
+        self._arrays = _arrays(problem, admitted_Y)
+
+    @staticmethod
+    def serves(problem: Problem) -> bool:
+        """Whether there are compiled kernels for such a problem."""
+        return can_anneal and problem.load_PK.shape[1] <= MOST_PHASES
+
+    def improve(
+        self, parts_T: Sequence[Parts], *, max_work: int, seconds: float, hot: float, seed: int
+    ) -> tuple[list[Parts], int]:
+        """A plan that is no slower than `parts_T`, and the work it took."""
+        found: Annealed = anneal(
+            self._arrays,
+            _assignment(parts_T),
+            num_ranks=self._problem.num_ranks,
+            node_size=self._problem.node_size,
+            memory_cap=float(self._problem.memory_cap),
+            max_work=max_work,
+            seconds=seconds,
+            hot=hot,
+            seed=seed,
+        )
+        return _parts(found.assignment), found.work
+
+
+def _assignment(parts_T: Sequence[Parts]) -> Assignment:
+    lengths = [len(parts.rank_N) for parts in parts_T]
+    return Assignment(
+        np.array([parts.candidate for parts in parts_T], np.int64),
+        np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        np.concatenate([parts.group_N for parts in parts_T]).astype(np.int64),
+        np.concatenate([parts.rank_N for parts in parts_T]).astype(np.int64),
+        np.concatenate([parts.amount_N for parts in parts_T]).astype(np.float64),
+    )
+
+
+def _parts(assignment: Assignment) -> list[Parts]:
+    found = []
+    for table, candidate in enumerate(assignment.candidate_T):
+        mine = slice(int(assignment.start_T[table]), int(assignment.start_T[table + 1]))
+        found.append(
+            Parts(int(candidate), assignment.group_N[mine], assignment.rank_N[mine], assignment.amount_N[mine])
+        )
+    return found
+
+
+def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
+    layouts = problem.layouts_C
+    by_rows_C = [layout.row_parts > 1 or layout.scope is Scope.NODES for layout in layouts]
+    uneven_C = np.array([by and len(layout.widths) == 1 for by, layout in zip(by_rows_C, layouts, strict=True)])
+    masked = any(mask is not None for mask in problem.ranks_Y)
+    full = np.ones(problem.num_ranks, bool)
+    return AnnealProblem(
+        type_T=problem.type_T,
+        choice_start_Y=np.concatenate(([0], np.cumsum([len(choices) for choices in admitted_Y]))),
+        choices=np.concatenate(admitted_Y).astype(np.int64),
+        scope_C=np.array([int(layout.scope) for layout in layouts], np.int64),
+        uneven_C=uneven_C.astype(np.int64),
+        piece_start_C=problem.piece_start_C.astype(np.int64),
+        count_P=problem.count_P,
+        load_PK=problem.load_PK,
+        fixed_PK=np.minimum(problem.fixed_PK, problem.load_PK),
+        bytes_P=problem.bytes_P,
+        fixed_bytes_P=problem.fixed_bytes_P,
+        common_C=problem.common_C,
+        common_bytes_C=problem.common_bytes_C,
+        least_P=np.minimum(np.maximum(LEAST_AMOUNT, 2 / problem.rows_P), 1.0),
+        allowed_YR=(
+            np.stack([full if mask is None else mask for mask in problem.ranks_Y]).astype(np.int64).ravel()
+            if masked
+            else np.zeros(0, np.int64)
+        ),
+    )
