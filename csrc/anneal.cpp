@@ -27,7 +27,10 @@ enum Scope { kRanks, kNodes, kOneNode, kEverywhere };
 class Random {
  public:
   explicit Random(uint64_t seed) {
-    for (auto& word : state_) word = (seed += 0x9e3779b97f4a7c15ULL) * 0xbf58476d1ce4e5b9ULL ^ (seed >> 31);
+    for (auto& word : state_) {
+      seed += 0x9e3779b97f4a7c15ULL;
+      word = (seed * 0xbf58476d1ce4e5b9ULL) ^ (seed >> 31);
+    }
   }
   uint64_t next() {
     const uint64_t result = rotate(state_[1] * 5, 7) * 9, shifted = state_[1] << 17;
@@ -47,37 +50,31 @@ class Random {
   std::array<uint64_t, 4> state_;
 };
 
-template <class T>
+template <class T, ScalarType kType>
 struct View {
-  explicit View(const Tensor& tensor, ScalarType type) : tensor(as_contiguous(tensor)) {
-    if (tensor.scalar_type() != type) fail("plan_anneal: a tensor has the wrong dtype");
-    data = this->tensor.template const_data_ptr<T>();
+  explicit View(const Tensor& any) : tensor(as_contiguous(any)) {
+    if (any.scalar_type() != kType) fail("plan_anneal: a tensor has the wrong dtype");
+    data = tensor.template const_data_ptr<T>();
   }
   T operator[](int64_t index) const { return data[index]; }
   Tensor tensor;
   const T* data;
 };
-
-struct Ints : View<int64_t> {
-  explicit Ints(const Tensor& tensor) : View(tensor, ScalarType::Long) {}
-};
-
-struct Doubles : View<double> {
-  explicit Doubles(const Tensor& tensor) : View(tensor, ScalarType::Double) {}
-};
+using Ints = View<int64_t, ScalarType::Long>;
+using Doubles = View<double, ScalarType::Double>;
 
 struct Problem {
-  explicit Problem(const std::vector<Tensor>& t)
-      : type(t[0]), choice_start(t[1]), choices(t[2]), scope(t[3]), uneven(t[4]), piece_start(t[5]),
-        count(t[6]), load(t[7]), fixed(t[8]), bytes(t[9]), fixed_bytes(t[10]), common(t[11]),
-        common_bytes(t[12]), least(t[13]), allowed(t[14]) {
-    num_phases = t[7].size(1);
-    if (num_phases > kPhases) fail("plan_anneal: ", num_phases, " phases; at most ", kPhases, " are possible");
+  explicit Problem(const std::vector<Tensor>& tensors) : t(tensors) {
+    if (num_phases > kPhases)
+      fail("plan_anneal: ", num_phases, " phases; at most ", kPhases, " are possible");
   }
-  Ints type, choice_start, choices, scope, uneven, piece_start, count;
-  Doubles load, fixed, bytes, fixed_bytes, common, common_bytes, least;
-  Ints allowed;
-  int64_t num_phases = 0;
+  const std::vector<Tensor>& t;
+  Ints type{t[0]}, choice_start{t[1]}, choices{t[2]}, scope{t[3]}, uneven{t[4]}, piece_start{t[5]};
+  Ints count{t[6]};
+  Doubles load{t[7]}, fixed{t[8]}, bytes{t[9]}, fixed_bytes{t[10]}, common{t[11]}, common_bytes{t[12]};
+  Doubles least{t[13]};
+  Ints allowed{t[14]};
+  int64_t num_phases = t[7].size(1);
 };
 
 // A piece: `span` ranks from place * span on, each with its own amount.
@@ -96,9 +93,7 @@ struct Placed {
 class Annealer {
  public:
   Annealer(const Problem& problem, int64_t num_ranks, int64_t node_size, double memory_cap, uint64_t seed)
-      : p_(problem), num_ranks_(num_ranks), node_size_(node_size), cap_(memory_cap), random_(seed),
-        load_(num_ranks, Load{}), power_(num_ranks, Load{}), bytes_(num_ranks, 0.0), on_rank_(num_ranks),
-        tables_(problem.type.tensor.numel()), cost_(num_ranks) {
+      : p_(problem), num_ranks_(num_ranks), node_size_(node_size), cap_(memory_cap), random_(seed) {
     holds_.assign(tables_.size() * num_ranks, 0);
     for (int64_t group = 0; group < p_.count.tensor.numel(); ++group) {
       Load whole{}, still{};
@@ -395,8 +390,7 @@ class Annealer {
   }
 
   void adopt(int64_t rank, const Shifted& shifted, double bytes) {
-    for (int k = 0; k < kPhases; ++k)
-      sum_[k] = std::max(sum_[k] + shifted.power[k] - power_[rank][k], 0.0);
+    for (int k = 0; k < kPhases; ++k) sum_[k] = std::max(sum_[k] + shifted.power[k] - power_[rank][k], 0.0);
     load_[rank] = shifted.load;
     power_[rank] = shifted.power;
     bytes_[rank] += bytes;
@@ -529,11 +523,10 @@ class Annealer {
   const int64_t num_ranks_, node_size_;
   const double cap_;
   Random random_;
-  std::vector<Load> load_, power_;
-  std::vector<double> bytes_;
-  std::vector<std::vector<Entry>> on_rank_;
-  std::vector<Placed> tables_, best_tables_;
-  std::vector<double> cost_;
+  std::vector<Load> load_ = std::vector<Load>(num_ranks_, Load{}), power_ = load_;
+  std::vector<double> bytes_ = std::vector<double>(num_ranks_, 0.0), cost_ = bytes_;
+  std::vector<std::vector<Entry>> on_rank_ = std::vector<std::vector<Entry>>(num_ranks_);
+  std::vector<Placed> tables_ = std::vector<Placed>(p_.type.tensor.numel()), best_tables_;
   std::vector<uint8_t> holds_;
   std::vector<Load> group_load_, group_fixed_;
   std::vector<Shifted> new_;
@@ -556,7 +549,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
     std::vector<Tensor> problem_tensors, const Tensor& candidates, const Tensor& starts, const Tensor& groups,
     const Tensor& ranks, const Tensor& amounts, int64_t num_ranks, int64_t node_size, double memory_cap,
     int64_t max_work, double seconds, double hot, double cold, int64_t seed) {
-  if (problem_tensors.size() != 15) fail("plan_anneal: the problem has 15 tensors, got ", problem_tensors.size());
+  if (problem_tensors.size() != 15)
+    fail("plan_anneal: the problem has 15 tensors, got ", problem_tensors.size());
   const Problem problem(problem_tensors);
   Annealer annealer(problem, num_ranks, node_size, memory_cap, seed);
   const Ints candidate(candidates), start(starts), group(groups), rank(ranks);

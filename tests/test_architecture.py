@@ -48,6 +48,7 @@ TBE_TESTS = [
 ]
 DIST_TESTS = ["tests/ops/dist/test_naive.py"]
 CPP_TESTS = {
+    "anneal.cpp": ["tests/ops/test_planning.py"],
     "batch.cpp": TBE_TESTS,
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,

@@ -28,6 +28,23 @@ def test_disturbances_never_lose_the_best_plan(started):
     assert len(started.parts_T) == 10
 
 
+def test_annealing_never_loses_the_best_plan(started):
+    seconds = [started.seconds]
+    for _ in range(4):
+        started.refine()
+        seconds.append(started.seconds)
+    assert (np.diff(seconds) <= 0).all()
+    assert seconds[-1] < seconds[0]
+
+
+def test_without_kernels_the_search_disturbs(started, monkeypatch):
+    monkeypatch.setattr(started, "_annealer", None)
+    before = started.seconds
+    for _ in range(60):
+        started.refine()
+    assert started.seconds < before
+
+
 def test_work_adds_up_until_it_is_spent(started):
     before = started.work
     started.disturb()

@@ -10,7 +10,7 @@ from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.search import Effort
-from meshrec.planner.solver import solve
+from meshrec.planner.solver import Way, solve
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 EFFORT = Effort(time_limit=60.0, max_work=1e8, gap=0.0)
@@ -61,8 +61,8 @@ def problem_of(tables, profile, num_ranks, constraints=None, **topology):
     return build_problem(CostModel(tables, machine, batch_size=64), constraints or {})
 
 
-def everything(problem):
-    return np.ones(len(problem.type_C), bool)
+def everyway(problem):
+    return [Way(np.ones(len(problem.type_C), bool), 0.0)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -70,7 +70,7 @@ def test_as_good_as_brute_force(make_tables, profile, seed):
     """All split types of three tables on three ranks. Uneven cuts may beat the best even plan."""
     problem = problem_of(make_tables(3, seed), profile, 3)
     best = brute_force(problem)
-    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    solution = solve(problem, everyway(problem), EFFORT)
     assert solution.seconds <= best * 1.001
     assert solution.lower_bound <= min(best, solution.seconds) * (1 + 1e-6)
 
@@ -81,7 +81,7 @@ def test_six_tables_as_good_as_brute_force(make_tables, profile, seed):
     kinds = ParameterConstraints(sharding_types=["table_wise", "data_parallel"])
     problem = problem_of(tables, profile, 3, {table.name: kinds for table in tables})
     best = brute_force(problem)
-    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    solution = solve(problem, everyway(problem), EFFORT)
     assert solution.seconds == pytest.approx(best, rel=1e-9)
     assert solution.lower_bound <= best * (1 + 1e-6)
 
@@ -91,7 +91,7 @@ def test_nodes_as_good_as_brute_force(make_tables, profile):
     kinds = ParameterConstraints(sharding_types=["table_wise", "table_row_wise", "data_parallel"])
     problem = problem_of(tables, profile, 4, {t.name: kinds for t in tables}, local_world_size=2)
     best = brute_force(problem)
-    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    solution = solve(problem, everyway(problem), EFFORT)
     assert solution.seconds <= best * 1.001
     assert solution.lower_bound <= min(best, solution.seconds) * (1 + 1e-6)
 
@@ -114,7 +114,7 @@ def test_the_bound_never_exceeds_the_best_plan(profile, drawn, num_ranks):
     kinds = ["table_wise", "column_wise", "row_wise", "data_parallel"]
     free = {table.name: ParameterConstraints(sharding_types=kinds) for table in tables}
     problem = problem_of(tables, profile, num_ranks, free)
-    solution = solve(problem, everything(problem), EFFORT._replace(max_work=2e7), 0.0)
+    solution = solve(problem, everyway(problem), EFFORT._replace(max_work=2e7))
     assert solution.lower_bound <= solution.seconds * (1 + 1e-9)
     if len(tables) <= 3:
         assert solution.lower_bound <= brute_force(problem) * (1 + 1e-6)
@@ -122,9 +122,7 @@ def test_the_bound_never_exceeds_the_best_plan(profile, drawn, num_ranks):
 
 def test_same_input_same_plan(make_tables, profile):
     problem = problem_of(make_tables(12), profile, 4)
-    first, second = (
-        solve(problem, everything(problem), EFFORT._replace(max_work=3e7), 0.0) for _ in range(2)
-    )
+    first, second = (solve(problem, everyway(problem), EFFORT._replace(max_work=3e7)) for _ in range(2))
     assert (first.seconds, first.lower_bound, first.work) == (second.seconds, second.lower_bound, second.work)
     for one, other in zip(first.parts_T, second.parts_T, strict=True):
         np.testing.assert_array_equal(one.rank_N, other.rank_N)
@@ -132,21 +130,19 @@ def test_same_input_same_plan(make_tables, profile):
 
 def test_more_work_is_never_worse(make_tables, profile):
     problem = problem_of(make_tables(12, 3), profile, 4)
-    results = [
-        solve(problem, everything(problem), EFFORT._replace(max_work=work), 0.0) for work in (1e5, 5e7)
-    ]
+    results = [solve(problem, everyway(problem), EFFORT._replace(max_work=work)) for work in (1e5, 5e7)]
     assert results[1].seconds <= results[0].seconds * (1 + 1e-9)
 
 
 def test_the_clock_stops_the_search(make_tables, profile):
     problem = problem_of(make_tables(12), profile, 4)
-    solution = solve(problem, everything(problem), Effort(time_limit=0.0, max_work=1e12, gap=0.0), 0.0)
+    solution = solve(problem, everyway(problem), Effort(time_limit=0.0, max_work=1e12, gap=0.0))
     assert solution.seconds >= solution.lower_bound > 0
 
 
 def test_no_memory_no_plan(make_tables, profile):
     problem = problem_of(make_tables(4), profile, 2, hbm_cap=1 << 12)
-    solution = solve(problem, everything(problem), EFFORT, 0.0)
+    solution = solve(problem, everyway(problem), EFFORT)
     assert solution.parts_T == []
     assert solution.lower_bound == np.inf
     assert fitting_plan(problem) is None

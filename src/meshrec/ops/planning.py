@@ -1,7 +1,7 @@
 """The planner's inner loop: simulated annealing over where pieces of tables go.
 
-Arrays: T tables, Y types, C candidates, P groups of equal pieces, K phases, N pieces by rank; what a candidate,
-a group and an amount are, `meshrec.planner.problem` says.
+Arrays: T tables, Y types, C candidates, P groups of equal pieces, K phases, N pieces by rank; what a
+candidate, a group and an amount are, `meshrec.planner.problem` says.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,8 @@ class Assignment(NamedTuple):
 
 
 class Annealed(NamedTuple):
-    """The best plan seen, its seconds without latencies, and the work done (ranks whose load was computed)."""
+    """The best plan seen, its seconds without latencies, and the work done (ranks whose load was
+    computed)."""
 
     assignment: Assignment
     seconds: float

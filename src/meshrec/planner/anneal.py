@@ -58,7 +58,9 @@ def _parts(assignment: Assignment) -> list[Parts]:
     for table, candidate in enumerate(assignment.candidate_T):
         mine = slice(int(assignment.start_T[table]), int(assignment.start_T[table + 1]))
         found.append(
-            Parts(int(candidate), assignment.group_N[mine], assignment.rank_N[mine], assignment.amount_N[mine])
+            Parts(
+                int(candidate), assignment.group_N[mine], assignment.rank_N[mine], assignment.amount_N[mine]
+            )
         )
     return found
 
@@ -66,7 +68,9 @@ def _parts(assignment: Assignment) -> list[Parts]:
 def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
     layouts = problem.layouts_C
     by_rows_C = [layout.row_parts > 1 or layout.scope is Scope.NODES for layout in layouts]
-    uneven_C = np.array([by and len(layout.widths) == 1 for by, layout in zip(by_rows_C, layouts, strict=True)])
+    uneven_C = np.array(
+        [by and len(layout.widths) == 1 for by, layout in zip(by_rows_C, layouts, strict=True)]
+    )
     masked = any(mask is not None for mask in problem.ranks_Y)
     full = np.ones(problem.num_ranks, bool)
     return AnnealProblem(

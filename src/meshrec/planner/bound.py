@@ -1,10 +1,10 @@
 """A proven lower bound: no plan can be faster.
 
-Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load; (2) T_k is at
-least the largest piece of every chosen candidate; (3) a rank that holds a heavy table has little room for others.
-(1) is linear; the rest becomes so once T is known to lie in a small box lower <= T <= upper. So boxes are branched
-on, the one with the lowest bound first. Splitting a table's pieces unevenly keeps its mean load and raises its
-largest piece, so the bound holds for uneven plans as well.
+Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load; (2) T_k is
+at least the largest piece of every chosen candidate; (3) a rank that holds a heavy table has little room
+for others. (1) is linear; the rest becomes so once T is known to lie in a small box lower <= T <= upper. So
+boxes are branched on, the one with the lowest bound first. Splitting a table's pieces unevenly keeps its
+mean load and raises its largest piece, so the bound holds for uneven plans as well.
 """
 
 import heapq

@@ -82,7 +82,10 @@ def _optimize_group(
     best: Optimized | None,
 ) -> tuple[Optimized | None, float]:
     problem = build_problem(model, constraints)
-    ways = [Way(allowed_C, float(model.fixed_seconds(usage).sum())) for usage, allowed_C in _regimes(problem, model)]
+    ways = [
+        Way(allowed_C, float(model.fixed_seconds(usage).sum()))
+        for usage, allowed_C in _regimes(problem, model)
+    ]
     cutoff = np.inf if best is None else best.estimate.seconds
     solution = _solve(problem, model, ways, effort, cutoff)
     if solution.parts_T:

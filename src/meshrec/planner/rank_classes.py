@@ -1,21 +1,21 @@
 """A tighter relaxation for few types of tables: ranks in classes, by the heavy tables that they hold whole.
 
-A rank that holds a heavy table has little room for anything else, in any phase, and the mean over ranks does not
-know it. So ranks are divided into classes, one for each set of heavy tables that fits under the box's upper limits
-together (*heavy*: a whole table that takes a large part of a limit). Variables: how many ranks are in each class,
-how many tables use each candidate, and how much of every lighter piece goes to each class. The ranks of a class
-together have that many times the limit as room. All of it is linear:
+A rank that holds a heavy table has little room for anything else, in any phase, and the mean over ranks
+does not know it. So ranks are divided into classes, one for each set of heavy tables that fits under the
+box's upper limits together (*heavy*: a whole table that takes a large part of a limit). Variables: how many
+ranks are in each class, how many tables use each candidate, and how much of every lighter piece goes to
+each class. The ranks of a class together have that many times the limit as room. All of it is linear:
 
     load_hk >= m_h heavy_hk + sum_l piece_lk f_lh,    lower_k m_h <= load_hk <= upper_k m_h,
     load_hk <= lower_k m_h + (T_k - lower_k) most_h,    sum_h load_hk <= R T_k.
 
-The second line says load_hk <= m_h T_k, which is not linear, for m_h <= most_h (McCormick's envelope). Lighter pieces
-may be cut anywhere, so every plan, with even cuts or uneven ones, is a solution.
+The second line says load_hk <= m_h T_k, which is not linear, for m_h <= most_h (McCormick's envelope).
+Lighter pieces may be cut anywhere, so every plan, with even cuts or uneven ones, is a solution.
 
-*Grid*: in the phase where whole tables take multiples of one unit (the width of embeddings), the sum of those on a rank
-is a multiple of it. Parts of tables that are summed in their node are off this grid, in multiples of a step of their
-own: classes are told apart by how many steps a rank has, and those with more steps, or with parts of any width, are
-the ones without a grid.
+*Grid*: in the phase where whole tables take multiples of one unit (the width of embeddings), the sum of
+those on a rank is a multiple of it. Parts of tables that are summed in their node are off this grid, in
+multiples of a step of their own: classes are told apart by how many steps a rank has, and those with more
+steps, or with parts of any width, are the ones without a grid.
 """
 
 from typing import NamedTuple
@@ -37,8 +37,8 @@ _TIGHT = 1 + 1e-9
 
 
 class _Elements(NamedTuple):
-    """What lies on a rank as one: a whole table, or of a part of one what does not shrink with it (E of them); and
-    what of split tables may be cut anywhere (V of them, each a whole table's).
+    """What lies on a rank as one: a whole table, or of a part of one what does not shrink with it (E of
+    them); and what of split tables may be cut anywhere (V of them, each a whole table's).
 
     Parts that differ only in how many there are of them share an element.
     """
@@ -163,7 +163,7 @@ class ClassRelaxation:
             varying_P=varying_P,
             steps_E=steps_E,
             step=step,
-            odd_V=((varying_VK > 1e-12) & on_grid).any(axis=1),
+            odd_V=np.asarray(((varying_VK > 1e-12) & on_grid).any(axis=1)),
         )
 
     def _steps(self, still_EK: Floats) -> tuple[float, Floats]:
@@ -187,7 +187,11 @@ class ClassRelaxation:
         units = np.zeros(self._load_PK.shape[1])
         for phase in np.argsort(-load_WK.sum(axis=0), kind="stable"):
             positive = load_WK[load_WK[:, phase] > 0, phase]
-            if len(positive) and _multiples(positive, positive.min()).all() and len(np.unique(positive)) <= 20:
+            if (
+                len(positive)
+                and _multiples(positive, positive.min()).all()
+                and len(np.unique(positive)) <= 20
+            ):
                 units[phase] = positive.min()
                 break
         return units
@@ -256,7 +260,7 @@ class ClassRelaxation:
                 # A rank holds one part of a table at most.
                 same = sum(n for n, kind in zip(counts, type_G, strict=True) if kind == type_G[index])
                 if same < self._tables_Y[type_G[index]] and (more_K <= upper_K * _TIGHT).all():
-                    more = counts[:index] + (counts[index] + 1,) + counts[index + 1 :]
+                    more = (*counts[:index], counts[index] + 1, *counts[index + 1 :])
                     open_sets.append((more, index, more_K))
         return found
 
@@ -278,7 +282,9 @@ class ClassRelaxation:
         cost[: len(candidates)] = problem.common_C[candidates] / self._scale
         cost[layout.first_slowest :] = 1.0
         rows = _Rows(layout.num_columns)
-        rows.add_each(problem.type_C[candidates], np.arange(len(candidates)), 1.0, self._tables_Y, self._tables_Y)
+        rows.add_each(
+            problem.type_C[candidates], np.arange(len(candidates)), 1.0, self._tables_Y, self._tables_Y
+        )
         elements = self._elements
         h, k = np.arange(num_classes), np.arange(num_phases)
         rows.add(layout.first_class + h, np.ones(num_classes), num_ranks, num_ranks)
@@ -298,7 +304,9 @@ class ClassRelaxation:
         rows.add_each(
             np.concatenate((heavy_G, light_row, order_E[elements.element_P[groups]])),
             np.concatenate((layout.first_class + class_G, spread[: len(light)].ravel(), used)),
-            np.concatenate((classes.heavy_HG[class_G, heavy_G], np.ones(len(light_row)), -elements.count_P[groups])),
+            np.concatenate(
+                (classes.heavy_HG[class_G, heavy_G], np.ones(len(light_row)), -elements.count_P[groups])
+            ),
             np.zeros(num_elements),
             np.zeros(num_elements),
         )
@@ -374,7 +382,12 @@ class ClassRelaxation:
         for phase in range(num_phases):
             columns = np.append(load_columns[:, phase], layout.first_slowest + phase)
             rows.add(columns, np.append(np.ones(num_classes), -num_ranks), -INFINITY, 0.0)
-        rows.add(np.arange(len(candidates)), problem.mean_bytes_C()[candidates] / problem.memory_cap, -INFINITY, 1.0)
+        rows.add(
+            np.arange(len(candidates)),
+            problem.mean_bytes_C()[candidates] / problem.memory_cap,
+            -INFINITY,
+            1.0,
+        )
         rows.add(np.flatnonzero(cost), cost[cost != 0], -INFINITY, cutoff)
         lower, upper = np.zeros(layout.num_columns), np.full(layout.num_columns, INFINITY)
         lower[layout.first_slowest :], upper[layout.first_slowest :] = lower_K, upper_K
@@ -386,7 +399,9 @@ class ClassRelaxation:
             cost[layout.first_slowest :] = cost_K
         return rows.program(cost, lower, upper)
 
-    def _add_free(self, rows: "_Rows", layout: "_Columns", light: Ints, classes: _Classes, spread: Ints) -> None:
+    def _add_free(
+        self, rows: "_Rows", layout: "_Columns", light: Ints, classes: _Classes, spread: Ints
+    ) -> None:
         """A rank without a grid has more steps than the others, or a part of any width."""
         elements = self._elements
         weight_E = np.nan_to_num(elements.steps_E, nan=_MOST_STEPS)
@@ -405,7 +420,8 @@ class ClassRelaxation:
 
 
 class _Columns:
-    """Where which variables are: candidates, ranks per class, lights per class, loads per class and phase, T."""
+    """Where which variables are: candidates, ranks per class, lights per class, loads per class and phase,
+    T."""
 
     def __init__(self, candidates: Ints, num_lights: int, num_classes: int, num_phases: int) -> None:
         self.candidates = candidates
@@ -430,7 +446,9 @@ class _Rows:
         """One row."""
         self.add_each(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
 
-    def add_each(self, rows: Ints, columns: Ints, values: Floats | float, lower: Floats, upper: Floats) -> None:
+    def add_each(
+        self, rows: Ints, columns: Ints, values: Floats | float, lower: Floats, upper: Floats
+    ) -> None:
         """As many rows as `lower` and `upper` have entries; `rows` counts from the first of them."""
         values = np.broadcast_to(np.asarray(values, np.float64), rows.shape)
         some = values != 0
@@ -445,12 +463,12 @@ class _Rows:
         # Several pieces of a candidate may share an element.
         place, inverse = np.unique(columns * self._num_rows + rows, return_inverse=True)
         columns, rows = np.divmod(place, self._num_rows)
-        values = np.bincount(inverse, values, len(place))
+        values = np.bincount(inverse, values, len(place)).astype(np.float64)
         matrix = sparse_matrix(rows, columns, values, num_rows=self._num_rows, num_columns=self._num_columns)
         return LinearProgram(cost, lower, upper, matrix, row_lower, row_upper)
 
 
-def _multiples(values: Floats, unit: Floats) -> Bools:
+def _multiples(values: Floats, unit: Floats | float) -> Bools:
     ratio = values / unit
     result: Bools = np.abs(ratio - np.rint(ratio)) < 1e-6
     return result

@@ -1,8 +1,8 @@
 """Relaxations of the planning problem within a box lower <= T <= upper of the slowest ranks' loads T.
 
 This file's is for many types of tables: T_k is at least the mean load, which is linear in how often each
-candidate is chosen. Types of identical tables are one variable per candidate and ranks need no variable at all,
-so the program is small whatever the cluster. Candidates with a piece above `upper` are out.
+candidate is chosen. Types of identical tables are one variable per candidate and ranks need no variable at
+all, so the program is small whatever the cluster. Candidates with a piece above `upper` are out.
 """
 
 from typing import NamedTuple, Protocol
@@ -21,8 +21,8 @@ _SOLVE_WORK_PER_CANDIDATE = 200
 class Relaxed(NamedTuple):
     """A relaxation's optimum: no plan in the box costs less than `bound`.
 
-    `share_C`: how many tables use each candidate. `slowest_K`: T. `cut_at_K`: where T has to be told apart, below
-    or above, for the relaxation to be more like a plan; equal to T where there is nothing to tell.
+    `share_C`: how many tables use each candidate. `slowest_K`: T. `cut_at_K`: where T has to be told apart,
+    below or above, for the relaxation to be more like a plan; equal to T where there is nothing to tell.
     """
 
     bound: float

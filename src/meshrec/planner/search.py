@@ -20,12 +20,12 @@ _WORSE = 1.002
 """A disturbed plan that is this much slower than the best may still be the next one to disturb."""
 _PATIENCE = 40
 """Disturbances in a row without a better plan before the search returns to the best one."""
-_MOVES_PER_PIECE = 1500
+_MOVES_PER_PIECE = 3000
 _LEAST_MOVES = 100_000
 _WORK_PER_MOVE = 5
 _CLOSE = 1.03
 """Plans that are this much slower than the best are worth exact sizes."""
-_HOT, _WARM = 0.1, 0.01
+_HOT, _WARM = 0.3, 0.01
 """Temperatures to start from: where only places are open, and where a good plan is to be kept."""
 
 

@@ -131,7 +131,11 @@ class _Contest:
     def start(self) -> None:
         """A first plan of each way that can be better than the others'."""
         for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
-            if entrant.root is None or (entrant.value >= self.known) or (self._is_spent and self.known < np.inf):
+            if (
+                entrant.root is None
+                or (entrant.value >= self.known)
+                or (self._is_spent and self.known < np.inf)
+            ):
                 continue
             entrant.search.construct_from(entrant.root, entrant.way.allowed_C)
             if not self._is_spent:
@@ -159,7 +163,8 @@ class _Contest:
         return bool(best.search.parts_T) or not entrant.is_done
 
     def _start_from_boxes(self, entrant: _Entrant, bound: LowerBound) -> bool:
-        """Plans with the splits of the lowest boxes, those that have not been tried; whether there were any."""
+        """Plans with the splits of the lowest boxes, those that have not been tried; whether there were
+        any."""
         num_starts = 0
         for box in bound.boxes(4 * _BRANCHES):
             key = np.rint(box.share_C).astype(np.int32).tobytes()

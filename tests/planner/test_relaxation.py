@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.relaxation import MeanRelaxation
+from meshrec.planner.types import Topology
+
+
+@pytest.fixture
+def problem(make_tables, profile):
+    return build_problem(
+        CostModel(make_tables(6), Topology(world_size=4, hardware=profile), batch_size=64), {}
+    )
+
+
+@pytest.fixture
+def relaxation(problem):
+    return MeanRelaxation(problem, np.ones(len(problem.type_C), bool), 1.0)
+
+
+def limits(problem, upper=1e3):
+    num_phases = problem.load_PK.shape[1]
+    return np.zeros(num_phases), np.full(num_phases, upper)
+
+
+def test_each_table_takes_its_cheapest_candidate(problem, relaxation):
+    found = relaxation.solve(*limits(problem), np.inf)
+    total_C = problem.common_C + problem.mean_load_CK().sum(axis=1)
+    cheapest = sum(total_C[problem.type_C == kind].min() for kind in problem.type_T)
+    assert found.bound == pytest.approx(cheapest)
+    np.testing.assert_allclose(found.share_C @ problem.mean_load_CK(), found.slowest_K, atol=1e-9)
+    assert (found.cut_at_K >= found.slowest_K - 1e-12).all()
+
+
+def test_large_pieces_are_out_of_small_boxes(problem, relaxation):
+    whole = relaxation.solve(*limits(problem), np.inf)
+    lower_K, upper_K = limits(problem)
+    phase = int(problem.load_PK.sum(axis=0).argmax())
+    upper_K[phase] = 0.7 * problem.largest_load_CK()[whole.share_C > 1e-7, phase].max()
+    cut = relaxation.solve(lower_K, upper_K, np.inf)
+    used = cut.share_C > 1e-7
+    assert (problem.largest_load_CK()[used, phase] <= upper_K[phase] * (1 + 1e-9)).all()
+    assert cut.bound > whole.bound
+
+
+def test_nothing_is_cheaper_than_the_cutoff(problem, relaxation):
+    found = relaxation.solve(*limits(problem), np.inf)
+    assert relaxation.solve(*limits(problem), 0.9 * found.bound) is None
+    assert relaxation.work > 0
+
+
+def test_another_cost_may_be_asked_for(problem, relaxation):
+    """And the next solution has the usual one again."""
+    usual = relaxation.solve(*limits(problem), np.inf).bound
+    cost_K = np.zeros(problem.load_PK.shape[1])
+    cost_K[0] = 1.0
+    assert relaxation.solve(*limits(problem), np.inf, cost_K).bound < usual
+    assert relaxation.solve(*limits(problem), np.inf).bound == pytest.approx(usual)
