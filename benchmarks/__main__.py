@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import dlrm_step, import_time, planner, reading, tbe
+from benchmarks import dlrm_step, import_time, planner, reading, tbe, trainer
 from benchmarks.harness import Effort, Result, bars_table, save
 
 
@@ -30,12 +30,17 @@ def run_data(arguments: argparse.Namespace, effort: Effort) -> Result:
     return reading.run(effort, tiny=arguments.tiny)
 
 
+def run_trainer(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return trainer.run(effort, tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "import": run_import,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,
     "data": run_data,
+    "trainer": run_trainer,
 }
 
 

@@ -1,6 +1,6 @@
 """Training: recipes, the trainer, and the folder a run leaves behind."""
 
-from meshrec.train.architectures import DLRMConfig, DLRMDCNConfig, tables_on_meta
+from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig, tables_on_meta
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.recipes import RECIPES, resolve
@@ -14,6 +14,7 @@ __all__ = [
     "DLRMConfig",
     "DLRMDCNConfig",
     "DataSource",
+    "DeepFMConfig",
     "DenseOptimizer",
     "ModelConfig",
     "MovieLens",

@@ -1,12 +1,13 @@
 """The models that recipes choose from, sized by the dataset."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from meshrec.models import DLRM, DLRM_DCN
+from meshrec.models import DLRM, DLRM_DCN, DeepFM
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.train.recipe import ModelConfig
 
@@ -20,6 +21,8 @@ class DLRMConfig(ModelConfig):
 
     embedding_dim: int = 16
     """The width of every table."""
+    table_std: float | None = None
+    """Standard deviation of the tables' first values (default: small ones that depend on the rows)."""
     bottom: tuple[int, ...] = (64,)
     """Hidden layers over the dense values."""
     top: tuple[int, ...] = (64, 32)
@@ -28,7 +31,7 @@ class DLRMConfig(ModelConfig):
     def build(self, dataset: "Dataset") -> nn.Module:
         """The model, its tables on ``meta``."""
         return DLRM(
-            tables_on_meta(dataset, self.embedding_dim),
+            tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
             [*self.top, 1],
@@ -41,6 +44,8 @@ class DLRMDCNConfig(ModelConfig):
 
     embedding_dim: int = 16
     """The width of every table."""
+    table_std: float | None = None
+    """Standard deviation of the tables' first values (default: small ones that depend on the rows)."""
     bottom: tuple[int, ...] = (64,)
     """Hidden layers over the dense values."""
     top: tuple[int, ...] = (64, 32)
@@ -53,7 +58,7 @@ class DLRMDCNConfig(ModelConfig):
     def build(self, dataset: "Dataset") -> nn.Module:
         """The model, its tables on ``meta``."""
         return DLRM_DCN(
-            tables_on_meta(dataset, self.embedding_dim),
+            tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
             [*self.top, 1],
@@ -62,6 +67,37 @@ class DLRMDCNConfig(ModelConfig):
         )
 
 
-def tables_on_meta(dataset: "Dataset", embedding_dim: int) -> EmbeddingBagCollection:
-    """The tables of a dataset, all of one width; sharding allocates what each rank owns."""
-    return EmbeddingBagCollection(tables=dataset.tables(embedding_dim), device=torch.device("meta"))
+@dataclass(frozen=True, kw_only=True)
+class DeepFMConfig(ModelConfig):
+    """DeepFM: a linear term, products of all pairs, and an MLP, over the same embeddings."""
+
+    embedding_dim: int = 16
+    """The width of every table."""
+    table_std: float | None = None
+    """Standard deviation of the tables' first values (default: small ones that depend on the rows)."""
+    bottom: tuple[int, ...] = (64,)
+    """Hidden layers over the dense values."""
+    deep: tuple[int, ...] = (64, 32)
+    """Hidden layers over all vectors."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """The model, its tables on ``meta``."""
+        return DeepFM(
+            tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
+            dataset.num_dense,
+            [*self.bottom, self.embedding_dim],
+            [*self.deep, 1],
+        )
+
+
+def tables_on_meta(
+    dataset: "Dataset", embedding_dim: int, *, std: float | None = None
+) -> EmbeddingBagCollection:
+    """The tables of a dataset, all of one width; sharding allocates what each rank owns.
+
+    ``std``: of normal first values; None: the tables' own.
+    """
+    tables = dataset.tables(embedding_dim)
+    if std is not None:
+        tables = [replace(table, init_fn=partial(nn.init.normal_, std=std)) for table in tables]
+    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))

@@ -42,9 +42,23 @@ def synthetic_clicks() -> Recipe:
     )
 
 
+def dlrm_benchmark() -> Recipe:
+    """The DLRM of the step benchmark: 26 tables of 100,000 rows x 64, 4 ids in each bag."""
+    return Recipe(
+        name="dlrm_benchmark",
+        data=SyntheticClicks(
+            num_features=26, num_embeddings=100_000, ids_per_feature=4, num_dense=13, exponent=1.05
+        ),
+        model=DLRMConfig(embedding_dim=64, bottom=(512, 256), top=(512, 512, 256)),
+        dense=DenseOptimizer(kind="adagrad", lr=0.02),
+        training=Training(batch_size=2048, max_steps=200, phases_every=10),
+    )
+
+
 RECIPES: Mapping[str, Callable[[], Recipe]] = {
     "movielens_dlrm": movielens_dlrm,
     "synthetic_clicks": synthetic_clicks,
+    "dlrm_benchmark": dlrm_benchmark,
 }
 
 
