@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from meshrec.optim import Adam, RowWiseAdagrad
+from meshrec.optim import Adam
 from meshrec.train.architectures import DLRMConfig
 from meshrec.train.recipe import DenseOptimizer, Placement, Recipe, Training
 from meshrec.train.schedule import Schedule
@@ -35,10 +35,10 @@ def synthetic_clicks() -> Recipe:
         name="synthetic_clicks",
         data=SyntheticClicks(),
         model=DLRMConfig(embedding_dim=16, bottom=(64,), top=(128, 64)),
-        tables=RowWiseAdagrad(lr=0.05),
+        tables=Adam(lr=5e-3),
         dense=DenseOptimizer(kind="adam", lr=2e-3),
         schedule=Schedule(warmup_steps=50, decay="linear"),
-        training=Training(batch_size=4096, epochs=2),
+        training=Training(batch_size=2048, epochs=2),
     )
 
 

@@ -18,9 +18,9 @@ class SyntheticClicks(DataSource):
     """Training samples per epoch."""
     num_validation: int = 100_000
     """Validation samples."""
-    num_features: int = 8
+    num_features: int = 6
     """Sparse features, each with a table."""
-    num_embeddings: int = 1000
+    num_embeddings: int = 200
     """Rows of each table."""
     ids_per_feature: int = 1
     """Ids in each bag."""
