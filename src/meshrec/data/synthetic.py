@@ -158,7 +158,7 @@ def synthetic_clicks(
     *,
     num_samples: int = 1_000_000,
     num_validation: int = 100_000,
-    num_features: int = 6,
+    num_features: int = 4,
     num_embeddings: int | Sequence[int] = 200,
     ids_per_feature: int = 1,
     num_dense: int = 4,

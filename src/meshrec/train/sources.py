@@ -18,7 +18,7 @@ class SyntheticClicks(DataSource):
     """Training samples per epoch."""
     num_validation: int = 100_000
     """Validation samples."""
-    num_features: int = 6
+    num_features: int = 4
     """Sparse features, each with a table."""
     num_embeddings: int = 200
     """Rows of each table."""
