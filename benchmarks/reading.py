@@ -99,7 +99,7 @@ def load(folder: str, shape: Shape, *, hashed: bool) -> Dataset:
             for number in range(shape.num_tables)
         ],
     )
-    return parquet(train=folder, schema=schema, lanes=1)
+    return parquet(train=folder, schema=schema)
 
 
 def verify(dataset: Dataset, written: dict[str, int], shape: Shape) -> None:
