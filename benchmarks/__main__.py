@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import dlrm_step, import_time, planner, reading, tbe, trainer
+from benchmarks import checkpoint, dlrm_step, import_time, planner, reading, tbe, trainer
 from benchmarks.harness import Effort, Result, bars_table, save
 
 
@@ -34,6 +34,10 @@ def run_trainer(arguments: argparse.Namespace, effort: Effort) -> Result:
     return trainer.run(effort, tiny=arguments.tiny)
 
 
+def run_checkpoint(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return checkpoint.run(effort, tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "import": run_import,
@@ -41,6 +45,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "dlrm_step": run_dlrm_step,
     "data": run_data,
     "trainer": run_trainer,
+    "checkpoint": run_checkpoint,
 }
 
 

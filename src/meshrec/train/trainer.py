@@ -11,6 +11,7 @@ from meshrec.data import Batch, Dataset, prefetch
 from meshrec.distributed import record_phases
 from meshrec.planner.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
+from meshrec.train.checkpoints import Checkpoints
 from meshrec.train.evaluation import Window, evaluate
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
 from meshrec.train.profiling import StepProfiler
@@ -77,12 +78,17 @@ class Trainer:
         self._step = TrainStep(self.built, ranks, bf16=recipe.training.bf16)
         self._rates = LearningRates([self.built.tables, self.built.dense], recipe.schedule, self.num_steps)
         self._window = Window()
-        self._checkpoints = self._manager("checkpoints", recipe.training.keep_checkpoints)
-        self._best = BestWeights(self.built.model, self._manager("best", 1))
+        self._checkpoints: Checkpoints | None = None
+        best: CheckpointManager | None = None
+        if folder is not None:
+            self._checkpoints = Checkpoints(
+                folder, recipe.training, ranks, self.state, lambda text: self._tell(Said(text))
+            )
+            best = CheckpointManager(folder.path / "best", keep_last=1, group=ranks.control)
+        self._best = BestWeights(self.built.model, best)
         self._phase_times: list[PhaseTime] = []
         self._logged = (0, 0.0)
         self._measured_step = -1
-        self._saved_step = -1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,13 +105,11 @@ class Trainer:
     def resume(self) -> bool:
         """Goes on from the folder's last sound checkpoint; False where there is none. Collective."""
         assert self._checkpoints is not None
-        found = self._checkpoints.load_latest(self.state)
-        if found is not None:
-            self._saved_step = found
         assert self.folder is not None
-        if self.ranks.is_first:
+        found = self._checkpoints.resume()
+        if found and self.ranks.is_first:
             self.folder.drop_metrics_after(self.progress.step)
-        return found is not None
+        return found
 
     def run(self) -> dict[str, float]:
         """Trains to the end, or to an early one; returns the validation metrics of the final weights."""
@@ -117,24 +121,12 @@ class Trainer:
                 self._epoch()
         self._stop.finish()
         self._write_phases()
-        self._save_last()
+        if self._checkpoints is not None:
+            # Before the best weights take the place of the last ones: from here, training can go on.
+            self._checkpoints.finish(self.progress.step)
         if not self.stopped:
             self._finish()
         return self.validation
-
-    def _manager(self, name: str, keep: int) -> CheckpointManager | None:
-        if self.folder is None:
-            return None
-        return CheckpointManager(self.folder.path / name, keep_last=keep, group=self.ranks.control)
-
-    def _save_last(self) -> None:
-        """Before the best weights take the place of the last ones: from here, training can go on."""
-        if self._checkpoints is None:
-            return
-        self._checkpoints.wait()
-        if self._saved_step != self.progress.step:
-            self._checkpoints.save(self.progress.step, self.state)
-            self._saved_step = self.progress.step
 
     @property
     def _samples_per_step(self) -> int:
@@ -156,11 +148,19 @@ class Trainer:
             self._start_clock()
             for group in _groups(batches, training.accumulate):
                 self._one_step(group)
+                if self.progress.position.sample or training.evaluate_every is not None:
+                    self._checkpoint()
                 self.stopped = self._stop.agreed(ranks)
                 if self._is_over():
                     return
         if training.evaluate_every is None:
             self._evaluate()
+            # What the evaluation of an epoch concludes belongs to its last step.
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.after_step(self.progress.step)
 
     def _one_step(self, batches: Sequence[Batch]) -> None:
         progress, training = self.progress, self.recipe.training
@@ -175,10 +175,6 @@ class Trainer:
             self._log()
         if training.evaluate_every is not None and progress.step % training.evaluate_every == 0:
             self._evaluate()
-        every = training.checkpoint_every
-        if self._checkpoints is not None and every is not None and progress.step % every == 0:
-            self._checkpoints.async_save(progress.step, self.state)
-            self._saved_step = progress.step
         if self._profiler is not None:
             self._profiler.step()
 

@@ -19,14 +19,14 @@ from meshrec.train.observers import Event, Finished, FolderObserver, Observer, S
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.recipe import Recipe
 from meshrec.train.report import write_report
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, new_run, now, to_json
+from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, new_run, now, to_json
 from meshrec.train.stopping import StopRequest
 from meshrec.train.trainer import Trainer
 
+LAUNCH = "launch.json"
+"""Holds the id of the launch that made the run's folder."""
 RUN_VARIABLE = "MESHREC_RUN"
 """Names the run's folder to the ranks that our launcher starts, which has made it."""
-RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
-"""Where the elastic launcher counts: after a restart, training goes on from the last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,19 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
 
 
 def _folder(job: Job) -> str:
+    """The run's folder: what our launcher made, or what this launch made before it started its ranks anew."""
     made = os.environ.get(RUN_VARIABLE)
-    return made or str(new_run(job.name, job.recipe.name, job.runs, resume=job.resume).path)
+    if made:
+        return made
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if launch != "none":
+        for known in all_runs(job.runs):
+            if known.read_json(LAUNCH) == launch:
+                return str(known.path)
+    folder = new_run(job.name, job.recipe.name, job.runs, resume=job.resume)
+    if launch != "none":
+        folder.write_json(LAUNCH, launch)
+    return str(folder.path)
 
 
 class _Run:
@@ -105,8 +116,7 @@ class _Run:
                 stop=stop,
                 profile=self._job.profile,
             )
-            if self._job.resume or int(os.environ.get(RESTARTS_VARIABLE, "0")) > 0:
-                self._resume(trainer)
+            self._resume(trainer)
             self._write_inputs(trainer)
             start = time.perf_counter()
             trainer.run()
@@ -117,6 +127,7 @@ class _Run:
         return summary
 
     def _resume(self, trainer: Trainer) -> None:
+        """A new run's folder has no checkpoint; ranks that were started anew find those of before."""
         if not trainer.resume() and self._job.resume:
             raise ValueError(
                 f"{self._folder.path} holds no checkpoint to resume from; train anew under another --name."
