@@ -1,57 +1,49 @@
-import pytest
 import torch
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from meshrec import distributed as md
-from meshrec.distributed.gradient_exchange import Sizes, reduce_bytes
-from meshrec.distributed.mesh import default_env
-from meshrec.optim import Adam
+from meshrec.distributed.gradient_exchange import Sizes, pack_routes, reduce_bytes
+from meshrec.distributed.input_dist import LookupIds
 
 
-def test_bytes_of_both_ways():
-    sizes = Sizes(torch.zeros(2, 1, 4), [10, 30], [5, 7])
-    assert sizes.gather_bytes() == 4 * 37
+def test_bytes_of_a_sum():
     assert reduce_bytes([(10, 3), (2, 7)], 2) == 4 * (40 + 16)
     assert reduce_bytes([(10, 3)], 4) == 2 * 3 * 4 * 40 // 4
 
 
-def exchange(num_rows, batch, optimizer):
-    torch.manual_seed(0)
-    collection = EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(name="t0", num_embeddings=num_rows, embedding_dim=4, feature_names=["a"])]
+def lookup_ids(bags, wide, weighted, seed=0):
+    """Two messages of three routes."""
+    generator = torch.Generator().manual_seed(seed)
+    segments = torch.tensor([0, *bags]).cumsum(0)
+    offsets = torch.cat(
+        [torch.zeros(1).long(), torch.randint(0, 3, (sum(bags),), generator=generator).cumsum(0)]
     )
-    env = default_env()
-    plan = md.construct_module_sharding_plan(
-        collection, {"t0": md.data_parallel()}, world_size=env.shard.size
+    num_ids = int(offsets[-1])
+    values = torch.randint(0, 9, (num_ids,), generator=generator).to(torch.int64 if wide else torch.int32)
+    weights = torch.rand(num_ids, generator=generator) if weighted else None
+    return LookupIds(values, offsets, weights, segments, [], False)
+
+
+def check_packed(bags, wide, weighted):
+    ids, routes = lookup_ids(bags, wide, weighted), [0, 2]
+    shape = 1, 2, 3
+    num_ids = ids.offsets[ids.segments].diff().view(shape)
+    sizes = Sizes(torch.zeros(1, 2, 4), torch.tensor(bags).view(shape), num_ids)
+    header = sizes.headers_of(routes, (2 if wide else 1) + weighted)[0]
+    message = pack_routes(ids, routes, header)
+    values, offsets, weights, segments = torch.ops.meshrec.unpack_ids(
+        message.words, message.header, [0, 1], 2, weighted, wide
     )
-    module = md.EmbeddingBagCollectionSharder(Adam(lr=0.1) if optimizer else None).shard(
-        collection, plan, env
-    )
-    generator = torch.Generator().manual_seed(env.world.rank)
-    for _ in range(3):
-        ids = torch.randint(0, num_rows - 1, (batch,), generator=generator)
-        features = KeyedJaggedTensor(["a"], ids, lengths=torch.ones(batch, dtype=torch.long))
-        with md.measure_traffic() as traffic:
-            module(features).values().square().sum().backward()
-    weight = module.embedding_bags["t0"].weight
-    return (weight if optimizer else weight.grad).tolist(), sorted(traffic)
+    kept = [0, 2, 3, 5]
+    assert segments.diff().tolist() == [bags[i] for i in kept]
+    slices = [slice(*ids.offsets[ids.segments[i : i + 2]].tolist()) for i in kept]
+    assert torch.equal(values, torch.cat([ids.values[each] for each in slices]))
+    lengths = [ids.offsets.diff()[ids.segments[i] : ids.segments[i + 1]] for i in kept]
+    assert torch.equal(offsets.diff(), torch.cat(lengths))
+    if weighted:
+        assert torch.equal(weights, torch.cat([ids.weights[each] for each in slices]))
+    return header[:, 3].tolist()
 
 
-@pytest.mark.parametrize("optimizer", [True, False])
-@pytest.mark.parametrize(("num_rows", "batch", "way"), [(5, 100, "dense"), (1000, 3, "sparse")])
-def test_replicas_stay_equal_whichever_way_is_shorter(ranks, num_rows, batch, way, optimizer):
-    (first, traffic), (second, _) = ranks(2).run(exchange, num_rows, batch, optimizer)
-    assert first == second
-    assert ("gradients of replicas" in traffic) == (way == "dense")
-    assert ("ids and gradients of replicas" in traffic) == (way == "sparse")
-
-
-def untouched(num_rows):
-    torch.manual_seed(0)
-    before = torch.empty(num_rows, 4).uniform_(-(num_rows**-0.5), num_rows**-0.5)
-    return before[-1].tolist(), exchange(num_rows, 100, True)[0][-1]
-
-
-def test_rows_nobody_looked_up_stay(ranks):
-    for before, after in ranks(2).run(untouched, 5):
-        assert before == after
+def test_some_routes_of_a_message_are_a_message():
+    assert check_packed([2, 2, 2, 3, 3, 3], wide=False, weighted=False) == [2, 3]
+    assert check_packed([2, 1, 2, 3, 3, 4], wide=True, weighted=True) == [2, -1]
+    assert check_packed([0, 1, 2, 3, 3, 4], wide=False, weighted=True) == [-1, -1]

@@ -2,7 +2,7 @@
 
 What travels is what the backward pass works from: packed ids and the gradient of the looked-up rows. For
 pooled tables that is one row per bag, fewer bytes than one gradient row per id; the update then runs as if
-one rank had seen it all.
+one rank had seen it all. Small tables are summed whole instead.
 """
 
 from collections.abc import Sequence
@@ -11,32 +11,95 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.distributed.collectives import InFlight, all_gather, all_reduce
+from meshrec.distributed.collectives import all_gather, all_reduce
 from meshrec.distributed.holdings import RowGradients
-from meshrec.distributed.input_dist import Message
+from meshrec.distributed.input_dist import LookupIds, Message
 from meshrec.distributed.mesh import Axis
 
-
-class Gathering(NamedTuple):
-    """Sizes are under way."""
-
-    message: Message
-    grad: Tensor
-    axis: Axis
-    sizes: InFlight
+# P replicas, n messages of each, Q routes of a message
 
 
 class Sizes(NamedTuple):
-    """What every rank of the axis has: its header [n, 4] and the elements of its gradient."""
+    """What every replica has: ``headers`` [P, n, 4] of its messages; ``bags`` and ``num_ids`` [P, n, Q] on
+    their routes, the messages in the order in which they were unpacked.
+    """
 
     headers: Tensor
-    num_grads: list[int]
-    words: list[int]
+    bags: Tensor
+    num_ids: Tensor
 
-    def gather_bytes(self) -> int:
-        """What a gather makes each rank send to the others, in bytes."""
-        per_rank = [4 * (words + grads) for words, grads in zip(self.words, self.num_grads, strict=True)]
-        return max(per_rank) * (len(per_rank) - 1)
+    def headers_of(self, routes: Sequence[int], words_per_id: int) -> Tensor:
+        """[P, n, 4]: the headers of messages with some routes only, in the order of unpacking."""
+        bags, num_ids = self.bags[:, :, routes], self.num_ids[:, :, routes].sum(2)
+        batch = torch.where((bags == bags[:, :, :1]).all(2), bags[:, :, 0], -1)
+        prefix = (batch < 0).long() * len(routes)
+        words = prefix + bags.sum(2) + num_ids * words_per_id
+        return torch.stack([torch.zeros_like(words), words, num_ids, batch], 2)
+
+
+def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> Sizes:
+    """What every rank of the axis has. Collective."""
+    num_messages = header.shape[0]
+    starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
+    counts = torch.cat([header.reshape(-1), ids.segments.diff(), starts.diff()]).to(ids.values.device)
+    rows = all_gather(counts, axis, "sizes of gradients").wait().cpu()
+    num_routes = (ids.segments.numel() - 1) // num_messages
+    sizes = [header.numel(), num_messages * num_routes, num_messages * num_routes]
+    headers, bags, num_ids = rows.split(sizes, 1)
+    shape = axis.size, num_messages, num_routes
+    return Sizes(headers.reshape(axis.size, num_messages, -1), bags.reshape(shape), num_ids.reshape(shape))
+
+
+def gather_gradients(
+    message: Message, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
+) -> tuple[Message, Tensor]:
+    """The messages of all ranks, one rank after the other, and their gradients, flat, in the same order.
+
+    Args:
+        grad: fp32, flat; of rank p it has ``num_grads[p]`` elements.
+        headers: [P, n, 4], that of ``message`` among them.
+    """
+    words = headers[:, :, 1].sum(1).tolist()
+    lengths = [count + grads for count, grads in zip(words, num_grads, strict=True)]
+    mine = torch.cat([message.words, grad.reshape(-1).view(torch.int32)])
+    padded = torch.nn.functional.pad(mine, (0, max(lengths) - mine.numel()))
+    rows = all_gather(padded, axis, "ids and gradients of replicas").wait()
+    grads = [row[count:length] for row, count, length in zip(rows, words, lengths, strict=True)]
+    return (
+        Message(
+            torch.cat([row[:count] for row, count in zip(rows, words, strict=True)]), headers.flatten(0, 1)
+        ),
+        torch.cat(grads).view(torch.float32),
+    )
+
+
+def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Message:
+    """Messages with some routes of ``ids`` only. ``header`` [n, 4]: see ``Sizes.headers_of``."""
+    num_messages = header.shape[0]
+    num_routes = (ids.segments.numel() - 1) // num_messages
+    order = [message * num_routes + route for message in range(num_messages) for route in routes]
+    bags = ids.segments.diff()[order]
+    num_bags = bags.view(num_messages, -1).sum(1).tolist()
+    num_ids = header[:, 2].tolist()
+    lengths, values, weights = torch.ops.meshrec.permute_jagged(
+        order,
+        num_messages * num_routes,
+        ids.offsets.diff(),
+        ids.values,
+        ids.weights,
+        ids.segments,
+        sum(num_bags),
+        sum(num_ids),
+    )
+    columns = [lengths.int().split(num_bags), values.split(num_ids)]
+    if ids.weights is not None:
+        columns.append(weights.split(num_ids))
+    words: list[Tensor] = []
+    for message, parts in enumerate(zip(*columns, strict=True)):
+        if header[message, 3] < 0:
+            words.append(bags.view(num_messages, -1)[message].int().to(values.device))
+        words += [part.view(torch.int32) for part in parts]
+    return Message(torch.cat(words), header)
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
@@ -58,30 +121,3 @@ def reduce_gradients(
     all_reduce(flat, axis, "gradients of replicas")
     rows = [table[:, -1].nonzero()[:, 0] for table in tables]
     return [RowGradients(at, table[at, :-1]) for at, table in zip(rows, tables, strict=True)]
-
-
-def start_gather(message: Message, grad: Tensor, axis: Axis) -> Gathering:
-    """Starts to exchange sizes. ``grad``: fp32, in the order of the message's blocks."""
-    sizes = torch.cat([message.header.reshape(-1), torch.tensor([grad.numel()])])
-    sizes = sizes.to(message.words.device)
-    return Gathering(message, grad, axis, all_gather(sizes, axis, "sizes of gradients"))
-
-
-def gathered_sizes(gathering: Gathering) -> Sizes:
-    """Waits for the sizes."""
-    rows = gathering.sizes.wait().cpu()
-    headers = rows[:, :-1].reshape(rows.shape[0], *gathering.message.header.shape)
-    return Sizes(headers, rows[:, -1].tolist(), headers[:, :, 1].sum(1).tolist())
-
-
-def finish_gather(gathering: Gathering, sizes: Sizes) -> tuple[Message, Tensor]:
-    """The messages of all ranks, one rank after the other, and their gradients, flat, in the same order."""
-    lengths = [words + grads for words, grads in zip(sizes.words, sizes.num_grads, strict=True)]
-    mine = torch.cat([gathering.message.words, gathering.grad.reshape(-1).view(torch.int32)])
-    padded = torch.nn.functional.pad(mine, (0, max(lengths) - mine.numel()))
-    rows = all_gather(padded, gathering.axis, "ids and gradients of replicas").wait()
-    words = torch.cat([row[:count] for row, count in zip(rows, sizes.words, strict=True)])
-    grads = torch.cat(
-        [row[count:length] for row, count, length in zip(rows, sizes.words, lengths, strict=True)]
-    )
-    return Message(words, sizes.headers.flatten(0, 1)), grads.view(torch.float32)

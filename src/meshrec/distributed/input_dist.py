@@ -135,6 +135,8 @@ class InputDist:
         self._routing, self._env, self.device = routing, env, device
         self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
         self.num_clamped_ids = 0
+        self.words_per_id = (2 if routing.wide else 1) + weighted
+        """Of a message, with the id's weight."""
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
         self._keys: tuple[Sequence[str], list[int]] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
 from meshrec.distributed.holdings import Holdings, RowGradients
 from meshrec.distributed.input_dist import LookupIds
-from meshrec.distributed.routing import RankWork, Routing
+from meshrec.distributed.routing import RankWork, Route, Routing
 
 # K routes of this rank, L lookups, T rectangles
 
@@ -40,7 +40,12 @@ class LookupTables:
         *,
         sequence: bool,
         out_dtype: torch.dtype = torch.float32,
+        routes: Sequence[int] | None = None,
     ) -> None:
+        self._routing = routing
+        self.routes = list(range(len(work.routes))) if routes is None else list(routes)
+        """The routes of ``work``, as the ids number them that it is a part of."""
+        self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.held, self.sequence = work, held, sequence
         self._plain = None if held.is_packed else list(held.parameters)
         self.is_empty = not work.lookups
@@ -63,6 +68,42 @@ class LookupTables:
     def weights(self) -> Sequence[Tensor]:
         """The rectangles."""
         return self.held.weights
+
+    def table_of(self, route: Route) -> int:
+        """Whose ids they are."""
+        return self._routing.uses[route.use].table
+
+    def without(self, tables: frozenset[int]) -> "LookupTables":
+        """The same, but for some tables."""
+        if tables not in self._parts:
+            kept = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
+            place = {route: number for number, route in enumerate(kept)}
+            work = RankWork(
+                self.work.rectangles,
+                tuple(self.work.routes[q] for q in kept),
+                tuple(x._replace(route=place[x.route]) for x in self.work.lookups if x.route in place),
+            )
+            self._parts[tables] = LookupTables(
+                self._routing, work, self.held, sequence=self.sequence, out_dtype=self._out_dtype, routes=kept
+            )
+        return self._parts[tables]
+
+    def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
+        """Elements of the output for each route, the last dimension of both."""
+        return (num_ids if self.sequence else bags) * self._route_widths
+
+    def part_of_grad(self, part: "LookupTables", grad: Tensor, ids: LookupIds) -> Tensor:
+        """What of the gradient of the output belongs to the lookups of a part, flat."""
+        kept = set(part.routes)
+        chosen = [i for i, lookup in enumerate(self.work.lookups) if lookup.route in kept]
+        if not self.is_flat(ids):
+            columns = [columns.tolist() for columns in torch.arange(self._dim).split(self._widths)]
+            return grad.view(-1, self._dim)[:, [c for i in chosen for c in columns[i]]].reshape(-1)
+        starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
+        rows = starts.diff().view(-1, len(self.work.routes))[:, self._arguments.keys]
+        pieces = grad.reshape(-1).split((rows * torch.tensor(self._widths)).view(-1).tolist())
+        number = len(self.work.lookups)
+        return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in chosen])
 
     def is_flat(self, ids: LookupIds) -> bool:
         """Whether outputs lie piece by piece, because rows of different lookups differ in number."""

@@ -12,21 +12,15 @@ from torch import Tensor
 
 from meshrec.distributed.collected import Collected
 from meshrec.distributed.collectives import InFlight
-from meshrec.distributed.gradient_exchange import (
-    finish_gather,
-    gathered_sizes,
-    reduce_bytes,
-    reduce_gradients,
-    start_gather,
-)
 from meshrec.distributed.holdings import Holdings
-from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Message, Started
+from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Started
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.mesh import Axis, ShardingEnv
+from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
 from meshrec.distributed.phases import OFF, phase, recorders
+from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
-from meshrec.distributed.updates import FusedRule, LookedUp, TableGradient, TableUpdates, distinct
+from meshrec.distributed.updates import FusedRule, TableGradient, TableUpdates, distinct
 from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -75,6 +69,8 @@ class ShardedTables:
         """What backward passes left for ``step``; None where there is nothing to leave."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
+        self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
+        self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
         self._weight_grads = WeightGrads(routing, env.shard)
 
     @property
@@ -146,17 +142,13 @@ class ShardedTables:
         assert step.in_flight is not None
         local = None
         if step.local_ids is not None:
-            local = self._of_replicas(
-                self.local, step.arrived.local, step.local_ids, [0], local_grad, self._env.world
-            )
+            local = self._everywhere.sum_of_all(step.arrived.local, step.local_ids, local_grad)
         with phase("gradient") if recorders else OFF:
             split_grad = step.in_flight.wait().float()
             step.in_flight, sample_grad = None, None
             if step.arrived.wishes.weight_grads:
                 sample_grad = self._sample_weight_grad(step, split_grad, local_grad)
-        split = self._of_replicas(
-            self.split, step.arrived.message, step.ids, self._output.blocks, split_grad, self._env.replicate
-        )
+        split = self._replicas.sum_of_all(step.arrived.message, step.ids, split_grad)
         gradients = [split] if local is None else [split, local]
         with phase("update") if recorders else OFF:
             self._collect(gradients)
@@ -216,41 +208,6 @@ class ShardedTables:
             by_rank[rank] = block
         grads = self._weight_grads.exchange(by_rank, local, step.asked.source)
         return grads.mul_(self._env.world.size)
-
-    def _of_replicas(
-        self,
-        tables: LookupTables,
-        message: Message,
-        ids: LookupIds,
-        blocks: list[int],
-        grad: Tensor,
-        axis: Axis,
-    ) -> TableGradient:
-        """The gradient of all replicas of these tables, in the form that moved fewer bytes."""
-        if axis.size == 1:
-            return TableGradient(LookedUp(tables, tables.shaped(grad, ids), ids), {})
-        with phase("data_parallel" if tables is self.local else "replicas") if recorders else OFF:
-            return self._exchanged(tables, message, ids, blocks, grad, axis)
-
-    def _exchanged(
-        self,
-        tables: LookupTables,
-        message: Message,
-        ids: LookupIds,
-        blocks: list[int],
-        grad: Tensor,
-        axis: Axis,
-    ) -> TableGradient:
-        gathering = start_gather(message, grad, axis)
-        sizes = gathered_sizes(gathering)
-        shapes = [(weight.shape[0], weight.shape[1]) for weight in tables.weights]
-        if not tables.is_empty and reduce_bytes(shapes, axis.size) < sizes.gather_bytes():
-            own = tables.sparse_grads(tables.shaped(grad, ids), ids, list(range(len(shapes))))
-            return TableGradient(None, dict(enumerate(reduce_gradients(own, shapes, axis))))
-        message, grad = finish_gather(gathering, sizes)
-        all_blocks = [p * len(blocks) + block for p in range(axis.size) for block in blocks]
-        ids = self._input.unpack(message, all_blocks, len(tables.work.routes))
-        return TableGradient(LookedUp(tables, tables.shaped(grad, ids), ids), {})
 
 
 def _of(

@@ -1,0 +1,106 @@
+"""Makes the gradient of tables that live on several ranks the same on all of them.
+
+Each table goes the way that moves fewer bytes: summed whole, or as ids and gradients of looked-up rows, from
+which every replica then works as if one rank had seen it all. Whatever the mix, that is one exchange of
+sizes, one sum, and one exchange of ids and gradients.
+"""
+
+from torch import Tensor
+
+from meshrec.distributed.gradient_exchange import (
+    Sizes,
+    gather_gradients,
+    gather_sizes,
+    pack_routes,
+    reduce_bytes,
+    reduce_gradients,
+)
+from meshrec.distributed.holdings import RowGradients
+from meshrec.distributed.input_dist import InputDist, LookupIds, Message
+from meshrec.distributed.lookup import LookupTables
+from meshrec.distributed.mesh import Axis
+from meshrec.distributed.phases import OFF, phase, recorders
+from meshrec.distributed.updates import LookedUp, TableGradient
+
+# P replicas, n messages of each, Q routes of a message
+
+
+class Replicas:
+    """The replicas of the tables that a rank looks up together.
+
+    ``axis``: the ranks that hold the same. ``blocks``: the order in which a rank unpacks its messages.
+    ``name``: of the phase that this is.
+    """
+
+    def __init__(
+        self, tables: LookupTables, axis: Axis, input_dist: InputDist, blocks: list[int], *, name: str
+    ) -> None:
+        self._tables, self._axis, self._input, self._blocks = tables, axis, input_dist, blocks
+        self._phase = name
+
+    def sum_of_all(self, message: Message, ids: LookupIds, grad: Tensor) -> TableGradient:
+        """The gradient of all replicas, from that of what was looked up here for ``message``, which holds
+        ``ids``. Collective over the axis.
+        """
+        if self._axis.size == 1:
+            return TableGradient(LookedUp(self._tables, self._tables.shaped(grad, ids), ids), {})
+        with phase(self._phase) if recorders else OFF:
+            return self._exchanged(message, ids, grad)
+
+    def _exchanged(self, message: Message, ids: LookupIds, grad: Tensor) -> TableGradient:
+        sizes = gather_sizes(message.header, ids, self._axis)
+        whole = self._moved_whole(sizes)
+        rows = self._summed(whole, ids, grad)
+        if rows and len(rows) == len(self._tables.work.rectangles):
+            return TableGradient(None, rows)
+        return TableGradient(self._gathered(whole, message, ids, grad, sizes), rows)
+
+    def _moved_whole(self, sizes: Sizes) -> frozenset[int]:
+        """The tables for which a sum moves fewer bytes: the same ones on every replica."""
+        work, num_ranks = self._tables.work, self._axis.size
+        elements = (
+            sizes.bags
+            + sizes.num_ids * self._input.words_per_id
+            + self._tables.num_elements(sizes.bags, sizes.num_ids)
+        )
+        per_route = 4 * elements.sum(1).amax(0) * (num_ranks - 1)
+        gathered: dict[int, int] = {}
+        for route, num_bytes in zip(work.routes, per_route.tolist(), strict=True):
+            table = self._tables.table_of(route)
+            gathered[table] = gathered.get(table, 0) + num_bytes
+        summed = dict.fromkeys(gathered, 0)
+        for rectangle in work.rectangles:
+            if rectangle.table in summed:
+                shape = (rectangle.r1 - rectangle.r0, rectangle.c1 - rectangle.c0)
+                summed[rectangle.table] += reduce_bytes([shape], num_ranks)
+        return frozenset(table for table in gathered if summed[table] < gathered[table])
+
+    def _summed(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
+        """The rows of the rectangles of these tables."""
+        rectangles = self._tables.work.rectangles
+        chosen = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
+        if not chosen:
+            return {}
+        own = self._tables.sparse_grads(self._tables.shaped(grad, ids), ids, chosen)
+        weights = self._tables.weights
+        shapes = [(weights[i].shape[0], weights[i].shape[1]) for i in chosen]
+        return dict(zip(chosen, reduce_gradients(own, shapes, self._axis), strict=True))
+
+    def _gathered(
+        self, whole: frozenset[int], message: Message, ids: LookupIds, grad: Tensor, sizes: Sizes
+    ) -> LookedUp:
+        """What all replicas looked up in the other tables."""
+        tables, headers, blocks = self._tables, sizes.headers, self._blocks
+        if whole:
+            tables = self._tables.without(whole)
+            headers = sizes.headers_of(tables.routes, self._input.words_per_id)
+            blocks = list(range(len(blocks)))
+            message = pack_routes(ids, tables.routes, headers[self._axis.rank])
+            grad = self._tables.part_of_grad(tables, grad, ids)
+        num_grads = (
+            self._tables.num_elements(sizes.bags, sizes.num_ids)[:, :, tables.routes].sum((1, 2)).tolist()
+        )
+        message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
+        every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
+        all_ids = self._input.unpack(message, every, len(tables.work.routes))
+        return LookedUp(tables, tables.shaped(grad, all_ids), all_ids)
