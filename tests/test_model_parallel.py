@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
@@ -131,14 +134,52 @@ def test_schedulers_reach_the_fused_optimizer(ranks):
 def hook_called():
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    model = make(dense_options={"bucket_cap_mb": 1, "gradient_as_bucket_view": True})
+    model = make(dense_options={"bucket_cap_mb": 1, "gradient_as_bucket_view": True, "static_graph": True})
     model.register_comm_hook(None, fp16_compress_hook)
-    model(features()).sum().backward()
-    return model._dmp_wrapped_module.gradient_as_bucket_view
+    for _ in range(3):  # a static graph is another one from the second step on
+        model(features()).sum().backward()
+    wrapped = model._dmp_wrapped_module
+    gradient = dict(model.named_parameters())["over.weight"].grad
+    return wrapped.gradient_as_bucket_view, wrapped.static_graph, bool(gradient.isfinite().all())
 
 
 def test_ddps_knobs_are_reachable(ranks):
-    assert ranks(2).run(hook_called) == [True, True]
+    assert ranks(2).run(hook_called) == [(True, True, True)] * 2
+
+
+def hsdp(sizes, names):
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    env = md.ShardingEnv.from_mesh(mesh)
+    model = Model()
+    plan = md.construct_module_sharding_plan(
+        model.ebc, {"t0": md.row_wise(), "t1": md.data_parallel()}, world_size=env.shard.size
+    )
+    model = DistributedModelParallel(
+        model,
+        env,
+        plan=md.ShardingPlan({"ebc": plan}),
+        sharders=[md.EmbeddingBagCollectionSharder(SGD(lr=0.1))],
+        dense="fsdp2",
+    )
+    model(features()).sum().backward()
+    weight = dict(model.named_parameters())["over.weight"]
+    return weight.device_mesh.mesh.tolist(), [type(placement).__name__ for placement in weight.placements]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "mesh"),
+    [
+        ((2, 1, 2), ("replicate", "node", "local"), [[0, 1], [2, 3]]),
+        ((2, 2, 1), ("replicate", "node", "local"), [[0, 1], [2, 3]]),
+        ((2, 2), ("replicate", "shard"), [[0, 1], [2, 3]]),
+        ((2, 2), ("node", "local"), [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_fsdp2_replicates_over_replicas_and_shards_over_the_rest(ranks, sizes, names, mesh):
+    placements = ["Replicate", "Shard"] if "replicate" in names else ["Shard"]
+    for found in ranks(4).run(hsdp, sizes, names):
+        assert found == (mesh, placements)
 
 
 def hook_without_ddp():
@@ -166,6 +207,35 @@ def overlap():
     DistributedModelParallel(Model("meta"), plan=plan)
 
 
+def missing_table():
+    plan = make_plan()
+    del plan.plan["ebc"]["t1"]
+    DistributedModelParallel(Model("meta"), plan=plan)
+
+
+def uncovered():
+    plan = make_plan()
+    first, _ = plan.plan["ebc"]["t0"].shards
+    plan.plan["ebc"]["t0"] = md.ParameterSharding(
+        sharding_type=md.ShardingType.ROW_WISE, sharding_spec=md.EnumerableShardingSpec(shards=(first,))
+    )
+    DistributedModelParallel(Model("meta"), plan=plan)
+
+
+def no_such_rank():
+    plan = make_plan(t0=md.table_wise(rank=0))
+    shard = plan.plan["ebc"]["t0"].shards[0]
+    elsewhere = dataclasses.replace(shard, placement=md.Placement(rank=7, device="cpu"))
+    plan.plan["ebc"]["t0"] = md.ParameterSharding(
+        sharding_type=md.ShardingType.TABLE_WISE, sharding_spec=md.EnumerableShardingSpec(shards=(elsewhere,))
+    )
+    DistributedModelParallel(Model("meta"), plan=plan)
+
+
+def input_elsewhere():
+    make()(features().to(torch.device("meta")))
+
+
 def wrong_device():
     md.EmbeddingBagCollectionSharder().shard(
         Model().ebc, make_plan().plan["ebc"], default_env(), torch.device("cuda")
@@ -182,6 +252,10 @@ def wrong_device():
         ),
         (no_such_module, "the plan has no module 'ebc'"),
         (overlap, r"table 't0': rectangles \[0:5, 0:4\]@0 and \[0:5, 0:4\]@0 overlap"),
+        (missing_table, r"table 't1' is not in the plan, which has \['t0'\]"),
+        (uncovered, r"table 't0': its rectangles \[0:5, 0:4\]@0 cover 20 of 40 elements \(10 x 4\)"),
+        (no_such_rank, r"table 't0': rectangle \[0:10, 0:4\]@7 is on rank 7; the ranks are \[0, 2\)"),
+        (input_elsewhere, "the input is on meta and table 't0' on cpu"),
         (wrong_device, "device cuda does not fit the process group, which works on cpu"),
     ],
 )

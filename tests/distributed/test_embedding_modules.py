@@ -343,7 +343,9 @@ def batch_size_per_feature(sequence):
     generator = torch.Generator().manual_seed(env.world.rank)
     strides = [2, 3 + env.world.rank, 1]
     lengths = torch.randint(0, 3, (sum(strides),), generator=generator)
-    inverse = torch.stack([torch.randint(0, n, (4,), generator=generator) for n in strides])
+    # Each rank has its own batch, too.
+    batch = 4 + 2 * env.world.rank
+    inverse = torch.stack([torch.randint(0, n, (batch,), generator=generator) for n in strides])
     ids = torch.zeros(int(lengths.sum()), dtype=torch.long)
     features = KeyedJaggedTensor(
         ["a", "b", "c"],

@@ -200,6 +200,24 @@ def test_warn_takes_row_0_counts_and_says_so_once(make, caplog):
         assert all(torch.equal(result[key].values(), expected[key].values()) for key in expected)
 
 
+@BOTH
+def test_warn_does_not_break_the_graph(make, caplog):
+    torch.manual_seed(0)
+    module = make(bounds_check=BoundsCheckMode.WARN)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    features = make_input([0, ROWS, 2, 3, 4, -1, 77, 7])
+    with caplog.at_level(logging.WARNING, logger="meshrec"):
+        results = [compiled(features), compiled(features)]
+    assert module.num_clamped_ids == 6
+    assert [record.name for record in caplog.records].count("meshrec") == 1
+    for result in results:
+        expected = module(features)
+        if make is make_bags:
+            assert torch.equal(result.values(), expected.values())
+        else:
+            assert all(torch.equal(result[key].values(), expected[key].values()) for key in expected)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_warn_sends_the_gradient_to_row_0(fused):
     module = make_bags({"items": ["item"]}, bounds_check=BoundsCheckMode.WARN)

@@ -88,9 +88,15 @@ class ShardingEnv:
         """The mesh that FSDP2 takes: (replicate, shard) for HSDP, else all ranks on one axis."""
         if self.mesh is None or self.node is None:
             return self.mesh
-        names = self.mesh.mesh_dim_names
-        assert names is not None
-        return _flat_mesh(self.mesh, names, "world" if "replicate" in names else "shard")
+        if self.replicate.group is None:
+            return self.shard_mesh
+        assert self.shard.group is not None
+        return DeviceMesh.from_group(
+            [self.replicate.group, self.shard.group],
+            self.mesh.device_type,
+            mesh=self.mesh.mesh.flatten(1),
+            mesh_dim_names=("replicate", "shard"),
+        )
 
 
 def default_env() -> ShardingEnv:

@@ -1,7 +1,6 @@
 """What the two collections share: which feature reads which table, and one kernel call for all of them."""
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,7 +14,6 @@ from meshrec.sparse import KeyedJaggedTensor
 
 # F features in the order of the tables, B samples, N ids, D width
 
-_logger = logging.getLogger("meshrec")
 _POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 
 
@@ -52,7 +50,7 @@ class TableLookup:
         self.dims = [tables[index].embedding_dim for index in self.tables]
         self.is_weighted = is_weighted
         self.bounds_check = bounds_check
-        self.num_clamped_ids = 0
+        self._num_clamped = torch.zeros((), dtype=torch.int64)
         self._table_names = [table.name for table in tables]
         self._num_rows = [table.num_embeddings for table in tables]
         readers = Counter(self.features)
@@ -64,6 +62,11 @@ class TableLookup:
         self._names = torch.frombuffer(bytearray(lines.encode()), dtype=torch.uint8)
         self._known_keys: list[str] = []
         self._key_indices: list[int] = []
+
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids ``BoundsCheckMode.WARN`` replaced so far."""
+        return int(self._num_clamped)
 
     def lookups(self, features: KeyedJaggedTensor, weights: Sequence[Tensor], *, flat: bool) -> tbe.Lookups:
         """The kernels' arguments for one batch.
@@ -145,17 +148,7 @@ class TableLookup:
             lookups.tables,
             self._num_rows,
         )
-        num_clamped = int(counts.sum())
-        if num_clamped and not self.num_clamped_ids:
-            worst = int(counts.argmax())
-            _logger.warning(
-                "%d ids lie outside their table, most of them of feature %r in table %r; row 0 takes their "
-                "place. This is said once; num_clamped_ids counts on.",
-                num_clamped,
-                self.features[worst],
-                self._table_names[self.tables[worst]],
-            )
-        self.num_clamped_ids += num_clamped
+        torch.ops.meshrec.report_clamped(self._num_clamped, counts, self._names)
         return lookups._replace(values=values)
 
 

@@ -58,8 +58,10 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         # GradScaler.step asks this first; it would pass over parameters whose gradients are used up already.
         if self.updates_in_backward:
             raise ValueError(
-                "a GradScaler cannot serve tables that are updated in backward: the update has already used "
-                'the scaled gradients, and cannot be skipped. Fuse with update="on_step".'
+                "a GradScaler cannot serve tables that are updated in backward: the backward pass has "
+                "already applied the scaled gradients to them, before a scaler could be seen, and their "
+                "weights are of no use now. Make the model anew, or load a checkpoint. "
+                'Fuse with update="on_step".'
             )
         return False
 

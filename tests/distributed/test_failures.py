@@ -1,0 +1,73 @@
+"""A rank that goes away in the middle of a step, in processes of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import distributed as md
+from meshrec.model_parallel import DistributedModelParallel
+from meshrec.optim import SGD
+
+rank, store, when = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group(
+    "gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
+)
+module = torch.nn.ModuleDict(
+    {"ebc": EmbeddingBagCollection(
+        [EmbeddingBagConfig(name="t0", num_embeddings=12, embedding_dim=4, feature_names=["a"])]
+    )}
+)
+plan = md.construct_module_sharding_plan(module["ebc"], {"t0": md.row_wise()}, world_size=3)
+model = DistributedModelParallel(
+    module, plan=md.ShardingPlan({"ebc": plan}), sharders=[md.EmbeddingBagCollectionSharder(SGD(lr=0.1))]
+)
+ebc = model.module["ebc"]
+features = KeyedJaggedTensor(["a"], torch.tensor([1, 5, 9]), lengths=torch.tensor([2, 1]))
+ebc(features).values().sum().backward()  # a whole step works
+for step in range(3):
+    if rank == 1 and when == "forward":
+        os._exit(7)
+    output = ebc(features).values()
+    if rank == 1 and when == "backward":
+        os._exit(7)
+    output.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "collectives"),
+    [
+        ("forward", ("sizes of ids", "ids", "embeddings")),
+        ("backward", ("gradients of embeddings", "sizes of ids")),
+    ],
+)
+def test_the_others_name_the_dead_rank_and_the_collective_and_exit(tmp_path: Path, when, collectives):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store"), when],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    assert processes[1].returncode == 7
+    for rank in (0, 2):
+        assert processes[rank].returncode not in (0, None), errors[rank]
+        line = next(line for line in errors[rank].splitlines() if "CollectiveError: rank" in line)
+        assert f"CollectiveError: rank {rank}: the collective" in line
+        assert any(f"'{name}' over ranks [0, 1, 2] failed" in line for name in collectives)
+        assert "no answer from rank 1." in line
+        assert "restart all ranks from the last checkpoint" in line
