@@ -1,9 +1,13 @@
+from unittest import mock
+
+import pytest
 import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.distributed import CollectiveError, row_stats
 from meshrec.distributed.mesh import default_env
-from meshrec.optim import SGD
+from meshrec.optim import SGD, RowWiseAdagrad
 
 
 def make(builder=None):
@@ -61,6 +65,48 @@ def all_on_rank_0():
 def test_a_rank_without_a_rectangle_sends_its_gradients(ranks):
     for change in ranks(2).run(all_on_rank_0):
         torch.testing.assert_close(torch.tensor(change), torch.full((2, 4), 0.1))
+
+
+def broken_wire(update):
+    """Row statistics fail while other tables wait for their update, and after the first of two tries."""
+    env = default_env()
+    torch.manual_seed(0)
+    module = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=4, feature_names=["a"])
+            for name in ("t0", "t1", "t2")
+        ]
+    )
+    builders = {"t0": md.row_wise(), "t1": md.column_wise(), "t2": md.data_parallel()}
+    plan = md.construct_module_sharding_plan(module, builders, world_size=env.shard.size)
+    sharder = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1), update=update)
+    sharded = sharder.shard(module, plan, env)
+    held = [
+        *sharded.parameters(),
+        *(t for each in sharded.fused_optimizer.tables.values() for t in each.slots["sum"].parts),
+    ]
+    before = [tensor.detach().clone() for tensor in held]
+    batch = KeyedJaggedTensor(["a"], torch.tensor([0, 5]), lengths=torch.tensor([1, 1]))
+
+    def fail(*_):
+        raise CollectiveError("the wire is broken")
+
+    def step():
+        sharded(batch).values().square().sum().backward()
+        sharded.fused_optimizer.step()
+
+    with mock.patch.object(row_stats, "all_to_all", fail), pytest.raises(CollectiveError, match="broken"):
+        step()
+    unchanged = all(map(torch.equal, before, held))
+    steps = {slots["step"] for slots in sharded.fused_optimizer.state.values()}
+    sharded.fused_optimizer.zero_grad()
+    step()
+    return unchanged, steps, not any(map(torch.equal, before, held))
+
+
+@pytest.mark.parametrize("update", ["in_backward", "on_step"])
+def test_a_failed_step_leaves_weights_and_state_as_they_were(ranks, update):
+    assert ranks(2).run(broken_wire, update) == [(True, {0}, True)] * 2
 
 
 def no_gradients_wanted():

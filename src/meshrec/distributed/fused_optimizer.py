@@ -46,16 +46,14 @@ class SpecRule:
         return int(self.states[0]["step"])
 
     def hyper(self, row_dim: int) -> Tensor:
-        """The numbers of the present update, as ``param_groups`` has them."""
+        """The numbers of the next update, as ``param_groups`` has them. ValueError where one is out of its
+        range now.
+        """
         spec = self._current()
-        return spec.hyper(lr=spec.lr, step=self.step, seed=self._seed, row_dim=row_dim)
-
-    def check(self) -> None:
-        """ValueError where a number in ``param_groups`` is out of its range now."""
-        self._current()
+        return spec.hyper(lr=spec.lr, step=self.step + 1, seed=self._seed, row_dim=row_dim)
 
     def advance(self) -> None:
-        """Begins a new update."""
+        """Counts an update that was made."""
         for state in self.states:
             state["step"] += 1
 

@@ -152,31 +152,29 @@ class ShardedTables:
         gradients = [split] if local is None else [split, local]
         with phase("update") if recorders else OFF:
             self._collect(gradients)
-            # From here on tables change: what can fail on the wire is behind us.
-            self._begin_update(deferred=False)
             grads = [
                 grad
                 for updates, gradient in zip(self._updates, gradients, strict=False)
-                for grad in updates.apply(gradient)
+                for grad in updates.ordinary(gradient)
             ]
-        return sample_grad, grads
+            self._apply(gradients, deferred=False)
+        return sample_grad, grads + [None] * (len(self._parameters) - len(grads))
 
     def step(self) -> None:
         """Applies what backward passes have collected, if they have. Collective."""
-        if self.collected is None or self.collected.signal.grad is None:
-            return
-        for updates in self._updates:
-            updates.check_collected()
-        self._begin_update(deferred=True)
-        for updates in self._updates:
-            updates.step()
+        if self.collected is not None and self.collected.signal.grad is not None:
+            self._apply([updates.collected() for updates in self._updates], deferred=True)
 
-    def _begin_update(self, *, deferred: bool) -> None:
-        rules = [rule for rule in self._rules if rule.deferred == deferred]
-        for rule in rules:
-            rule.check()
-        for rule in rules:
-            rule.advance()
+    def _apply(self, gradients: Sequence[TableGradient], *, deferred: bool) -> None:
+        """Makes the updates of all rules that are deferred, or of the others: all or none."""
+        pairs = list(zip(self._updates, gradients, strict=False))
+        prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
+        # From here on tables change: what can fail on the wire is behind us.
+        for (updates, gradient), each in zip(pairs, prepared, strict=True):
+            updates.apply(each, gradient)
+        for rule in self._rules:
+            if rule.deferred == deferred:
+                rule.advance()
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
         if self.collected is None:

@@ -35,13 +35,12 @@ class FusedRule(Protocol):
         """Whether the backward pass only collects gradients, and the optimizer's step applies them."""
 
     def hyper(self, row_dim: int) -> Tensor:
-        """The numbers of the present update, see ``OptimizerSpec.hyper``."""
-
-    def check(self) -> None:
-        """ValueError where the numbers of now are out of their range."""
+        """The numbers of the next update, see ``OptimizerSpec.hyper``. ValueError where one is out of its
+        range now.
+        """
 
     def advance(self) -> None:
-        """Begins a new update."""
+        """Counts an update that was made."""
 
 
 class LookedUp(NamedTuple):
@@ -69,6 +68,16 @@ class TableGradient(NamedTuple):
         return found
 
 
+class _RowUpdate(NamedTuple):
+    """The update of touched rows of a rectangle, with the sums over their other columns."""
+
+    rectangle: int
+    rows: Tensor
+    grad: Tensor
+    hyper: Tensor
+    sums: Tensor
+
+
 class _Group:
     """The rectangles of one rule. ``whole`` need no other rank; the columns of ``split`` lie on several."""
 
@@ -76,6 +85,14 @@ class _Group:
         self, rule: FusedRule, whole: list[int], split: list[int], peers: ColumnPeers | None
     ) -> None:
         self.rule, self.whole, self.split, self.peers = rule, whole, split, peers
+
+
+class _Prepared(NamedTuple):
+    """What an update needs besides the gradient. ``hyper``: for rows that are whole here."""
+
+    group: _Group
+    hyper: Tensor
+    split: list[_RowUpdate]
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -111,23 +128,41 @@ class TableUpdates:
             i for group in self._groups if group.rule.deferred for i in group.whole + group.split
         ]
 
-    def apply(self, gradient: TableGradient) -> list[Tensor | None]:
-        """Updates the tables whose rules are not deferred; for each parameter the gradient to give to
-        autograd, None for the fused ones.
+    def prepare(self, gradient: TableGradient, *, deferred: bool) -> list["_Prepared"]:
+        """Everything that can fail of the updates of the rules that are deferred, or of the others.
 
         Collective over the shard axis where rules need rows that are split by columns.
         """
-        for group in self._groups:
-            if not group.rule.deferred:
-                self._update(group, gradient)
+        return [
+            _Prepared(
+                group,
+                group.rule.hyper(0),
+                [] if group.peers is None else self._touched(group, group.peers, gradient),
+            )
+            for group in self._groups
+            if group.rule.deferred == deferred
+        ]
+
+    def apply(self, prepared: Sequence["_Prepared"], gradient: TableGradient) -> None:
+        """Makes the updates."""
+        for each in prepared:
+            self._update_whole(each, gradient)
+            self._update_split(each)
+
+    def ordinary(self, gradient: TableGradient) -> list[Tensor | None]:
+        """For each parameter the gradient to give to autograd, None for the fused ones."""
         return self._held.gradients(self._dense(gradient))
 
     def collect(self, gradient: TableGradient) -> bool:
         """Adds the gradients of deferred tables to ``parameter.grad``; whether all there is finite."""
         return self._held.collect(gradient.of(self._trained(self._deferred)))
 
-    def check_collected(self) -> None:
-        """ValueError where somebody put a dense gradient in the place of a collected one."""
+    def collected(self) -> TableGradient:
+        """What was collected, as a gradient.
+
+        Raises:
+            ValueError: where somebody put a dense gradient in the place of a collected one.
+        """
         for i in self._deferred:
             gradient = self._held.gradient(i)
             if gradient is not None and not gradient.is_sparse:
@@ -136,48 +171,48 @@ class TableUpdates:
                     "optimizer applies the sparse gradients that its backward pass collected. Leave "
                     "parameter.grad to it."
                 )
+        return TableGradient(None, self._held.collected())
 
-    def step(self) -> None:
-        """Applies what was collected. Collective like ``apply``."""
-        collected = self._held.collected()
-        for group in self._groups:
-            if group.rule.deferred:
-                self._update(group, TableGradient(None, collected))
-
-    def _update(self, group: _Group, gradient: TableGradient) -> None:
-        self._update_whole(group, gradient)
-        if group.peers is not None:
-            self._update_split(group, group.peers, gradient)
-
-    def _update_whole(self, group: _Group, gradient: TableGradient) -> None:
+    def _update_whole(self, prepared: "_Prepared", gradient: TableGradient) -> None:
+        group, hyper, _ = prepared
         weights, state = self._held.weights, self._held.state
         trained = self._trained(group.whole)
         together = [i for i in trained if i not in gradient.rows]
         if together and gradient.looked_up is not None:
             tables, grad, ids = gradient.looked_up
-            hyper = group.rule.hyper(0)
             slots = slot_major([state[i] for i in together])
             tables.update(grad, ids, together, slots, group.rule.code, hyper)
         for i in trained:
             if i in gradient.rows:
-                update_rows(
-                    weights[i].detach(), state[i], *gradient.rows[i], group.rule.code, group.rule.hyper(0)
-                )
+                update_rows(weights[i].detach(), state[i], *gradient.rows[i], group.rule.code, hyper)
 
-    def _update_split(self, group: _Group, peers: ColumnPeers, gradient: TableGradient) -> None:
+    def _update_split(self, prepared: _Prepared) -> None:
+        weights, rule = self._held.weights, prepared.group.rule
+        for i, rows, grad, hyper, sums in prepared.split:
+            if self._held.is_trained(i):
+                update_rows(weights[i].detach(), self._held.state[i], rows, grad, rule.code, hyper, sums)
+
+    def _touched(self, group: _Group, peers: ColumnPeers, gradient: TableGradient) -> list[_RowUpdate]:
         weights, rule = self._held.weights, group.rule
-        rows = gradient.of(group.split)
+        parts = gradient.of(group.split)
         hypers = [rule.hyper(self._dims[self._rectangles[i].table]) for i in group.split]
         numbers = [Hyper.from_tensor(hyper) for hyper in hypers]
         touched = [
-            self._touched(i, rows.get(i) or _no_rows(weights[i]), needs_weights(rule.code, h))
+            self._rows(i, parts.get(i) or _no_rows(weights[i]), needs_weights(rule.code, h))
             for i, h in zip(group.split, numbers, strict=True)
         ]
         stats = peers.row_stats(touched, rule.code, numbers)
-        for i, part, hyper, sums in zip(group.split, touched, hypers, stats, strict=True):
-            if self._held.is_trained(i):
-                state = self._held.state[i]
-                update_rows(weights[i].detach(), state, part.rows, part.grad, rule.code, hyper, sums)
+        return [
+            _RowUpdate(i, part.rows, part.grad, hyper, sums)
+            for i, part, hyper, sums in zip(group.split, touched, hypers, stats, strict=True)
+        ]
+
+    def _rows(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
+        rows, grad = part
+        if not with_weights:
+            return Touched(rows, grad, grad.new_empty(0), [])
+        weight = self._held.weights[i].detach()
+        return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
 
     def _dense(self, gradient: TableGradient) -> dict[int, Tensor]:
         """The ordinary gradients, by rectangle."""
@@ -196,13 +231,6 @@ class TableUpdates:
     def _trained(self, rectangles: Sequence[int]) -> list[int]:
         """Without the tables that are frozen now."""
         return [i for i in rectangles if self._held.is_trained(i)]
-
-    def _touched(self, i: int, part: RowGradients, with_weights: bool) -> Touched:
-        rows, grad = part
-        if not with_weights:
-            return Touched(rows, grad, grad.new_empty(0), [])
-        weight = self._held.weights[i].detach()
-        return Touched(rows, grad, weight[rows].float(), [slot[rows] for slot in self._held.state[i]])
 
 
 def _no_rows(weight: Tensor) -> RowGradients:
