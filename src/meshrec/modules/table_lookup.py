@@ -148,7 +148,7 @@ class TableLookup:
             lookups.tables,
             self._num_rows,
         )
-        torch.ops.meshrec.report_clamped(self._num_clamped, counts, self._names)
+        torch.ops.meshrec_host.report_clamped(self._num_clamped, counts, self._names)
         return lookups._replace(values=values)
 
 

@@ -66,12 +66,6 @@ def test_opcheck_gradients():
     opcheck(OPS.tbe_sample_weight_grad.default, (grad, weights, values, offsets, *layout))
 
 
-def test_opcheck_report_clamped():
-    names = torch.frombuffer(bytearray(b"t0\ta\nt1\tb\n"), dtype=torch.uint8)
-    total, counts = torch.zeros((), dtype=torch.int64), torch.tensor([0, 2])
-    opcheck(OPS.report_clamped.default, (total, counts, names))
-
-
 def test_opcheck_clamp_ids():
     _, values, offsets, _ = make_inputs()
     opcheck(OPS.clamp_ids.default, (values, offsets, None, *LOOKUPS, [5, 4]))

@@ -86,11 +86,6 @@ def _clamp_ids_fake(
     return torch.empty_like(values), values.new_empty([len(keys)], dtype=torch.int64)
 
 
-@_register_fake("meshrec::report_clamped")
-def _report_clamped_fake(total: Tensor, counts: Tensor, names: Tensor) -> None:
-    return None
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weights, values, offsets, per_sample_weights, segments, *rest = inputs
     ctx.save_for_backward(values, offsets, per_sample_weights, segments, *weights)

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshrec.ops.tbe import autograd  # noqa: F401 - registers the gradient of tbe_forward
+from meshrec.ops.tbe import (
+    autograd,  # noqa: F401 - registers the gradient of tbe_forward
+    reporting,  # noqa: F401 - registers report_clamped
+)
 
 # F features, K keys, T tables, N ids, B samples, D width
 

@@ -15,7 +15,6 @@ What the ops share (F features, K keys, T tables, N ids, S segments, B bags of o
 Sums are in fp32. Duplicates are summed in the order of features, then of ids.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,8 +24,6 @@ from torch import Tensor
 import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
 from meshrec.ops.tbe.layout import MEAN, NONE, Layout, Piece, check_offsets, make_layout
 from meshrec.ops.tbe.naive_update import Hyper, num_slots, update_rows
-
-_logger = logging.getLogger("meshrec")
 
 
 def tbe_forward(
@@ -342,24 +339,6 @@ def _names(names: Tensor, feature: int) -> tuple[str, str]:
     return table, name
 
 
-def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
-    """Adds the ids that ``clamp_ids`` replaced to ``total`` (int64, one element), and says so the first time.
-
-    An op, because a traced graph cannot look at the count.
-    """
-    num_clamped = int(counts.sum())
-    if num_clamped and not int(total):
-        table, feature = bytes(names.tolist()).decode().split("\n")[int(counts.argmax())].split("\t")
-        _logger.warning(
-            "%d ids lie outside their table, most of them of feature %r in table %r; row 0 takes their "
-            "place. This is said once; num_clamped_ids counts on.",
-            num_clamped,
-            feature,
-            table,
-        )
-    total += num_clamped
-
-
 def _register() -> torch.library.Library:
     """Serves every backend that has no kernel of its own."""
     registration = torch.library.Library("meshrec", "IMPL")
@@ -370,7 +349,6 @@ def _register() -> torch.library.Library:
         tbe_dense_grad,
         tbe_sample_weight_grad,
         clamp_ids,
-        report_clamped,
     ]
     for op in ops:
         registration.impl(op.__name__, op, "CompositeExplicitAutograd")
