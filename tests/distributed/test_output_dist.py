@@ -1,7 +1,14 @@
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from meshrec import distributed as md
 from meshrec.distributed.mesh import default_env
 from meshrec.optim import SGD
@@ -34,3 +41,42 @@ def test_half_precision_halves_the_bytes(ranks, precision):
         assert full[name] == 2 * traffic[name] == 2 * 6 * 4
     # Sizes, ids, embeddings, gradients: nothing else travels, whatever the plan.
     assert sorted(full) == ["embeddings", "gradients of embeddings", "ids", "sizes of ids"]
+
+
+def trained(kind, precision):
+    """One table after a step, and the bytes by collective, with gradients that a half rounds."""
+    torch.manual_seed(0)
+    sequence = kind == "sequence"
+    config = (EmbeddingConfig if sequence else EmbeddingBagConfig)(
+        name="t0", num_embeddings=12, embedding_dim=6, feature_names=["a"]
+    )
+    module = (EmbeddingCollection if sequence else EmbeddingBagCollection)(tables=[config])
+    env = default_env()
+    if kind == "nodes":
+        env = md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
+    plan = md.construct_module_sharding_plan(
+        module, {"t0": md.row_wise()}, world_size=env.shard.size, local_size=env.local_size
+    )
+    sharder = (md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder)(
+        SGD(lr=1.0), precision=md.CommsPrecision(getattr(torch, precision), getattr(torch, precision))
+    )
+    sharded = sharder.shard(module, plan, env)
+    features = KeyedJaggedTensor(["a"], torch.tensor([1, 7, 3, 10]), lengths=torch.tensor([2, 2]))
+    with md.measure_traffic() as traffic:
+        output = sharded(features)
+        (output["a"].values() if sequence else output.values()).mul(1.001).sum().backward()
+    shards = (sharded.embeddings if sequence else sharded.embedding_bags)["t0"].shards()
+    return torch.cat([shard.detach().flatten() for shard in shards]).tolist(), dict(traffic)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["sequence", "nodes"])
+def test_half_precision_of_sequences_and_between_nodes(ranks, kind, precision):
+    pool = ranks(4 if kind == "nodes" else 2)
+    for (full, full_traffic), (half, traffic) in zip(
+        pool.run(trained, kind, "float32"), pool.run(trained, kind, precision), strict=True
+    ):
+        difference = (torch.tensor(full) - torch.tensor(half)).abs().max().item()
+        assert 0 < difference < 1e-2
+        for name, num_bytes in full_traffic.items():
+            assert num_bytes == (traffic[name] if "ids" in name else 2 * traffic[name])
