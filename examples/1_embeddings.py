@@ -41,7 +41,7 @@ print(pooled.shape, "equals the sums:", torch.allclose(pooled, by_hand))
 # ## A collection of tables
 #
 # A real model has dozens of such tables. `EmbeddingBagCollection` holds all of them, knows which feature is
-# looked up in which table, and looks up everything in one call. Here: products and users, {{ 4096 }} rows
+# looked up in which table, and looks up everything in one call. Here: products and users, 4096 rows
 # of 64 each.
 
 
@@ -121,7 +121,7 @@ print("equal to nn.EmbeddingBag, bit for bit:", torch.equal(result["product"], p
 # %%
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-from meshrec.planner import EmbeddingShardingPlanner, Topology  # noqa: E402
+from meshrec.planner import EmbeddingShardingPlanner, Topology
 
 planner = EmbeddingShardingPlanner(topology=Topology(world_size=1, compute_device="cpu"), batch_size=2)
 plan = planner.collective_plan(ebc)
@@ -134,18 +134,34 @@ print(plan)
 #
 # ## The sharded module, and the first fused optimizer
 #
-# A *sharder* turns a module into its sharded form. It also brings the optimizer of the tables.
-# `EmbOptimType` is the vocabulary that users of other libraries know: exact row-wise Adagrad, one number of
-# state for each row.
+# A *sharder* turns a module into its sharded form. It also brings the optimizer of the tables: here exact
+# row-wise Adagrad, which keeps one number of state for each row.
 
 # %%
-from meshrec.distributed import EmbeddingBagCollectionSharder, LazyAwaitable  # noqa: E402
+from meshrec.distributed import EmbeddingBagCollectionSharder, LazyAwaitable
+from meshrec.optim import RowWiseAdagrad
 
-sharder = EmbeddingBagCollectionSharder(
-    fused_params={"optimizer": __import__("meshrec.optim").optim.RowWiseAdagrad, "lr": 0.02, "eps": 0.002}
-)
+sharder = EmbeddingBagCollectionSharder(fused_params=RowWiseAdagrad(lr=0.02, eps=0.002))
 sharded = sharder.shard(ebc, plan.plan[""])
 print(sharded.fused_optimizer)
+
+# %% [markdown]
+# Programs written for TorchRec say the same with a dictionary and FBGEMM's enum. One added line makes those
+# names lead here, and the sharder they get reads the dictionary. (Where TorchRec is installed, `force`
+# prefers MeshRec.)
+
+# %%
+from meshrec.compat.torchrec import install
+
+install(force=True)
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder as TorchRecsSharder
+
+theirs = TorchRecsSharder(
+    fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02, "eps": 0.002}
+)
+print("the same optimizer:", theirs.optimizer == sharder.optimizer)
 
 # %% [markdown]
 # ## The result is on its way
@@ -214,7 +230,7 @@ print(f"first forward {first.item():.6f}, second forward {second.item():.6f}")
 # Here plain SGD, for the products only.
 
 # %%
-from meshrec.optim import apply_optimizer_in_backward, in_backward_optimizer_filter  # noqa: E402
+from meshrec.optim import apply_optimizer_in_backward, in_backward_optimizer_filter
 
 model = nn.ModuleDict({"tables": new_tables(), "over": nn.Linear(128, 1)})
 products = model["tables"].embedding_bags["product_table"].parameters()

@@ -161,8 +161,8 @@ class DLRM_DCN(nn.Module):
     Args:
         dcn_num_layers: crosses.
         dcn_low_rank_dim: columns inside a cross.
-        embedding_bag_collection, dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes,
-            dense_device: as for DLRM.
+
+    The other arguments are those of DLRM.
     """
 
     def __init__(

@@ -20,5 +20,5 @@ class SwishLayerNorm(nn.Module):
         self.norm = nn.Sequential(nn.LayerNorm(sizes, device=device), nn.Sigmoid())
 
     def forward(self, input: Tensor) -> Tensor:
-        """Any [..., *input_dims] -> the same shape."""
+        """``[..., *input_dims]`` -> the same shape."""
         return input * self.norm(input)  # type: ignore[no-any-return]
