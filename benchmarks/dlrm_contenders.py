@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from meshrec.distributed import EmbeddingModuleShardingPlan
 
 LR = 0.02
 _PATH = "sparse_arch.embedding_bag_collection"
@@ -74,6 +77,27 @@ def build(library: str, kind: str, shape: Shape) -> Trainee:
     return builders[library](kind, shape)
 
 
+def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShardingPlan":
+    """All tables sharded in one way."""
+    from meshrec import distributed as md
+    from meshrec.distributed.plan_builders import Ranks
+
+    builders = {
+        "table_wise": lambda number: md.table_wise(rank=number % num_ranks),
+        "column_wise": lambda number: md.column_wise(),
+        "row_wise": lambda number: md.row_wise(),
+        "table_row_wise": lambda number: md.table_row_wise(node=0),
+        "grid_shard": lambda number: md.grid_shard(),
+        "data_parallel": lambda number: md.data_parallel(),
+    }
+    size = md.TableSize(shape.num_rows, shape.dim)
+    ranks = Ranks(num_ranks, 1 if kind == "grid_shard" else num_ranks)
+    names = [f"t{number}" for number in range(shape.num_tables)]
+    return md.EmbeddingModuleShardingPlan(
+        {name: builders[kind](number)(name, size, ranks) for number, name in enumerate(names)}
+    )
+
+
 def _meshrec(kind: str, shape: Shape) -> Trainee:
     from meshrec import distributed as md
     from meshrec.model_parallel import DistributedModelParallel
@@ -82,15 +106,6 @@ def _meshrec(kind: str, shape: Shape) -> Trainee:
     from meshrec.optim import RowWiseAdagrad
     from meshrec.sparse import KeyedJaggedTensor
 
-    world = dist.get_world_size()
-    builders = {
-        "table_wise": lambda number: md.table_wise(rank=number % world),
-        "column_wise": lambda number: md.column_wise(),
-        "row_wise": lambda number: md.row_wise(),
-        "table_row_wise": lambda number: md.table_row_wise(node=0),
-        "grid_shard": lambda number: md.grid_shard(),
-        "data_parallel": lambda number: md.data_parallel(),
-    }
     tables = [
         EmbeddingBagConfig(
             name=f"t{number}",
@@ -104,12 +119,7 @@ def _meshrec(kind: str, shape: Shape) -> Trainee:
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     torch.manual_seed(0)
     model = DLRM(collection, shape.dense_in, shape.bottom, shape.top)
-    plan = md.construct_module_sharding_plan(
-        collection,
-        {f"t{number}": builders[kind](number) for number in range(shape.num_tables)},
-        world_size=world,
-        local_size=1 if kind == "grid_shard" else None,
-    )
+    plan = plan_tables(kind, shape, dist.get_world_size())
     sharder = md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=LR, eps=1e-8))
     dmp = DistributedModelParallel(model, plan=md.ShardingPlan({_PATH: plan}), sharders=[sharder])
     sharded: Any = dmp.module.get_submodule(_PATH)

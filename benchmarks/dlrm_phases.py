@@ -1,0 +1,55 @@
+"""What the planner's model says of the step of benchmarks.dlrm_step, beside what its phases took."""
+
+import torch.distributed as dist
+
+from benchmarks.dlrm_contenders import Shape, build, make_inputs, plan_tables
+from meshrec.distributed import record_phases
+from meshrec.planner.calibrate import calibrate
+from meshrec.planner.hardware import HardwareProfile
+from meshrec.planner.measured import Comparison, PhaseTime, compare
+from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
+from meshrec.planner.types import OptimizerKind, Table, Topology
+
+_STEPS = 15
+
+
+def measure_profile() -> HardwareProfile:
+    """On every rank: this machine as ``meshrec calibrate`` sees it."""
+    return calibrate(dist.group.WORLD)
+
+
+def measure_phases(kind: str, shape: Shape) -> list[PhaseTime]:
+    """On every rank: the phases of some steps, each collective waited for where it starts."""
+    step = build("meshrec", kind, shape).step
+    batches = [make_inputs(shape, number) for number in range(4)]
+    for batch in batches:
+        step(batch)
+    times = []
+    for number in range(_STEPS):
+        dist.barrier()
+        with record_phases(overlap=False) as seconds:
+            step(batches[number % 4])
+        times += [PhaseTime(phase, dist.get_rank(), taken, number) for phase, taken in seconds.items()]
+    return times
+
+
+def compared(kind: str, shape: Shape, profile: HardwareProfile, times: list[PhaseTime]) -> list[Comparison]:
+    """Prediction and measurement by phase, and of their sum."""
+    tables = tuple(
+        Table(
+            name=name,
+            num_embeddings=shape.num_rows,
+            embedding_dim=shape.dim,
+            pooling_factors=(float(shape.bag),),
+            optimizer=OptimizerKind.ROW_WISE_ADAGRAD,
+        )
+        for name in (f"t{number}" for number in range(shape.num_tables))
+    )
+    topology = Topology(
+        world_size=2,
+        compute_device="cpu",
+        local_world_size=1 if kind == "grid_shard" else 2,
+        hardware=profile,
+    )
+    inputs = PlannerInputs(tables=tables, topology=topology, batch_size=shape.batch)
+    return compare(PlannedShardingPlan({"": plan_tables(kind, shape, 2)}, inputs=inputs), times)
