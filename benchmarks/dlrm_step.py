@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.dlrm_contenders import Inputs, Shape, Trainee, build, make_inputs
+from benchmarks.dlrm_phases import compared, measure_phases, measure_profile
 from benchmarks.harness import Bar, Effort, Result, table
+from meshrec.planner.measured import Comparison
 from meshrec.testing.rank_pool import RankPool
 
 DENSE = "dense alone"
@@ -41,7 +43,7 @@ GROUPS = [
     [DENSE, "plain DDP"],
 ]
 TINY = Shape(num_tables=4, num_rows=100, dim=8, batch=16, bottom=(16, 8), top=(16, 1))
-PARTS = ("speed", "memory")
+PARTS = ("speed", "memory", "phases")
 _WARM_UP = 3
 _SECONDS_PER_ROUND = 1.0
 
@@ -81,6 +83,7 @@ class Found:
 
     groups: list[dict[str, list[Measured]]] = field(default_factory=list)
     memory: dict[str, list[Memory]] = field(default_factory=dict)
+    phases: dict[str, list[Comparison]] = field(default_factory=dict)
 
 
 def run(
@@ -98,7 +101,21 @@ def run(
         for name in sorted({name for group in groups for name in group} - {DENSE}):
             with RankPool(2, timeout_seconds=900) as pool:
                 found.memory[name] = pool.run(measure_memory, name, shape)
+    if "phases" in parts and not tiny:
+        found.phases = _phases([name for group in groups for name in group], shape)
     return _report(found)
+
+
+def _phases(names: Sequence[str], shape: Shape) -> dict[str, list[Comparison]]:
+    """The planner's prediction beside what phases took, for our contenders."""
+    kinds = [name.removeprefix("meshrec ") for name in names if name.startswith("meshrec ")]
+    found = {}
+    with RankPool(2, timeout_seconds=900) as pool:
+        profile = pool.run(measure_profile)[0]
+        for kind in kinds:
+            times = [time for rank in pool.run(measure_phases, kind, shape) for time in rank]
+            found[f"meshrec {kind}"] = compared(kind, shape, profile, times)
+    return found
 
 
 def _timed(group: Sequence[str], shape: Shape, effort: Effort) -> dict[str, list[Measured]]:
@@ -239,7 +256,23 @@ def _report(found: Found) -> Result:
     if memory_rows:
         print(table(["contender", "peak MB a rank", "of it tables and their state"], memory_rows), "\n")
         figures["memory"] = {name: [rank._asdict() for rank in ranks] for name, ranks in found.memory.items()}
-    return Result(figures, bars + memory_bars)
+    bars += memory_bars
+    for name, phases in found.phases.items():
+        print(table([name, "predicted ms", "measured ms"], [_phase_row(each) for each in phases]), "\n")
+        bars.append(
+            Bar(
+                name=f"{name}: prediction's error",
+                figure=abs(phases[-1].error),
+                asked=0.25,
+                unit="",
+                at_most=True,
+            )
+        )
+    return Result(figures, bars)
+
+
+def _phase_row(phase: Comparison) -> list[str]:
+    return [phase.phase, f"{1e3 * phase.predicted:.2f}", f"{1e3 * phase.measured:.2f}"]
 
 
 def _memory(found: dict[str, list[Memory]]) -> tuple[list[list[str]], list[Bar]]:

@@ -68,7 +68,7 @@ def test_a_step_waits_for_the_slowest_rank_of_each_phase(profile):
 def test_copies_load_every_rank_alike(table, profile):
     estimate = cost(table, data_parallel(), profile)
     assert np.ptp(estimate.load_RF, axis=0).max() == 0
-    assert estimate.phases["ids"] == 0
+    assert 0 < estimate.phases["ids"] < 1e-4  # no id travels, but all are passed over
     assert estimate.phases["data_parallel"] > 0
 
 

@@ -5,14 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshrec.distributed.sharding_plan import ShardingType
 from meshrec.planner.enumerators import build_problem
-from meshrec.planner.estimators import CostModel
+from meshrec.planner.estimators import CostModel, Usage
 from meshrec.planner.evaluate import evaluate_placements
 from meshrec.planner.placements import from_plan, sharding_type
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.problem import Problem
 from meshrec.planner.state import State
-from meshrec.planner.types import Floats, ParameterConstraints, Placements
+from meshrec.planner.types import Bools, Floats, ParameterConstraints, Placements
 
 _EXPONENT = 32
 
@@ -20,7 +21,8 @@ _EXPONENT = 32
 class Alternative(NamedTuple):
     """Another way to place one table, everything else left as it is.
 
-    `change` is in seconds per step; latencies of collectives that it would add or save are left out.
+    `change` is in seconds per step, with the latencies of the collectives that the first split table, or the
+    first data-parallel one, brings with it.
     """
 
     sharding_type: str
@@ -51,13 +53,28 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
         rest = float(unmerged - own_unmerged)
         table = inputs.tables[index]
         chosen = plan.plan[table.module_path][table.name]
-        best = _best_per_type(state, problem, model, index, inputs.constraints, before - rest)
+        latency = _Latency(model, np.delete(placements.replicated_T, index))
+        before += latency.seconds(bool(placements.replicated_T[index])) - rest
+        best = _best_per_type(state, problem, model, index, inputs.constraints, before, latency)
         # The plan's own cut may be uneven, which the even candidates do not show.
         present = Alternative(chosen.sharding_type.value, max(1, len(chosen.shards)), 0.0)
         if best.get(present.sharding_type, present).change >= 0:
             best[present.sharding_type] = present
         found[table.name] = sorted(best.values(), key=lambda alternative: alternative.change)
     return found
+
+
+class _Latency:
+    """What collectives take before their first byte, which the first table of a kind costs all of them."""
+
+    def __init__(self, model: CostModel, others_replicated: Bools) -> None:
+        self._model = model
+        self._sharded, self._replicated = bool((~others_replicated).any()), bool(others_replicated.any())
+
+    def seconds(self, replicated: bool) -> float:
+        """With one more table, data-parallel or split."""
+        usage = Usage(self._sharded or not replicated, False, self._replicated or replicated)
+        return float(self._model.fixed_seconds(usage).sum())
 
 
 def _best_per_type(
@@ -67,6 +84,7 @@ def _best_per_type(
     index: int,
     constraints: Mapping[str, ParameterConstraints],
     before: float,
+    latency: "_Latency",
 ) -> dict[str, Alternative]:
     weight_K = state.weights()
     best: dict[str, Alternative] = {}
@@ -79,6 +97,7 @@ def _best_per_type(
         load_RK[placed.parts.rank_N] += state.loads(placed.parts)
         after = float(load_RK.max(axis=0).sum() + problem.common_C[candidate])
         name = sharding_type(problem.layouts_C[candidate], constraints.get(table.name)).value
+        after += latency.seconds(name == ShardingType.DATA_PARALLEL.value)
         found = Alternative(name, max(1, len(placed.parts.rank_N)), after - before)
         if name not in best or found.change < best[name].change:
             best[name] = found

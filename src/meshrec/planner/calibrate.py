@@ -1,9 +1,11 @@
 """Measures the present machine and process group: where a `HardwareProfile` comes from."""
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -11,16 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401  (the kernels that are timed exist once this is imported)
+from meshrec.ops.memory import use_huge_pages
 from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 
 _WIDTHS = (16, 128)
-_BAG = 8
+_BAG = 4
+_BATCHES = 4
 _ROW_WISE_ADAGRAD = 2
-_MESSAGE_BYTES = (1 << 14, 1 << 22)
+_MESSAGE_BYTES = (1 << 14, 1 << 23)
+
+
+# The older name warns where the newer one exists.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Sizes(NamedTuple):
-    """How much to measure with. `num_rows` x 512 bytes should exceed the caches."""
+    """How much to measure with. `num_rows` x 512 bytes, the table of all widths, should exceed the caches."""
 
     num_rows: int = 1 << 18
     num_ids: int = 1 << 17
@@ -96,12 +104,19 @@ def _speeds(device: torch.device, sizes: Sizes) -> _Speeds:
     bags = sizes.num_ids // _BAG
     kernel = _seconds(_lookup(device, sizes._replace(num_ids=_BAG), _WIDTHS[0], sizes.num_rows), sizes.rounds)
     reads, updates = [], []
+    dense = torch.ones(sizes.stream_bytes // 4, device=device)
+
+    def cold(call: Callable[[], object]) -> float:
+        """Behind other work on other memory, as in a training step."""
+        return _seconds(call, sizes.rounds, between=lambda: dense.mul_(1.0))
+
     for width in _WIDTHS:
         output = bags * width * 4 * stream
-        reads.append(_seconds(_lookup(device, sizes, width, sizes.num_rows), sizes.rounds) - output - kernel)
-        spread = _seconds(_update(device, sizes, width, sizes.num_rows), sizes.rounds)
-        few = _seconds(_update(device, sizes, width, 64), sizes.rounds)
-        distinct = sizes.num_rows * (1 - float(torch.exp(torch.tensor(-sizes.num_ids / sizes.num_rows))))
+        num_rows = sizes.num_rows * max(_WIDTHS) // width
+        reads.append(cold(_lookup(device, sizes, width, num_rows)) - output - kernel)
+        spread = cold(_update(device, sizes, width, num_rows))
+        few = cold(_update(device, sizes, width, 64))
+        distinct = num_rows * -math.expm1(-sizes.num_ids / num_rows)
         updates.append(((spread - few) / distinct, (few - output - kernel) / sizes.num_ids))
     row_bytes = [4.0 * width for width in _WIDTHS]
     read = _fit(row_bytes, [seconds / sizes.num_ids for seconds in reads])
@@ -119,7 +134,20 @@ def _lookup(device: torch.device, sizes: Sizes, width: int, num_rows: int) -> Ca
     weight, values, offsets, names = _inputs(device, sizes, width, num_rows)
     bags = len(offsets) - 1
     return lambda: torch.ops.meshrec.tbe_forward(
-        [weight], values, offsets, None, None, 1, [0], [0], [0], False, bags, torch.float32, False, names
+        [weight],
+        next(values),
+        offsets,
+        None,
+        None,
+        1,
+        [0],
+        [0],
+        [0],
+        False,
+        bags,
+        torch.float32,
+        False,
+        names,
     )
 
 
@@ -132,7 +160,7 @@ def _update(device: torch.device, sizes: Sizes, width: int, num_rows: int) -> Ca
     optimizer = _ROW_WISE_ADAGRAD
     return lambda: torch.ops.meshrec.tbe_update(
         gradient,
-        values,
+        next(values),
         offsets,
         None,
         None,
@@ -152,13 +180,18 @@ def _update(device: torch.device, sizes: Sizes, width: int, num_rows: int) -> Ca
 
 def _inputs(
     device: torch.device, sizes: Sizes, width: int, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Iterator[Tensor], Tensor, Tensor]:
+    """A table, ids that differ from call to call, as batches do, their bags, and names."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    weight = torch.ones(num_rows, width, device=device)
-    values = torch.randint(0, num_rows, (sizes.num_ids,), generator=generator).to(device)
+    weight = torch.empty(num_rows, width, device=device)
+    use_huge_pages(weight)
+    weight.fill_(1.0)
+    values = [
+        torch.randint(0, num_rows, (sizes.num_ids,), generator=generator).to(device) for _ in range(_BATCHES)
+    ]
     offsets = torch.arange(0, sizes.num_ids + 1, _BAG).to(device)
     names = torch.tensor(list(b"table\tfeature\n"), dtype=torch.uint8)
-    return weight, values, offsets, names
+    return weight, cycle(values), offsets, names
 
 
 def _stream_seconds(device: torch.device, sizes: Sizes) -> float:
@@ -173,12 +206,10 @@ def _link(group: dist.ProcessGroup, device: torch.device, rounds: int, full_dupl
     size = group.size()
     times = torch.zeros(3, 2, dtype=torch.float64, device=device)
     for column, num_bytes in enumerate(_MESSAGE_BYTES):
-        whole = torch.ones(num_bytes // 4 // size * size, device=device)
-        part, out = whole[: whole.numel() // size], torch.empty_like(whole)
         calls: list[Callable[[], object]] = [
-            partial(dist.all_to_all_single, out, whole, group=group),
-            partial(dist.all_gather_into_tensor, out, part, group=group),
-            partial(dist.all_reduce, out, dist.ReduceOp.MAX, group=group),
+            partial(_exchange, _buffers(num_bytes, size, device), group),
+            partial(_gather, _buffers(num_bytes, size, device), group),
+            partial(_reduce, _buffers(num_bytes, size, device), group),
         ]
         for row, call in enumerate(calls):
             times[row, column] = _seconds(call, rounds)
@@ -199,11 +230,34 @@ def _link(group: dist.ProcessGroup, device: torch.device, rounds: int, full_dupl
     )
 
 
-def _seconds(call: Callable[[], object], rounds: int) -> float:
-    """The median of some calls, after one to warm up."""
+def _buffers(num_bytes: int, size: int, device: torch.device) -> Iterator[Tensor]:
+    """Buffers in turn, so that none is in a cache when it is sent: neither is what a step has just made."""
+    elements = num_bytes // 4 // size * size
+    return cycle([torch.ones(elements, device=device) for _ in range(_BATCHES)])
+
+
+def _exchange(buffers: Iterator[Tensor], group: dist.ProcessGroup) -> None:
+    sent = next(buffers)
+    splits = [sent.numel() // group.size()] * group.size()
+    dist.all_to_all_single(torch.empty_like(sent), sent, splits, splits, group=group)
+
+
+def _gather(buffers: Iterator[Tensor], group: dist.ProcessGroup) -> None:
+    whole = next(buffers)
+    _all_gather(torch.empty_like(whole), whole[: whole.numel() // group.size()], group=group)
+
+
+def _reduce(buffers: Iterator[Tensor], group: dist.ProcessGroup) -> None:
+    dist.all_reduce(next(buffers), dist.ReduceOp.MAX, group=group)
+
+
+def _seconds(call: Callable[[], object], rounds: int, between: Callable[[], object] | None = None) -> float:
+    """The median of some calls, after one to warm up; ``between`` runs before each and is not timed."""
     call()
     times = []
     for _ in range(rounds):
+        if between is not None:
+            between()
         _synchronize()
         started = time.perf_counter()
         call()

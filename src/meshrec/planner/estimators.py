@@ -112,6 +112,8 @@ class CostModel:
         self._all_link: Link = (
             self.profile.inter if topology.world_size > topology.local_size else self.profile.intra
         )
+        # For what is no transfer: where transfers exclude each other `shared_loads` adds the mean again.
+        self._once = 1.0 if self.profile.full_duplex else 0.5
         same_node = (self.node_size - 1) / self.num_ranks
         other_nodes = (self.num_ranks - self.node_size) / self.num_ranks
         self._other_nodes = other_nodes
@@ -138,17 +140,29 @@ class CostModel:
         outputs = np.where(a.pooled_T[table], bags, ids)
         row_bytes = columns * a.weight_bytes_T[table]
         loads = np.zeros((len(table), NUM_PHASES))
+        # Routing an id, and reading it out of its message, costs about what sorting one does.
         loads[:, _IDS] = (ids * a.id_bytes_T[table] + bags * LENGTH_BYTES) * self._wire
+        loads[:, _IDS] += self._once * ids * p.update_id_seconds
         read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         loads[:, _LOOKUP] = read + outputs * columns * 4 / p.stream_bandwidth
         elements = outputs * columns
         loads[:, _OUTPUT] = self._embedding_seconds(elements * self.output_bytes, in_node_N)
         loads[:, _GRADIENT] = self._embedding_seconds(elements * self.gradient_bytes, in_node_N)
+        # Results are laid in table order where they arrive, gradients taken apart where they leave; a rank's
+        # own part is copied in place of sent. The batch is even, so this is counted where the rectangle is.
+        passes = self._once * elements * 4 * (2 + 2 / self.num_ranks) / p.stream_bandwidth
+        loads[:, _OUTPUT] += passes
+        loads[:, _GRADIENT] += passes
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, share, self.replicas)
         if self.replicas > 1:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
-        statistics = 2 * self._distinct(table, ids, share) * a.row_statistics_bytes_T[table] * self._wire
-        loads[:, _ROW_STATS] = np.where(columns < a.columns_T[table], statistics, 0.0)
+        distinct = self._distinct(table, ids, share)
+        summed = distinct * columns * 4 / p.stream_bandwidth  # the gradients of rows, one pass
+        statistics = 2 * distinct * a.row_statistics_bytes_T[table] * self._wire
+        is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
+        loads[:, _ROW_STATS] = np.where(is_split, statistics + summed, 0.0)
+        # Row statistics come between summing gradients and using them: they are written and read again.
+        loads[:, _UPDATE] += np.where(is_split, 2 * summed + distinct * p.update_id_seconds, 0.0)
         return loads
 
     def rectangle_bytes(
@@ -194,11 +208,13 @@ class CostModel:
         loads = np.zeros((len(table), NUM_PHASES))
         read = ids * (p.read_row_seconds + columns * a.weight_bytes_T[table] / p.read_bandwidth)
         loads[:, _LOOKUP] = read + a.outputs_T[table] * columns * 4 / p.stream_bandwidth
+        loads[:, _IDS] = ids * p.update_id_seconds
+        passes = a.outputs_T[table] * columns * 4 * 2 / p.stream_bandwidth
+        loads[:, _OUTPUT] = loads[:, _GRADIENT] = passes
         world = self.topology.world_size
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, one, world)
-        distinct = self._distinct(table, ids, one)
         dense = 2 * (world - 1) / world * a.rows_T[table] * columns * 4 / self._all_link.all_reduce
-        sparse = (world - 1) * distinct * (columns * 4 + ID_BYTES) / self._all_link.reduce_scatter
+        sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._all_link)
         loads[:, _DATA_PARALLEL] = np.minimum(dense, sparse)
         return loads
 
@@ -257,11 +273,22 @@ class CostModel:
     def _replica_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats
     ) -> Floats:
-        rows = self.arrays.rows_T[table] * share
+        rows, pooled = self.arrays.rows_T[table] * share, self.arrays.pooled_T[table]
+        outputs = np.where(pooled, self.arrays.bags_T[table] * self.num_ranks, ids)
         others, link = self.replicas - 1, self._replica_link
-        sparse = others * self._distinct(table, ids, share) * (columns * 4 + ID_BYTES) / link.reduce_scatter
+        sparse = self._gather_seconds(table, ids, outputs * columns, self.replicas, link)
         dense = 2 * others / self.replicas * rows * columns * 4 / link.all_reduce
         result: Floats = np.minimum(sparse, dense)
+        return result
+
+    def _gather_seconds(
+        self, table: npt.NDArray[np.integer], ids: Floats, elements: Floats, ranks: int, link: Link
+    ) -> Floats:
+        """Every one of `ranks` gets the others' ids and gradients of outputs; each is packed and read out
+        once."""
+        sent = ids * self.arrays.id_bytes_T[table] + elements * 4
+        passes = 2 * (1 + ranks) * sent / self.profile.stream_bandwidth
+        result: Floats = (ranks - 1) * sent / link.reduce_scatter + (passes if ranks > 1 else 0.0)
         return result
 
     def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
