@@ -115,7 +115,7 @@ def criteo(
     num_embeddings: int | Sequence[int] = 100_000,
     seed: int = 0,
     on_error: OnError = "raise",
-    window: int = 16384,
+    window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
     """Criteo's data; ``.parquet`` files have the columns of :func:`criteo_schema`, others are text.

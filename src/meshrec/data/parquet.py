@@ -135,7 +135,7 @@ def parquet(
     name: str = "parquet",
     seed: int = 0,
     on_error: OnError = "raise",
-    window: int = 16384,
+    window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
     """Parquet files as a dataset; see :class:`meshrec.data.StreamReader` for the order.

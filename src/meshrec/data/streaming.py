@@ -63,7 +63,7 @@ class StreamReader(Reader):
         *,
         seed: int,
         shuffle: bool = True,
-        window: int = 16384,
+        window: int = 8192,
         lanes: int = 8,
         skipped: Mapping[str, int] = MappingProxyType({}),
     ) -> None:

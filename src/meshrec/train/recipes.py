@@ -38,7 +38,7 @@ def synthetic_clicks() -> Recipe:
         tables=Adam(lr=5e-3),
         dense=DenseOptimizer(kind="adam", lr=2e-3),
         schedule=Schedule(warmup_steps=50, decay="linear"),
-        training=Training(batch_size=2048, epochs=2),
+        training=Training(batch_size=2048, epochs=3),
     )
 
 
