@@ -185,9 +185,7 @@ template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t done, int64_t& announced,
                                                     const Touch& touch) {
   const int64_t to = done + kPairsAhead < a.end ? done + kPairsAhead : a.end;
-  for (; announced < to; ++announced)
-    if (announced == a.begin || a.pairs[announced].row != a.pairs[announced - 1].row)
-      touch(a.pairs[announced].row);
+  for (; announced < to; ++announced) touch(a.pairs[announced].row);
 }
 
 template <int N, bool kScaled>

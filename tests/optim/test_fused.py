@@ -555,3 +555,11 @@ def test_an_update_leaves_other_rows_alone():
     state = module.fused_optimizer.state[module.embedding_bags["t0"].weight]
     assert not state["exp_avg_sq"][7:].any()
     assert math.isfinite(float(state["exp_avg_sq"].sum()))
+
+
+def test_fuse_keeps_freed_memory_for_the_next_step(monkeypatch):
+    calls = []
+    monkeypatch.setattr("meshrec.optim.fused.keep_freed_memory", lambda: calls.append(1))
+    table = EmbeddingBagConfig(name="t0", num_embeddings=4, embedding_dim=2, feature_names=["a"])
+    fuse(EmbeddingBagCollection(tables=[table]), optimizer=SGD(lr=1.0))
+    assert calls == [1]

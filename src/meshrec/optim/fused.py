@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import TableUpdater
 from meshrec.ops import tbe
-from meshrec.ops.memory import use_huge_pages
+from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.keyed import Closure, CombinedOptimizer, KeyedOptimizer
 from meshrec.optim.optimizers import OptimizerSpec, check_seed
@@ -211,6 +211,7 @@ def fuse(
 
     Every ``EmbeddingBagCollection`` and ``EmbeddingCollection`` in ``module`` (or ``module`` itself) gets a
     ``fused_optimizer``; a module that contains several gets a ``fused_optimizer`` that combines theirs.
+    On CPUs the process keeps freed memory from then on, see ``keep_freed_memory``.
 
     Args:
         module: a collection, or a model that contains some.
@@ -251,6 +252,8 @@ def fuse(
             optimizers[path] = fused
     if module not in collections.values():
         module.fused_optimizer = CombinedOptimizer(list(optimizers.items()))  # type: ignore[assignment]
+    if any(child.device.type == "cpu" for child in collections.values()):
+        keep_freed_memory()
     return module
 
 
