@@ -225,16 +225,6 @@ inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
   for (int64_t d = 0; d < rest; ++d) out[column + d] = sum[d];
 }
 
-// The summed gradient of pairs [first, last).
-inline const float* sum_pairs(const RunArgs& a, int64_t first, int64_t last, float* sum) {
-  if (a.scales != nullptr) {
-    sum_run<true>(a, first, last, sum);
-  } else {
-    sum_run<false>(a, first, last, sum);
-  }
-  return sum;
-}
-
 // A run of equal rows: its pairs, and their summed gradient.
 struct Run {
   uint32_t row, slot;  // the slot of its first pair
@@ -247,11 +237,12 @@ template <typename Touch, typename Use>
 inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
   int64_t announced = a.begin;
   for (int64_t first = a.begin; first < a.end;) {
-    Run run{a.pairs[first].row, a.pairs[first].slot, 1, nullptr};
+    Run run{a.pairs[first].row, a.pairs[first].slot, 1, a.grads[a.pairs[first].slot]};
     while (first + run.num_pairs < a.end && a.pairs[first + run.num_pairs].row == run.row) ++run.num_pairs;
-    run.grad = run.num_pairs == 1 && a.scales == nullptr
-                   ? a.grads[run.slot]
-                   : sum_pairs(a, first, first + run.num_pairs, a.scratch);
+    if (run.num_pairs > 1 || a.scales != nullptr) {
+      (a.scales != nullptr ? sum_run<true> : sum_run<false>)(a, first, first + run.num_pairs, a.scratch);
+      run.grad = a.scratch;
+    }
     first += run.num_pairs;
     announce(a, first, announced, touch);
     use(run);
