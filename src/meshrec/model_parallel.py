@@ -179,7 +179,9 @@ class DistributedModelParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank holds, by the names of the unsharded model."""
+        """What this rank holds, by the names of the unsharded model: one parameter for a table, also where it
+        has several rectangles here (they lie one after the other, see ``Packing``).
+        """
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(

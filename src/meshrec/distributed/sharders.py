@@ -26,7 +26,9 @@ class EmbeddingBagCollectionSharder:
         fused_params: the optimizer of the tables that have none of their own
         (``apply_optimizer_in_backward``): a
             spec, or a mapping with ``"optimizer"`` (a spec, or a class with its arguments beside it, such as
-            ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such tables get ordinary gradients.
+            ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such tables get ordinary gradients
+            (a GradScaler for them must be torch's ShardedGradScaler: an overflow shows only on the ranks that
+            hold the table).
         precision: the types that embeddings and their gradients travel in.
         update: ``"in_backward"``: the backward pass updates tables with an optimizer; ``"on_step"``: it
             collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, and during
