@@ -52,11 +52,14 @@ CASES = (
 )
 
 
-def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Plans every case, checks that plans fit and cost what was claimed, and compares."""
+def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Result:
+    """Plans every case (those of `only`, such as ``medium:32``, if there are any), checks that plans fit and
+    cost what was claimed, and compares."""
     rows, figures, bars = [], [], []
     faster = 0
     for case in CASES[2:3] if tiny else CASES:
+        if only and f"{case.task}:{case.world_size}" not in only:
+            continue
         if not case.task.startswith("random_") and not (TASKS / f"{case.task}.json").is_file():
             print(f"{case.task}: no task file in {TASKS}; set PLANNER_TASKS")
             continue
@@ -81,7 +84,7 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
         rows.append([name, *own, *others, *missing])
     header = ["task", "s", "step ms", "gap %", *BASELINES, "torchrec"]
     print(table(header, rows) + "\n(others: their step over ours; inf: does not fit into memory)")
-    if any("torchrec" in found["others"] for found in figures) and not tiny:
+    if any("torchrec" in found["others"] for found in figures) and not (tiny or only):
         bars.append(Bar(name="tasks at least 10 % faster than TorchRec", figure=faster, asked=2, unit=""))
     return Result(figures, bars)
 
@@ -195,8 +198,9 @@ def _torchrec(case: Case, task: PlannerTask, model: CostModel) -> float | None:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs the bench on its own; 1 if a bar is missed."""
-    result = run(Effort(), tiny="--tiny" in arguments)
+    """Runs the bench on its own (``--case medium:32 ...``: only these); 1 if a bar is missed."""
+    only = arguments[arguments.index("--case") + 1 :] if "--case" in arguments else ()
+    result = run(Effort(), tiny="--tiny" in arguments, only=only)
     for bar in result.bars:
         print(
             f"{'PASS' if bar.met else 'MISS'}  {bar.name}: {bar.figure:.2f}{bar.unit} (asked {bar.asked:g})"

@@ -29,7 +29,7 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 _HEAVY = 0.3
 """A whole table is heavy if it takes more than this part of a limit."""
-_MOST_CLASSES = 32
+_MOST_CLASSES = 16
 _MOST_STEPS = 1
 _MOST_VARIABLES = 4000
 _USED = 1e-6

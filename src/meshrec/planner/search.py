@@ -23,8 +23,10 @@ _PATIENCE = 40
 _MOVES_PER_PIECE = 3000
 _LEAST_MOVES = 100_000
 _WORK_PER_MOVE = 5
-_CLOSE = 1.03
+_CLOSE = 1.02
 """Plans that are this much slower than the best are worth exact sizes."""
+_PROMISING = 1.08
+"""Such plans may still become the best with other splits."""
 _HOT, _WARM = 0.3, 0.01
 """Temperatures to start from: where only places are open, and where a good plan is to be kept."""
 
@@ -82,8 +84,10 @@ class Search:
             # Splits as the relaxation has them; only where the pieces go is open.
             choice_T = np.array([parts.candidate for parts in parts_T])
             used_Y = [np.unique(choice_T[self.problem.type_T == kind]) for kind in range(len(candidates_Y))]
-            parts_T = self._anneal(Annealer(self.problem, used_Y), parts_T, _HOT)
-            self._anneal(Annealer(self.problem, candidates_Y), parts_T, _WARM / 10)
+            state = self._anneal(Annealer(self.problem, used_Y), parts_T, _HOT)
+            if state.seconds < self.seconds * _PROMISING:
+                parts_T = [parts for parts in state.parts_T if parts is not None]
+                self._anneal(Annealer(self.problem, candidates_Y), parts_T, _WARM / 10)
             return
         for exponent in _EXPONENTS:
             if self.is_spent:
@@ -115,7 +119,7 @@ class Search:
         used_Y = [np.unique(choice_T[self.problem.type_T == kind]) for kind in range(len(self._candidates_Y))]
         self._anneal(Annealer(self.problem, used_Y), best, _HOT, effort=2)
 
-    def _anneal(self, annealer: Annealer, parts_T: list[Parts], hot: float, effort: int = 1) -> list[Parts]:
+    def _anneal(self, annealer: Annealer, parts_T: list[Parts], hot: float, effort: int = 1) -> State:
         """Improves a plan, then its sizes exactly; returns it, and keeps it if it is the best."""
         pieces = sum(len(parts.rank_N) for parts in parts_T)
         left = max(0.0, self.effort.max_work - self.work) / _WORK_PER_MOVE
@@ -128,7 +132,7 @@ class Search:
         if state.seconds < self.seconds * _CLOSE and not self.is_spent:
             polish(state)
         self._keep(state)
-        return [parts for parts in state.parts_T if parts is not None]
+        return state
 
     def disturb(self) -> None:
         """Places a few tables of the slowest ranks anew, lets everything settle, keeps what is better."""
