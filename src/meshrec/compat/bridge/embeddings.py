@@ -37,7 +37,7 @@ def _config(
     given = {"num_embeddings_post_pruning": num_embeddings_post_pruning, **more}
     for argument, value in given.items():
         if argument not in _NOT_HERE:
-            raise TypeError(f"an embedding config has no argument {argument!r}")
+            raise TypeError(f"an embedding config has no argument {argument!r}. Leave it out.")
         if value != _NOT_HERE[argument]:
             raise ValueError(
                 f"table {name!r}: MeshRec has no {argument}, got {value!r}. Leave it out: "
@@ -138,7 +138,7 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     for data_type in DataType:
         if data_type.dtype == dtype:
             return data_type
-    raise ValueError(f"tables have {[str(d.dtype) for d in DataType]}, got {dtype}.")
+    raise ValueError(f"tables have {[str(d.dtype) for d in DataType]}, got {dtype}. Choose one of these.")
 
 
 def pooling_type_to_str(pooling_type: PoolingType) -> str:
@@ -148,5 +148,5 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
         ValueError: for NONE.
     """
     if pooling_type is PoolingType.NONE:
-        raise ValueError("PoolingType.NONE pools nothing, so it has no word.")
+        raise ValueError("PoolingType.NONE pools nothing, so it has no word. Use an EmbeddingCollection.")
     return str(pooling_type.value).lower()

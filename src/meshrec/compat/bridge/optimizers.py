@@ -99,7 +99,9 @@ def spec_of(fused_params: Any) -> OptimizerSpec | None:
     # By name: where fbgemm_gpu is installed the enum is its own.
     name = optimizer.name if isinstance(optimizer, Enum) else str(optimizer)
     if name not in _SPECS:
-        raise ValueError(f"MeshRec has no fused optimizer {name!r}, only {sorted(_SPECS)}.")
+        raise ValueError(
+            f"MeshRec has no fused optimizer {name!r}, only {sorted(_SPECS)}. Choose one of these."
+        )
     return _from_fbgemm(_SPECS[name], rest)
 
 

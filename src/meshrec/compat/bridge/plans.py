@@ -185,5 +185,7 @@ def _member(kind: Any, table: str, value: object) -> Any:
     known = [member.value for member in kind]
     value = getattr(value, "value", value)
     if value not in known:
-        raise ValueError(f"table {table!r}: MeshRec has no {kind.__name__} {value!r}, only {known}.")
+        raise ValueError(
+            f"table {table!r}: MeshRec has no {kind.__name__} {value!r}, only {known}. Choose one of these."
+        )
     return kind(value)

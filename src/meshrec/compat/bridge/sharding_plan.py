@@ -144,7 +144,8 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own
     def generate(table: str, size: TableSize, ranks: own.Ranks) -> OwnSharding:
         if sum(sizes) != size.embedding_dim:
             raise ValueError(
-                f"size_per_rank {sizes} makes {sum(sizes)} columns, but the table has {size.embedding_dim}."
+                f"size_per_rank {sizes} makes {sum(sizes)} columns, but the table has {size.embedding_dim}. "
+                "Give sizes that add up to it."
             )
         starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
         shards = tuple(
@@ -174,7 +175,7 @@ def _kernel(compute_kernel: Any, param: nn.Parameter) -> EmbeddingComputeKernel:
     value = getattr(compute_kernel, "value", compute_kernel)
     allowed = [kernel.value for kernel in EmbeddingComputeKernel]
     if value not in allowed:
-        raise ValueError(f"MeshRec has no compute kernel {value!r}, only {allowed}.")
+        raise ValueError(f"MeshRec has no compute kernel {value!r}, only {allowed}. Leave it out.")
     return EmbeddingComputeKernel(value)
 
 

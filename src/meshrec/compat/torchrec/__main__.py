@@ -21,9 +21,9 @@ def main(arguments: Sequence[str]) -> None:
         os.environ[FORCE] = "1"
         del rest[0]
     if not rest or rest[0].startswith("-"):
-        raise SystemExit(_USAGE)
+        sys.exit(_USAGE)
     if not Path(rest[0]).is_file():
-        raise SystemExit(f"{_USAGE}\nthere is no file {rest[0]!r}")
+        sys.exit(f"{_USAGE}\nthere is no file {rest[0]!r}")
     install()
     os.environ[SCRIPT] = str(Path(rest[0]).resolve())
     sys.argv[:] = rest
