@@ -97,6 +97,11 @@ class DistributedModelParallel(nn.Module):
         return self._plan
 
     @property
+    def sharded_modules(self) -> dict[str, Any]:
+        """The sharded embedding modules, by their paths."""
+        return self._sharded
+
+    @property
     def fused_optimizer(self) -> CombinedOptimizer:
         """What updates the tables during backward."""
         return CombinedOptimizer([(path, module.fused_optimizer) for path, module in self._sharded.items()])

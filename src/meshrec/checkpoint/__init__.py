@@ -1,6 +1,7 @@
 """Checkpoints that know nothing of plans: saved under one, loaded under any other, on any number of ranks."""
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
+from meshrec.checkpoint.delta import RowTracker
 from meshrec.checkpoint.manager import CheckpointManager
 from meshrec.checkpoint.manifest import Manifest, read_manifest
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
@@ -13,6 +14,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Manifest",
     "PendingSave",
+    "RowTracker",
     "async_save",
     "export_safetensors",
     "import_weights",

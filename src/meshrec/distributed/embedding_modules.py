@@ -41,6 +41,11 @@ class ShardedEmbeddingBagCollection(nn.Module):
         self.plan = built.plan
         self.built = built
 
+    @property
+    def tables(self) -> ShardedTables:
+        """What this rank does for the module; another one after ``rebuild``."""
+        return self._tables
+
     def rebuild(self, built: Built) -> None:
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
         self.embedding_bags = nn.ModuleDict(built.shards)
@@ -96,6 +101,11 @@ class ShardedEmbeddingCollection(nn.Module):
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embeddings")
         self.plan = built.plan
         self.built = built
+
+    @property
+    def tables(self) -> ShardedTables:
+        """What this rank does for the module; another one after ``rebuild``."""
+        return self._tables
 
     def rebuild(self, built: Built) -> None:
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""

@@ -3,7 +3,7 @@
 ``start``, ``exchange``, ``look_up`` and the awaited result are the stages that a pipeline may overlap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ class ShardedTables:
         self._parameters = [*split.parameters, *local.parameters]
         self.collected = Collected(input_dist.device) if any(rule.deferred for rule in self._rules) else None
         """What backward passes left for ``step``; None where there is nothing to leave."""
+        self.watch: Callable[[Sequence[TableGradient]], None] | None = None
+        """Is told what each backward pass changes: of the split tables, then of the data-parallel ones."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
@@ -158,6 +160,8 @@ class ShardedTables:
                 for grad in updates.ordinary(gradient)
             ]
             self._apply(gradients, deferred=False)
+            if self.watch is not None:
+                self.watch(gradients)
         return sample_grad, grads + [None] * (len(self._parameters) - len(grads))
 
     def step(self) -> None:

@@ -1,0 +1,122 @@
+"""What changed since a step, for those who serve the model: the rows of tables that training touched."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshrec.checkpoint.agreement import agreed, ranks_of
+from meshrec.checkpoint.blocks import FileWriter, memory_of
+from meshrec.checkpoint.data_file import header_of
+from meshrec.checkpoint.manifest import sync_folder
+from meshrec.distributed.collectives import gather_objects
+from meshrec.distributed.touched_rows import TouchedRows
+from meshrec.model_parallel import DistributedModelParallel
+
+_Piece = tuple[Tensor, int, int, Tensor]
+
+
+class RowTracker:
+    """Remembers, from now on, which rows of a model's fused tables each update touches.
+
+    It costs four bytes per row, and a store for each id of each backward pass. Updates are counted as the
+    optimizer of a table counts them (its state ``"step"``), which a checkpoint keeps.
+
+    Args:
+        model: to watch; one tracker at a time.
+    """
+
+    def __init__(self, model: DistributedModelParallel) -> None:
+        self._modules = model.sharded_modules
+        self._tables = {path: module.tables for path, module in self._modules.items()}
+        self._touched = {
+            path: TouchedRows(module.tables, module.built.rules) for path, module in self._modules.items()
+        }
+        self.first_step = self.step
+        """The update after which tracking began."""
+
+    @property
+    def step(self) -> int:
+        """The last update."""
+        return max(
+            (rule.step for m in self._modules.values() for rule in m.built.rules if rule is not None),
+            default=0,
+        )
+
+    def export(self, path: str | Path, *, since: int) -> dict[str, int]:
+        """Writes the rows touched after update ``since`` to a safetensors file; gives their number by table.
+
+        For each table that was touched: ``<name>.ids``, int64 [U], rising, and ``<name>.rows`` [U, D]. Whole
+        rows, under any plan; the first rank puts a table's together, and writes. Collective, between steps.
+
+        Raises:
+            ValueError: on every rank, for updates before tracking began, and after ``reshard``.
+        """
+        axis, path = ranks_of(None), Path(path)
+        agreed(axis, lambda: self._check(since), "exporting touched rows")
+        counts: dict[str, int] = {}
+        found: dict[str, Tensor] = {}
+        for name, pieces, dim in self._pieces(since):
+            everyone = gather_objects(pieces, axis, "touched rows")
+            ids, rows = _joined([piece for of_rank in everyone for piece in of_rank], dim)
+            if len(ids):
+                counts[name] = len(ids)
+                if axis.rank == 0:
+                    found |= {f"{name}.ids": ids, f"{name}.rows": rows}
+        agreed(axis, lambda: _write(path, found) if axis.rank == 0 else None, "writing touched rows")
+        return counts
+
+    def _check(self, since: int) -> None:
+        if since < self.first_step:
+            raise ValueError(
+                f"rows are tracked from update {self.first_step} on, and those since {since} are asked for. "
+                f"Export "
+                "the whole tables (export_safetensors), or ask for a later step."
+            )
+        if any(self._modules[path].tables is not tables for path, tables in self._tables.items()):
+            raise ValueError(
+                "the model was resharded since tracking began. Export the whole tables, and make a new "
+                "tracker."
+            )
+
+    def _pieces(self, since: int) -> list[tuple[str, list[_Piece], int]]:
+        """By table what this rank has: global ids, first column, end, and rows."""
+        found = []
+        for path, module in self._modules.items():
+            names = list(module.fused_optimizer.params)
+            for t, table in enumerate(module.built.routing.tables):
+                name = next((each for each in names if each.split(".")[-2] == table.name), None)
+                if name is None:
+                    continue
+                pieces = [
+                    (rows + rectangle.r0, rectangle.c0, rectangle.c1, weight[rows].cpu())
+                    for rectangle, rows, weight in self._touched[path].touched(t, since)
+                ]
+                found.append((f"{path}.{name}" if path else name, pieces, table.dim))
+        return found
+
+
+def _joined(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *(rows for rows, *_ in pieces)]).unique()
+    dtype = pieces[0][3].dtype if pieces else torch.float32
+    whole = torch.empty(len(ids), dim, dtype=dtype)
+    for rows, c0, c1, values in pieces:
+        whole[torch.searchsorted(ids, rows), c0:c1] = values
+    return ids, whole
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "xb", buffering=0) as file:
+            writer = FileWriter(file.fileno())
+            writer.write(header_of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}))
+            for tensor in tensors.values():
+                writer.write(memory_of(tensor))
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
