@@ -17,7 +17,7 @@ from meshrec.checkpoint.manifest import MANIFEST, read_manifest
 
 WORLD_SIZE = 2
 NUM_KILLS = int(os.environ.get("MESHREC_KILLS", "3"))
-"""Few by default, for the time it takes; the benchmark of checkpoints makes it 20."""
+"""Few by default, for the time it takes; `make kills` makes it 20."""
 NUM_STEPS = 20 + 10 * NUM_KILLS
 PATIENCE = 240.0
 
