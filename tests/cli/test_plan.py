@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -51,9 +52,9 @@ def test_mistakes_are_named(task, tmp_path):
 
 
 def test_a_recipe_is_planned_without_training(capsys):
-    run(PlanOptions(source="tests/train/small.py:small", ranks=2, json=True))
+    run(PlanOptions(source=Path("tests/train/small.py:small"), ranks=2, json=True))
     report = json.loads(capsys.readouterr().out)
     assert (report["world_size"], report["batch_size"], report["hardware"]) == (2, 50, "cpu")
     assert [table["name"] for table in report["tables"]] == ["f0", "f1", "f2"]
     with pytest.raises(ValueError, match="100 cannot be divided among 3 ranks"):
-        run(PlanOptions(source="tests/train/small.py:small", ranks=3))
+        run(PlanOptions(source=Path("tests/train/small.py:small"), ranks=3))

@@ -157,7 +157,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
-    grid = Grid("phase", "predicted [ms]", "measured [ms]", "error")
+    grid = Grid("phase", "predicted, ms", "measured, ms", "error")
     for row in compare(plan, read_phases(path)):
         grid.add_row(
             row.phase, f"{row.predicted * 1e3:.3f}", f"{row.measured * 1e3:.3f}", f"{row.error:+.0%}"

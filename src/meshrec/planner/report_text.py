@@ -22,7 +22,7 @@ def render_what_if(
     found: Sequence[tuple[int, PlannedShardingPlan | str]], *, console: Console | None = None
 ) -> None:
     """Prints plans for several numbers of ranks side by side."""
-    table = Table("ranks", "step [ms]", "lower bound [ms]", "gap", "fullest rank [GiB]", "samples/s")
+    table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank [GiB]", "samples/s")
     for world_size, plan in found:
         if isinstance(plan, str):
             table.add_row(str(world_size), plan.splitlines()[0], "", "", "", "")
@@ -64,13 +64,11 @@ def _console() -> Console:
 
 def _report(report: PlanReport) -> RenderableType:
     used = [phase for phase, seconds in report.phases.items() if seconds > 0]
-    summary = Table("phase", "slowest rank [ms]", title="one training step, without the dense part")
+    summary = Table("phase", "slowest rank, ms", title="one training step, without the dense part")
     for phase in used:
         summary.add_row(phase, f"{report.phases[phase] * 1e3:.3f}")
     summary.add_row("step", f"{report.seconds * 1e3:.3f}", style="bold")
-    ranks = Table(
-        "rank", "memory [GiB]", *(f"{phase} [ms]" for phase in used), "tables", title="rank by rank"
-    )
+    ranks = Table("rank", "memory [GiB]", *(f"{phase}, ms" for phase in used), "tables", title="rank by rank")
     for rank in report.ranks[:_MOST_RANKS]:
         names = ", ".join(rank.tables[:_MOST_NAMES])
         more = len(rank.tables) - _MOST_NAMES
