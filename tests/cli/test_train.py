@@ -73,7 +73,8 @@ def test_ctrl_c_stops_all_ranks(tmp_path):
     assert "stopped as asked, with a checkpoint" in output
     assert "Traceback" not in errors
     stopped = summary(tmp_path / "small-001")["step"]
-    done = run("--nproc", "1", "--runs", str(tmp_path), "--resume", "--training.max-steps", str(stopped + 5))
+    further = ("--training.epochs", "100000", "--training.max-steps", str(stopped + 5))
+    done = run("--nproc", "1", "--runs", str(tmp_path), "--resume", *further)
     assert done.returncode == 0, done.stderr
     assert summary(tmp_path / "small-001")["step"] == stopped + 5
 
