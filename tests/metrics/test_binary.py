@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -32,14 +34,14 @@ def test_as_scikit_learn(weighted, distinct):
         / sk.log_loss(y, mean, sample_weight=w),
         "calibration": np.average(chances, weights=w) / mean[0],
     }
+    assert found.pop("auc") == pytest.approx(expected.pop("auc"), abs=1e-12 if weighted else 1e-6)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_auc_of_torchmetrics():
-    functional = pytest.importorskip("torchmetrics.functional.classification")
-    logits, labels, _ = samples()
-    expected = functional.binary_auroc(torch.sigmoid(logits), labels.long())
-    assert area_under_curve(logits, labels) == pytest.approx(expected.item(), abs=1e-6)
+def test_auc_keeps_the_order_of_large_logits_and_takes_soft_labels():
+    logits, labels = torch.tensor([17.0, 20.0, 30.0, -1.0]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    assert area_under_curve(logits, labels) == 1.0
+    assert area_under_curve(logits, 0.25 + labels / 2) == pytest.approx(0.75)
 
 
 def test_what_is_undefined_is_left_out():
@@ -62,6 +64,20 @@ def test_shapes_must_fit():
 def of_rank():
     first, last = [(0, 300), (200, 500)][dist.get_rank()]
     return binary_metrics(*(each[first:last] for each in samples()))
+
+
+def of_rank_alone():
+    return binary_metrics(*samples(100 + dist.get_rank())[:2], gather=False) if dist.get_rank() else None
+
+
+def test_one_rank_alone(ranks):
+    assert ranks(2).run(of_rank_alone) == [None, binary_metrics(*samples(101)[:2])]
+
+
+def test_without_torchmetrics_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs torchmetrics: pip install 'meshrec\[metrics\]'"):
+        area_under_curve(*samples()[:2])
 
 
 def test_samples_of_all_ranks_count(ranks):

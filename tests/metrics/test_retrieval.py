@@ -33,17 +33,10 @@ def test_as_scikit_learn():
         assert found[f"recall@{k}"] == pytest.approx(np.mean(recalls))
 
 
-def test_as_torchmetrics():
-    retrieval = pytest.importorskip("torchmetrics.retrieval")
-    scores, relevant, ranked, bags = queries(1)
-    metrics = RetrievalMetrics((5,))
-    metrics.update(ranked, bags)
-    found = metrics.compute().window
-    indexes = torch.arange(NUM_QUERIES).repeat_interleave(NUM_ITEMS)
-    for name, kind in (("recall", retrieval.RetrievalRecall), ("ndcg", retrieval.RetrievalNormalizedDCG)):
-        metric = kind(top_k=5, empty_target_action="skip")
-        expected = metric(torch.tensor(scores).ravel(), torch.tensor(relevant).ravel(), indexes=indexes)
-        assert found[f"{name}@5"] == pytest.approx(expected.item(), rel=1e-5)
+def test_nothing_asked_counts_for_nothing():
+    metrics, nothing = RetrievalMetrics((2,)), torch.zeros(2, dtype=torch.int64)
+    metrics.update(torch.tensor([[1, 2], [3, 4]]), JaggedTensor(nothing[:0], lengths=nothing))
+    assert metrics.compute().window == {}
 
 
 def test_windows_lifetime_and_saving():

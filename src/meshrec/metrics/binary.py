@@ -1,7 +1,8 @@
-"""Metrics of click models, from sums over samples.
+"""Metrics of click models.
 
-All but AUC follow from a few sums, which is what ranks exchange. AUC is exact where all samples are at hand
-(:func:`area_under_curve`), and otherwise computed from histograms of the logits.
+AUC is that of torchmetrics where all samples are at hand and count alike; torchmetrics has no weights for it,
+nor for accuracy, and neither log loss, normalized entropy nor calibration as a ratio. These follow from a few
+sums over samples, which is what ranks exchange.
 """
 
 import math
@@ -10,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from meshrec.data.faults import needs
 
 # n samples, H bins
 
@@ -63,23 +66,34 @@ def area_under_histograms(positive_H: Tensor, negative_H: Tensor) -> float | Non
 def area_under_curve(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float | None:
     """The exact area under the ROC curve: P(score of a positive > score of a negative), ties counting half.
 
-    Mann and Whitney, "On a test of whether one of two random variables is stochastically larger than the
-    other" (1947). None where labels are of one kind.
+    None where labels are of one kind.
 
     Args:
         scores, labels: [n], labels in [0, 1].
         weights: [n], of samples.
     """
     labels = labels.double()
-    weights = torch.ones_like(labels) if weights is None else weights.double()
     distinct, place = torch.unique(scores, return_inverse=True)
+    if weights is None and bool(((labels == 0) | (labels == 1)).all()):
+        if not 0 < float(labels.sum()) < len(labels):
+            return None
+        # Places in (0, 1) instead of scores, of which torchmetrics would take the sigmoid: in float32 that is
+        # 1 for all logits above 17, and their order is lost.
+        functional = needs("torchmetrics.functional.classification", "metrics")
+        return float(functional.binary_auroc((place + 1) / (len(distinct) + 1.0), labels.long()))
+    weights = torch.ones_like(labels) if weights is None else weights.double()
     positive = torch.bincount(place, weights * labels, minlength=len(distinct))
     negative = torch.bincount(place, weights * (1 - labels), minlength=len(distinct))
     return area_under_histograms(positive, negative)
 
 
 def binary_metrics(
-    logits: Tensor, labels: Tensor, weights: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    gather: bool = True,
 ) -> dict[str, float]:
     """All metrics of all ranks' samples, with the exact AUC under ``auc``; see :func:`metrics_of`.
 
@@ -89,16 +103,17 @@ def binary_metrics(
         logits, labels: [n] or [n, 1]; ranks may have different numbers of samples.
         weights: of samples; on all ranks or on none.
         group: the ranks; without it all.
+        gather: whether other ranks' samples count; otherwise this is not collective.
 
     Raises:
         ValueError: shapes differ.
     """
     columns = checked(logits, labels, weights)
-    if dist.is_available() and dist.is_initialized():
-        columns = _gathered(columns, group)
-    logits, labels, weights = columns
-    found = metrics_of(BinarySums(*binary_sums(logits, labels, weights).tolist()))
-    auc = area_under_curve(logits, labels, weights)
+    if gather and dist.is_available() and dist.is_initialized():
+        distributed = needs("torchmetrics.utilities.distributed", "metrics")
+        columns = torch.cat(distributed.gather_all_tensors(columns, group), dim=1)
+    found = metrics_of(BinarySums(*binary_sums(*columns).tolist()))
+    auc = area_under_curve(columns[0], columns[1], None if weights is None else columns[2])
     return found if auc is None else {"auc": auc, **found}
 
 
@@ -114,16 +129,3 @@ def checked(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         raise ValueError(f"logits, labels and weights must have one entry per sample, got {sizes} entries.")
     given = torch.ones_like(flat) if weights is None else weights.detach().reshape(-1)
     return torch.stack([flat.double(), labels.detach().reshape(-1).double(), given.double()])
-
-
-def _gathered(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The samples of all ranks, side by side."""
-    own = torch.tensor([columns.shape[1]], device=columns.device)
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, own, group=group)
-    counts = [int(size) for size in sizes]
-    padded = columns.new_zeros(3, max(counts))
-    padded[:, : columns.shape[1]] = columns
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)

@@ -119,6 +119,9 @@ class MetricSet:
         logits, labels, weights = torch.cat(self._waiting, dim=1).to(window.device)
         self._waiting, self._num_waiting = [], 0
         window[:_NUM_SUMS] += binary_sums(logits, labels, weights)
+        # BinaryAUROC of torchmetrics compares every sample with every threshold: for 2048 samples on one core
+        # 13 ms with 200 thresholds, which miss AUC by 2e-4, and 2.6 s with as many as here, where one pass
+        # over the samples takes 0.2 ms and misses it by 5e-7.
         scaled = (logits + _LARGEST_LOGIT) * (num_bins / (2 * _LARGEST_LOGIT))
         bins = scaled.nan_to_num(0.0).clamp(0, num_bins - 1).long()
         positive, negative = window[_NUM_SUMS:].view(2, num_bins)

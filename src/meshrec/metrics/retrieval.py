@@ -1,12 +1,13 @@
 """How good a ranked list is, given what was relevant."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrec.data.faults import needs
 from meshrec.metrics.windowed import Computed, WindowedSum
 from meshrec.sparse import JaggedTensor
 
@@ -14,11 +15,11 @@ from meshrec.sparse import JaggedTensor
 
 
 class RetrievalMetrics:
-    """``recall@k`` and ``ndcg@k``: means over the queries that have relevant items.
+    """``recall@k`` and ``ndcg@k`` of torchmetrics: means over the queries that have relevant items.
 
     Recall is the share of a query's relevant items among its first k. NDCG discounts a hit at place i (from
-    1) by log2(i + 1) and divides by the best possible order: Järvelin, Kekäläinen, "Cumulated gain-based
-    evaluation of IR techniques" (2002), with gains of 0 and 1.
+    1) by log2(i + 1) and divides by the best possible order, with gains of 0 and 1. Takes about a millisecond
+    per query and k.
 
     Args:
         ks: how many items count.
@@ -59,16 +60,16 @@ class RetrievalMetrics:
             )
         if ranked_QL.shape[1] < max(self._ks):
             raise ValueError(f"ranked lists have {ranked_QL.shape[1]} items, k = {max(self._ks)} needs more.")
-        asked = lengths > 0
-        hits, num = _hits(ranked_QL, relevant)[asked], lengths[asked]
-        gains = 1 / torch.log2(torch.arange(2, ranked_QL.shape[1] + 2, device=hits.device).double())
-        best = gains.cumsum(0)
-        sums = [asked.sum().double()]
-        for k in self._ks:
-            first = hits[:, :k]
-            sums.append((first.sum(1) / num).sum())
-            sums.append(((first @ gains[:k]) / best[num.clamp(max=k).long() - 1]).sum())
-        self._sums.window.add_(torch.stack(sums).to(self._sums.window.device))
+        found = needs("torchmetrics.retrieval", "metrics")
+        num = float((lengths > 0).sum())
+        samples = _samples(ranked_QL, relevant)
+        sums = [num]
+        for k in self._ks if num else []:
+            for kind in (found.RetrievalRecall, found.RetrievalNormalizedDCG):
+                # A metric for these queries alone: one that sees them all keeps all of their items.
+                mean = kind(top_k=k, empty_target_action="skip")(*samples)
+                sums.append(num * float(mean))
+        self._sums.window[: len(sums)] += self._sums.window.new_tensor(sums)
 
     def compute(self) -> Computed:
         """Means over all ranks' queries, after which the window begins anew; empty without queries.
@@ -97,10 +98,24 @@ class RetrievalMetrics:
         return {name: value / num for name, value in zip(names, sums, strict=True)}
 
 
-def _hits(ranked_QL: Tensor, relevant: JaggedTensor) -> Tensor:
-    """[Q, L] float64: 1 where an item is relevant to its query."""
-    values = relevant.values()
+class _Samples(NamedTuple):
+    """What torchmetrics takes: items with scores, whether they are relevant, and their queries."""
+
+    scores: Tensor
+    relevant: Tensor
+    queries: Tensor
+
+
+def _samples(ranked_QL: Tensor, relevant: JaggedTensor) -> _Samples:
+    """The ranked items, the first with score L, and below them, with 0, relevant ones that are not ranked."""
+    num_queries, num_items = ranked_QL.shape
+    values, device = relevant.values(), ranked_QL.device
     span = 1 + max((int(ids.max()) for ids in (ranked_QL, values) if ids.numel()), default=0)
-    query = torch.arange(len(ranked_QL), device=values.device)
+    query = torch.arange(num_queries, device=device)
+    ranked = (query[:, None] * span + ranked_QL).flatten()
     wanted = torch.repeat_interleave(query, relevant.lengths()) * span + values
-    return torch.isin(query[:, None] * span + ranked_QL, wanted).double()
+    missed = wanted[~torch.isin(wanted, ranked)]
+    scores = torch.arange(num_items, 0, -1, dtype=torch.float64, device=device).repeat(num_queries)
+    items = torch.cat([ranked, missed])
+    scores = torch.cat([scores, scores.new_zeros(len(missed))])
+    return _Samples(scores, torch.isin(items, wanted), items // span)

@@ -24,6 +24,9 @@ class Totals(NamedTuple):
 class WindowedSum:
     """A vector of sums.
 
+    Not a metric of torchmetrics, whose states belong to ranks: these, saved on some, load on any number of
+    them, and they are exchanged in one collective, not three for each state.
+
     Args:
         size: of the vector.
         device: where it is kept.

@@ -2,14 +2,15 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshrec.metrics import binary_metrics
 from meshrec.modules import PoolingType
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.train.evaluation import quality
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
@@ -24,7 +25,7 @@ _SMOOTHING = 5.0
 
 
 class Baseline(NamedTuple):
-    """A baseline's name and its `quality` on the validation data."""
+    """A baseline's name and its metrics on the validation data."""
 
     name: str
     quality: dict[str, float]
@@ -41,10 +42,12 @@ def baselines(dataset: "Dataset") -> Iterator[Baseline]:
     train, validation = _whole(dataset.train), _whole(dataset.validation)
     mean = train.labels.mean().clamp(1e-6, 1 - 1e-6)
     constant = torch.logit(mean).expand(len(validation.labels))
-    yield Baseline("global mean", quality(constant, validation.labels))
+    # Not collective: baselines are one rank's work.
+    quality = partial(binary_metrics, labels=validation.labels, gather=False)
+    yield Baseline("global mean", quality(constant))
     if dataset.item is not None:
-        yield Baseline("item popularity", quality(_popularity(dataset, train, validation), validation.labels))
-    fits = [quality(logits, validation.labels) for logits in _regressions(dataset, train, validation)]
+        yield Baseline("item popularity", quality(_popularity(dataset, train, validation)))
+    fits = [quality(logits) for logits in _regressions(dataset, train, validation)]
     yield Baseline("logistic regression", max(fits, key=lambda found: found.get("auc", 0.5)))
 
 

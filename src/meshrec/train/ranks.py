@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshrec.distributed.mesh import ShardingEnv
 
@@ -59,20 +58,6 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Tensors of all ranks, one after the other along dim 0, on the CPU; their lengths may differ."""
-        tensor = tensor.detach().cpu().contiguous()
-        if self.control is None:
-            return tensor
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(tensor)]), group=self.control)
-        longest = max(int(size) for size in sizes)
-        padded = tensor.new_zeros(longest, *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.control)
-        return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])
 
     def collect(self, value: Any) -> list[Any]:
         """What every rank has, by rank."""
