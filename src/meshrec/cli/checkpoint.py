@@ -99,7 +99,9 @@ def run(options: InspectOptions | VerifyOptions | ExportOptions | ImportOptions)
             return _verify(console, _all(options.path))
         case ExportOptions():
             if options.to != "safetensors":
-                raise ValueError(f"--to {options.to}: checkpoints are exported to safetensors.")
+                raise ValueError(
+                    f"--to {options.to}: checkpoints are exported with --to safetensors; use that."
+                )
             names = export_safetensors(_newest(options.path), options.out, entry=options.entry)
             console.print(f"{len(names)} tensors in {options.out}")
         case ImportOptions():
@@ -135,7 +137,7 @@ def _all(path: Path) -> list[Path]:
 def _newest(path: Path) -> Path:
     finished = [each for each in _all(path) if (each / MANIFEST).exists()]
     if not finished:
-        raise ValueError(f"{path} holds no finished checkpoint.")
+        raise ValueError(f"{path} holds no finished checkpoint. Name a checkpoint, or a folder of them.")
     return finished[-1]
 
 

@@ -80,7 +80,7 @@ def resolve(name: str) -> Recipe:
     module = _from_file(Path(place)) if place.endswith(".py") else _imported(place, name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}.")
+        raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}. Name one it has.")
     recipe = function()
     if not isinstance(recipe, Recipe):
         raise ValueError(
@@ -92,7 +92,7 @@ def resolve(name: str) -> Recipe:
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"recipe file {path} does not exist.")
+        raise ValueError(f"recipe file {path} does not exist. Name a recipe, or FILE.py:FUNCTION.")
     name = f"meshrec_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -110,4 +110,6 @@ def _imported(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise ValueError(f"recipe {name!r}: there is no module {error.name!r}.") from error
+        raise ValueError(
+            f"recipe {name!r}: there is no module {error.name!r}. Install it, or name a file."
+        ) from error
