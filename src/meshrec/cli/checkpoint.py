@@ -100,7 +100,7 @@ def run(options: InspectOptions | VerifyOptions | ExportOptions | ImportOptions)
         case ExportOptions():
             if options.to != "safetensors":
                 raise ValueError(
-                    f"--to {options.to}: checkpoints are exported with --to safetensors; use that."
+                    f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
             names = export_safetensors(_newest(options.path), options.out, entry=options.entry)
             console.print(f"{len(names)} tensors in {options.out}")

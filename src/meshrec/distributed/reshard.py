@@ -80,7 +80,7 @@ def moved(built: Mapping[str, Built], plan: ShardingPlan, env: ShardingEnv) -> d
     reasons = [reason for reason in gather_objects(error, env.world, "allocation") if reason is not None]
     if reasons:
         raise RuntimeError(
-            f"there is no memory for the tables under the new plan, the old one stays. Plan for less: {reasons[0]}"
+            f"there is no memory for the tables under the new plan: {reasons[0]}. The old plan stays."
         )
     # What a plan may still be refused for is seen here, on all ranks, before anything moves.
     new = {path: allocated[path].assembled(module) for path, module in built.items()}

@@ -76,7 +76,7 @@ class Ranks:
 def choose_device(name: str | None) -> str:
     """``cpu`` or ``cuda``: what is asked for, or what there is. ValueError for a GPU that is not there."""
     if name not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device {name}; take cpu or cuda.")
+        raise ValueError(f"--device {name}: take cpu or cuda.")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; take --device cpu.")
     return name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -153,5 +153,6 @@ class Recipe:
             if between is not None and between > training.max_steps:
                 raise ValueError(
                     f"training.evaluate_every {between} is more than training.max_steps "
-                    f"{training.max_steps}: early stopping would never see an evaluation. Evaluate more often."
+                    f"{training.max_steps}: early stopping would never see an evaluation. "
+                    "Evaluate more often."
                 )
