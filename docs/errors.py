@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).parent.parent / "src" / "meshrec"
 # What happened ends where the next step begins; of "X must be Y, got Z" the rule is the next step.
-_BOUNDARY = re.compile(
-    r"(?<=[^.])[.;?] |: (?=(?:give|take|write|end|use|name|pass|call|rename|allowed)\b)|, (?=(?:allowed|or use)\b)"
-)
+_VERBS = "give|take|write|end|use|name|pass|call|rename|allowed"
+_BOUNDARY = re.compile(rf"(?<=[^.])[.;?] |: (?=(?:{_VERBS})\b)|, (?=(?:allowed|or use)\b)")
 _RULE = re.compile(r"(?P<rule>.*\b(?:must|need|needs|allowed)\b.*?)[,;] (?:but )?got .*", re.DOTALL)
 
 _NEEDED = re.compile(r"\b(?:must|needs?)\b|pip install")
