@@ -1,9 +1,20 @@
 import subprocess
 import sys
 
+from meshrec.__main__ import main
+
 
 def test_the_module_is_the_command():
     done = subprocess.run([sys.executable, "-m", "meshrec", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     for command in ("train", "runs", "plan", "calibrate"):
         assert command in done.stdout
+
+
+def test_a_missing_package_is_one_line(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "meshrec.cli.__main__", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main() == 1
+    assert capsys.readouterr().err == (
+        "meshrec: the command line needs the package 'tyro': pip install 'meshrec[cli]'\n"
+    )

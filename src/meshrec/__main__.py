@@ -1,10 +1,20 @@
-"""``python -m meshrec``: the ``meshrec`` command, also for ``torchrun -m meshrec``."""
+"""``python -m meshrec`` and the ``meshrec`` command, also for ``torchrun -m meshrec``."""
 
 import sys
 
-if __name__ == "__main__":
+
+def main() -> int:
+    """Runs the command line, or says which extra it needs."""
     try:
-        from meshrec.cli.__main__ import main
+        from meshrec.cli.__main__ import main as run
     except ModuleNotFoundError as error:
-        sys.exit(f"meshrec: the command line needs the package {error.name!r}: pip install 'meshrec[cli]'")
+        print(
+            f"meshrec: the command line needs the package {error.name!r}: pip install 'meshrec[cli]'",
+            file=sys.stderr,
+        )
+        return 1
+    return run()
+
+
+if __name__ == "__main__":
     sys.exit(main())
