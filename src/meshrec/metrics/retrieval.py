@@ -1,7 +1,7 @@
 """How good a ranked list is, given what was relevant."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,16 +98,11 @@ class RetrievalMetrics:
         return {name: value / num for name, value in zip(names, sums, strict=True)}
 
 
-class _Samples(NamedTuple):
-    """What torchmetrics takes: items with scores, whether they are relevant, and their queries."""
+def _samples(ranked_QL: Tensor, relevant: JaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of items, whether they are relevant, and their queries, as torchmetrics takes them.
 
-    scores: Tensor
-    relevant: Tensor
-    queries: Tensor
-
-
-def _samples(ranked_QL: Tensor, relevant: JaggedTensor) -> _Samples:
-    """The ranked items, the first with score L, and below them, with 0, relevant ones that are not ranked."""
+    The first ranked item has score L; below them all, with 0, are relevant ones that are not ranked.
+    """
     num_queries, num_items = ranked_QL.shape
     values, device = relevant.values(), ranked_QL.device
     span = 1 + max((int(ids.max()) for ids in (ranked_QL, values) if ids.numel()), default=0)
@@ -118,4 +113,4 @@ def _samples(ranked_QL: Tensor, relevant: JaggedTensor) -> _Samples:
     scores = torch.arange(num_items, 0, -1, dtype=torch.float64, device=device).repeat(num_queries)
     items = torch.cat([ranked, missed])
     scores = torch.cat([scores, scores.new_zeros(len(missed))])
-    return _Samples(scores, torch.isin(items, wanted), items // span)
+    return scores, torch.isin(items, wanted), items // span
