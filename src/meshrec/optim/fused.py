@@ -35,6 +35,8 @@ class _Group(NamedTuple):
     """The tables that one kernel call updates: they share the spec."""
 
     spec: OptimizerSpec
+    numbers: dict[str, Any]
+    """The spec's own, by name."""
     tables: list[int]
     options: dict[str, Any]
     """torch's param_group: the tables' parameters and the spec's numbers as they are now."""
@@ -71,7 +73,12 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             if table.spec is not None:
                 by_spec.setdefault(table.spec, []).append(index)
         self._groups = [
-            _Group(spec, members, {"params": [tables[index].weight for index in members], **_numbers(spec)})
+            _Group(
+                spec,
+                _numbers(spec),
+                members,
+                {"params": [tables[index].weight for index in members], **_numbers(spec)},
+            )
             for spec, members in by_spec.items()
         ]
         state: dict[Tensor, dict[str, Any]] = {}
@@ -131,23 +138,22 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
 
     def _apply(self, spec: OptimizerSpec, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
         """One step of some tables with the same spec."""
-        by_step: dict[int, list[int]] = {}
+        by_step: dict[int, list[tuple[int, Tensor, dict[str, Any]]]] = {}
         for table in tables:
-            by_step.setdefault(self.state[self._tables[table].weight]["step"] + 1, []).append(table)
+            weight = self._tables[table].weight
+            slots = self.state[weight]
+            by_step.setdefault(slots["step"] + 1, []).append((table, weight, slots))
+        names = [slot.name for slot in spec.state_slots()]
         for step, members in by_step.items():
-            weights: list[Tensor] = [self._tables[table].weight.detach() for table in members]
-            state = [
-                self.state[self._tables[table].weight][slot.name]
-                for slot in spec.state_slots()
-                for table in members
-            ]
+            weights = [weight for _, weight, _ in members]
+            state = [slots[name] for name in names for _, _, slots in members]
             hyper = spec.hyper(lr=spec.lr, step=step, seed=self._seed)
-            torch.ops.meshrec.tbe_update(
-                grad, *lookups.of_tables(members), weights, state, spec.code, hyper, None
-            )
+            chosen = lookups.of_tables([table for table, _, _ in members])
+            with torch._C._AutoDispatchBelowAutograd():
+                torch.ops.meshrec.tbe_update(grad, *chosen, weights, state, spec.code, hyper, None)
             torch.autograd.graph.increment_version(weights)
-            for table in members:
-                self.state[self._tables[table].weight]["step"] = step
+            for _, _, slots in members:
+                slots["step"] = step
 
     def _collect(self, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
         num_rows = [self._tables[table].weight.shape[0] for table in tables]
@@ -288,9 +294,8 @@ def _numbers(spec: OptimizerSpec) -> dict[str, Any]:
 
 def _current(group: _Group) -> OptimizerSpec:
     """The spec with the numbers that the param_group holds now."""
-    changed = {
-        key: group.options[key] for key, old in _numbers(group.spec).items() if group.options[key] != old
-    }
+    options = group.options
+    changed = {key: options[key] for key, old in group.numbers.items() if options[key] != old}
     for key, value in changed.items():
         if isinstance(value, Tensor):
             changed[key] = value.item()

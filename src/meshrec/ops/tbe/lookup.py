@@ -1,6 +1,8 @@
 """Lookups as the modules call them: one kernel for all tables, and a backward pass that may update them."""
 
-import sys
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +42,8 @@ class Lookups(NamedTuple):
 
     def of_tables(self, chosen: Sequence[int]) -> "Lookups":
         """The same batch for some of the tables, counted anew in their order; the others are skipped."""
+        if len(chosen) > max(self.tables) and all(map(operator.eq, chosen, itertools.count())):
+            return self
         index = {table: position for position, table in enumerate(chosen)}
         return self._replace(tables=[index.get(table, -1) for table in self.tables])
 
@@ -114,7 +118,9 @@ class _FusedLookup(torch.autograd.Function):
     ) -> Tensor:
         # Not saved for backward: the update changes the weights in place, and that is meant.
         ctx.weights, ctx.lookups, ctx.updater, ctx.plain = weights, lookups, updater, plain
-        return forward(weights, lookups, *options)
+        # This is the gradient's formula; tbe_forward's own would be found, in Python, and not used.
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward(weights, lookups, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,8 +150,8 @@ def fused_forward(
     Not traced by torch.compile, which runs it between its graphs: the update in the backward pass is an
     effect that a traced graph would lose.
     """
-    # Without the compiler's modules nothing can trace, and importing them takes seconds.
-    run = _untraced() if "torch._dynamo" in sys.modules else _run_fused
+    # Where nothing traces, the guard is not needed, and making it imports the compiler, which takes seconds.
+    run = _untraced() if torch.compiler.is_compiling() else _run_fused
     return run(weights, lookups, updater, plain, options)
 
 
@@ -156,12 +162,18 @@ def _run_fused(
     plain: list[int],
     options: tuple[int, torch.dtype, bool, Tensor],
 ) -> Tensor:
-    anchor = torch.empty(0, requires_grad=True)
     plain_weights = [weights[table] for table in plain]
     result: Tensor = _FusedLookup.apply(  # type: ignore[no-untyped-call]
-        anchor, lookups.per_sample_weights, weights, lookups, updater, options, plain, *plain_weights
+        _anchor(), lookups.per_sample_weights, weights, lookups, updater, options, plain, *plain_weights
     )
     return result
+
+
+@functools.cache
+def _anchor() -> Tensor:
+    """What makes the result require a gradient; it never gets one, so that all lookups share it."""
+    with torch.inference_mode(False):
+        return torch.empty(0, device="cpu", requires_grad=True)
 
 
 _untraced_fused: Callable[..., Tensor] | None = None
