@@ -38,7 +38,12 @@ def launch(
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
-    added = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **environment}
+    added = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        # A store for each start: in a shared one, ranks that start anew may find the addresses of dead ones.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **environment,
+    }
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
