@@ -61,6 +61,7 @@ def kept_and_faults(**environment):
 
 
 @pytest.mark.skipif("glibc" not in str(os.confstr("CS_GNU_LIBC_VERSION")), reason="another C library")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer allocates by itself")
 def test_freed_memory_is_kept_for_the_next_step():
     kept, faults = kept_and_faults()
     assert kept
