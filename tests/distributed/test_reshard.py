@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.distributed import reshard
 from meshrec.distributed.mesh import Axis, ShardingEnv, default_env
 from meshrec.distributed.reshard import Part, transfers_of
 from meshrec.distributed.routing import Rectangle
+from meshrec.model_parallel import DistributedModelParallel
+from meshrec.optim import SGD
 from meshrec.testing import RankError
 
 _path = Path(__file__).parents[1] / "checkpoint" / "models.py"
@@ -167,3 +170,25 @@ def test_transfers_cover_the_new_rectangles():
     from_all = list(transfers_of(None, columns, Axis(size=2)))
     assert [(t.source.rank, t.target.rank) for t in from_all] == [(0, 0), (1, 1)]
     assert list(transfers_of(None, None, Axis(size=2))) == []
+
+
+@pytest.mark.parametrize("name", ["items", "keys"])
+def test_a_table_named_like_a_dict_s_method_moves(name):
+    collection = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name=name, num_embeddings=8, embedding_dim=4, feature_names=["a"])]
+    )
+    env = ShardingEnv.single_process()
+    plan = [
+        md.construct_module_sharding_plan(collection, {name: builder}, world_size=1)
+        for builder in (md.table_wise(rank=0), md.data_parallel())
+    ]
+    before = collection.state_dict()[f"embedding_bags.{name}.weight"].clone()
+    model = DistributedModelParallel(
+        collection,
+        env=env,
+        plan=md.ShardingPlan({"": plan[0]}),
+        sharders=[md.EmbeddingBagCollectionSharder(SGD(lr=0.1))],
+        dense=None,
+    )
+    model.reshard(md.ShardingPlan({"": plan[1]}))
+    assert torch.equal(dict(model.named_parameters())[f"embedding_bags.{name}.weight"], before)

@@ -48,7 +48,7 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def rebuild(self, built: Built) -> None:
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
-        self.embedding_bags = nn.ModuleDict(built.shards)
+        self.embedding_bags = holder_of(built.shards)
         self._tables, self.plan, self.built = built.tables, built.plan, built
         self.fused_optimizer.rebind(built.named_fused(prefix="embedding_bags"), built.deferred())
 
@@ -109,7 +109,7 @@ class ShardedEmbeddingCollection(nn.Module):
 
     def rebuild(self, built: Built) -> None:
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
-        self.embeddings = nn.ModuleDict(built.shards)
+        self.embeddings = holder_of(built.shards)
         self._tables, self.plan, self.built = built.tables, built.plan, built
         self.fused_optimizer.rebind(built.named_fused(prefix="embeddings"), built.deferred())
 
