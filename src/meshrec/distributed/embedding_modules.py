@@ -22,24 +22,19 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 # B batch, D columns of all tables, N ids of a feature
 
 
-class ShardedEmbeddingBagCollection(nn.Module):
-    """Pooled embeddings of split tables; parameters at ``embedding_bags.<table>.weight``.
+class _ShardedCollection(nn.Module):
+    """What the pooled and the sequence module share: tables, plan, optimizer, and the stages before lookup.
 
-    ``forward`` may be taken apart, for pipelines: ``start``, ``exchange``, ``look_up`` are its halves before
-    the result is awaited; each starts what the next one waits for.
+    ``holder`` is the name of the attribute that holds the parameters of each table.
     """
 
-    def __init__(self, module: EmbeddingBagCollection, built: Built) -> None:
+    def __init__(self, built: Built, holder: str) -> None:
         super().__init__()
-        self.embedding_bags = holder_of(built.shards)
-        self._configs = module.embedding_bag_configs()
-        self._is_weighted = module.is_weighted()
-        self._tables = built.tables
+        self._holder = holder
+        setattr(self, holder, holder_of(built.shards))
+        self._tables, self.plan, self.built = built.tables, built.plan, built
         self._names, self._dims = built.names, built.dims
-        self._offsets = list(accumulate(built.dims, initial=0))
-        self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embedding_bags")
-        self.plan = built.plan
-        self.built = built
+        self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix=holder)
 
     @property
     def tables(self) -> ShardedTables:
@@ -48,17 +43,9 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def rebuild(self, built: Built) -> None:
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
-        self.embedding_bags = holder_of(built.shards)
+        setattr(self, self._holder, holder_of(built.shards))
         self._tables, self.plan, self.built = built.tables, built.plan, built
-        self.fused_optimizer.rebind(built.named_fused(prefix="embedding_bags"), built.deferred())
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The configs of the whole tables."""
-        return self._configs
-
-    def is_weighted(self) -> bool:
-        """Whether features carry per-sample weights."""
-        return self._is_weighted
+        self.fused_optimizer.rebind(built.named_fused(prefix=self._holder), built.deferred())
 
     @property
     def num_clamped_ids(self) -> int:
@@ -72,6 +59,30 @@ class ShardedEmbeddingBagCollection(nn.Module):
     def exchange(self, started: Started) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
         return self._tables.exchange(started)
+
+
+class ShardedEmbeddingBagCollection(_ShardedCollection):
+    """Pooled embeddings of split tables; parameters at ``embedding_bags.<table>.weight``.
+
+    ``forward`` may be taken apart, for pipelines: ``start``, ``exchange``, ``look_up`` are its halves before
+    the result is awaited; each starts what the next one waits for.
+    """
+
+    embedding_bags: nn.ModuleDict
+
+    def __init__(self, module: EmbeddingBagCollection, built: Built) -> None:
+        super().__init__(built, "embedding_bags")
+        self._configs = module.embedding_bag_configs()
+        self._is_weighted = module.is_weighted()
+        self._offsets = list(accumulate(built.dims, initial=0))
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The configs of the whole tables."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether features carry per-sample weights."""
+        return self._is_weighted
 
     def look_up(self, exchanging: Exchanging) -> LazyAwaitable[KeyedTensor]:
         """Looks up and starts to send embeddings back."""
@@ -86,49 +97,21 @@ class ShardedEmbeddingBagCollection(nn.Module):
         return KeyedTensor(self._names, self._dims, results.wait(), offset_per_key=self._offsets)
 
 
-class ShardedEmbeddingCollection(nn.Module):
+class ShardedEmbeddingCollection(_ShardedCollection):
     """Embeddings of every id, from split tables; parameters at ``embeddings.<table>.weight``.
 
     Taken apart for pipelines as ShardedEmbeddingBagCollection is.
     """
 
+    embeddings: nn.ModuleDict
+
     def __init__(self, module: EmbeddingCollection, built: Built) -> None:
-        super().__init__()
-        self.embeddings = holder_of(built.shards)
+        super().__init__(built, "embeddings")
         self._configs = module.embedding_configs()
-        self._tables: ShardedTables = built.tables
-        self._names, self._dims = built.names, built.dims
-        self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix="embeddings")
-        self.plan = built.plan
-        self.built = built
-
-    @property
-    def tables(self) -> ShardedTables:
-        """What this rank does for the module; another one after ``rebuild``."""
-        return self._tables
-
-    def rebuild(self, built: Built) -> None:
-        """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
-        self.embeddings = holder_of(built.shards)
-        self._tables, self.plan, self.built = built.tables, built.plan, built
-        self.fused_optimizer.rebind(built.named_fused(prefix="embeddings"), built.deferred())
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The configs of the whole tables."""
         return self._configs
-
-    @property
-    def num_clamped_ids(self) -> int:
-        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
-        return self._tables.num_clamped_ids
-
-    def start(self, features: KeyedJaggedTensor) -> Started:
-        """Routes the ids and starts to exchange sizes."""
-        return self._tables.start(features)
-
-    def exchange(self, started: Started) -> Exchanging:
-        """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
-        return self._tables.exchange(started)
 
     def look_up(self, exchanging: Exchanging) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Looks up and starts to send embeddings back."""
