@@ -92,7 +92,8 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
                 std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
                 std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat,
                 std::vector<int64_t> dims, std::vector<Tensor> weight_list, std::vector<Tensor> state,
-                int64_t optimizer, Tensor hyper_tensor, std::optional<Tensor> row_stats) {
+                int64_t optimizer, Tensor hyper_tensor, std::optional<Tensor> row_stats,
+                std::vector<int64_t> origins) {
   const Weights weights = make_weights(std::move(weight_list), true);
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
@@ -101,6 +102,12 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   const std::vector<float*> states = state_data(state, shape, weights);
   const Hyper hyper = make_hyper(hyper_tensor);
   const Tensor g = checked_grad(grad, batch);
+  if (!origins.empty() && origins.size() != 2 * weights.tensors.size())
+    fail("origins must hold a row and a column for each of the ", weights.tensors.size(),
+         " tables, or nothing.");
+  const auto origin = [&](int64_t table, int64_t axis) {
+    return origins.empty() ? 0 : origins[2 * table + axis];
+  };
   std::optional<Tensor> stats;
   if (row_stats.has_value()) {
     stats = as_contiguous(*row_stats);
@@ -125,7 +132,9 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
                     .state0 = slot_data(0, table.table),
                     .state1 = slot_data(1, table.table),
                     .row_stats = table.row_stats,
-                    .hyper = hyper};
+                    .hyper = hyper,
+                    .first_row = origin(table.table, 0),
+                    .first_column = origin(table.table, 1)};
     if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);
     kernels().update[optimizer][weights.types[table.table]](args);
   });

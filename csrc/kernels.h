@@ -90,6 +90,7 @@ struct UpdateArgs {
   float* state1;
   const float* const* row_stats;  // by slot, or null: [sum g^2, sum w^2, sum r^2] of the whole row
   Hyper hyper;
+  int64_t first_row, first_column;  // of the weight in its whole table, for the noise of stochastic rounding
 };
 
 // Writes each run's row number and summed gradient.

@@ -376,9 +376,10 @@ void update_rows(const UpdateArgs& args) {
         } else {
           row_to_float(target, dim, row_buffer);
           step_row<kOptimizer>(row_buffer, run.grad, s0, s1, dim, step);
+          const uint64_t row = uint64_t(args.first_row) + run.row, column = uint64_t(args.first_column);
           for (int64_t d = 0; d < dim; ++d) {
             const uint32_t noise =
-                stochastic ? random_bits(args.hyper.seed, args.hyper.step, run.row, uint64_t(d)) : 0;
+                stochastic ? random_bits(args.hyper.seed, args.hyper.step, row, column + uint64_t(d)) : 0;
             target[d] = round_to(target, row_buffer[d], noise, stochastic);
           }
         }

@@ -32,7 +32,7 @@ from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 from meshrec.optim.fused import UpdateMode
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
-from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.parts import mark_part
 
 
@@ -50,11 +50,12 @@ class SourceTable(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
     """What the sharder decides. ``optimizer``: for tables without one of their own. ``update``: when fused
-    tables are updated.
+    tables are updated. ``seed``: of the stochastic rounding of fp16 and bf16 tables.
     """
 
     optimizer: OptimizerSpec | None = None
     update: UpdateMode = "in_backward"
+    seed: int = DEFAULT_SEED
     precision: CommsPrecision = FULL_PRECISION
     sequence: bool = False
     weighted: bool = False
@@ -204,7 +205,8 @@ def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[SpecRu
     specs = [source.spec if source.spec is not None else options.optimizer for source in sources]
     deferred = options.update == "on_step"
     return [
-        None if spec is None else rules.setdefault(spec, SpecRule(spec, deferred=deferred)) for spec in specs
+        None if spec is None else rules.setdefault(spec, SpecRule(spec, deferred=deferred, seed=options.seed))
+        for spec in specs
     ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshrec.distributed.table_shards import TableShards
 from meshrec.ops.memory import use_huge_pages
 from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
-from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 
 
 class SpecRule:
@@ -23,7 +23,7 @@ class SpecRule:
         seed: of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
     """
 
-    def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = 1) -> None:
+    def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
         self.spec, self.deferred, self._seed = spec, deferred, seed
         self._numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         self.group: dict[str, Any] = {"params": [], **self._numbers}

@@ -166,6 +166,7 @@ class LookupTables:
             optimizer,
             hyper,
             None,
+            [start for i in rectangles for start in self.work.rectangles[i].origin],
         )
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:

@@ -53,6 +53,11 @@ class Rectangle(NamedTuple):
     c0: int
     c1: int
 
+    @property
+    def origin(self) -> tuple[int, int]:
+        """The row and the column where it begins."""
+        return self.r0, self.c0
+
 
 class Route(NamedTuple):
     """The ids of one use whose rows lie in [r0, r1)."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from meshrec.distributed.build import BuildOptions, build, source_tables
+from meshrec.distributed.build import BuildOptions, Built, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
@@ -14,28 +14,13 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.from_torch import from_torch
 from meshrec.optim.fused import FusedOptimizer, UpdateMode
-from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 
 FusedParams = OptimizerSpec | Mapping[str, Any] | None
 
 
-class EmbeddingBagCollectionSharder:
-    """Shards EmbeddingBagCollections.
-
-    Args:
-        fused_params: the optimizer of the tables that have none of their own
-        (``apply_optimizer_in_backward``): a
-            spec, or a mapping with ``"optimizer"`` (a spec, or a class with its arguments beside it, such as
-            ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such tables get ordinary gradients
-            (a GradScaler for them must be torch's ShardedGradScaler: an overflow shows only on the ranks that
-            hold the table).
-        precision: the types that embeddings and their gradients travel in.
-        update: ``"in_backward"``: the backward pass updates tables with an optimizer; ``"on_step"``: it
-            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, and during
-            backward where it was not.
-    """
-
-    module_type = EmbeddingBagCollection
+class _Sharder:
+    """What the sharders of both kinds of modules share."""
 
     def __init__(
         self,
@@ -47,6 +32,46 @@ class EmbeddingBagCollectionSharder:
         self.optimizer = _spec(fused_params)
         self.precision = precision or FULL_PRECISION
         self.update = _checked(update)
+
+    def _built(
+        self,
+        module: TableCollection,
+        plan: EmbeddingModuleShardingPlan,
+        env: ShardingEnv | None,
+        device: torch.device | None,
+        **kind: bool,
+    ) -> Built:
+        env, device = _place(env, device)
+        fused = module.fused_optimizer if module.is_fused else None
+        attached = fused if isinstance(fused, FusedOptimizer) else None
+        is_deferred = attached is not None and not attached.updates_in_backward
+        options = BuildOptions(
+            optimizer=self.optimizer,
+            update=self.update or ("on_step" if is_deferred else "in_backward"),
+            seed=DEFAULT_SEED if attached is None else attached.seed,
+            precision=self.precision,
+            bounds_check=module.bounds_check,
+            **kind,
+        )
+        return build(source_tables(module), plan, env, device, options)
+
+
+class EmbeddingBagCollectionSharder(_Sharder):
+    """Shards EmbeddingBagCollections.
+
+    Args:
+        fused_params: the optimizer of the tables that have none of their own
+            (``apply_optimizer_in_backward``): a spec, or a mapping with ``"optimizer"`` (a spec, or a class
+            with its arguments beside it, such as ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such
+            tables get ordinary gradients (a GradScaler for them must be torch's ShardedGradScaler: an
+            overflow shows only on the ranks that hold the table).
+        precision: the types that embeddings and their gradients travel in.
+        update: ``"in_backward"``: the backward pass updates tables with an optimizer; ``"on_step"``: it
+            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, and during
+            backward where it was not.
+    """
+
+    module_type = EmbeddingBagCollection
 
     def shard(
         self,
@@ -64,33 +89,14 @@ class EmbeddingBagCollectionSharder:
         Raises:
             ValueError: for a plan or a device that does not fit, before anything is allocated.
         """
-        env, device = _place(env, device)
-        options = BuildOptions(
-            optimizer=self.optimizer,
-            update=_update_mode(module, self.update),
-            precision=self.precision,
-            weighted=module.is_weighted(),
-            bounds_check=module.bounds_check,
-        )
-        built = build(source_tables(module), plan, env, device, options)
+        built = self._built(module, plan, env, device, weighted=module.is_weighted())
         return ShardedEmbeddingBagCollection(module, built)
 
 
-class EmbeddingCollectionSharder:
+class EmbeddingCollectionSharder(_Sharder):
     """Shards EmbeddingCollections; arguments as for EmbeddingBagCollectionSharder."""
 
     module_type = EmbeddingCollection
-
-    def __init__(
-        self,
-        fused_params: FusedParams = None,
-        *,
-        precision: CommsPrecision | None = None,
-        update: UpdateMode | None = None,
-    ) -> None:
-        self.optimizer = _spec(fused_params)
-        self.precision = precision or FULL_PRECISION
-        self.update = _checked(update)
 
     def shard(
         self,
@@ -100,15 +106,7 @@ class EmbeddingCollectionSharder:
         device: torch.device | None = None,
     ) -> ShardedEmbeddingCollection:
         """The sharded module; see ``EmbeddingBagCollectionSharder.shard``."""
-        env, device = _place(env, device)
-        options = BuildOptions(
-            optimizer=self.optimizer,
-            update=_update_mode(module, self.update),
-            precision=self.precision,
-            sequence=True,
-            bounds_check=module.bounds_check,
-        )
-        return ShardedEmbeddingCollection(module, build(source_tables(module), plan, env, device, options))
+        return ShardedEmbeddingCollection(module, self._built(module, plan, env, device, sequence=True))
 
 
 def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
@@ -128,14 +126,6 @@ def _checked(update: UpdateMode | None) -> UpdateMode | None:
     if update not in ("in_backward", "on_step", None):
         raise ValueError(f"update must be 'in_backward', 'on_step' or None, got {update!r}.")
     return update
-
-
-def _update_mode(module: TableCollection, update: UpdateMode | None) -> UpdateMode:
-    if update is not None:
-        return update
-    fused = module.fused_optimizer if module.is_fused else None
-    is_deferred = isinstance(fused, FusedOptimizer) and not fused.updates_in_backward
-    return "on_step" if is_deferred else "in_backward"
 
 
 def _spec(fused_params: FusedParams) -> OptimizerSpec | None:

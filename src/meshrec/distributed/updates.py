@@ -184,13 +184,15 @@ class TableUpdates:
             tables.update(grad, ids, together, slots, group.rule.code, hyper)
         for i in trained:
             if i in gradient.rows:
-                update_rows(weights[i].detach(), state[i], *gradient.rows[i], group.rule.code, hyper)
+                origin = self._rectangles[i].origin
+                update_rows(weights[i].detach(), state[i], origin, *gradient.rows[i], group.rule.code, hyper)
 
     def _update_split(self, prepared: _Prepared) -> None:
         weights, rule = self._held.weights, prepared.group.rule
         for i, rows, grad, hyper, sums in prepared.split:
             if self._held.is_trained(i):
-                update_rows(weights[i].detach(), self._held.state[i], rows, grad, rule.code, hyper, sums)
+                weight, state, origin = weights[i].detach(), self._held.state[i], self._rectangles[i].origin
+                update_rows(weight, state, origin, rows, grad, rule.code, hyper, sums)
 
     def _touched(self, group: _Group, peers: ColumnPeers, gradient: TableGradient) -> list[_RowUpdate]:
         weights, rule = self._held.weights, group.rule
@@ -243,13 +245,16 @@ def _no_rows(weight: Tensor) -> RowGradients:
 def update_rows(
     weight: Tensor,
     state: Sequence[Tensor],
+    origin: tuple[int, int],
     rows: Tensor,
     grad: Tensor,
     optimizer: int,
     hyper: Tensor,
     row_stats: Tensor | None = None,
 ) -> None:
-    """Steps distinct rows [U] of one table from their gradients [U, D], in place."""
+    """Steps distinct rows [U] of a rectangle from their gradients [U, D], in place. ``origin``: the row and
+    column of its table where it begins.
+    """
     torch.ops.meshrec.tbe_update(
         grad.reshape(-1),
         rows,
@@ -267,6 +272,7 @@ def update_rows(
         optimizer,
         hyper,
         row_stats,
+        list(origin),
     )
 
 

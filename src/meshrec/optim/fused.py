@@ -13,7 +13,7 @@ from meshrec.ops import tbe
 from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.keyed import Closure, CombinedOptimizer, KeyedOptimizer
-from meshrec.optim.optimizers import OptimizerSpec, check_seed
+from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, check_seed
 
 # T tables, U touched rows, D width
 
@@ -59,14 +59,14 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
     """
 
     def __init__(
-        self, tables: list[FusedTable], *, update: UpdateMode = "in_backward", seed: int = 1
+        self, tables: list[FusedTable], *, update: UpdateMode = "in_backward", seed: int = DEFAULT_SEED
     ) -> None:
         if update not in ("in_backward", "on_step"):
             raise ValueError(f"update must be 'in_backward' or 'on_step', got {update!r}.")
         check_seed(seed)
         self._tables = tables
         self._update: UpdateMode = update
-        self._seed = seed
+        self.seed = seed
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
         by_spec: dict[OptimizerSpec, list[int]] = {}
         for index, table in enumerate(tables):
@@ -147,7 +147,7 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         for step, members in by_step.items():
             weights = [weight for _, weight, _ in members]
             state = [slots[name] for name in names for _, _, slots in members]
-            hyper = spec.hyper(lr=spec.lr, step=step, seed=self._seed)
+            hyper = spec.hyper(lr=spec.lr, step=step, seed=self.seed)
             chosen = lookups.of_tables([table for table, _, _ in members])
             with torch._C._AutoDispatchBelowAutograd():
                 torch.ops.meshrec.tbe_update(grad, *chosen, weights, state, spec.code, hyper, None)
@@ -211,7 +211,11 @@ def rows_as_lookups(rows: list[Tensor], dims: list[int], tables: list[int]) -> t
 
 
 def fuse(
-    module: _M, *, optimizer: OptimizerSpec | None = None, update: UpdateMode = "in_backward", seed: int = 1
+    module: _M,
+    *,
+    optimizer: OptimizerSpec | None = None,
+    update: UpdateMode = "in_backward",
+    seed: int = DEFAULT_SEED,
 ) -> _M:
     """Attaches optimizers to the embedding tables of a module, in place; no process group is needed.
 

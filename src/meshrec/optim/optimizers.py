@@ -22,6 +22,8 @@ from torch import Tensor
 from meshrec.ops.tbe import naive_update
 
 _MAX_SEED = 1 << 53
+DEFAULT_SEED = 1
+"""Of stochastic rounding, where the user names none."""
 
 
 class StateSlot(NamedTuple):

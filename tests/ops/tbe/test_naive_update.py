@@ -167,7 +167,7 @@ def splitmix(row, column, seed, step):
 
 def test_random_bits_match_unsigned_arithmetic():
     rows = torch.tensor([0, 1, 812, 2**31 + 7])
-    found = random_bits(rows, 3, 2**52 + 1, 1000)
+    found = random_bits(rows, torch.arange(3), 2**52 + 1, 1000)
     expected = [[splitmix(row, column, 2**52 + 1, 1000) for column in range(3)] for row in rows.tolist()]
     assert found.tolist() == expected
 
@@ -175,7 +175,7 @@ def test_random_bits_match_unsigned_arithmetic():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_stochastic_rounding_has_the_right_mean(dtype):
     x = torch.tensor([1.0001, -3.7, 100.123, -2.0e-3])
-    bits = random_bits(torch.arange(40_000), 4, seed=3, step=1)
+    bits = random_bits(torch.arange(40_000), torch.arange(4), seed=3, step=1)
     rounded = stochastic_round(x.expand(40_000, 4), dtype, bits)
     for column, value in enumerate(x):
         near = value.to(dtype)
@@ -212,7 +212,9 @@ def test_seed_zero_rounds_to_nearest_and_other_seeds_do_not(dtype):
         update_rows(weight, [], torch.arange(50), gradient, None, naive_update.SGD, make_hyper(seed=seed))
         results[seed] = weight
     assert torch.equal(results[0], exact.to(dtype))
-    assert torch.equal(results[7], stochastic_round(exact, dtype, random_bits(torch.arange(50), 8, 7, 1)))
+    assert torch.equal(
+        results[7], stochastic_round(exact, dtype, random_bits(torch.arange(50), torch.arange(8), 7, 1))
+    )
     assert not torch.equal(results[7], results[8])
 
 

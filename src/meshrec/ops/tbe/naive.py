@@ -86,12 +86,15 @@ def tbe_update(
     optimizer: int,
     hyper: Tensor,
     row_stats: Tensor | None,
+    origins: Sequence[int] = (),
 ) -> None:
     """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay.
 
     ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then
     slot 1). Codes, formulas, ``hyper`` (float64 [12]) and rounding: ``naive_update.py``. ``row_stats``: fp32
     [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of column-split tables.
+    ``origins``: for each weight the row and the column where it begins in its whole table (nothing: 0, 0);
+    stochastic rounding draws by these places, so that parts are rounded as the whole would be.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
@@ -100,6 +103,10 @@ def tbe_update(
         raise ValueError(
             f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with "
             f"{num_slots(optimizer)} state slots."
+        )
+    if origins and len(origins) != 2 * len(weights):
+        raise ValueError(
+            f"origins must hold a row and a column for each of the {len(weights)} tables, or nothing."
         )
     num_rows = [weight.shape[0] for weight in weights]
     gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows)
@@ -111,7 +118,8 @@ def tbe_update(
                 stats_U3 = row_stats.new_empty(rows_U.numel(), 3)
                 stats_U3[inverse_n] = torch.cat([row_stats[part.ids] for part in parts])
             slots = state[table :: len(weights)]
-            update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers)
+            origin = origins[2 * table : 2 * table + 2] or (0, 0)
+            update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin)
 
 
 def tbe_sparse_grad(

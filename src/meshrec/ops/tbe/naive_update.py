@@ -10,7 +10,7 @@ Norms and means are over the whole row. For a table that is split by columns ``s
 LARS: before it), ``w`` as stored, ``r`` the step of LAMB before the trust ratio.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -189,20 +189,26 @@ def update_rows(
     stats_U3: Tensor | None,
     optimizer: int,
     h: Hyper,
+    origin: Sequence[int] = (0, 0),
 ) -> None:
-    """Applies one optimizer step to the distinct rows ``rows_U`` of one table, in place."""
+    """Applies one optimizer step to the distinct rows ``rows_U`` of one table, in place.
+
+    ``origin``: the row and the column of the whole table where ``weight`` begins.
+    """
     _, formula = _FORMULAS[optimizer]
     slots = [slot[rows_U] for slot in state]
     updated = formula(Rows(weight[rows_U].float(), gradient_UD, slots, stats_U3), h)
-    weight[rows_U] = _rounded(updated, weight.dtype, rows_U, h)
+    weight[rows_U] = _rounded(updated, weight.dtype, rows_U, h, origin)
     for slot, values in zip(state, slots, strict=True):
         slot[rows_U] = values
 
 
-def _rounded(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper) -> Tensor:
+def _rounded(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, origin: Sequence[int]) -> Tensor:
     if dtype == torch.float32 or h.seed == 0:
         return x_UD.to(dtype)
-    return stochastic_round(x_UD, dtype, random_bits(rows_U, x_UD.shape[1], h.seed, h.step))
+    first_row, first_column = origin
+    columns_D = torch.arange(first_column, first_column + x_UD.shape[1], device=x_UD.device)
+    return stochastic_round(x_UD, dtype, random_bits(rows_U + first_row, columns_D, h.seed, h.step))
 
 
 def _signed(x: int) -> int:
@@ -216,14 +222,13 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def random_bits(rows_U: Tensor, num_columns: int, seed: int, step: int) -> Tensor:
+def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tensor:
     """int64 [U, D]: 16 random bits for every element, from a counter: the order of updates does not matter.
 
     ``x = row * 0x9E3779B97F4A7C15 + column * 0xC2B2AE3D27D4EB4F + seed * 0x165667B19E3779F9 + step *
     0x27D4EB2F165667C5`` modulo 2^64 goes through the finalizer of splitmix64 (Steele, Lea, Flood: "Fast
     splittable pseudorandom number generators", 2014), and the low 16 bits remain.
     """
-    columns_D = torch.arange(num_columns, device=rows_U.device)
     start = _signed(seed * 0x165667B19E3779F9 + step * 0x27D4EB2F165667C5)
     x = rows_U.long()[:, None] * _signed(0x9E3779B97F4A7C15) + columns_D * _signed(0xC2B2AE3D27D4EB4F) + start
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
