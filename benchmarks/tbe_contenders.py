@@ -132,7 +132,7 @@ class Op(Contender):
         batch = (lookups.ids, lookups.offsets, None, None, *routing)
         self._forward = (self.weights, *batch, shape.batch, torch.float32, True, names)
         row_wise_adagrad = 2
-        update = ([shape.dim] * len(tables), self.weights, state, row_wise_adagrad, hyper, None)
+        update = ([shape.dim] * len(tables), self.weights, state, row_wise_adagrad, hyper, None, [])
         self._update = (lookups.grad, *batch, *update)
 
     def forward(self) -> Tensor:

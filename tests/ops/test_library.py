@@ -21,7 +21,7 @@ hyper = torch.zeros(12, dtype=torch.float64)
 hyper[0] = 0.5
 torch.ops.meshrec.tbe_update(
     torch.ones(2, 2), ids, offsets, dims=[2], weights=[weight], state=[], optimizer=0, hyper=hyper,
-    row_stats=None, **lookup)
+    row_stats=None, origins=[], **lookup)
 json.dump([library.has_kernels, out.tolist(), weight.tolist()], sys.stdout)
 """
 OUT = [[12.0, 14.0], [10.0, 11.0]]

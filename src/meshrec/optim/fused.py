@@ -150,7 +150,7 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             hyper = spec.hyper(lr=spec.lr, step=step, seed=self.seed)
             chosen = lookups.of_tables([table for table, _, _ in members])
             with torch._C._AutoDispatchBelowAutograd():
-                torch.ops.meshrec.tbe_update(grad, *chosen, weights, state, spec.code, hyper, None)
+                torch.ops.meshrec.tbe_update(grad, *chosen, weights, state, spec.code, hyper, None, [])
             torch.autograd.graph.increment_version(weights)
             for _, _, slots in members:
                 slots["step"] = step

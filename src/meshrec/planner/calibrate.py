@@ -175,6 +175,7 @@ def _update(device: torch.device, sizes: Sizes, width: int, num_rows: int) -> Ca
         optimizer,
         hyper,
         None,
+        [],
     )
 
 

@@ -135,7 +135,8 @@ class _Reference:
             return
         rows_U = torch.cat(self._rows[name]).long().unique()
         hyper = spec.hyper(lr=spec.lr, step=self._steps)
-        update_rows(weight.detach(), self._state[name], rows_U, gradient[rows_U].float(), spec.code, hyper)
+        grad = gradient[rows_U].float()
+        update_rows(weight.detach(), self._state[name], (0, 0), rows_U, grad, spec.code, hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
         """Records which rows each batch looks up."""

@@ -49,8 +49,9 @@ class Case(NamedTuple):
         out_size = self.out_size if out_size is None else out_size
         return ops.tbe_forward(self.weights, *self.lookups, out_size, out_dtype, check_ids, names)
 
-    def update(self, ops, grad, state, optimizer, hyper, row_stats=None):
-        ops.tbe_update(grad, *self.lookups, self.dims, self.weights, state, optimizer, hyper, row_stats)
+    def update(self, ops, grad, state, optimizer, hyper, row_stats=None, origins=()):
+        own = (self.weights, state, optimizer, hyper, row_stats, list(origins))
+        ops.tbe_update(grad, *self.lookups, self.dims, *own)
 
     def sparse_grad(self, ops, grad):
         return ops.tbe_sparse_grad(grad, *self.lookups, self.dims, [len(weight) for weight in self.weights])

@@ -54,6 +54,7 @@ def test_opcheck_update(optimizer, slots):
         optimizer,
         hyper,
         None,
+        [],
     )
     opcheck(OPS.tbe_update.default, args)
 

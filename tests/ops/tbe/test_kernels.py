@@ -235,7 +235,7 @@ def forward_call(case):
 
 
 def update_call(case, grad, state, optimizer, hyper):
-    args = (grad, *case.lookups, case.dims, case.copied().weights, state, optimizer, hyper, None)
+    args = (grad, *case.lookups, case.dims, case.copied().weights, state, optimizer, hyper, None, [])
     return "tbe_update", args
 
 

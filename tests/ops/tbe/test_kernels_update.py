@@ -92,6 +92,27 @@ def test_every_optimizer_equals_naive(make_case, optimizer, dtype, mode):
     assert rounded_alike == (dtype == torch.float32)
 
 
+def test_parts_are_rounded_as_the_whole(make_case):
+    """Rows 1 to 3 of columns 5 to 8, at their origin, against the same elements of the whole table."""
+    generator = torch.Generator().manual_seed(5)
+    whole = torch.randn(4, 9, generator=generator).to(torch.bfloat16)
+    grad = torch.randn(3, 9, generator=generator)
+    hyper = make_hyper(seed=7)
+    for ops in (OPS, naive):
+        expected, part = whole.clone(), whole[1:, 5:].clone()
+        for weight, origin in ((expected, [0, 0]), (part, [1, 5])):
+            first, width = 1 - origin[0], weight.shape[1]
+            ids, offsets = torch.arange(first, first + 3), torch.tensor([0, 3])
+            lookups = (ids, offsets, None, None, 1, [0], [0], [NONE], True, [width])
+            chosen = grad[:, origin[1] :].reshape(-1)
+            ops.tbe_update(chosen, *lookups, [weight], [], naive_update.SGD, hyper, None, origin)
+        assert torch.equal(expected[1:, 5:], part)
+        with pytest.raises(
+            (ValueError, RuntimeError), match="origins must hold a row and a column for each of"
+        ):
+            ops.tbe_update(chosen, *lookups, [weight], [], naive_update.SGD, hyper, None, [1])
+
+
 @pytest.mark.parametrize("optimizer", SLOTS)
 def test_first_step_from_empty_state(make_case, optimizer):
     """The corrections 1 - beta^t are smallest at step 1, where a badly rounded 1 - beta would show."""

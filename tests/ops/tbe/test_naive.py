@@ -198,7 +198,7 @@ def update(batch, grad, state, optimizer, *, tables=TABLES, row_stats=None, **kw
     hyper[0], hyper[1], hyper[8] = 0.1, 1e-8, 1
     head, middle, tail = gradient_args(batch, grad, tables=tables, **kwargs)
     naive.tbe_update(
-        *head, *middle, batch.sample_weights, *tail, batch.weights, state, optimizer, hyper, row_stats
+        *head, *middle, batch.sample_weights, *tail, batch.weights, state, optimizer, hyper, row_stats, []
     )
 
 
@@ -240,7 +240,7 @@ def test_row_stats_of_column_shards_give_the_update_of_the_whole():
         hyper = torch.tensor([0.1, 1e-8, 0, 0, 0, 0, 0, 0, 1, 0, row_dim, 0], dtype=torch.float64)
         width = weight.shape[1]
         args = (ids, offsets, None, None, 1, [0], [0], [NONE], True, [width], [weight], [total], 2, hyper)
-        naive.tbe_update(gradient.flatten(), *args, row_stats)
+        naive.tbe_update(gradient.flatten(), *args, row_stats, [])
         return weight, total
 
     expected, expected_total = step(whole.clone(), grad, torch.zeros(6), None, 0)

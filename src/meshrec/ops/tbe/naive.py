@@ -86,7 +86,7 @@ def tbe_update(
     optimizer: int,
     hyper: Tensor,
     row_stats: Tensor | None,
-    origins: Sequence[int] = (),
+    origins: list[int],
 ) -> None:
     """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay.
 
