@@ -52,14 +52,31 @@ def checksums(folder):
     }
 
 
+def until(condition):
+    deadline = time.monotonic() + 240
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path):
+    process = start(tmp_path, "--training.epochs", "100000")
+    checkpoints = CheckpointManager(tmp_path / "mine" / "checkpoints")
+    until(checkpoints.steps)
+    before, ranks = checkpoints.steps()[-1], ranks_of(process)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate(timeout=240)  # until nobody holds its output: the ranks are gone
+    assert checkpoints.steps()[-1] > before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_killed_rank_does_not_change_the_result(tmp_path):
     finished(start(tmp_path / "undisturbed"))
     process = start(tmp_path / "disturbed", "--max-restarts", "2")
     checkpoints = CheckpointManager(tmp_path / "disturbed" / "mine" / "checkpoints")
-    deadline = time.monotonic() + 240
-    while not checkpoints.steps() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(checkpoints.steps)
     ranks = ranks_of(process)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)

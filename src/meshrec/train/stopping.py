@@ -1,6 +1,9 @@
 """Ending early: on a signal, and when the model gets no better."""
 
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +15,18 @@ import torch.distributed as dist
 from meshrec.train.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def stop_with_parent() -> None:
+    """Asks the system for a SIGTERM to this process when its parent is gone, however it ended: ranks must not
+    go on without their launcher. Linux only; elsewhere nothing happens.
+    """
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it went before it was asked for
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopRequest:

@@ -20,7 +20,7 @@ from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.recipe import Recipe
 from meshrec.train.report import write_report
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, new_run, now, to_json
-from meshrec.train.stopping import StopRequest
+from meshrec.train.stopping import StopRequest, stop_with_parent
 from meshrec.train.trainer import Trainer
 
 LAUNCH = "launch.json"
@@ -106,6 +106,8 @@ class _Run:
         """Everything."""
         stop = StopRequest()
         with stop.listening():
+            if RUN_VARIABLE in os.environ:
+                stop_with_parent()
             dataset = self._job.recipe.data.load()
             trainer = Trainer(
                 self._job.recipe,
