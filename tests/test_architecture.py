@@ -52,6 +52,7 @@ CPP_TESTS = {
     "batch.cpp": TBE_TESTS,
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,
+    "host_link.cpp": ["tests/distributed/test_host_link.py"],
     "interaction.cpp": ["tests/ops/interaction/test_naive.py"],
     "jagged.cpp": ["tests/ops/jagged/test_kernels.py"],
     "kernels_avx2.cpp": TBE_TESTS,

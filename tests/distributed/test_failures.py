@@ -48,7 +48,8 @@ for step in range(3):
     ("when", "collectives"),
     [
         ("forward", ("sizes of ids", "ids", "embeddings")),
-        ("backward", ("gradients of embeddings", "sizes of ids")),
+        # Ranks of one host read from each other's memory: what a dead rank sent before may be gone with it.
+        ("backward", ("embeddings", "gradients of embeddings", "sizes of ids")),
     ],
 )
 def test_the_others_name_the_dead_rank_and_the_collective_and_exit(tmp_path: Path, when, collectives):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrec.distributed.host_link import links, open_link
 from meshrec.distributed.mesh import Axis
 from meshrec.distributed.phases import recorders
 from meshrec.ops.memory import use_huge_pages
@@ -66,10 +67,14 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
         use_huge_pages(received)
     if _traffic:
         _count(name, sent, splits.sent, axis.rank)
+    work: Any
     try:
-        work = dist.all_to_all_single(
-            received, sent, splits.received, splits.sent, group=group, async_op=True
-        )
+        if sent.is_cpu and (link := links[group] if group in links else open_link(axis)) is not None:
+            work = link.start(sent, splits.sent, received, splits.received, same=False)
+        else:
+            work = dist.all_to_all_single(
+                received, sent, splits.received, splits.sent, group=group, async_op=True
+            )
     except RuntimeError as error:
         raise _explained(error, name, group) from error
     started = InFlight(received, work, name, group)
@@ -88,8 +93,13 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
         use_huge_pages(received)
     if _traffic:
         _count(name, sent, [sent.numel()] * axis.size, axis.rank)
+    work: Any
     try:
-        work = _all_gather(received, sent.reshape(-1), group=group, async_op=True)
+        if sent.is_cpu and (link := links[group] if group in links else open_link(axis)) is not None:
+            sizes = [sent.numel()] * axis.size
+            work = link.start(sent, sizes, received, sizes, same=True)
+        else:
+            work = _all_gather(received, sent.reshape(-1), group=group, async_op=True)
     except RuntimeError as error:
         raise _explained(error, name, group) from error
     started = InFlight(received.view(axis.size, *sent.shape), work, name, group)

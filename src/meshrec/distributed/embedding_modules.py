@@ -91,7 +91,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """[B, D] by feature, as the unsharded module has it; waits when it is first used."""
-        return self.look_up(self.exchange(self.start(features)))
+        return self.look_up(self._tables.exchange(self._tables.start(features)))
 
     def _keyed(self, results: Results) -> KeyedTensor:
         return KeyedTensor(self._names, self._dims, results.wait(), offset_per_key=self._offsets)
@@ -122,11 +122,11 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         """A JaggedTensor of [N, dim] for each feature, as the unsharded module has it; waits when first
         used.
         """
-        return self.look_up(self.exchange(self.start(features)))
+        return self.look_up(self._tables.exchange(self._tables.start(features)))
 
     def _jagged(self, results: Results) -> dict[str, JaggedTensor]:
         source = results.step.asked.source
-        order = results.uses_in_order()
+        order = results.tables.uses_in_order
         bounds = source.bag_bounds()
         offsets = [source.offsets[bounds[key] : bounds[key + 1] + 1] for key in source.keys]
         rows = [int(offset[-1] - offset[0]) for offset in offsets]

@@ -48,7 +48,7 @@ class SourceIds(NamedTuple):
             bounds: list[int] = self.segments.tolist()
             return bounds
         num_bags = (self.offsets.numel() - 1) // self.num_keys
-        return [key * num_bags for key in range(self.num_keys + 1)]
+        return list(map(num_bags.__mul__, range(self.num_keys + 1)))
 
 
 class Message(NamedTuple):
@@ -238,7 +238,7 @@ class InputDist:
         )
         if self._bounds_check is BoundsCheckMode.WARN and bool(bad.any()):
             self._report(bad.tolist())
-        batches = [strides[key] for key in positions]
+        batches = list(map(strides.__getitem__, positions))
         source = SourceIds(values, offsets, segments, len(keys), positions, counts, batches)
         wanted = (
             weights if weights is not None and weights.requires_grad and torch.is_grad_enabled() else None

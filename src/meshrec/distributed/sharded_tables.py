@@ -71,6 +71,8 @@ class ShardedTables:
         """Is told what each backward pass changes: of the split tables, then of the data-parallel ones."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
+        self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
+        """For sequences: the uses in the order of their parts of the result."""
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
         self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
         self._weight_grads = WeightGrads(routing, env.shard)
@@ -102,11 +104,6 @@ class ShardedTables:
         anchor = torch.empty(0, requires_grad=step.arrived.wishes.backward)
         received, local = _send(self, step, anchor, step.arrived.weights, *self._parameters)
         return Results(self, step, received, local)
-
-    def uses_in_order(self) -> list[int]:
-        """For sequences: the uses in the order of their parts of the result."""
-        assert isinstance(self._output, SequenceOutput)
-        return self._output.uses_in_order
 
     def send(self, step: Step) -> tuple[Tensor, Tensor]:
         """The forward pass up to the wire: what will have arrived, and the rows of the data-parallel
@@ -222,16 +219,12 @@ class Results:
     """Embeddings on their way back; ``wait`` gives them."""
 
     def __init__(self, tables: ShardedTables, step: Step, received: Tensor, local: Tensor) -> None:
-        self._tables, self.step = tables, step
+        self.tables, self.step = tables, step
         self._received, self._local = received, local
-
-    def uses_in_order(self) -> list[int]:
-        """For flat results: the uses in the order of their parts."""
-        return self._tables.uses_in_order()
 
     def wait(self) -> Tensor:
         """[B, D] for pooled tables, else flat rows per id."""
-        out: Tensor = _receive(self._tables, self.step, self._received, self._local)
+        out: Tensor = _receive(self.tables, self.step, self._received, self._local)
         return out
 
 

@@ -4,6 +4,7 @@ The environment variable ``MESHREC_LIBRARY`` names another build of the kernels 
 installed one (the sanitizer run does); where it names no file, the naive kernels serve.
 """
 
+import ctypes
 import logging
 import os
 import re
@@ -43,3 +44,8 @@ _library = _load()
 
 has_kernels: bool = _library is None
 """Whether the compiled CPU kernels serve; otherwise the naive ones do."""
+
+
+def c_entry_points() -> ctypes.CDLL | None:
+    """The plain C functions, for what is no operation on tensors; None where nothing was compiled."""
+    return ctypes.CDLL(str(_KERNELS)) if has_kernels else None
