@@ -93,7 +93,8 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
                 std::vector<int64_t> tables, std::vector<int64_t> pooling, bool flat,
                 std::vector<int64_t> dims, std::vector<Tensor> weight_list, std::vector<Tensor> state,
                 int64_t optimizer, Tensor hyper_tensor, std::optional<Tensor> row_stats,
-                std::vector<int64_t> origins) {
+                std::vector<int64_t> origins, std::optional<Tensor> sorted_runs,
+                std::optional<Tensor> mean_squares) {
   const Weights weights = make_weights(std::move(weight_list), true);
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
@@ -118,7 +119,17 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
         fail("row_stats belong to lookups that are not pooled.");
   }
   const auto* stats_data = stats.has_value() ? static_cast<const float*>(stats->const_data_ptr()) : nullptr;
-  const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), weights.num_rows, stats_data);
+  const auto* grads = static_cast<const float*>(g.const_data_ptr());
+  const bool sorted = sorted_runs.has_value();
+  const Runs runs = sorted ? Runs(batch, grads, weights.num_rows, *sorted_runs)
+                           : Runs(batch, grads, weights.num_rows, stats_data);
+  std::optional<Tensor> mean;
+  if (mean_squares.has_value()) {
+    mean = as_contiguous(*mean_squares);
+    if (!sorted || mean->scalar_type() != ScalarType::Float || mean->numel() != runs.num_runs)
+      fail("mean_squares must be float32 with one number for each of the sorted runs, and come with them.");
+  }
+  const auto* means = mean.has_value() ? static_cast<const float*>(mean->const_data_ptr()) : nullptr;
   const int64_t num_tables = weights.tensors.size();
   const auto slot_data = [&](int64_t slot, int64_t table) {
     return slot < shape.num_slots ? states[slot * num_tables + table] : nullptr;
@@ -126,24 +137,19 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
-    runs.sort(range);
+    if (!sorted) runs.sort(range);
     UpdateArgs args{.runs = runs.arguments(range, task_scratch(table.dim)),
                     .weight = weights.data[table.table],
                     .state0 = slot_data(0, table.table),
                     .state1 = slot_data(1, table.table),
                     .row_stats = table.row_stats,
+                    .mean_squares = means == nullptr ? nullptr : means + range.first_run,
                     .hyper = hyper,
                     .first_row = origin(table.table, 0),
                     .first_column = origin(table.table, 1)};
     if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);
     kernels().update[optimizer][weights.types[table.table]](args);
   });
-}
-
-int64_t count_runs(const Pair* pairs, int64_t begin, int64_t end) {
-  int64_t count = 0;
-  for (int64_t i = begin; i < end; ++i) count += i == begin || pairs[i].row != pairs[i - 1].row;
-  return count;
 }
 
 std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
@@ -154,44 +160,50 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   const Tensor g = checked_grad(grad, batch);
-  const Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
-  std::vector<int64_t> counts(runs.ranges.size());
-  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
-    const Range& range = runs.ranges[task];
-    runs.sort(range);
-    counts[task] = count_runs(runs.tables[range.table].pairs, range.begin, range.end);
-  });
-
-  std::vector<int64_t> order(runs.ranges.size());
-  for (size_t k = 0; k < order.size(); ++k) order[k] = k;
-  std::sort(order.begin(), order.end(),
-            [&](int64_t a, int64_t b) { return runs.ranges[a].begin < runs.ranges[b].begin; });
-  std::vector<int64_t> starts(runs.ranges.size()), totals(runs.tables.size(), 0);
-  for (int64_t k : order) {
-    int64_t& total = totals[runs.ranges[k].table];
-    starts[k] = total;
-    total += counts[k];
-  }
-
-  std::vector<int64_t> index(num_rows.size(), -1), table_dims(num_rows.size(), 0);
+  Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
+  const std::vector<int64_t> begins = runs.count_runs(num_rows.size());
+  std::vector<int64_t> table_dims(num_rows.size(), 0);
   for (const TableRuns& table : runs.tables) table_dims[table.table] = table.dim;
-  for (size_t t = 0; t < runs.tables.size(); ++t) index[runs.tables[t].table] = t;
   std::vector<Tensor> result;
   for (size_t t = 0; t < num_rows.size(); ++t) {
-    const int64_t rows = index[t] < 0 ? 0 : totals[index[t]];
+    const int64_t rows = begins[t + 1] - begins[t];
     result.push_back(torch::stable::new_empty(g, {rows}, ScalarType::Long));
     result.push_back(torch::stable::new_empty(g, {rows, table_dims[t]}));
   }
   parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
-    kernels().sum(
-        {runs.arguments(range, task_scratch(table.dim)),
-         static_cast<int64_t*>(result[2 * table.table].mutable_data_ptr()) + starts[task],
-         static_cast<float*>(result[2 * table.table + 1].mutable_data_ptr()) + starts[task] * table.dim,
-         false});
+    const int64_t start = range.first_run - begins[table.table];
+    kernels().sum({runs.arguments(range, task_scratch(table.dim)),
+                   static_cast<int64_t*>(result[2 * table.table].mutable_data_ptr()) + start,
+                   static_cast<float*>(result[2 * table.table + 1].mutable_data_ptr()) + start * table.dim,
+                   false});
   });
   return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor> tbe_row_squares(Tensor grad, Tensor values, Tensor offsets,
+                                                   std::optional<Tensor> sample_weights,
+                                                   std::optional<Tensor> segments, int64_t num_keys,
+                                                   std::vector<int64_t> keys, std::vector<int64_t> tables,
+                                                   std::vector<int64_t> pooling, bool flat,
+                                                   std::vector<int64_t> dims, std::vector<int64_t> num_rows) {
+  const Batch batch =
+      make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
+  const Tensor g = checked_grad(grad, batch);
+  Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
+  const std::vector<int64_t> begins = runs.count_runs(num_rows.size());
+  Tensor squares = torch::stable::new_empty(g, {runs.num_runs});
+  Tensor counts = torch::stable::new_empty(g, {int64_t(num_rows.size())}, ScalarType::Long);
+  auto* count = static_cast<int64_t*>(counts.mutable_data_ptr());
+  for (size_t t = 0; t < num_rows.size(); ++t) count[t] = begins[t + 1] - begins[t];
+  auto* square = static_cast<float*>(squares.mutable_data_ptr());
+  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+    const Range& range = runs.ranges[task];
+    float* scratch = task_scratch(runs.tables[range.table].dim);
+    kernels().square({runs.arguments(range, scratch), square + range.first_run});
+  });
+  return {squares, counts, runs.save(g)};
 }
 
 std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list, Tensor values,
@@ -225,6 +237,7 @@ std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list,
 
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("tbe_update", TORCH_BOX(&tbe_update));
+  m.impl("tbe_row_squares", TORCH_BOX(&tbe_row_squares));
   m.impl("tbe_sparse_grad", TORCH_BOX(&tbe_sparse_grad));
   m.impl("tbe_dense_grad", TORCH_BOX(&tbe_dense_grad));
 }

@@ -89,6 +89,7 @@ struct UpdateArgs {
   float* state0;
   float* state1;
   const float* const* row_stats;  // by slot, or null: [sum g^2, sum w^2, sum r^2] of the whole row
+  const float* mean_squares;      // by run, or null: the mean of g^2 over the whole row
   Hyper hyper;
   int64_t first_row, first_column;  // of the weight in its whole table, for the noise of stochastic rounding
 };
@@ -99,6 +100,12 @@ struct SumArgs {
   int64_t* rows;  // may be null
   float* sums;    // [num_runs, dim]; or, with dense = true, [num_rows, dim] indexed by row
   bool dense;
+};
+
+// Writes each run's sum of squares of its summed gradient.
+struct SquareArgs {
+  RunArgs runs;
+  float* squares;
 };
 
 // Samples [first, last) of dense vectors [B, dim] and sparse ones [B, num_sparse, dim].
@@ -124,6 +131,7 @@ struct Kernels {
   void (*dot[kNumWeightTypes][2])(const DotArgs&);
   void (*update[kNumOptimizers][kNumWeightTypes])(const UpdateArgs&);
   void (*sum)(const SumArgs&);
+  void (*square)(const SquareArgs&);
   bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
   bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
   void (*interact)(const InteractionArgs&);

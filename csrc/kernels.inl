@@ -261,6 +261,15 @@ void sum(const SumArgs& a) {
       });
 }
 
+void square(const SquareArgs& a) {
+  float* next = a.squares;
+  for_each_run(
+      a.runs, [](uint32_t) {},
+      [&](const Run& run) {
+        *next++ = sum_over(a.runs.dim, [&](auto at) { return at(run.grad) * at(run.grad); });
+      });
+}
+
 // ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py
 // --------------------------------------
 
@@ -271,12 +280,14 @@ constexpr bool row_state1(int optimizer) {
 
 struct Step {
   const Hyper& hyper;
-  const float* stats;  // of this row, or null
-  float* work;         // dim floats, for the normalised direction
+  const float* stats;        // of this row, or null
+  const float* mean_square;  // of this row, or null
+  float* work;               // dim floats, for the normalised direction
 };
 
 inline float mean_square(const float* g, const float* w, int64_t dim, const Step& step) {
   const float l2 = step.hyper.decay_mode == kL2 ? step.hyper.weight_decay : 0.0f;
+  if (step.mean_square != nullptr) return *step.mean_square;
   if (step.stats != nullptr) return float(step.stats[0] / step.hyper.row_dim);
   const float total =
       l2 == 0 ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // spares reading the row
@@ -356,6 +367,7 @@ void update_rows(const UpdateArgs& args) {
   float* work = runs.scratch + padded(dim);
   float* row_buffer = work + padded(dim);
   const bool stochastic = args.hyper.seed != 0;
+  const float* mean_square = args.mean_squares;
   const auto state = [](float* base, int64_t row, int64_t width) {
     return base != nullptr ? base + row * width : base;
   };
@@ -368,7 +380,9 @@ void update_rows(const UpdateArgs& args) {
       },
       [&](const Run& run) {
         Weight* target = weight + int64_t(run.row) * dim;
-        const Step step{args.hyper, args.row_stats != nullptr ? args.row_stats[run.slot] : nullptr, work};
+        const float* stats = args.row_stats != nullptr ? args.row_stats[run.slot] : nullptr;
+        const Step step{args.hyper, stats, mean_square, work};
+        if (mean_square != nullptr) ++mean_square;
         float* s0 = state(args.state0, run.row, width0);
         float* s1 = state(args.state1, run.row, width1);
         if constexpr (sizeof(Weight) == sizeof(float)) {
@@ -396,6 +410,7 @@ void update_rows_of(const UpdateArgs& args) {
   const Hyper& h = args.hyper;
   float* weight = static_cast<float*>(args.weight);
   const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
+  const float* mean_square = args.mean_squares;
   int64_t announced = a.begin;
   for (int64_t i = a.begin; i < a.end;) {
     const uint32_t row = a.pairs[i].row;
@@ -416,11 +431,15 @@ void update_rows_of(const UpdateArgs& args) {
     });
     float rate = h.lr;
     if constexpr (kOptimizer == kRowWiseAdagrad) {
-      Vec part[kParts];
-      for (int k = 0; k < kParts; ++k) part[k] = Vec{};
-      for (int k = 0; k < kVectors; ++k) part[k % kParts] += grad[k] * grad[k];
       float& sum = args.state0[row];
-      sum += lanes_total(part) / kDim;
+      if (mean_square != nullptr) {
+        sum += *mean_square++;
+      } else {
+        Vec part[kParts];
+        for (int k = 0; k < kParts; ++k) part[k] = Vec{};
+        for (int k = 0; k < kVectors; ++k) part[k % kParts] += grad[k] * grad[k];
+        sum += lanes_total(part) / kDim;
+      }
       rate = h.lr / (__builtin_sqrtf(sum) + h.eps);
     }
     float* target = weight + int64_t(row) * kDim;
@@ -441,8 +460,8 @@ void update_rows_of(const UpdateArgs& args) {
 template <int kOptimizer, typename Weight>
 void update(const UpdateArgs& a) {
   if constexpr (sizeof(Weight) == sizeof(float) && (kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad)) {
-    const bool plain =
-        a.hyper.decay_mode != kL2 && a.row_stats == nullptr && a.hyper.row_dim == double(a.runs.dim);
+    const bool own_mean = a.mean_squares != nullptr || a.hyper.row_dim == double(a.runs.dim);
+    const bool plain = a.hyper.decay_mode != kL2 && a.row_stats == nullptr && own_mean;
     switch (plain ? a.runs.dim : 0) {
       case 32:
         return update_rows_of<kOptimizer, 32>(a);
@@ -484,6 +503,7 @@ const Kernels kTable = {MESHREC_NAME,
                          MESHREC_UPDATE(kAdam), MESHREC_UPDATE(kPartialRowWiseAdam), MESHREC_UPDATE(kLAMB),
                          MESHREC_UPDATE(kPartialRowWiseLAMB), MESHREC_UPDATE(kLARS)},
                         sum,
+                        square,
                         all_below<int32_t>,
                         all_below<int64_t>,
                         interact,

@@ -18,6 +18,7 @@ constexpr int64_t kMaxParts = 256;  // as many places are written at a time
 constexpr size_t kRangeBytes = size_t(128)
                                << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
 constexpr size_t kKeptPairs = size_t(1) << 20;
+constexpr int64_t kSavedHeader = 3;  // the numbers of ranges, of large ones, and of runs
 
 thread_local Arena::Memory kept_memory;
 thread_local size_t kept_capacity = 0;
@@ -139,8 +140,78 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     fail_for_id(batch, chunk.lookup, tables[chunk.table].num_rows, nullptr);
   }
   make_ranges();
-  allocate(row_stats != nullptr);
+  allocate(true, row_stats != nullptr);
   parallel_tasks(chunks_.size(), [&](int64_t task) { fill(batch, chunks_[task], grad, row_stats); });
+}
+
+Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved) {
+  make_tables(batch, num_rows);
+  make_chunks(batch);
+  allocate(false, false);
+  load(saved);
+  parallel_tasks(chunks_.size(), [&](int64_t task) { pack_slots(batch, chunks_[task], grad, nullptr); });
+}
+
+std::vector<int64_t> Runs::count_runs(size_t num_tables) {
+  parallel_tasks(ranges.size(), num_large, [&](int64_t task) {
+    Range& range = ranges[task];
+    sort(range);
+    const Pair* pairs = tables[range.table].pairs;
+    for (int64_t i = range.begin; i < range.end; ++i)
+      range.first_run += i == range.begin || pairs[i].row != pairs[i - 1].row;
+  });
+  std::vector<Range*> order;
+  for (Range& range : ranges) order.push_back(&range);
+  std::sort(order.begin(), order.end(), [&](const Range* a, const Range* b) {
+    const int64_t first = tables[a->table].table, second = tables[b->table].table;
+    return first < second || (first == second && a->begin < b->begin);
+  });
+  std::vector<int64_t> begins(num_tables + 1, 0);
+  for (Range* range : order) {
+    num_runs += std::exchange(range->first_run, num_runs);
+    begins[tables[range->table].table + 1] = num_runs;
+  }
+  for (size_t t = 0; t < num_tables; ++t) begins[t + 1] = std::max(begins[t], begins[t + 1]);
+  return begins;
+}
+
+Tensor Runs::save(const Tensor& like) const {
+  static_assert(sizeof(Pair) == sizeof(int64_t) && sizeof(Range) % sizeof(int64_t) == 0);
+  int64_t num_pairs = 0;
+  for (const TableRuns& table : tables) num_pairs += table.num_pairs;
+  const int64_t range_words = ranges.size() * sizeof(Range) / sizeof(int64_t);
+  Tensor saved = torch::stable::new_empty(like, {kSavedHeader + range_words + num_pairs}, ScalarType::Long);
+  auto* word = static_cast<int64_t*>(saved.mutable_data_ptr());
+  *word++ = ranges.size();
+  *word++ = num_large;
+  *word++ = num_runs;
+  std::copy(ranges.begin(), ranges.end(), reinterpret_cast<Range*>(word));
+  word += range_words;
+  for (const TableRuns& table : tables) {
+    std::copy_n(table.pairs, table.num_pairs, reinterpret_cast<Pair*>(word));
+    word += table.num_pairs;
+  }
+  return saved;
+}
+
+void Runs::load(const Tensor& saved) {
+  saved_ = as_contiguous(saved);
+  const auto* word = static_cast<const int64_t*>(saved_->const_data_ptr());
+  int64_t num_pairs = 0;
+  for (const TableRuns& table : tables) num_pairs += table.num_pairs;
+  const int64_t num_words = saved_->numel(), range_words = sizeof(Range) / sizeof(int64_t);
+  if (saved_->scalar_type() != ScalarType::Long || num_words < kSavedHeader ||
+      num_words - kSavedHeader - num_pairs != word[0] * range_words)
+    fail("runs are not those of this batch. Pass what tbe_row_squares gave for it.");
+  ranges.resize(word[0]);
+  num_large = word[1];
+  num_runs = word[2];
+  std::copy_n(reinterpret_cast<const Range*>(word + kSavedHeader), ranges.size(), ranges.begin());
+  word += kSavedHeader + ranges.size() * range_words;
+  for (TableRuns& table : tables) {
+    table.pairs = const_cast<Pair*>(reinterpret_cast<const Pair*>(word));  // sorted: nobody writes to them
+    word += table.num_pairs;
+  }
 }
 
 void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows) {
@@ -236,7 +307,7 @@ void Runs::make_ranges() {
       if (position - begin < target && (part + 1 < table.num_parts || position == begin)) continue;
       const bool large = position - begin > 4 * target;
       const int64_t end_row = std::min(table.num_rows, (part + 1) << table.shift);
-      (large ? ranges : small).push_back({t, begin, position, first_part << table.shift, end_row});
+      (large ? ranges : small).push_back({t, begin, position, first_part << table.shift, end_row, 0});
       begin = position;
       first_part = part + 1;
     }
@@ -247,16 +318,16 @@ void Runs::make_ranges() {
   ranges.insert(ranges.end(), small.begin(), small.end());
 }
 
-void Runs::allocate(bool with_row_stats) {
+void Runs::allocate(bool with_pairs, bool with_row_stats) {
   size_t bytes = 0;
   for (const TableRuns& table : tables)
-    bytes += Arena::bytes<Pair>(table.num_pairs) + Arena::bytes<float*>(table.num_slots) +
+    bytes += (with_pairs ? Arena::bytes<Pair>(table.num_pairs) : 0) + Arena::bytes<float*>(table.num_slots) +
              (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0) +
              (table.scaled ? Arena::bytes<float>(table.num_slots) : 0) +
              (with_row_stats ? Arena::bytes<float*>(table.num_slots) : 0);
   arena_ = std::make_unique<Arena>(bytes);
   for (TableRuns& table : tables) {
-    table.pairs = arena_->take<Pair>(table.num_pairs);
+    if (with_pairs) table.pairs = arena_->take<Pair>(table.num_pairs);
     table.grads = arena_->take<const float*>(table.num_slots);
     if (table.pack) table.packed = arena_->take<float>(table.num_grads * table.dim);
     if (table.scaled) table.scales = arena_->take<float>(table.num_slots);

@@ -57,12 +57,21 @@ struct Range {
   int64_t table;  // index into tables
   int64_t begin, end;
   int64_t first_row, end_row;  // rows of the range
+  int64_t first_run;           // among those of all tables, once they are counted
 };
 
 class Runs {
  public:
   // num_rows by table index; throws before anything is written if an id is outside its table.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats);
+  // From what ``save`` gave for the same batch: nothing is sorted again.
+  Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved);
+
+  // Sorts all ranges and numbers their runs, table by table; where those of each table begin, and their
+  // number.
+  std::vector<int64_t> count_runs(size_t num_tables);
+  // The sorted ranges and pairs: int64, to be read by the same build only.
+  Tensor save(const Tensor& like) const;
 
   // Sorts the range's pairs by row, stably.
   void sort(const Range& range) const;
@@ -71,6 +80,7 @@ class Runs {
   std::vector<TableRuns> tables;
   std::vector<Range> ranges;  // the large ones first, then table by table
   int64_t num_large = 0;
+  int64_t num_runs = 0;  // once they are counted
 
  private:
   struct Chunk {
@@ -82,13 +92,15 @@ class Runs {
   void make_chunks(const Batch& batch);
   bool count(const Batch& batch, const Chunk& chunk);
   void make_ranges();
-  void allocate(bool with_row_stats);
+  void load(const Tensor& saved);
+  void allocate(bool with_pairs, bool with_row_stats);
   void fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats);
   void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
 
   std::vector<Chunk> chunks_;
   std::vector<uint32_t> positions_;  // by chunk and part: the number of pairs, then where the next one goes
   std::unique_ptr<Arena> arena_;
+  std::optional<Tensor> saved_;
 };
 
 // Scratch rows for one task, kept by its thread.

@@ -60,3 +60,7 @@ def test_gradients_of_rows():
     for part, whole, weight in zip(tables.sparse_grads(grad, IDS, [0, 1]), dense, weights, strict=True):
         assert torch.equal(torch.zeros_like(weight).index_copy(0, part.rows, part.grads), whole)
     assert tables.dense_grads(grad, IDS, [1])[0].shape == (4, 3)
+    squares, counts, _ = tables.row_squares(grad, IDS, [0, 1])
+    expected = [part.grads.square().sum(1) for part in tables.sparse_grads(grad, IDS, [0, 1])]
+    torch.testing.assert_close(squares, torch.cat(expected))
+    assert counts.tolist() == [len(part) for part in expected]

@@ -50,6 +50,13 @@ def test_an_update_of_column_parts_is_that_of_whole_rows(spec):
         torch.testing.assert_close(part, whole[:, columns])
 
 
+def test_means_are_taken_over_the_columns_of_all_rectangles():
+    peers = ColumnPeers(routing(*HALVES), Axis(), [0], "x")
+    means = peers.mean_squares(torch.tensor([1.0, 2.0, 4.0, 3.0, 6.0, 8.0]), [3, 3], [4, 4])
+    assert means.tolist() == [1.0, 2.0, 3.0] * 2
+    assert ColumnPeers(routing(), Axis(), [0], "x").mean_squares(torch.empty(0), [], []).shape == (0,)
+
+
 def test_columns_must_be_cut_at_the_same_rows():
     uneven = Rectangle(0, 0, 4, 0, 2), Rectangle(0, 0, 2, 2, 4), Rectangle(0, 2, 4, 2, 4)
     with pytest.raises(

@@ -27,6 +27,16 @@ class TbeArguments(NamedTuple):
     pooling: list[int]
 
 
+class RowSquares(NamedTuple):
+    """Sums of squared gradients over the columns that are here: fp32 [U], rectangle by rectangle; int64 on
+    the CPU: the touched rows of each; and what ``update`` takes so that nothing is sorted again.
+    """
+
+    squares: Tensor
+    counts: Tensor
+    runs: Tensor
+
+
 class LookupTables:
     """The rectangles that a rank looks up together: its share of the split tables, or the data-parallel
     ones.
@@ -152,8 +162,12 @@ class LookupTables:
         state: list[Tensor],
         optimizer: int,
         hyper: Tensor,
+        runs: Tensor | None = None,
+        mean_squares: Tensor | None = None,
     ) -> None:
-        """Steps some rectangles in place; ``state`` is slot-major, as ``tbe_update`` takes it."""
+        """Steps some rectangles in place; ``state`` is slot-major, as ``tbe_update`` takes it. ``runs``: of
+        the same rectangles, see ``row_squares``.
+        """
         tables, weights = _positions(self._arguments.tables, rectangles), self.weights
         torch.ops.meshrec.tbe_update(
             grad,
@@ -167,6 +181,22 @@ class LookupTables:
             hyper,
             None,
             [start for i in rectangles for start in self.work.rectangles[i].origin],
+            runs,
+            mean_squares,
+        )
+
+    def row_squares(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> RowSquares:
+        """What an update of these rectangles needs to agree on with those who hold their other columns."""
+        weights = self.weights
+        return RowSquares(
+            *torch.ops.meshrec.tbe_row_squares(
+                grad,
+                *ids[:4],
+                *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
+                self.is_flat(ids),
+                self._widths,
+                [weights[i].shape[0] for i in rectangles],
+            )
         )
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:

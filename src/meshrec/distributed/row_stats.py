@@ -37,7 +37,8 @@ ROW_WISE = frozenset(
 
 class Touched(NamedTuple):
     """The touched rows of one rectangle: ``rows`` int64 [U], ``grad`` and ``weight`` fp32 [U, D], the
-    state's rows; weight and state only where the sums need them (``needs_weights``), else empty.
+    state's rows; weight and state are empty where the sums are of the gradient alone
+    (``needs_gradient_only``).
     """
 
     rows: Tensor
@@ -46,9 +47,9 @@ class Touched(NamedTuple):
     slots: list[Tensor]
 
 
-def needs_weights(optimizer: int, hyper: Hyper) -> bool:
-    """Whether the sums over a row are of more than its gradient."""
-    return optimizer not in _GRADIENT_ONLY or hyper.decay_mode == naive_update.L2_DECAY
+def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
+    """Whether the sums over a row are those of its squared gradient alone."""
+    return optimizer in _GRADIENT_ONLY and hyper.decay_mode != naive_update.L2_DECAY
 
 
 class ColumnPeers:
@@ -95,6 +96,15 @@ class ColumnPeers:
                 term = mine[band] if rank == self._axis.rank else terms[band].view_as(mine[band])
                 total[band] = total[band] + term if band in total else term
         return [total[band] for band in self._own]
+
+    def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
+        """fp32 [sum of U]: the means of squared gradients over whole rows, from the sums over the columns of
+        each own rectangle, in order, which has ``counts`` rows of ``row_dims`` columns.
+        """
+        with phase("row_stats") if recorders else OFF:
+            sums = self.summed(squares.split(counts))
+            means = [each / dim for each, dim in zip(sums, row_dims, strict=True)]
+            return torch.cat([squares[:0], *means])  # there may be none
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
         """For each own rectangle what ``tbe_update`` takes as ``row_stats``: fp32 [U, 3]."""

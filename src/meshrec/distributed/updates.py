@@ -14,7 +14,7 @@ from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.mesh import Axis
 from meshrec.distributed.routing import Rectangle, Routing
-from meshrec.distributed.row_stats import ROW_WISE, ColumnPeers, Touched, needs_weights
+from meshrec.distributed.row_stats import ROW_WISE, ColumnPeers, Touched, needs_gradient_only
 from meshrec.ops.tbe.layout import NONE
 from meshrec.ops.tbe.naive_update import Hyper
 
@@ -87,12 +87,21 @@ class _Group:
         self.rule, self.whole, self.split, self.peers = rule, whole, split, peers
 
 
+class _RunUpdate(NamedTuple):
+    """The update of looked-up rows of the split rectangles of a group, with what is known of their other
+    columns: see ``LookupTables.update``.
+    """
+
+    runs: Tensor
+    mean_squares: Tensor
+
+
 class _Prepared(NamedTuple):
     """What an update needs besides the gradient. ``hyper``: for rows that are whole here."""
 
     group: _Group
     hyper: Tensor
-    split: list[_RowUpdate]
+    split: list[_RowUpdate] | _RunUpdate
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -137,7 +146,7 @@ class TableUpdates:
             _Prepared(
                 group,
                 group.rule.hyper(0),
-                [] if group.peers is None else self._touched(group, group.peers, gradient),
+                [] if group.peers is None else self._split(group, group.peers, gradient),
             )
             for group in self._groups
             if group.rule.deferred == deferred
@@ -147,7 +156,7 @@ class TableUpdates:
         """Makes the updates."""
         for each in prepared:
             self._update_whole(each, gradient)
-            self._update_split(each)
+            self._update_split(each, gradient)
 
     def ordinary(self, gradient: TableGradient) -> list[Tensor | None]:
         """For each parameter the gradient to give to autograd, None for the fused ones."""
@@ -179,28 +188,61 @@ class TableUpdates:
         trained = self._trained(group.whole)
         together = [i for i in trained if i not in gradient.rows]
         if together and gradient.looked_up is not None:
-            tables, grad, ids = gradient.looked_up
-            slots = slot_major([state[i] for i in together])
-            tables.update(grad, ids, together, slots, group.rule.code, hyper)
+            self._update_looked_up(gradient.looked_up, together, group.rule.code, hyper)
         for i in trained:
             if i in gradient.rows:
                 origin = self._rectangles[i].origin
                 update_rows(weights[i].detach(), state[i], origin, *gradient.rows[i], group.rule.code, hyper)
 
-    def _update_split(self, prepared: _Prepared) -> None:
+    def _update_looked_up(
+        self, looked_up: LookedUp, rectangles: list[int], optimizer: int, hyper: Tensor, *runs: Tensor
+    ) -> None:
+        tables, grad, ids = looked_up
+        slots = slot_major([self._held.state[i] for i in rectangles])
+        tables.update(grad, ids, rectangles, slots, optimizer, hyper, *runs)
+
+    def _update_split(self, prepared: _Prepared, gradient: TableGradient) -> None:
         weights, rule = self._held.weights, prepared.group.rule
+        if isinstance(prepared.split, _RunUpdate):
+            assert gradient.looked_up is not None
+            self._update_looked_up(
+                gradient.looked_up, prepared.group.split, rule.code, prepared.hyper, *prepared.split
+            )
+            return
         for i, rows, grad, hyper, sums in prepared.split:
             if self._held.is_trained(i):
                 weight, state, origin = weights[i].detach(), self._held.state[i], self._rectangles[i].origin
                 update_rows(weight, state, origin, rows, grad, rule.code, hyper, sums)
 
-    def _touched(self, group: _Group, peers: ColumnPeers, gradient: TableGradient) -> list[_RowUpdate]:
+    def _split(
+        self, group: _Group, peers: ColumnPeers, gradient: TableGradient
+    ) -> list[_RowUpdate] | _RunUpdate:
+        """The updates of a group's split rectangles: of all at once, where the sums can be taken without
+        the summed rows. What travels is the same.
+        """
+        rule, split, looked_up = group.rule, group.split, gradient.looked_up
+        dims = [self._dims[self._rectangles[i].table] for i in split]
+        hypers = [rule.hyper(dim) for dim in dims]
+        numbers = [Hyper.from_tensor(hyper) for hyper in hypers]
+        at_once = all(needs_gradient_only(rule.code, h) for h in numbers)
+        if looked_up is None or not at_once or self._trained(split) != split or gradient.rows.keys() & split:
+            return self._touched(group, peers, gradient, hypers, numbers)
+        tables, grad, ids = looked_up
+        squares, counts, runs = tables.row_squares(grad, ids, split)
+        return _RunUpdate(runs, peers.mean_squares(squares, counts.tolist(), dims))
+
+    def _touched(
+        self,
+        group: _Group,
+        peers: ColumnPeers,
+        gradient: TableGradient,
+        hypers: Sequence[Tensor],
+        numbers: Sequence[Hyper],
+    ) -> list[_RowUpdate]:
         weights, rule = self._held.weights, group.rule
         parts = gradient.of(group.split)
-        hypers = [rule.hyper(self._dims[self._rectangles[i].table]) for i in group.split]
-        numbers = [Hyper.from_tensor(hyper) for hyper in hypers]
         touched = [
-            self._rows(i, parts.get(i) or _no_rows(weights[i]), needs_weights(rule.code, h))
+            self._rows(i, parts.get(i) or _no_rows(weights[i]), not needs_gradient_only(rule.code, h))
             for i, h in zip(group.split, numbers, strict=True)
         ]
         stats = peers.row_stats(touched, rule.code, numbers)

@@ -49,12 +49,15 @@ class Case(NamedTuple):
         out_size = self.out_size if out_size is None else out_size
         return ops.tbe_forward(self.weights, *self.lookups, out_size, out_dtype, check_ids, names)
 
-    def update(self, ops, grad, state, optimizer, hyper, row_stats=None, origins=()):
+    def update(self, ops, grad, state, optimizer, hyper, row_stats=None, origins=(), **runs):
         own = (self.weights, state, optimizer, hyper, row_stats, list(origins))
-        ops.tbe_update(grad, *self.lookups, self.dims, *own)
+        ops.tbe_update(grad, *self.lookups, self.dims, *own, **runs)
 
     def sparse_grad(self, ops, grad):
         return ops.tbe_sparse_grad(grad, *self.lookups, self.dims, [len(weight) for weight in self.weights])
+
+    def row_squares(self, ops, grad):
+        return ops.tbe_row_squares(grad, *self.lookups, self.dims, [len(weight) for weight in self.weights])
 
     def dense_grad(self, ops, grad):
         return ops.tbe_dense_grad(grad, self.weights, *self.lookups, self.dims)

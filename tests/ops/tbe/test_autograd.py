@@ -63,6 +63,7 @@ def test_opcheck_gradients():
     weights, values, offsets, sample_weights = make_inputs()
     grad, layout = torch.ones(3, 11), (None, *LOOKUPS, *POOLED, FEATURE_DIMS)
     opcheck(OPS.tbe_sparse_grad.default, (grad, values, offsets, sample_weights, *layout, [*ROWS, 4]))
+    opcheck(OPS.tbe_row_squares.default, (grad, values, offsets, sample_weights, *layout, [*ROWS, 4]))
     opcheck(OPS.tbe_dense_grad.default, (grad, weights, values, offsets, sample_weights, *layout))
     opcheck(OPS.tbe_sample_weight_grad.default, (grad, weights, values, offsets, *layout))
 

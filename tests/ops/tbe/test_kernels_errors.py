@@ -404,3 +404,15 @@ def test_kernels_check_sums_of_whole_rows(case):
     message = r"row_stats must be float32 \[num_ids, 3\]"
     for wrong in (stats[1:], stats.double()):
         refused_update(sequence, OPS, message, grad=sequence.gradient(), row_stats=wrong)
+
+
+@needs_kernels
+def test_kernels_check_what_was_sorted_before(case):
+    squares, _, runs = case.row_squares(OPS, torch.ones(12, 102))
+    message = "runs are not those of this batch. Pass what tbe_row_squares gave for it"
+    for wrong in (runs[1:], runs[:0], runs.int()):
+        refused_update(case, OPS, message, runs=wrong, mean_squares=squares)
+    message = "mean_squares must be float32 with one number for each of the sorted runs"
+    for wrong in (squares[1:], squares.double()):
+        refused_update(case, OPS, message, runs=runs, mean_squares=wrong)
+    refused_update(case, OPS, message, mean_squares=squares)

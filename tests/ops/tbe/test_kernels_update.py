@@ -221,6 +221,60 @@ def test_sums_of_whole_rows(make_case, one_table, optimizer, dtype):
         assert torch.equal(spread[0][0], given[0][0])
 
 
+SQUARED = {
+    "pooled": {"num_bags": BLOCKS},
+    "weighted": {"num_bags": BLOCKS, "weighted": True},
+    "sequences": {"num_bags": BLOCKS, "flat": True, "pooling": (NONE,) * 4},
+    "no ids": {"num_bags": BLOCKS, "longest": 0},
+}
+
+
+def updated_by_runs(ops, case, grad, optimizer, hyper, means_of):
+    """In two halves, between which the means over whole rows become known."""
+    case, state = case.copied(), make_state(case, optimizer)
+    squares, _, runs = case.row_squares(ops, grad)
+    case.update(ops, grad, state, optimizer, hyper, runs=runs, mean_squares=means_of(squares))
+    return case.weights, state
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SQUARED.values(), ids=list(SQUARED))
+def test_squares_of_rows_and_the_update_with_their_means(make_case, shape, dtype):
+    case = make_case(**shape, dtype=dtype)
+    grad = case.gradient() / 8
+    squares, counts, _ = case.row_squares(OPS, grad)
+    expected_squares, expected_counts, _ = case.row_squares(naive, grad)
+    assert torch.equal(counts, expected_counts)
+    assert_close(squares, expected_squares, rtol=1e-5, atol=1e-6)
+
+    def means(squares):
+        return squares / 52 + torch.arange(squares.numel()) % 3
+
+    for optimizer in (naive_update.ROWWISE_ADAGRAD, naive_update.PARTIAL_ROWWISE_ADAM):
+        found = updated_by_runs(OPS, case, grad, optimizer, make_hyper(), means)
+        expected = updated_by_runs(naive, case, grad, optimizer, make_hyper(), means)
+        assert_same_weights(found[0], expected[0])
+        assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [12, 32, 64])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_threads_do_not_show_in_updates_by_runs(make_case, set_threads, weighted, width):
+    """Nor do the halves: with the means of the table's own rows the update is the one in one go."""
+    case = make_case(
+        rows=(20_000, 40, 3000), dims=(width,) * 3, num_bags=((3000,) * 4,) * 2, weighted=weighted
+    )
+    case.values[: len(case.values) // 8] = 7
+    grad, hyper = case.gradient(exact=False), make_hyper()
+    for optimizer in (naive_update.ROWWISE_ADAGRAD, naive_update.PARTIAL_ROWWISE_ADAM):
+        expected = updated(OPS, case, grad, optimizer, hyper)
+        for threads in (1, 2, 5):
+            set_threads(threads)
+            found = updated_by_runs(OPS, case, grad, optimizer, hyper, lambda squares: squares / width)
+            for a, b in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+                assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["expanded rows", "expanded number", "strided", "transposed", "offset"])
 def test_gradients_need_not_be_contiguous(make_case, how, grad_dtype):

@@ -69,6 +69,14 @@ def _sparse_grad_fake(
     return result
 
 
+@_register_fake("meshrec::tbe_row_squares")
+def _row_squares_fake(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    context, num_tables = torch.library.get_ctx(), len(args[-1])
+    squares = grad.new_empty([context.new_dynamic_size()], dtype=torch.float32)
+    counts = torch.empty([num_tables], dtype=torch.int64)
+    return squares, counts, grad.new_empty([context.new_dynamic_size()], dtype=torch.int64)
+
+
 @_register_fake("meshrec::tbe_dense_grad")
 def _dense_grad_fake(grad: Tensor, weights: list[Tensor], *args: Any) -> list[Tensor]:
     return [weight.new_empty(weight.shape) for weight in weights]

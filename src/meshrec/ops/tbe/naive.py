@@ -87,6 +87,8 @@ def tbe_update(
     hyper: Tensor,
     row_stats: Tensor | None,
     origins: list[int],
+    runs: Tensor | None = None,
+    mean_squares: Tensor | None = None,
 ) -> None:
     """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay.
 
@@ -95,6 +97,9 @@ def tbe_update(
     [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of column-split tables.
     ``origins``: for each weight the row and the column where it begins in its whole table (nothing: 0, 0);
     stochastic rounding draws by these places, so that parts are rounded as the whole would be.
+    ``runs``: what ``tbe_row_squares`` gave for the same arguments, so that nothing is sorted again; with it
+    ``mean_squares``, fp32 [sum of U_t]: for each touched row the mean of its squared gradient over the whole
+    row, for the optimizers that need no other number of it.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
@@ -117,6 +122,9 @@ def tbe_update(
             if row_stats is not None:
                 stats_U3 = row_stats.new_empty(rows_U.numel(), 3)
                 stats_U3[inverse_n] = torch.cat([row_stats[part.ids] for part in parts])
+            if mean_squares is not None:
+                stats_U3, mean_squares = mean_squares[: rows_U.numel(), None], mean_squares[rows_U.numel() :]
+                numbers = numbers._replace(row_dim=1)  # what is divided by it is a mean already
             slots = state[table :: len(weights)]
             origin = origins[2 * table : 2 * table + 2] or (0, 0)
             update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin)
@@ -151,6 +159,43 @@ def tbe_sparse_grad(
         else:
             result += [values.new_empty(0, dtype=torch.int64), grad.new_empty(0, 0, dtype=torch.float32)]
     return result
+
+
+def tbe_row_squares(
+    grad: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+    num_rows: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For the touched rows of T = len(num_rows) tables, table by table, ascending: the sums of their squared
+    gradients, fp32 [sum of U_t]; int64 [T] on the CPU: U_t; and ``runs`` for ``tbe_update``, of which only
+    the kernel that made it knows what it holds.
+    """
+    flat_grads = tbe_sparse_grad(
+        grad,
+        values,
+        offsets,
+        per_sample_weights,
+        segments,
+        num_keys,
+        keys,
+        tables,
+        pooling,
+        flat,
+        dims,
+        num_rows,
+    )
+    squares = torch.cat([grads.square().sum(1) for grads in flat_grads[1::2]])
+    counts = torch.tensor([rows.numel() for rows in flat_grads[::2]], dtype=torch.int64)
+    return squares, counts, values.new_empty(0, dtype=torch.int64)
 
 
 def tbe_dense_grad(
@@ -354,6 +399,7 @@ def _register() -> torch.library.Library:
         tbe_forward,
         tbe_update,
         tbe_sparse_grad,
+        tbe_row_squares,
         tbe_dense_grad,
         tbe_sample_weight_grad,
         clamp_ids,
