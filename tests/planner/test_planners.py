@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import meshrec
 from meshrec.distributed.plan_checks import verify_plan
 from meshrec.distributed.sharding_plan import ShardingType, TableSize
 from meshrec.planner.planners import EmbeddingShardingPlanner, plan_tables
@@ -36,6 +37,17 @@ def test_a_model_gets_a_verified_plan_with_a_bound():
     verify_plan(plan, sizes, world_size=2)
     assert 0 < plan.lower_bound <= plan.seconds
     assert 0 <= plan.gap < 1
+
+
+def test_a_model_on_meta_is_planned_without_its_memory():
+    config = meshrec.EmbeddingBagConfig(
+        name="items", num_embeddings=20_000_000_000, embedding_dim=128, feature_names=["item"]
+    )
+    module = meshrec.EmbeddingBagCollection(tables=[config], device="meta")
+    roomy = Topology(world_size=8, compute_device="cpu", ddr_cap=2 << 40)
+    plan = planner(topology=roomy).plan(nn.ModuleDict({"tables": module}))
+    verify_plan(plan, {"tables": {"items": TableSize(20_000_000_000, 128)}}, world_size=8)
+    assert set(plan.plan["tables"]["items"].ranks) == set(range(8))
 
 
 def test_constraints_hold():
