@@ -12,6 +12,7 @@ from torch import Tensor
 from meshrec.ops.tbe import (
     autograd,  # noqa: F401 - registers the gradient of tbe_forward
     reporting,  # noqa: F401 - registers report_clamped
+    triton,  # noqa: F401 - registers the ops for GPUs
 )
 
 # F features, K keys, T tables, N ids, B samples, D width

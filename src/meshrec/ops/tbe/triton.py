@@ -1,0 +1,474 @@
+"""The table-batched ops on GPUs, as Triton kernels: see ``naive.py`` for what each op does.
+
+One launch serves all lookups, whatever their tables. A gradient is sorted by row (stably, so that sums do not
+depend on how the GPU schedules) and each touched row is summed and written once. Unlike on the CPU, offsets
+and ids are only checked with ``check_ids``: a check waits for the GPU. The update trusts the forward's check.
+
+Triton comes with PyTorch's builds for GPUs; where it is missing, the plain torch kernels serve.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.tbe import naive
+from meshrec.ops.tbe.layout import NONE, segment_bounds
+from meshrec.ops.tbe.naive_update import Hyper, num_slots
+
+# F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
+
+_logger = logging.getLogger("meshrec")
+
+
+class _Lookups(NamedTuple):
+    """The lookups of a batch that take part."""
+
+    fields: Tensor
+    """int64 [L, 7] on the device: ``triton_kernels.LOOKUP_FIELDS``."""
+    features: list[int]
+    """[L]"""
+    tables: list[int]
+    """[L]"""
+    most_bags: int
+    shape: list[int]
+    """Of the output."""
+
+    def of_tables(self, wanted: set[int]) -> "_Lookups":
+        """Those of some tables."""
+        chosen = [at for at, table in enumerate(self.tables) if table in wanted]
+        if len(chosen) == len(self.tables):
+            return self
+        return self._replace(
+            fields=self.fields[torch.tensor(chosen, dtype=torch.int64, device=self.fields.device)],
+            features=[self.features[at] for at in chosen],
+            tables=[self.tables[at] for at in chosen],
+        )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """A program for each bag of each lookup."""
+        return self.most_bags, len(self.tables)
+
+
+def _lookups(
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+) -> _Lookups:
+    if NONE in pooling and not flat:
+        raise ValueError("lookups that are not pooled have a flat output.")
+    bounds = torch.tensor(segment_bounds(offsets.numel() - 1, segments, num_keys))
+    first_RF, end_RF = bounds[:-1].view(-1, num_keys)[:, keys], bounds[1:].view(-1, num_keys)[:, keys]
+    bags_RF, width_F, pooling_F = end_RF - first_RF, torch.tensor(dims), torch.tensor(pooling)
+    if flat:
+        rows_RF = bags_RF
+        if NONE in pooling:
+            starts = offsets[bounds.to(offsets.device)].cpu().long()
+            ids_RF = (starts[1:] - starts[:-1]).view(-1, num_keys)[:, keys]
+            rows_RF = torch.where(pooling_F == NONE, ids_RF, bags_RF)
+        sizes = (rows_RF * width_F).flatten()
+        out_RF = (sizes.cumsum(0) - sizes).view_as(rows_RF)
+        shape, stride_F = [int(sizes.sum())], width_F
+    else:
+        block_R = bounds.diff().view(-1, num_keys)[:, 0]
+        if bool((bags_RF != block_R[:, None]).any()):
+            raise ValueError(
+                "features have different batch sizes; one output matrix needs one. Ask for a flat output."
+            )
+        shape = [int(block_R.sum()), sum(dims)]
+        out_RF = (block_R.cumsum(0) - block_R)[:, None] * shape[1] + (width_F.cumsum(0) - width_F)
+        stride_F = torch.full_like(width_F, shape[1])
+    columns = (torch.tensor(tables), width_F, first_RF, bags_RF, out_RF, stride_F, pooling_F)
+    fields = torch.stack([column.expand(bags_RF.shape).flatten() for column in columns], 1)
+    features = list(range(len(keys))) * len(bags_RF)
+    taking_part = [at for at, feature in enumerate(features) if tables[feature] >= 0]
+    fields = fields[taking_part]
+    features = [features[at] for at in taking_part]
+    return _Lookups(
+        fields.to(offsets.device),
+        features,
+        [tables[feature] for feature in features],
+        int(bags_RF.max()) if bags_RF.numel() else 0,
+        shape,
+    )
+
+
+def tbe_forward(
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
+) -> Tensor:
+    """See ``naive.tbe_forward``."""
+    from meshrec.ops.tbe import triton_kernels
+
+    dims = [weights[table].shape[1] for table in tables]
+    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
+    if lookups.shape[0] != out_size:
+        raise ValueError(f"out_size is {out_size} but the lookups give {lookups.shape[0]}.")
+    layout = (segments, num_keys, keys, tables, pooling, flat)
+    if check_ids and _is_bad(lookups, weights, values, offsets, per_sample_weights):
+        # The plain kernel says what is wrong where.
+        return naive.tbe_forward(
+            weights, values, offsets, per_sample_weights, *layout, out_size, out_dtype, True, names
+        )
+    out = torch.empty(lookups.shape, dtype=out_dtype, device=values.device)
+    for wanted in _by_dtype(weights):
+        some = lookups.of_tables(wanted)
+        if 0 in some.grid:
+            continue
+        triton_kernels.look_up[some.grid](
+            some.fields,
+            _on_device([weight.data_ptr() for weight in weights], values.device),
+            values,
+            offsets,
+            per_sample_weights,
+            out,
+            WEIGHT=_element(weights[min(wanted)].dtype),
+            WEIGHTED=per_sample_weights is not None,
+            BLOCK=_block(weights[table].shape[1] for table in wanted),
+        )
+    return out
+
+
+def _is_bad(
+    lookups: _Lookups,
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+) -> bool:
+    """Whether offsets or ids are wrong; the one wait for the GPU."""
+    from meshrec.ops.tbe import triton_kernels
+
+    bad = (offsets[0] != 0) | (offsets[-1] != values.numel()) | (offsets[1:] < offsets[:-1]).any()
+    if bool(bad):
+        return True
+    if 0 in lookups.grid:
+        return False
+    is_bad = torch.zeros(1, dtype=torch.int32, device=values.device)
+    triton_kernels.check[lookups.grid](
+        lookups.fields,
+        _on_device([weight.shape[0] for weight in weights], values.device),
+        values,
+        offsets,
+        per_sample_weights,
+        is_bad,
+        WEIGHTED=per_sample_weights is not None,
+    )
+    return bool(is_bad)
+
+
+class _Entries(NamedTuple):
+    """What every id adds to the tables' gradients, in the order of rows; fillers, of no row, come last."""
+
+    grad: Tensor
+    """fp32, 1-D"""
+    rows: Tensor
+    """int64 [E]: sorted, counted through all tables."""
+    order: Tensor
+    """int64 [E]: the entries in that order; the other fields are in their own."""
+    starts: Tensor
+    """int64 [E]: where the gradient begins."""
+    factors: Tensor
+    """fp32 [E]"""
+    tables_of: Tensor
+    """int32 [E]"""
+    first_rows: list[int]
+    """[T + 1]"""
+
+    @property
+    def end_of_rows(self) -> int:
+        """The row that fillers have."""
+        return self.first_rows[-1]
+
+
+def _entries(
+    grad: Tensor,
+    lookups: _Lookups,
+    keys: list[int],
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    table_fields: Tensor,
+    num_rows: Sequence[int],
+) -> _Entries:
+    from meshrec.ops.tbe import triton_kernels
+
+    if grad.numel() != torch.Size(lookups.shape).numel():
+        size = torch.Size(lookups.shape).numel()
+        raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {size}.")
+    # A key that several features read has an entry for each of them: another round of all ids.
+    round_of: dict[int, int] = {}
+    rounds: dict[int, int] = {}
+    for feature in sorted(set(lookups.features)):
+        round_of[feature] = rounds.get(keys[feature], 0)
+        rounds[keys[feature]] = round_of[feature] + 1
+    num_ids, device = values.numel(), values.device
+    num_entries = num_ids * max(rounds.values(), default=0)
+    first_rows = list(accumulate(num_rows, initial=0))
+    rows = torch.full([num_entries], first_rows[-1], dtype=torch.int64, device=device)
+    starts = torch.empty(num_entries, dtype=torch.int64, device=device)
+    factors = torch.empty(num_entries, dtype=torch.float32, device=device)
+    tables_of = torch.empty(num_entries, dtype=torch.int32, device=device)
+    if num_entries and 0 not in lookups.grid:
+        triton_kernels.list_entries[lookups.grid](
+            lookups.fields,
+            _on_device([round_of[feature] * num_ids for feature in lookups.features], device),
+            table_fields,
+            values,
+            offsets,
+            per_sample_weights,
+            rows,
+            starts,
+            factors,
+            tables_of,
+            WEIGHTED=per_sample_weights is not None,
+        )
+    rows, order = rows.sort(stable=True)
+    grad = grad.float().contiguous().view(-1)
+    return _Entries(grad, rows, order, starts, factors, tables_of, first_rows)
+
+
+def tbe_update(
+    grad: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+    weights: list[Tensor],
+    state: list[Tensor],
+    optimizer: int,
+    hyper: Tensor,
+    row_stats: Tensor | None,
+    origins: list[int],
+) -> None:
+    """See ``naive.tbe_update``."""
+    from meshrec.ops.tbe import triton_kernels
+
+    h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), num_slots(optimizer)
+    if len(state) != num_state * num_tables:
+        raise ValueError(
+            f"got {len(state)} state tensors for {num_tables} tables of an optimizer with {num_state} state "
+            "slots. Pass slot 0 of all tables, then slot 1."
+        )
+    if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
+        raise ValueError("tables and their state must be contiguous: they are updated in place.")
+    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
+    slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
+    num_rows = [weight.shape[0] for weight in weights]
+    fields = _table_fields(
+        [weight.data_ptr() for weight in weights],
+        [[tensor.data_ptr() for tensor in slot] for slot in slots],
+        [weight.shape[1] for weight in weights],
+        num_rows,
+        origins,
+        values.device,
+    )
+    for wanted in _by_dtype(weights):
+        some = lookups.of_tables(wanted)
+        entries = _entries(grad, some, keys, values, offsets, per_sample_weights, fields, num_rows)
+        num_entries = entries.rows.numel()
+        if num_entries == 0:
+            continue
+        stats = row_stats
+        if row_stats is not None and num_entries > values.numel():
+            stats = row_stats.repeat(num_entries // values.numel(), 1)
+        triton_kernels.update_runs[(num_entries,)](
+            *entries[:6],
+            fields,
+            None if stats is None else stats.contiguous(),
+            num_entries,
+            entries.end_of_rows,
+            h.lr,
+            h.eps,
+            h.weight_decay,
+            h.beta1,
+            h.beta2,
+            h.momentum,
+            h.trust_coefficient,
+            1 - h.beta1**h.step,
+            1 - h.beta2**h.step,
+            float(h.row_dim),
+            _on_device([h.seed, h.step], values.device),
+            OPTIMIZER=optimizer,
+            DECAY=h.decay_mode,
+            STATS=stats is not None,
+            STOCHASTIC=h.seed != 0,
+            WEIGHT=_element(weights[min(wanted)].dtype),
+            BLOCK=_block(weights[table].shape[1] for table in wanted),
+        )
+
+
+def tbe_sparse_grad(
+    grad: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+    num_rows: list[int],
+) -> list[Tensor]:
+    """See ``naive.tbe_sparse_grad``."""
+    from meshrec.ops.tbe import triton_kernels
+
+    device, num_tables = values.device, len(num_rows)
+    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
+    width_of = {tables[feature]: dims[feature] for feature in lookups.features}
+    widths = [width_of.get(table, 0) for table in range(num_tables)]
+    nowhere = [[0] * num_tables]
+    fields = _table_fields([0] * num_tables, nowhere, widths, num_rows, [], device)
+    entries = _entries(grad, lookups, keys, values, offsets, per_sample_weights, fields, num_rows)
+    is_first = torch.ones_like(entries.rows, dtype=torch.bool)
+    is_first[1:] = entries.rows[1:] != entries.rows[:-1]
+    is_first &= entries.rows < entries.end_of_rows
+    runs_before = torch.cat([is_first.new_zeros(1, dtype=torch.int64), is_first.cumsum(0)])
+    first_of_table = torch.searchsorted(entries.rows, _on_device(entries.first_rows, device))
+    first_runs = runs_before[first_of_table]
+    counts: list[int] = first_runs.diff().tolist()
+    result: list[Tensor] = []
+    for count, width in zip(counts, widths, strict=True):
+        result.append(torch.empty(count, dtype=torch.int64, device=device))
+        result.append(torch.empty(count, width, dtype=torch.float32, device=device))
+    if sum(counts):
+        targets = [[tensor.data_ptr() for tensor in result[1::2]], [rows.data_ptr() for rows in result[::2]]]
+        fields = _table_fields([0] * num_tables, targets, widths, num_rows, [], device)
+        table_of = torch.searchsorted(_on_device(entries.first_rows, device), entries.rows, right=True) - 1
+        numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
+        _sum_runs(triton_kernels, entries, fields, numbers, widths, dense=False)
+    return result
+
+
+def tbe_dense_grad(
+    grad: Tensor,
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+) -> list[Tensor]:
+    """See ``naive.tbe_dense_grad``."""
+    from meshrec.ops.tbe import triton_kernels
+
+    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
+    totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
+    targets = [[total.data_ptr() for total in totals]]
+    fields = _table_fields([0] * len(weights), targets, widths, num_rows, [], values.device)
+    entries = _entries(grad, lookups, keys, values, offsets, per_sample_weights, fields, num_rows)
+    _sum_runs(triton_kernels, entries, fields, entries.rows, widths, dense=True)
+    return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
+
+
+def _sum_runs(
+    triton_kernels: Any, entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[int], *, dense: bool
+) -> None:
+    num_entries = entries.rows.numel()
+    if num_entries:
+        triton_kernels.sum_runs[(num_entries,)](
+            *entries[:6],
+            fields,
+            numbers,
+            num_entries,
+            entries.end_of_rows,
+            DENSE=dense,
+            BLOCK=_block(widths),
+        )
+
+
+def _table_fields(
+    weights: list[int],
+    slots: Sequence[list[int]],
+    widths: list[int],
+    num_rows: Sequence[int],
+    origins: list[int],
+    device: torch.device,
+) -> Tensor:
+    """int64 [T, 7]: ``triton_kernels.TABLE_FIELDS``; addresses come as numbers."""
+    nothing = [0] * len(weights)
+    first_rows = list(accumulate(num_rows, initial=0))[:-1]
+    both = [*slots, nothing, nothing][:2]
+    columns = [weights, *both, widths, first_rows, origins[::2] or nothing, origins[1::2] or nothing]
+    return torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
+
+
+def _by_dtype(weights: list[Tensor]) -> Iterator[set[int]]:
+    """The tables of each type: they have kernels of their own."""
+    for dtype in dict.fromkeys(weight.dtype for weight in weights):
+        yield {table for table, weight in enumerate(weights) if weight.dtype == dtype}
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
+
+
+def _block(widths: Any) -> int:
+    """The power of two that a program of the widest table works on."""
+    return 1 << (max(widths, default=1) - 1).bit_length()
+
+
+def _element(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+def _register() -> torch.library.Library:
+    registration = torch.library.Library("meshrec", "IMPL")
+    plain: list[Callable[..., Any]] = [
+        naive.tbe_forward,
+        naive.tbe_update,
+        naive.tbe_sparse_grad,
+        naive.tbe_dense_grad,
+    ]
+    if importlib.util.find_spec("triton") is None:
+        if torch.version.cuda is not None:
+            _logger.warning(
+                "Triton is not installed: on GPUs the plain torch kernels serve, at a fraction of the speed. "
+                "Install triton to get them."
+            )
+        return registration
+    for op in plain:
+        registration.impl(op.__name__, globals()[op.__name__], "CUDA")
+    return registration
+
+
+_registration = _register()

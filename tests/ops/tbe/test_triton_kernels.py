@@ -1,0 +1,53 @@
+"""The Triton kernels compile for GPUs; what they compute is tested in test_triton.py."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+COMPILE = """
+import itertools, sys, warnings
+warnings.simplefilter("ignore")
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from meshrec.ops.tbe import triton_kernels as kernels
+
+FLOATS = {"lr", "eps", "weight_decay", "beta1", "beta2", "momentum", "trust"}
+FLOATS |= {"correction1", "correction2", "row_dim"}
+FLOATS_AT = {"sample_weights", "factors", "grad", "row_stats", "out"}
+NUMBERS = {"tables_of": "*i32", "is_bad": "*i32", "num_entries": "i32", "end_of_rows": "i64"}
+
+def type_of(name):
+    if name in FLOATS:
+        return "fp32"
+    if name in FLOATS_AT:
+        return "*fp32"
+    return NUMBERS.get(name, "*i64")
+
+def compiled(kernel, **constants):
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    for capability in (80, 90):
+        target = GPUTarget("cuda", capability, 32)
+        assert triton.compile(ASTSource(kernel, signature, values), target=target).asm["cubin"]
+
+compiled(kernels.check, WEIGHTED=True)
+compiled(kernels.list_entries, WEIGHTED=False, sample_weights=None)
+for dtype in (tl.float32, tl.float16, tl.bfloat16):
+    compiled(kernels.look_up, WEIGHT=dtype, WEIGHTED=True, BLOCK=64)
+for dense in (False, True):
+    compiled(kernels.sum_runs, DENSE=dense, BLOCK=128)
+for optimizer, dtype in itertools.product(range(8), (tl.float32, tl.float16, tl.bfloat16)):
+    options = dict(OPTIMIZER=optimizer, DECAY=optimizer % 3, STOCHASTIC=True, WEIGHT=dtype, BLOCK=64)
+    compiled(kernels.update_runs, STATS=True, **options)
+print("compiled")
+"""
+
+
+def test_every_kernel_compiles_for_gpus():
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True)
+    assert done.stdout == "compiled\n", done.stderr
