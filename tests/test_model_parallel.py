@@ -147,6 +147,31 @@ def test_ddps_knobs_are_reachable(ranks):
     assert ranks(2).run(hook_called) == [(True, True, True)] * 2
 
 
+def which_hooks():
+    def nothing(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    names = []
+    for register in ("never", "through the model", "with DDP"):
+        model = make()
+        wrapped = model._dmp_wrapped_module
+        if register != "never":
+            (model if register == "through the model" else wrapped).register_comm_hook(None, nothing)
+        with torch.no_grad():
+            model(features())
+        model(features()).sum().backward()
+        names.append([hook.__name__ for hook, _ in wrapped._comm_hooks])
+    return names
+
+
+def test_a_users_hook_wins(ranks):
+    own, *others = ranks(2).run(which_hooks)[0]
+    assert own in (["average_on_host"], [])  # nothing where ranks have no link
+    assert others == [["nothing"], ["nothing"]]
+
+
 def hsdp(sizes, names):
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     env = md.ShardingEnv.from_mesh(mesh)

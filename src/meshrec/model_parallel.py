@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.distributed.collectives import broadcast
-from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
+from meshrec.distributed.dense_gradients import DenseGradients, average_on_host
+from meshrec.distributed.mesh import Axis, ShardingEnv, default_env, group_device
 from meshrec.distributed.plan_builders import tables_of
 from meshrec.distributed.plan_checks import verify_plan, verify_same_plan
 from meshrec.distributed.reshard import moved
@@ -76,6 +77,7 @@ class DistributedModelParallel(nn.Module):
             module = _replaced(module, path, self._sharded[path])
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
+        self._dense_gradients: DenseGradients | None = None
         if init_parameters:
             self.init_parameters()
         if init_data_parallel:
@@ -83,6 +85,10 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if self._dense_gradients is not None and torch.is_grad_enabled():
+            state, self._dense_gradients = self._dense_gradients, None
+            if not self._dmp_wrapped_module._comm_hooks:  # a user's hook wins
+                self.register_comm_hook(state, average_on_host)
         return self._dmp_wrapped_module(*args, **kwargs)
 
     @property
@@ -169,7 +175,8 @@ class DistributedModelParallel(nn.Module):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook with DistributedDataParallel, such as compression of dense
-        gradients."""
+        gradients, before the first training step. Without one, CPU ranks of one host use
+        ``dense_gradients.average_on_host``."""
         wrapped = self._dmp_wrapped_module
         if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
             raise ValueError(f"communication hooks need dense='ddp', got dense={self._dense!r}.")
@@ -244,7 +251,12 @@ class DistributedModelParallel(nn.Module):
         options: dict[str, Any] = {"process_group": self._env.world.group, "gradient_as_bucket_view": True}
         if self._device.type == "cuda":
             options["device_ids"] = [self._device]
-        self._dmp_wrapped_module = parallel(self._dmp_wrapped_module, **{**options, **self._dense_options})
+        wrapped = parallel(self._dmp_wrapped_module, **{**options, **self._dense_options})
+        self._dmp_wrapped_module = wrapped
+        if self._device.type == "cpu":
+            group = wrapped.process_group
+            axis = Axis(size=group.size(), rank=group.rank(), group=group)
+            self._dense_gradients = DenseGradients.for_axis(axis)
 
     def _init_fsdp2(self) -> None:
         from torch.distributed.fsdp import fully_shard

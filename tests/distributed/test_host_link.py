@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshrec.distributed import host_link
 from meshrec.distributed.collectives import Splits, all_gather, all_to_all
-from meshrec.distributed.host_link import links, open_link
+from meshrec.distributed.host_link import add_link, links, open_link
 from meshrec.distributed.mesh import Axis, default_env
 from meshrec.ops.library import has_kernels
 from meshrec.testing import RankError, RankPool
@@ -135,12 +135,12 @@ def test_sizes_that_do_not_fit_are_an_error(ranks):
 
 def use_in_a_child():
     axis = new_axis()
-    link = open_link(axis)
+    link = add_link(axis)
     child = os.fork()
     if child == 0:
         link.close()  # leaves the parent's alone
         try:
-            all_gather(torch.zeros(1), axis, "test")
+            link.start(torch.zeros(1), [1, 1], torch.empty(2), [1, 1], same=True)
         except RuntimeError as error:
             os._exit(3 if "parent" in str(error) else 4)
         os._exit(5)
@@ -203,7 +203,7 @@ def test_one_refusal_leaves_all_with_gloo(how, why):
 
 def send_until(signal_number):
     axis = default_env().world
-    open_link(axis).timeout_seconds = 2.0
+    add_link(axis).timeout_seconds = 2.0
     for number in range(10):
         if axis.rank == 1 and number == 5:
             os.kill(os.getpid(), signal_number)

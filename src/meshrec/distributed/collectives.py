@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.distributed.host_link import links, open_link
+from meshrec.distributed.host_link import add_link, links
 from meshrec.distributed.mesh import Axis
 from meshrec.distributed.phases import recorders
 from meshrec.ops.memory import use_huge_pages
@@ -69,7 +69,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
         _count(name, sent, splits.sent, axis.rank)
     work: Any
     try:
-        if sent.is_cpu and (link := links[group] if group in links else open_link(axis)) is not None:
+        if sent.is_cpu and (link := links[group] if group in links else add_link(axis)) is not None:
             work = link.start(sent, splits.sent, received, splits.received, same=False)
         else:
             work = dist.all_to_all_single(
@@ -95,7 +95,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
         _count(name, sent, [sent.numel()] * axis.size, axis.rank)
     work: Any
     try:
-        if sent.is_cpu and (link := links[group] if group in links else open_link(axis)) is not None:
+        if sent.is_cpu and (link := links[group] if group in links else add_link(axis)) is not None:
             sizes = [sent.numel()] * axis.size
             work = link.start(sent, sizes, received, sizes, same=True)
         else:

@@ -183,10 +183,11 @@ class HostLink:
 
 links: "WeakKeyDictionary[dist.ProcessGroup, HostLink | None]" = WeakKeyDictionary()
 """By group, for those that had their first collective; None: gloo has to do."""
+_open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
 def open_link(axis: Axis) -> HostLink | None:
-    """Adds the axis' group to ``links``. Collective.
+    """A new link between the ranks of an axis; None where gloo has to do. Collective.
 
     Raises:
         RuntimeError: of the backend, where a rank does not answer.
@@ -194,9 +195,18 @@ def open_link(axis: Axis) -> HostLink | None:
     group = axis.group
     assert group is not None
     backend: Any = group._get_backend(torch.device("cpu"))
-    links[group] = link = _joined(group, axis, backend) if backend.name() == "gloo" else None
-    if link is not None:  # at the end of the group, or of the process
+    link = _joined(group, axis, backend) if backend.name() == "gloo" else None
+    if link is not None:
+        _open_links.add(link)
+        # At the end of the group, or of the process.
         multiprocessing.util.Finalize(group, link.close, exitpriority=0)
+    return link
+
+
+def add_link(axis: Axis) -> HostLink | None:
+    """Opens the link that collectives over the axis' group use, and notes it in ``links``. Collective."""
+    assert axis.group is not None
+    links[axis.group] = link = open_link(axis)
     return link
 
 
@@ -261,9 +271,8 @@ def _functions() -> dict[str, Any]:
 
 
 def _forget_links() -> None:
-    for link in links.values():
-        if link is not None:
-            link.forget()
+    for link in _open_links:
+        link.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,0 +1,99 @@
+"""Averages the gradients of dense parameters over CPU ranks of one host: a communication hook of DDP.
+
+DistributedDataParallel otherwise has gloo send them through sockets, see ``host_link``.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from meshrec.distributed.collectives import InFlight
+from meshrec.distributed.host_link import HostLink, add_link, links, open_link
+from meshrec.distributed.mesh import Axis
+
+# R ranks
+
+_NAME = "gradients of dense parameters"
+
+
+class _Bucket(NamedTuple):
+    """One bucket under way. ``parts``: of all ranks, the elements that this rank adds up."""
+
+    buffer: Tensor
+    parts: InFlight
+    future: Any
+
+
+class DenseGradients:
+    """The state of ``average_on_host``; ``for_axis`` makes it."""
+
+    def __init__(self, link: HostLink, axis: Axis) -> None:
+        self._link, self._axis, self.size = link, axis, axis.size
+        self._under_way: list[_Bucket] = []
+
+    @classmethod
+    def for_axis(cls, axis: Axis) -> "DenseGradients | None":
+        """None where the ranks have no link. Collective."""
+        group = axis.group
+        if group is None or axis.size == 1:
+            return None
+        if (links[group] if group in links else add_link(axis)) is None:
+            return None
+        # One of its own: buckets and exchanges of tables may take turns differently on each rank.
+        link = open_link(axis)
+        return None if link is None else cls(link, axis)
+
+    def start(self, buffer: Tensor) -> Future[Tensor]:
+        """Offers this rank's gradients to the others."""
+        sizes = self._sizes(buffer)
+        received = buffer.new_empty(sizes[self._axis.rank] * self._axis.size)
+        own = [sizes[self._axis.rank]] * self._axis.size
+        reading = self._link.start(buffer, sizes, received, own, same=False)
+        future: Future[Tensor] = Future()
+        self._under_way.append(_Bucket(buffer, self._in_flight(received, reading), future))
+        return future
+
+    def finish(self) -> None:
+        """Waits for all that was started: every rank adds up its part, in the order of ranks, and all get
+        all parts.
+
+        Raises:
+            CollectiveError: when a rank does not answer.
+        """
+        under_way, self._under_way = self._under_way, []
+        summed = []
+        for buffer, parts, _ in under_way:
+            terms = parts.wait().view(self._axis.size, -1)
+            total = terms[0].clone()
+            for term in terms[1:]:
+                total += term
+            sizes = [total.numel()] * self._axis.size
+            # Of this rank's buffer everybody has read what is now overwritten: it is in their sums.
+            reading = self._link.start(total, sizes, buffer, self._sizes(buffer), same=True)
+            summed.append(self._in_flight(buffer, reading))
+        for bucket, in_flight in zip(under_way, summed, strict=True):
+            bucket.future.set_result(in_flight.wait())
+
+    def _sizes(self, buffer: Tensor) -> list[int]:
+        """[R] the elements that each rank adds up."""
+        return [part.numel() for part in buffer.tensor_split(self._axis.size)]
+
+    def _in_flight(self, result: Tensor, reading: object) -> InFlight:
+        return InFlight(result, reading, _NAME, self._axis.group)
+
+
+def average_on_host(
+    state: DenseGradients,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """For ``DistributedDataParallel.register_comm_hook``: the mean over ranks, the same bits on all of them.
+
+    Buckets are offered as they come, and read together with the last one: until then nobody waits.
+    """
+    future = state.start(bucket.buffer().div_(state.size))
+    if bucket.is_last():
+        state.finish()
+    return future
