@@ -1,7 +1,7 @@
 """Table-batched embedding: lookups in many tables, and their update, in one kernel each."""
 
+from meshrec.ops.tbe.layout import Lookups
 from meshrec.ops.tbe.lookup import (
-    Lookups,
     Updater,
     dense_grad,
     forward,

@@ -4,6 +4,9 @@ Bags come segment-major: segment ``s = block * K + key`` holds the bags of one k
 what one source rank sent; a single process has one block). ``segments`` says where each segment starts.
 """
 
+import itertools
+import operator
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,6 +17,37 @@ from torch import Tensor
 
 SUM, MEAN, NONE = 0, 1, 2
 """The codes of the pooling modes."""
+
+
+class Lookups(NamedTuple):
+    """Which bags of which key are looked up in which table: the arguments that all tbe ops share."""
+
+    values: Tensor
+    """int32 or int64 [N]."""
+    offsets: Tensor
+    """int32 or int64: where each bag starts, and N."""
+    per_sample_weights: Tensor | None
+    """float32 [N]."""
+    segments: Tensor | None
+    """int64 on the CPU: the first bag of each key, and the number of bags; None: equally many per key."""
+    num_keys: int
+    keys: list[int]
+    """[F]: the key that the feature reads."""
+    tables: list[int]
+    """[F]: the table it reads, as an index into the weights."""
+    pooling: list[int]
+    """[F]: 0 SUM, 1 MEAN, 2 NONE."""
+    flat: bool
+    """One dimension (each feature's ``[B, D]`` after the other) instead of ``[B, sum of D]``."""
+    dims: list[int]
+    """[F]: widths."""
+
+    def of_tables(self, chosen: Sequence[int]) -> "Lookups":
+        """The same batch for some of the tables, counted anew in their order; the others are skipped."""
+        if len(chosen) > max(self.tables) and all(map(operator.eq, chosen, itertools.count())):
+            return self
+        index = {table: position for position, table in enumerate(chosen)}
+        return self._replace(tables=[index.get(table, -1) for table in self.tables])
 
 
 class Piece(NamedTuple):

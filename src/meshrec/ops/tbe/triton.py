@@ -18,7 +18,7 @@ from torch import Tensor
 
 import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
 from meshrec.ops.tbe import naive
-from meshrec.ops.tbe.layout import NONE, segment_bounds
+from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
 from meshrec.ops.tbe.naive_update import Hyper, num_slots
 
 # F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
@@ -26,7 +26,7 @@ from meshrec.ops.tbe.naive_update import Hyper, num_slots
 _logger = logging.getLogger("meshrec")
 
 
-class _Lookups(NamedTuple):
+class _Placed(NamedTuple):
     """The lookups of a batch that take part."""
 
     fields: Tensor
@@ -39,7 +39,7 @@ class _Lookups(NamedTuple):
     shape: list[int]
     """Of the output."""
 
-    def of_tables(self, wanted: set[int]) -> "_Lookups":
+    def of_tables(self, wanted: set[int]) -> "_Placed":
         """Those of some tables."""
         chosen = [at for at, table in enumerate(self.tables) if table in wanted]
         if len(chosen) == len(self.tables):
@@ -56,16 +56,8 @@ class _Lookups(NamedTuple):
         return self.most_bags, len(self.tables)
 
 
-def _lookups(
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-) -> _Lookups:
+def _placed(batch: Lookups) -> _Placed:
+    _, offsets, _, segments, num_keys, keys, tables, pooling, flat, dims = batch
     if NONE in pooling and not flat:
         raise ValueError("lookups that are not pooled have a flat output.")
     bounds = torch.tensor(segment_bounds(offsets.numel() - 1, segments, num_keys))
@@ -95,7 +87,7 @@ def _lookups(
     taking_part = [at for at, feature in enumerate(features) if tables[feature] >= 0]
     fields = fields[taking_part]
     features = [features[at] for at in taking_part]
-    return _Lookups(
+    return _Placed(
         fields.to(offsets.device),
         features,
         [tables[feature] for feature in features],
@@ -104,35 +96,17 @@ def _lookups(
     )
 
 
-def tbe_forward(
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    out_size: int,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
+def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     """See ``naive.tbe_forward``."""
     from meshrec.ops.tbe import triton_kernels
 
-    dims = [weights[table].shape[1] for table in tables]
-    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
+    *shared, out_size, out_dtype, check_ids, _ = arguments
+    batch = Lookups._make([*shared, [weights[table].shape[1] for table in shared[-3]]])
+    lookups, values = _placed(batch), batch.values
     if lookups.shape[0] != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {lookups.shape[0]}.")
-    layout = (segments, num_keys, keys, tables, pooling, flat)
-    if check_ids and _is_bad(lookups, weights, values, offsets, per_sample_weights):
-        # The plain kernel says what is wrong where.
-        return naive.tbe_forward(
-            weights, values, offsets, per_sample_weights, *layout, out_size, out_dtype, True, names
-        )
+    if check_ids and _is_bad(lookups, weights, batch):
+        return naive.tbe_forward(weights, *arguments)  # it says what is wrong where
     out = torch.empty(lookups.shape, dtype=out_dtype, device=values.device)
     for wanted in _by_dtype(weights):
         some = lookups.of_tables(wanted)
@@ -141,27 +115,20 @@ def tbe_forward(
         triton_kernels.look_up[some.grid](
             some.fields,
             _on_device([weight.data_ptr() for weight in weights], values.device),
-            values,
-            offsets,
-            per_sample_weights,
+            *batch[:3],
             out,
             WEIGHT=_element(weights[min(wanted)].dtype),
-            WEIGHTED=per_sample_weights is not None,
+            WEIGHTED=batch.per_sample_weights is not None,
             BLOCK=_block(weights[table].shape[1] for table in wanted),
         )
     return out
 
 
-def _is_bad(
-    lookups: _Lookups,
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-) -> bool:
+def _is_bad(lookups: _Placed, weights: list[Tensor], batch: Lookups) -> bool:
     """Whether offsets or ids are wrong; the one wait for the GPU."""
     from meshrec.ops.tbe import triton_kernels
 
+    values, offsets = batch[:2]
     bad = (offsets[0] != 0) | (offsets[-1] != values.numel()) | (offsets[1:] < offsets[:-1]).any()
     if bool(bad):
         return True
@@ -171,11 +138,9 @@ def _is_bad(
     triton_kernels.check[lookups.grid](
         lookups.fields,
         _on_device([weight.shape[0] for weight in weights], values.device),
-        values,
-        offsets,
-        per_sample_weights,
+        *batch[:3],
         is_bad,
-        WEIGHTED=per_sample_weights is not None,
+        WEIGHTED=batch.per_sample_weights is not None,
     )
     return bool(is_bad)
 
@@ -205,14 +170,7 @@ class _Entries(NamedTuple):
 
 
 def _entries(
-    grad: Tensor,
-    lookups: _Lookups,
-    keys: list[int],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    table_fields: Tensor,
-    num_rows: Sequence[int],
+    grad: Tensor, lookups: _Placed, batch: Lookups, table_fields: Tensor, num_rows: Sequence[int]
 ) -> _Entries:
     from meshrec.ops.tbe import triton_kernels
 
@@ -223,9 +181,9 @@ def _entries(
     round_of: dict[int, int] = {}
     rounds: dict[int, int] = {}
     for feature in sorted(set(lookups.features)):
-        round_of[feature] = rounds.get(keys[feature], 0)
-        rounds[keys[feature]] = round_of[feature] + 1
-    num_ids, device = values.numel(), values.device
+        round_of[feature] = rounds.get(batch.keys[feature], 0)
+        rounds[batch.keys[feature]] = round_of[feature] + 1
+    num_ids, device = batch.values.numel(), batch.values.device
     num_entries = num_ids * max(rounds.values(), default=0)
     first_rows = list(accumulate(num_rows, initial=0))
     rows = torch.full([num_entries], first_rows[-1], dtype=torch.int64, device=device)
@@ -237,42 +195,24 @@ def _entries(
             lookups.fields,
             _on_device([round_of[feature] * num_ids for feature in lookups.features], device),
             table_fields,
-            values,
-            offsets,
-            per_sample_weights,
+            *batch[:3],
             rows,
             starts,
             factors,
             tables_of,
-            WEIGHTED=per_sample_weights is not None,
+            WEIGHTED=batch.per_sample_weights is not None,
         )
     rows, order = rows.sort(stable=True)
     grad = grad.float().contiguous().view(-1)
     return _Entries(grad, rows, order, starts, factors, tables_of, first_rows)
 
 
-def tbe_update(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    weights: list[Tensor],
-    state: list[Tensor],
-    optimizer: int,
-    hyper: Tensor,
-    row_stats: Tensor | None,
-    origins: list[int],
-) -> None:
+def tbe_update(grad: Tensor, *arguments: Any) -> None:
     """See ``naive.tbe_update``."""
     from meshrec.ops.tbe import triton_kernels
 
+    batch, (weights, state, optimizer, hyper, row_stats, origins) = _split(arguments)
+    device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), num_slots(optimizer)
     if len(state) != num_state * num_tables:
         raise ValueError(
@@ -281,7 +221,7 @@ def tbe_update(
         )
     if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
         raise ValueError("tables and their state must be contiguous: they are updated in place.")
-    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
+    lookups = _placed(batch)
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
     num_rows = [weight.shape[0] for weight in weights]
     fields = _table_fields(
@@ -290,17 +230,17 @@ def tbe_update(
         [weight.shape[1] for weight in weights],
         num_rows,
         origins,
-        values.device,
+        device,
     )
     for wanted in _by_dtype(weights):
         some = lookups.of_tables(wanted)
-        entries = _entries(grad, some, keys, values, offsets, per_sample_weights, fields, num_rows)
+        entries = _entries(grad, some, batch, fields, num_rows)
         num_entries = entries.rows.numel()
         if num_entries == 0:
             continue
         stats = row_stats
-        if row_stats is not None and num_entries > values.numel():
-            stats = row_stats.repeat(num_entries // values.numel(), 1)
+        if row_stats is not None and num_entries > num_ids:
+            stats = row_stats.repeat(num_entries // num_ids, 1)
         triton_kernels.update_runs[(num_entries,)](
             *entries[:6],
             fields,
@@ -317,7 +257,7 @@ def tbe_update(
             1 - h.beta1**h.step,
             1 - h.beta2**h.step,
             float(h.row_dim),
-            _on_device([h.seed, h.step], values.device),
+            _on_device([h.seed, h.step], device),
             OPTIMIZER=optimizer,
             DECAY=h.decay_mode,
             STATS=stats is not None,
@@ -327,30 +267,16 @@ def tbe_update(
         )
 
 
-def tbe_sparse_grad(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    num_rows: list[int],
-) -> list[Tensor]:
+def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
     """See ``naive.tbe_sparse_grad``."""
-    from meshrec.ops.tbe import triton_kernels
-
-    device, num_tables = values.device, len(num_rows)
-    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
-    width_of = {tables[feature]: dims[feature] for feature in lookups.features}
+    batch, (num_rows,) = _split(arguments)
+    device, num_tables = batch.values.device, len(num_rows)
+    lookups = _placed(batch)
+    width_of = dict(zip(batch.tables, batch.dims, strict=True))
     widths = [width_of.get(table, 0) for table in range(num_tables)]
     nowhere = [[0] * num_tables]
     fields = _table_fields([0] * num_tables, nowhere, widths, num_rows, [], device)
-    entries = _entries(grad, lookups, keys, values, offsets, per_sample_weights, fields, num_rows)
+    entries = _entries(grad, lookups, batch, fields, num_rows)
     is_first = torch.ones_like(entries.rows, dtype=torch.bool)
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
@@ -367,40 +293,32 @@ def tbe_sparse_grad(
         fields = _table_fields([0] * num_tables, targets, widths, num_rows, [], device)
         table_of = torch.searchsorted(_on_device(entries.first_rows, device), entries.rows, right=True) - 1
         numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
-        _sum_runs(triton_kernels, entries, fields, numbers, widths, dense=False)
+        _sum_runs(entries, fields, numbers, widths, dense=False)
     return result
 
 
-def tbe_dense_grad(
-    grad: Tensor,
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-) -> list[Tensor]:
+def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
     """See ``naive.tbe_dense_grad``."""
-    from meshrec.ops.tbe import triton_kernels
-
-    lookups = _lookups(offsets, segments, num_keys, keys, tables, pooling, flat, dims)
+    batch = Lookups(*arguments)
+    lookups = _placed(batch)
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
     targets = [[total.data_ptr() for total in totals]]
-    fields = _table_fields([0] * len(weights), targets, widths, num_rows, [], values.device)
-    entries = _entries(grad, lookups, keys, values, offsets, per_sample_weights, fields, num_rows)
-    _sum_runs(triton_kernels, entries, fields, entries.rows, widths, dense=True)
+    fields = _table_fields([0] * len(weights), targets, widths, num_rows, [], batch.values.device)
+    entries = _entries(grad, lookups, batch, fields, num_rows)
+    _sum_runs(entries, fields, entries.rows, widths, dense=True)
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
 
-def _sum_runs(
-    triton_kernels: Any, entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[int], *, dense: bool
-) -> None:
+def _split(arguments: Sequence[Any]) -> tuple[Lookups, Sequence[Any]]:
+    """The arguments that the ops share, and the op's own."""
+    shared = len(Lookups._fields)
+    return Lookups(*arguments[:shared]), arguments[shared:]
+
+
+def _sum_runs(entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[int], *, dense: bool) -> None:
+    from meshrec.ops.tbe import triton_kernels
+
     num_entries = entries.rows.numel()
     if num_entries:
         triton_kernels.sum_runs[(num_entries,)](
