@@ -152,6 +152,12 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   });
 }
 
+int64_t count_runs(const Pair* pairs, int64_t begin, int64_t end) {
+  int64_t count = 0;
+  for (int64_t i = begin; i < end; ++i) count += i == begin || pairs[i].row != pairs[i - 1].row;
+  return count;
+}
+
 std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
                                     std::optional<Tensor> sample_weights, std::optional<Tensor> segments,
                                     int64_t num_keys, std::vector<int64_t> keys, std::vector<int64_t> tables,
@@ -161,7 +167,13 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   const Tensor g = checked_grad(grad, batch);
   Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
-  const std::vector<int64_t> begins = runs.count_runs(num_rows.size());
+  std::vector<int64_t> counts(runs.ranges.size());
+  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+    const Range& range = runs.ranges[task];
+    runs.sort(range);
+    counts[task] = count_runs(runs.tables[range.table].pairs, range.begin, range.end);
+  });
+  const std::vector<int64_t> begins = runs.number_runs(counts, num_rows.size());
   std::vector<int64_t> table_dims(num_rows.size(), 0);
   for (const TableRuns& table : runs.tables) table_dims[table.table] = table.dim;
   std::vector<Tensor> result;
@@ -191,19 +203,29 @@ std::tuple<Tensor, Tensor, Tensor> tbe_row_squares(Tensor grad, Tensor values, T
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   const Tensor g = checked_grad(grad, batch);
-  Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
-  const std::vector<int64_t> begins = runs.count_runs(num_rows.size());
+  Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr, true);
+  // Where a range's runs begin is known once all are counted: until then its squares lie where its ids do.
+  const std::unique_ptr<float[]> loose(new float[runs.num_pairs]);
+  std::vector<int64_t> run_counts(runs.ranges.size());
+  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+    const Range& range = runs.ranges[task];
+    const TableRuns& table = runs.tables[range.table];
+    runs.sort(range);
+    run_counts[task] = kernels().square({runs.arguments(range, task_scratch(table.dim)), table.squares,
+                                         loose.get() + table.first_pair + range.begin});
+  });
+  const std::vector<int64_t> begins = runs.number_runs(run_counts, num_rows.size());
   Tensor squares = torch::stable::new_empty(g, {runs.num_runs});
   Tensor counts = torch::stable::new_empty(g, {int64_t(num_rows.size())}, ScalarType::Long);
   auto* count = static_cast<int64_t*>(counts.mutable_data_ptr());
   for (size_t t = 0; t < num_rows.size(); ++t) count[t] = begins[t + 1] - begins[t];
   auto* square = static_cast<float*>(squares.mutable_data_ptr());
-  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+  parallel_tasks(runs.ranges.size(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
-    float* scratch = task_scratch(runs.tables[range.table].dim);
-    kernels().square({runs.arguments(range, scratch), square + range.first_run});
+    std::copy_n(loose.get() + runs.tables[range.table].first_pair + range.begin, run_counts[task],
+                square + range.first_run);
   });
-  return {squares, counts, runs.save(g)};
+  return {squares, counts, runs.save()};
 }
 
 std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list, Tensor values,

@@ -102,9 +102,10 @@ struct SumArgs {
   bool dense;
 };
 
-// Writes each run's sum of squares of its summed gradient.
+// Writes each run's sum of squares of its summed gradient; gives the number of runs.
 struct SquareArgs {
   RunArgs runs;
+  const float* by_slot;  // those of single gradient rows, or null
   float* squares;
 };
 
@@ -131,7 +132,8 @@ struct Kernels {
   void (*dot[kNumWeightTypes][2])(const DotArgs&);
   void (*update[kNumOptimizers][kNumWeightTypes])(const UpdateArgs&);
   void (*sum)(const SumArgs&);
-  void (*square)(const SquareArgs&);
+  int64_t (*square)(const SquareArgs&);
+  float (*square_row)(const float* row, int64_t dim);
   bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
   bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
   void (*interact)(const InteractionArgs&);

@@ -261,13 +261,26 @@ void sum(const SumArgs& a) {
       });
 }
 
-void square(const SquareArgs& a) {
+float square_row(const float* row, int64_t dim) {
+  return sum_over(dim, [&](auto at) { return at(row) * at(row); });
+}
+
+int64_t square(const SquareArgs& a) {
+  const RunArgs& runs = a.runs;
+  if (a.by_slot != nullptr)  // few rows are read again, and these are far from each other
+    for (int64_t i = runs.begin + 1; i < runs.end; ++i)
+      if (runs.pairs[i].row == runs.pairs[i - 1].row) {
+        prefetch_row(runs.grads[runs.pairs[i - 1].slot], runs.dim);
+        prefetch_row(runs.grads[runs.pairs[i].slot], runs.dim);
+      }
   float* next = a.squares;
   for_each_run(
       a.runs, [](uint32_t) {},
       [&](const Run& run) {
-        *next++ = sum_over(a.runs.dim, [&](auto at) { return at(run.grad) * at(run.grad); });
+        const bool known = a.by_slot != nullptr && run.num_pairs == 1;
+        *next++ = known ? a.by_slot[run.slot] : square_row(run.grad, a.runs.dim);
       });
+  return next - a.squares;
 }
 
 // ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py
@@ -504,6 +517,7 @@ const Kernels kTable = {MESHREC_NAME,
                          MESHREC_UPDATE(kPartialRowWiseLAMB), MESHREC_UPDATE(kLARS)},
                         sum,
                         square,
+                        square_row,
                         all_below<int32_t>,
                         all_below<int64_t>,
                         interact,

@@ -18,7 +18,7 @@ constexpr int64_t kMaxParts = 256;  // as many places are written at a time
 constexpr size_t kRangeBytes = size_t(128)
                                << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
 constexpr size_t kKeptPairs = size_t(1) << 20;
-constexpr int64_t kSavedHeader = 3;  // the numbers of ranges, of large ones, and of runs
+constexpr int64_t kSavedNumbers = 3;  // of ranges, of large ones, and of runs
 
 thread_local Arena::Memory kept_memory;
 thread_local size_t kept_capacity = 0;
@@ -126,7 +126,7 @@ Arena::~Arena() {
 }
 
 Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows,
-           const float* row_stats) {
+           const float* row_stats, bool keep) {
   if (batch.num_ids > int64_t(UINT32_MAX))
     fail("a batch has ", batch.num_ids, " ids; at most 4294967295 fit.");
   make_tables(batch, num_rows);
@@ -140,26 +140,21 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     fail_for_id(batch, chunk.lookup, tables[chunk.table].num_rows, nullptr);
   }
   make_ranges();
-  allocate(true, row_stats != nullptr);
+  if (keep) saved_ = empty_buffer({saved_words(ranges.size())}, ScalarType::Long);
+  allocate(row_stats != nullptr, keep);
   parallel_tasks(chunks_.size(), [&](int64_t task) { fill(batch, chunks_[task], grad, row_stats); });
 }
 
 Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved) {
   make_tables(batch, num_rows);
   make_chunks(batch);
-  allocate(false, false);
   load(saved);
+  allocate(false, false);
   parallel_tasks(chunks_.size(), [&](int64_t task) { pack_slots(batch, chunks_[task], grad, nullptr); });
 }
 
-std::vector<int64_t> Runs::count_runs(size_t num_tables) {
-  parallel_tasks(ranges.size(), num_large, [&](int64_t task) {
-    Range& range = ranges[task];
-    sort(range);
-    const Pair* pairs = tables[range.table].pairs;
-    for (int64_t i = range.begin; i < range.end; ++i)
-      range.first_run += i == range.begin || pairs[i].row != pairs[i - 1].row;
-  });
+std::vector<int64_t> Runs::number_runs(const std::vector<int64_t>& counts, size_t num_tables) {
+  for (size_t k = 0; k < ranges.size(); ++k) ranges[k].first_run = counts[k];
   std::vector<Range*> order;
   for (Range& range : ranges) order.push_back(&range);
   std::sort(order.begin(), order.end(), [&](const Range* a, const Range* b) {
@@ -175,43 +170,32 @@ std::vector<int64_t> Runs::count_runs(size_t num_tables) {
   return begins;
 }
 
-Tensor Runs::save(const Tensor& like) const {
-  static_assert(sizeof(Pair) == sizeof(int64_t) && sizeof(Range) % sizeof(int64_t) == 0);
-  int64_t num_pairs = 0;
-  for (const TableRuns& table : tables) num_pairs += table.num_pairs;
-  const int64_t range_words = ranges.size() * sizeof(Range) / sizeof(int64_t);
-  Tensor saved = torch::stable::new_empty(like, {kSavedHeader + range_words + num_pairs}, ScalarType::Long);
-  auto* word = static_cast<int64_t*>(saved.mutable_data_ptr());
+int64_t Runs::saved_words(int64_t num_ranges) const {
+  static_assert(sizeof(Range) % sizeof(int64_t) == 0);
+  return (lasting_bytes() + num_ranges * sizeof(Range)) / sizeof(int64_t) + kSavedNumbers;
+}
+
+Tensor Runs::save() {
+  auto* word = static_cast<int64_t*>(saved_->mutable_data_ptr()) + lasting_bytes() / sizeof(int64_t);
   *word++ = ranges.size();
   *word++ = num_large;
   *word++ = num_runs;
   std::copy(ranges.begin(), ranges.end(), reinterpret_cast<Range*>(word));
-  word += range_words;
-  for (const TableRuns& table : tables) {
-    std::copy_n(table.pairs, table.num_pairs, reinterpret_cast<Pair*>(word));
-    word += table.num_pairs;
-  }
-  return saved;
+  return *saved_;
 }
 
 void Runs::load(const Tensor& saved) {
   saved_ = as_contiguous(saved);
-  const auto* word = static_cast<const int64_t*>(saved_->const_data_ptr());
-  int64_t num_pairs = 0;
-  for (const TableRuns& table : tables) num_pairs += table.num_pairs;
-  const int64_t num_words = saved_->numel(), range_words = sizeof(Range) / sizeof(int64_t);
-  if (saved_->scalar_type() != ScalarType::Long || num_words < kSavedHeader ||
-      num_words - kSavedHeader - num_pairs != word[0] * range_words)
+  is_loaded_ = true;
+  const auto* word =
+      static_cast<const int64_t*>(saved_->const_data_ptr()) + lasting_bytes() / sizeof(int64_t);
+  if (saved_->scalar_type() != ScalarType::Long || saved_->numel() < saved_words(0) ||
+      saved_->numel() != saved_words(word[0]))
     fail("runs are not those of this batch. Pass what tbe_row_squares gave for it.");
   ranges.resize(word[0]);
   num_large = word[1];
   num_runs = word[2];
-  std::copy_n(reinterpret_cast<const Range*>(word + kSavedHeader), ranges.size(), ranges.begin());
-  word += kSavedHeader + ranges.size() * range_words;
-  for (TableRuns& table : tables) {
-    table.pairs = const_cast<Pair*>(reinterpret_cast<const Pair*>(word));  // sorted: nobody writes to them
-    word += table.num_pairs;
-  }
+  std::copy_n(reinterpret_cast<const Range*>(word + kSavedNumbers), ranges.size(), ranges.begin());
 }
 
 void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows) {
@@ -244,6 +228,7 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
     // A gradient row that many ids share is read many times; at a wide stride such rows fight for a few cache
     // sets.
     table.pack = strided && table.num_pairs > 2 * table.num_grads;
+    table.first_pair = std::exchange(num_pairs, num_pairs + table.num_pairs);
   }
 }
 
@@ -318,19 +303,34 @@ void Runs::make_ranges() {
   ranges.insert(ranges.end(), small.begin(), small.end());
 }
 
-void Runs::allocate(bool with_pairs, bool with_row_stats) {
+// What an update needs that takes up what another call began.
+size_t Runs::lasting_bytes() const {
   size_t bytes = 0;
   for (const TableRuns& table : tables)
-    bytes += (with_pairs ? Arena::bytes<Pair>(table.num_pairs) : 0) + Arena::bytes<float*>(table.num_slots) +
-             (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0) +
-             (table.scaled ? Arena::bytes<float>(table.num_slots) : 0) +
-             (with_row_stats ? Arena::bytes<float*>(table.num_slots) : 0);
+    bytes += Arena::bytes<Pair>(table.num_pairs) +
+             (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0);
+  return bytes;
+}
+
+void Runs::allocate(bool with_row_stats, bool with_squares) {
+  // Where ids have slots of their own, or scales, there are no squares of a whole slot.
+  const auto squares_of = [&](const TableRuns& table) {
+    return with_squares && table.pack && !table.slot_per_id && !table.scaled;
+  };
+  size_t bytes = saved_.has_value() ? 0 : lasting_bytes();
+  for (const TableRuns& table : tables)
+    bytes += Arena::bytes<float*>(table.num_slots) * (with_row_stats ? 2 : 1) +
+             Arena::bytes<float>(table.num_slots) * (table.scaled || squares_of(table));
   arena_ = std::make_unique<Arena>(bytes);
+  std::optional<Arena> kept;
+  if (saved_.has_value()) kept.emplace(*saved_);
+  Arena& lasting = kept.has_value() ? *kept : *arena_;
   for (TableRuns& table : tables) {
-    if (with_pairs) table.pairs = arena_->take<Pair>(table.num_pairs);
+    table.pairs = lasting.take<Pair>(table.num_pairs);
+    if (table.pack) table.packed = lasting.take<float>(table.num_grads * table.dim);
     table.grads = arena_->take<const float*>(table.num_slots);
-    if (table.pack) table.packed = arena_->take<float>(table.num_grads * table.dim);
     if (table.scaled) table.scales = arena_->take<float>(table.num_slots);
+    if (squares_of(table)) table.squares = arena_->take<float>(table.num_slots);
     if (with_row_stats) table.row_stats = arena_->take<const float*>(table.num_slots);
   }
 }
@@ -354,10 +354,12 @@ void Runs::pack_slots(const Batch& batch, const Chunk& chunk, const float* grad,
     const float* row = grad + lookup.out_offset + (bag - lookup.first_bag) * lookup.out_stride;
     if (table.packed != nullptr) {
       float* copy = table.packed + (chunk.first_grad + bag - chunk.first_bag) * table.dim;
-      row = static_cast<const float*>(std::memcpy(copy, row, table.dim * sizeof(float)));
+      if (!is_loaded_) std::memcpy(copy, row, table.dim * sizeof(float));
+      row = copy;
     }
     if (!table.slot_per_id) {
       table.grads[slot] = row;
+      if (table.squares != nullptr) table.squares[slot] = kernels().square_row(row, table.dim);
       if (table.scales != nullptr) table.scales[slot] = scale;
       ++slot;
       continue;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "batch.h"
@@ -19,14 +20,16 @@ class Arena {
   using Memory = std::unique_ptr<void, Free>;
 
   explicit Arena(size_t bytes);
+  explicit Arena(Tensor& memory) : next_(static_cast<char*>(memory.mutable_data_ptr())) {}
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
   template <typename T>
   T* take(size_t count) {
-    char* start = next_;
+    char *start = next_, *end = start + count * sizeof(T);
     next_ += bytes<T>(count);
+    if (next_ > end) std::memset(end, 0, next_ - end);  // what is saved holds nothing undefined
     return reinterpret_cast<T*>(start);
   }
   template <typename T>
@@ -44,6 +47,7 @@ struct TableRuns {
   int64_t table, num_rows, dim;
   std::vector<int64_t> lookups = {};
   int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
+  int64_t first_pair = 0;            // among those of all tables
   int64_t num_parts = 1, shift = 0;  // a row's part is row >> shift
   bool slot_per_id = false, scaled = false, pack = false;
   Pair* pairs = nullptr;          // by range; sorted once the range is done
@@ -51,6 +55,7 @@ struct TableRuns {
   float* packed = nullptr;        // the gradient rows side by side, or null: used where they lie
   float* scales = nullptr;        // null: all 1
   const float** row_stats = nullptr;
+  float* squares = nullptr;  // of the gradient rows, by slot; null: not taken
 };
 
 struct Range {
@@ -62,16 +67,18 @@ struct Range {
 
 class Runs {
  public:
-  // num_rows by table index; throws before anything is written if an id is outside its table.
-  Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats);
-  // From what ``save`` gave for the same batch: nothing is sorted again.
+  // num_rows by table index; throws before anything is written if an id is outside its table. keep: so that
+  // they can be saved.
+  Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats,
+       bool keep = false);
+  // From what was saved for the same batch: nothing is sorted again.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved);
 
-  // Sorts all ranges and numbers their runs, table by table; where those of each table begin, and their
-  // number.
-  std::vector<int64_t> count_runs(size_t num_tables);
-  // The sorted ranges and pairs: int64, to be read by the same build only.
-  Tensor save(const Tensor& like) const;
+  // From how many runs each range has: numbers them, table by table; where those of each table begin, and
+  // how many there are.
+  std::vector<int64_t> number_runs(const std::vector<int64_t>& counts, size_t num_tables);
+  // The sorted ranges and pairs and the packed gradient: int64, to be read by the same build only.
+  Tensor save();
 
   // Sorts the range's pairs by row, stably.
   void sort(const Range& range) const;
@@ -79,7 +86,7 @@ class Runs {
 
   std::vector<TableRuns> tables;
   std::vector<Range> ranges;  // the large ones first, then table by table
-  int64_t num_large = 0;
+  int64_t num_large = 0, num_pairs = 0;
   int64_t num_runs = 0;  // once they are counted
 
  private:
@@ -92,15 +99,18 @@ class Runs {
   void make_chunks(const Batch& batch);
   bool count(const Batch& batch, const Chunk& chunk);
   void make_ranges();
+  size_t lasting_bytes() const;
+  int64_t saved_words(int64_t num_ranges) const;
   void load(const Tensor& saved);
-  void allocate(bool with_pairs, bool with_row_stats);
+  void allocate(bool with_row_stats, bool with_squares);
   void fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats);
   void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
 
   std::vector<Chunk> chunks_;
   std::vector<uint32_t> positions_;  // by chunk and part: the number of pairs, then where the next one goes
   std::unique_ptr<Arena> arena_;
-  std::optional<Tensor> saved_;
+  std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][three numbers][ranges]
+  bool is_loaded_ = false;
 };
 
 // Scratch rows for one task, kept by its thread.
