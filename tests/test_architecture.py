@@ -34,12 +34,14 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# The planner may run on a machine that trains nothing: of distributed it reads the plan and the mesh.
+# The planner may run on a machine that trains nothing: of distributed it reads the plan and the mesh, and
+# times the collectives where there are ranks.
 PLANNER_READS = {
     "distributed.sharding_plan",
     "distributed.plan_builders",
     "distributed.plan_checks",
     "distributed.mesh",
+    "distributed.collectives",
 }
 
 # Which tests cover which C++ source: several sources may serve one op, so the names cannot say it.

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401  (the kernels that are timed exist once this is imported)
+from meshrec.distributed.collectives import Splits, all_gather, all_to_all
+from meshrec.distributed.mesh import Axis
 from meshrec.ops.memory import use_huge_pages
 from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 
@@ -21,10 +23,6 @@ _BAG = 4
 _BATCHES = 4
 _ROW_WISE_ADAGRAD = 2
 _MESSAGE_BYTES = (1 << 14, 1 << 23)
-
-
-# The older name warns where the newer one exists.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Sizes(NamedTuple):
@@ -205,11 +203,12 @@ def _stream_seconds(device: torch.device, sizes: Sizes) -> float:
 def _link(group: dist.ProcessGroup, device: torch.device, rounds: int, full_duplex: bool) -> Link:
     """Latency and bandwidths of a group's collectives; the slowest rank's."""
     size = group.size()
+    axis = Axis(size=size, rank=group.rank(), group=group)
     times = torch.zeros(3, 2, dtype=torch.float64, device=device)
     for column, num_bytes in enumerate(_MESSAGE_BYTES):
         calls: list[Callable[[], object]] = [
-            partial(_exchange, _buffers(num_bytes, size, device), group),
-            partial(_gather, _buffers(num_bytes, size, device), group),
+            partial(_exchange, _buffers(num_bytes, size, device), axis),
+            partial(_gather, _buffers(num_bytes, size, device), axis),
             partial(_reduce, _buffers(num_bytes, size, device), group),
         ]
         for row, call in enumerate(calls):
@@ -237,15 +236,15 @@ def _buffers(num_bytes: int, size: int, device: torch.device) -> Iterator[Tensor
     return cycle([torch.ones(elements, device=device) for _ in range(_BATCHES)])
 
 
-def _exchange(buffers: Iterator[Tensor], group: dist.ProcessGroup) -> None:
+def _exchange(buffers: Iterator[Tensor], axis: Axis) -> None:
     sent = next(buffers)
-    splits = [sent.numel() // group.size()] * group.size()
-    dist.all_to_all_single(torch.empty_like(sent), sent, splits, splits, group=group)
+    splits = [sent.numel() // axis.size] * axis.size
+    all_to_all(sent, Splits(splits, splits), axis, "calibration").wait()
 
 
-def _gather(buffers: Iterator[Tensor], group: dist.ProcessGroup) -> None:
+def _gather(buffers: Iterator[Tensor], axis: Axis) -> None:
     whole = next(buffers)
-    _all_gather(torch.empty_like(whole), whole[: whole.numel() // group.size()], group=group)
+    all_gather(whole[: whole.numel() // axis.size], axis, "calibration").wait()
 
 
 def _reduce(buffers: Iterator[Tensor], group: dist.ProcessGroup) -> None:
