@@ -138,7 +138,7 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     if (!sorted) runs.sort(range);
-    UpdateArgs args{.runs = runs.arguments(range, task_scratch(table.dim)),
+    UpdateArgs args{.runs = runs.arguments(task, task_scratch(table.dim)),
                     .weight = weights.data[table.table],
                     .state0 = slot_data(0, table.table),
                     .state1 = slot_data(1, table.table),
@@ -186,7 +186,7 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     const int64_t start = range.first_run - begins[table.table];
-    kernels().sum({runs.arguments(range, task_scratch(table.dim)),
+    kernels().sum({runs.arguments(task, task_scratch(table.dim)),
                    static_cast<int64_t*>(result[2 * table.table].mutable_data_ptr()) + start,
                    static_cast<float*>(result[2 * table.table + 1].mutable_data_ptr()) + start * table.dim,
                    false});
@@ -211,7 +211,7 @@ std::tuple<Tensor, Tensor, Tensor> tbe_row_squares(Tensor grad, Tensor values, T
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     runs.sort(range);
-    run_counts[task] = kernels().square({runs.arguments(range, task_scratch(table.dim)), table.squares,
+    run_counts[task] = kernels().square({runs.arguments(task, task_scratch(table.dim)), table.squares,
                                          loose.get() + table.first_pair + range.begin});
   });
   const std::vector<int64_t> begins = runs.number_runs(run_counts, num_rows.size());
@@ -246,7 +246,7 @@ std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list,
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     runs.sort(range);
-    kernels().sum({runs.arguments(range, task_scratch(table.dim)), nullptr,
+    kernels().sum({runs.arguments(task, task_scratch(table.dim)), nullptr,
                    static_cast<float*>(result[table.table].mutable_data_ptr()), true});
   });
   for (size_t t = 0; t < weights.tensors.size(); ++t)

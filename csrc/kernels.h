@@ -77,6 +77,7 @@ struct Hyper {
 struct RunArgs {
   const Pair* pairs;
   int64_t begin, end;         // a whole number of runs
+  int64_t next_end;           // [end, next_end): the pairs that come next, in any order
   const float* const* grads;  // by slot
   const float* scales;        // by slot, or null for 1
   int64_t dim;

@@ -26,19 +26,18 @@ int64_t rows_ahead(int64_t dim) {
 // ---- forward
 // ----------------------------------------------------------------------------------------------------
 
-// Columns [column, column + N * kLanes) of one bag; the first block of a row also prefetches the rows to
-// come.
-template <int N, bool kWeighted, bool kPrefetch, typename Weight, typename Id>
+// Columns [column, column + N * kLanes) of one bag; also prefetches these columns of the rows to come.
+template <int N, bool kWeighted, typename Weight, typename Id>
 inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
                        int64_t ahead, float count, float* out) {
-  const Weight* weight = static_cast<const Weight*>(a.weight);
+  const Weight* weight = static_cast<const Weight*>(a.weight) + column;
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t dim = a.dim;
   Vec sum[N];
   for (int k = 0; k < N; ++k) sum[k] = Vec{};
   for (int64_t i = first; i < last; ++i) {
-    if (kPrefetch && i + ahead < end) prefetch_row(weight + int64_t(ids[i + ahead]) * dim, dim);
-    const Weight* row = weight + int64_t(ids[i]) * dim + column;
+    if (i + ahead < end) prefetch<N * kLanes * sizeof(Weight)>(weight + int64_t(ids[i + ahead]) * dim);
+    const Weight* row = weight + int64_t(ids[i]) * dim;
     for (int k = 0; k < N; ++k) {
       if constexpr (kWeighted) {
         sum[k] += load(row + k * kLanes) * a.sample_weights[i];
@@ -50,16 +49,16 @@ inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t
   for (int k = 0; k < N; ++k) store(out + column + k * kLanes, a.mean ? sum[k] / count : sum[k]);
 }
 
-template <bool kWeighted, bool kPrefetch, typename Weight, typename Id>
+template <bool kWeighted, typename Weight, typename Id>
 inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
                       int64_t ahead, float count, float* out) {
-  const Weight* weight = static_cast<const Weight*>(a.weight);
+  const Weight* weight = static_cast<const Weight*>(a.weight) + column;
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t rest = a.dim - column;
   float sum[kLanes] = {};
   for (int64_t i = first; i < last; ++i) {
-    if (kPrefetch && i + ahead < end) prefetch_row(weight + int64_t(ids[i + ahead]) * a.dim, a.dim);
-    const Weight* row = weight + int64_t(ids[i]) * a.dim + column;
+    if (i + ahead < end) prefetch<64>(weight + int64_t(ids[i + ahead]) * a.dim);
+    const Weight* row = weight + int64_t(ids[i]) * a.dim;
     const float factor = kWeighted ? a.sample_weights[i] : 1.0f;
     for (int64_t d = 0; d < rest; ++d) sum[d] += kWeighted ? to_float(row[d]) * factor : to_float(row[d]);
   }
@@ -75,25 +74,16 @@ void pool_bags(const PoolArgs& a) {
     const float count = last > first ? float(last - first) : 1.0f;
     float* out = a.out + bag * a.out_stride;
     int64_t column = 0;
-    // The first block prefetches; it is the only one for the usual widths.
     const auto block = [&](auto lanes) {
       constexpr int N = decltype(lanes)::value;
-      if (column == 0) {
-        pool_block<N, kWeighted, true, Weight, Id>(a, column, first, last, end, ahead, count, out);
-      } else {
-        pool_block<N, kWeighted, false, Weight, Id>(a, column, first, last, end, ahead, count, out);
-      }
+      pool_block<N, kWeighted, Weight, Id>(a, column, first, last, end, ahead, count, out);
       column += N * kLanes;
     };
     while (a.dim - column >= 8 * kLanes) block(std::integral_constant<int, 8>{});
     if (a.dim - column >= 4 * kLanes) block(std::integral_constant<int, 4>{});
     if (a.dim - column >= 2 * kLanes) block(std::integral_constant<int, 2>{});
     if (a.dim - column >= kLanes) block(std::integral_constant<int, 1>{});
-    if (column == 0) {
-      pool_tail<kWeighted, true, Weight, Id>(a, column, first, last, end, ahead, count, out);
-    } else if (column < a.dim) {
-      pool_tail<kWeighted, false, Weight, Id>(a, column, first, last, end, ahead, count, out);
-    }
+    if (column < a.dim) pool_tail<kWeighted, Weight, Id>(a, column, first, last, end, ahead, count, out);
   }
 }
 
@@ -178,14 +168,25 @@ void dot(const DotArgs& a) {
 // ---- runs of equal rows
 // ------------------------------------------------------------------------------------------
 
-constexpr int64_t kPairsAhead = 64;
+constexpr int64_t kPairsAhead = 16;  // their rows and gradients are on their way to the L1 cache
+constexpr int64_t kRowsAhead = 512;  // those rows, mostly of the next range, are on their way to L2
 
-// Calls touch(row) for the rows of the pairs up to kPairsAhead behind `done`, so that they are on their way.
+inline int64_t rows_announced(const RunArgs& a) {
+  return a.end - a.begin < kRowsAhead ? a.end - a.begin : kRowsAhead;
+}
+// Calls touch(row, locality) for the rows of the pairs that come: well before their turn to L2, then to L1.
+// The rows of the next range arrive while this one is worked on and that one is sorted: the memory is never
+// idle. Another thread may be sorting it already; what is read of it only says what to prefetch.
 template <typename Touch>
-__attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t done, int64_t& announced,
-                                                    const Touch& touch) {
-  const int64_t to = done + kPairsAhead < a.end ? done + kPairsAhead : a.end;
-  for (; announced < to; ++announced) touch(a.pairs[announced].row);
+__attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
+  const int64_t far = i + rows_announced(a);
+  if (far < a.next_end) touch(a.pairs[far].row, kToL2);
+  if (i + kPairsAhead < a.end) touch(a.pairs[i + kPairsAhead].row, kToL1);
+}
+// What the next range has more than this one.
+template <typename Touch>
+__attribute__((always_inline)) inline void announce_rest(const RunArgs& a, const Touch& touch) {
+  for (int64_t i = a.end + rows_announced(a); i < a.next_end; ++i) touch(a.pairs[i].row, kToL2);
 }
 
 template <int N, bool kScaled>
@@ -232,10 +233,9 @@ struct Run {
   const float* grad;
 };
 
-// Calls use(run) for each run, and touch(row) well before it.
+// Calls use(run) for each run, and touch(row, locality) before it.
 template <typename Touch, typename Use>
 inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
-  int64_t announced = a.begin;
   for (int64_t first = a.begin; first < a.end;) {
     Run run{a.pairs[first].row, a.pairs[first].slot, 1, a.grads[a.pairs[first].slot]};
     while (first + run.num_pairs < a.end && a.pairs[first + run.num_pairs].row == run.row) ++run.num_pairs;
@@ -243,17 +243,18 @@ inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
       (a.scales != nullptr ? sum_run<true> : sum_run<false>)(a, first, first + run.num_pairs, a.scratch);
       run.grad = a.scratch;
     }
+    for (int64_t i = first; i < first + run.num_pairs; ++i) announce(a, i, touch);
     first += run.num_pairs;
-    announce(a, first, announced, touch);
     use(run);
   }
+  announce_rest(a, touch);
 }
 
 void sum(const SumArgs& a) {
   const int64_t dim = a.runs.dim;
   int64_t index = 0;
   for_each_run(
-      a.runs, [](uint32_t) {},
+      a.runs, [](uint32_t, auto) {},
       [&](const Run& run) {
         if (a.rows != nullptr) a.rows[index] = run.row;
         memcpy(a.sums + (a.dense ? int64_t(run.row) : index) * dim, run.grad, dim * sizeof(float));
@@ -275,7 +276,7 @@ int64_t square(const SquareArgs& a) {
       }
   float* next = a.squares;
   for_each_run(
-      a.runs, [](uint32_t) {},
+      a.runs, [](uint32_t, auto) {},
       [&](const Run& run) {
         const bool known = a.by_slot != nullptr && run.num_pairs == 1;
         *next++ = known ? a.by_slot[run.slot] : square_row(run.grad, a.runs.dim);
@@ -386,10 +387,10 @@ void update_rows(const UpdateArgs& args) {
   };
   for_each_run(
       runs,
-      [&](uint32_t row) __attribute__((always_inline)) {
-        prefetch_row(weight + int64_t(row) * dim, dim);
-        if (args.state0 != nullptr) prefetch_row(args.state0 + int64_t(row) * width0, width0);
-        if (args.state1 != nullptr) prefetch_row(args.state1 + int64_t(row) * width1, width1);
+      [&](uint32_t row, auto locality) __attribute__((always_inline)) {
+        prefetch_row<locality()>(weight + int64_t(row) * dim, dim);
+        if (args.state0 != nullptr) prefetch_row<locality()>(args.state0 + int64_t(row) * width0, width0);
+        if (args.state1 != nullptr) prefetch_row<locality()>(args.state1 + int64_t(row) * width1, width1);
       },
       [&](const Run& run) {
         Weight* target = weight + int64_t(run.row) * dim;
@@ -424,11 +425,18 @@ void update_rows_of(const UpdateArgs& args) {
   float* weight = static_cast<float*>(args.weight);
   const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
   const float* mean_square = args.mean_squares;
-  int64_t announced = a.begin;
+  const auto touch = [&](uint32_t row, auto locality) __attribute__((always_inline)) {
+    prefetch<kDim * sizeof(float), locality()>(weight + int64_t(row) * kDim);
+    if constexpr (kOptimizer == kRowWiseAdagrad) prefetch<64, locality()>(args.state0 + row);
+  };
   for (int64_t i = a.begin; i < a.end;) {
     const uint32_t row = a.pairs[i].row;
     Vec grad[kVectors];
-    const auto add = [&](uint32_t slot, bool first) __attribute__((always_inline)) {
+    const auto add = [&](bool first) __attribute__((always_inline)) {
+      announce(a, i, touch);
+      if (i + kPairsAhead < a.end)
+        prefetch<kDim * sizeof(float), kToL1()>(a.grads[a.pairs[i + kPairsAhead].slot]);
+      const uint32_t slot = a.pairs[i].slot;
       const float* from = a.grads[slot];
       for (int k = 0; k < kVectors; ++k) {
         Vec part = load(from + k * kLanes);
@@ -436,12 +444,8 @@ void update_rows_of(const UpdateArgs& args) {
         grad[k] = first ? part : grad[k] + part;
       }
     };
-    add(a.pairs[i].slot, true);
-    for (++i; i < a.end && a.pairs[i].row == row; ++i) add(a.pairs[i].slot, false);
-    announce(a, i, announced, [&](uint32_t next) __attribute__((always_inline)) {
-      prefetch_row(weight + int64_t(next) * kDim, kDim);
-      if constexpr (kOptimizer == kRowWiseAdagrad) prefetch_row(args.state0 + next, 1);
-    });
+    add(true);
+    for (++i; i < a.end && a.pairs[i].row == row; ++i) add(false);
     float rate = h.lr;
     if constexpr (kOptimizer == kRowWiseAdagrad) {
       float& sum = args.state0[row];
@@ -459,6 +463,7 @@ void update_rows_of(const UpdateArgs& args) {
     for (int k = 0; k < kVectors; ++k)
       store(target + k * kLanes, keep * load(target + k * kLanes) - rate * grad[k]);
   }
+  announce_rest(a, touch);
 }
 
 template <int kOptimizer, int kDim>

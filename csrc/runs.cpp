@@ -13,6 +13,7 @@ namespace {
 constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kKeptBytes = size_t(64) << 20;
 constexpr int64_t kChunkIds = 1 << 12;
+constexpr int64_t kRowsAhead = 8;  // of the gradient, while it is packed
 constexpr int kMaxDigitBits = 11;
 constexpr int64_t kMaxParts = 256;  // as many places are written at a time
 constexpr size_t kRangeBytes = size_t(128)
@@ -43,7 +44,9 @@ void deal(const Batch& batch, int64_t first_bag, int64_t last_bag, bool slot_per
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
     for (int64_t i = batch.bags[bag]; i < batch.bags[bag + 1]; ++i, slot += step) {
       const uint32_t row = uint32_t(ids[i]);
-      pairs[positions[row >> shift]++] = {row, uint32_t(slot)};
+      Pair* pair = pairs + positions[row >> shift]++;
+      *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot) << 32);  // as one store
+      __builtin_prefetch(pair + 8, 1);                                    // the part's next line
     }
     slot += 1 - step;
   }
@@ -353,6 +356,8 @@ void Runs::pack_slots(const Batch& batch, const Chunk& chunk, const float* grad,
     const float scale = lookup.pooling == kMean && last > first ? 1.0f / float(last - first) : 1.0f;
     const float* row = grad + lookup.out_offset + (bag - lookup.first_bag) * lookup.out_stride;
     if (table.packed != nullptr) {
+      const char* ahead = reinterpret_cast<const char*>(row + kRowsAhead * lookup.out_stride);
+      for (size_t byte = 0; byte < table.dim * sizeof(float); byte += 64) __builtin_prefetch(ahead + byte);
       float* copy = table.packed + (chunk.first_grad + bag - chunk.first_bag) * table.dim;
       if (!is_loaded_) std::memcpy(copy, row, table.dim * sizeof(float));
       row = copy;
@@ -385,9 +390,15 @@ void Runs::sort(const Range& range) const {
              uint32_t(range.end_row - range.first_row));
 }
 
-RunArgs Runs::arguments(const Range& range, float* scratch) const {
+RunArgs Runs::arguments(int64_t index, float* scratch) const {
+  const Range& range = ranges[index];
   const TableRuns& table = tables[range.table];
-  return {table.pairs, range.begin, range.end, table.grads, table.scales, table.dim, scratch};
+  int64_t next_end = range.end;
+  if (index >= num_large && index + 1 < int64_t(ranges.size())) {
+    const Range& next = ranges[index + 1];
+    if (next.table == range.table && next.begin == range.end) next_end = next.end;
+  }
+  return {table.pairs, range.begin, range.end, next_end, table.grads, table.scales, table.dim, scratch};
 }
 
 float* task_scratch(int64_t dim) {

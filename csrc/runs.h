@@ -82,7 +82,7 @@ class Runs {
 
   // Sorts the range's pairs by row, stably.
   void sort(const Range& range) const;
-  RunArgs arguments(const Range& range, float* scratch) const;
+  RunArgs arguments(int64_t range, float* scratch) const;
 
   std::vector<TableRuns> tables;
   std::vector<Range> ranges;  // the large ones first, then table by table

@@ -58,13 +58,28 @@ inline Vec load(const Half* p) {
 #endif
 }
 
+constexpr std::integral_constant<int, 3> kToL1;
+constexpr std::integral_constant<int, 2> kToL2;
+
 // Always inlined, as are the lambdas that end in it: GCC takes a call of a function that only prefetches for
 // one without effect, and removes it. Into the L2 cache: far more lines may be on their way there than to L1.
-template <typename T>
+// Unrolled: as a loop of a few turns per row, a lookup takes half as long again.
+template <int kBytes, int kLocality = kToL2()>
+__attribute__((always_inline)) inline void prefetch(const void* p) {
+#pragma GCC unroll 16
+  for (int byte = 0; byte < kBytes; byte += 64)
+    __builtin_prefetch(static_cast<const char*>(p) + byte, 0, kLocality);
+}
+
+template <int kLocality = kToL2(), typename T>
 __attribute__((always_inline)) inline void prefetch_row(const T* row, int64_t dim) {
   const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t byte = 0; byte < dim * int64_t(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 0, 2);
+  const int64_t bytes = dim * int64_t(sizeof(T));
+  int64_t byte = 0;
+  for (; byte + 256 <= bytes; byte += 256) prefetch<256, kLocality>(p + byte);
+  for (; byte < bytes; byte += 64) prefetch<64, kLocality>(p + byte);
 }
+
 // The sum of 16 lanes, held in 16 / kLanes vectors: halves are added to each other until one number is left.
 inline float lanes_total(const Vec* part) {
   typedef float Vec8 __attribute__((vector_size(32), unused));
