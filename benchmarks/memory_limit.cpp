@@ -2,14 +2,13 @@
 // reads the same rows can be faster, so the ratio to this time says how much of a kernel is its own.
 #include <algorithm>
 #include <cstdint>
-#include <thread>
-#include <vector>
 
 namespace {
 
-constexpr int64_t kAhead = 48;  // rows to prefetch ahead
 constexpr int64_t kLine = 16;   // floats of a cache line
 constexpr int64_t kChunk = 64;  // floats per step of the inner loop; dim is a multiple of it
+typedef float Line __attribute__((vector_size(4 * kLine), aligned(4), may_alias));
+constexpr int64_t kLines = kChunk / kLine;
 
 struct Rows {
   float* const* tables;
@@ -18,49 +17,45 @@ struct Rows {
   int64_t num_tables, dim;
 };
 
-template <bool Write>
-void touch(const Rows& rows, int64_t table, int64_t begin, int64_t end, float delta, float* sums) {
+// Prefetches the row `ahead` places on, into the cache that kLocality says (3: L1, 2: L2); unrolled, as a
+// loop over few lines is slower than the memory.
+template <bool Write, int kLocality>
+void touch(const Rows& rows, int64_t table, int64_t begin, int64_t end, int64_t ahead, float delta,
+           float* total) {
   float* weights = rows.tables[table];
+  Line sums[kLines] = {};
   for (int64_t i = begin; i < end; ++i) {
-    const float* ahead = weights + rows.ids[std::min(i + kAhead, end - 1)] * rows.dim;
-    // For reading and into L2, whatever follows: prefetching to L1 or for writing is slower.
-    for (int64_t d = 0; d < rows.dim; d += kLine) __builtin_prefetch(ahead + d, 0, 2);
     float* row = weights + rows.ids[i] * rows.dim;
-    for (int64_t chunk = 0; chunk < rows.dim; chunk += kChunk)
-      for (int64_t d = 0; d < kChunk; ++d) {
+    const float* next = weights + rows.ids[std::min(i + ahead, end - 1)] * rows.dim;
+    for (int64_t chunk = 0; chunk < rows.dim; chunk += kChunk) {
+#pragma GCC unroll 4
+      for (int64_t k = 0; k < kLines; ++k) __builtin_prefetch(next + chunk + k * kLine, 0, kLocality);
+#pragma GCC unroll 4
+      for (int64_t k = 0; k < kLines; ++k) {
+        Line& line = *reinterpret_cast<Line*>(row + chunk + k * kLine);
         if constexpr (Write)
-          row[chunk + d] += delta;
+          line += delta;
         else
-          sums[d] += row[chunk + d];
+          sums[k] += line;
       }
+    }
   }
+  for (const Line& line : sums)
+    for (int64_t d = 0; d < kLine; ++d) *total += line[d];
 }
 
-template <bool Write>
-float touch_range(const Rows& rows, int64_t begin, int64_t end, float delta) {
-  float sums[kChunk] = {};
-  for (int64_t table = 0; table < rows.num_tables; ++table) {
-    const int64_t from = std::max(begin, rows.starts[table]), to = std::min(end, rows.starts[table + 1]);
-    if (from < to) touch<Write>(rows, table, from, to, delta, sums);
-  }
-  float sum = 0;
-  for (float each : sums) sum += each;
-  return sum;
-}
-
-template <bool Write>
-float touch_all(const Rows& rows, int64_t num_threads, float delta) {
+template <bool Write, int kLocality>
+float touch_all(const Rows& rows, int64_t num_threads, int64_t ahead, float delta) {
   const int64_t num_ids = rows.starts[rows.num_tables];
-  std::vector<float> sums(num_threads);
-  const auto part = [&](int64_t t) {
-    sums[t] = touch_range<Write>(rows, num_ids * t / num_threads, num_ids * (t + 1) / num_threads, delta);
-  };
-  std::vector<std::thread> threads;
-  for (int64_t t = 1; t < num_threads; ++t) threads.emplace_back(part, t);
-  part(0);
-  for (std::thread& thread : threads) thread.join();
   float sum = 0;
-  for (float each : sums) sum += each;
+#pragma omp parallel for num_threads(num_threads) schedule(static, 1) reduction(+ : sum)
+  for (int64_t t = 0; t < num_threads; ++t) {
+    const int64_t begin = num_ids * t / num_threads, end = num_ids * (t + 1) / num_threads;
+    for (int64_t table = 0; table < rows.num_tables; ++table) {
+      const int64_t from = std::max(begin, rows.starts[table]), to = std::min(end, rows.starts[table + 1]);
+      if (from < to) touch<Write, kLocality>(rows, table, from, to, ahead, delta, &sum);
+    }
+  }
   return sum;
 }
 
@@ -68,12 +63,17 @@ float touch_all(const Rows& rows, int64_t num_threads, float delta) {
 
 // Reads the rows in the order of the ids; returns their sum, so that no compiler drops the reads.
 extern "C" float read_rows(float* const* tables, const int64_t* starts, const int64_t* ids,
-                           int64_t num_tables, int64_t dim, int64_t num_threads) {
-  return touch_all<false>({tables, starts, ids, num_tables, dim}, num_threads, 0);
+                           int64_t num_tables, int64_t dim, int64_t num_threads, int64_t ahead, bool near) {
+  const Rows rows{tables, starts, ids, num_tables, dim};
+  return near ? touch_all<false, 3>(rows, num_threads, ahead, 0)
+              : touch_all<false, 2>(rows, num_threads, ahead, 0);
 }
 
 // Reads and writes the rows (distinct ones, so that no two threads meet): adds `delta` to each element.
 extern "C" void write_rows(float* const* tables, const int64_t* starts, const int64_t* ids,
-                           int64_t num_tables, int64_t dim, int64_t num_threads, float delta) {
-  touch_all<true>({tables, starts, ids, num_tables, dim}, num_threads, delta);
+                           int64_t num_tables, int64_t dim, int64_t num_threads, int64_t ahead, bool near,
+                           float delta) {
+  const Rows rows{tables, starts, ids, num_tables, dim};
+  near ? touch_all<true, 3>(rows, num_threads, ahead, delta)
+       : touch_all<true, 2>(rows, num_threads, ahead, delta);
 }

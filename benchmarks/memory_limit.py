@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,24 @@ from torch import Tensor
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
+class Prefetch(NamedTuple):
+    """How the loop asks for rows before it needs them; which way is fastest, the machine decides."""
+
+    rows: int
+    """How many places ahead."""
+    to_l1: bool
+    """Into the L1 cache; otherwise into L2."""
+
+
+PREFETCHES = [Prefetch(16, True), Prefetch(32, True), Prefetch(32, False), Prefetch(64, False)]
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "memory_limit.so"
         compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        flags = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread"]
+        flags = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp"]
         subprocess.run([*compiler, *flags, str(SOURCE), "-o", str(target)], check=True)
         library = ctypes.CDLL(str(target))
     library.read_rows.restype = ctypes.c_float
@@ -38,10 +51,10 @@ class _Rows:
         self.tables = (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights))
         self.dim = weights[0].shape[1]
 
-    def arguments(self) -> list[object]:
+    def arguments(self, prefetch: Prefetch) -> list[object]:
         pointers = [ctypes.c_void_p(self.starts.data_ptr()), ctypes.c_void_p(self.ids.data_ptr())]
-        sizes = [len(self.tables), self.dim, torch.get_num_threads()]
-        return [self.tables, *pointers, *map(ctypes.c_int64, sizes)]
+        sizes = [len(self.tables), self.dim, torch.get_num_threads(), prefetch.rows]
+        return [self.tables, *pointers, *map(ctypes.c_int64, sizes), ctypes.c_bool(prefetch.to_l1)]
 
 
 class MemoryLimit:
@@ -57,15 +70,15 @@ class MemoryLimit:
         self._looked_up = _Rows(weights, ids_per_table)
         self._touched = _Rows(weights, [ids.unique() for ids in ids_per_table])
 
-    def forward(self) -> float:
+    def forward(self, prefetch: Prefetch = PREFETCHES[0]) -> float:
         """Read each looked-up row once, in the order of the lookup."""
-        return float(_library().read_rows(*self._looked_up.arguments()))
+        return float(_library().read_rows(*self._looked_up.arguments(prefetch)))
 
-    def step(self) -> None:
+    def step(self, prefetch: Prefetch = PREFETCHES[0]) -> None:
         """Read each looked-up row once, then read and write each distinct row once."""
-        self.forward()
-        self.add(0.0)
+        self.forward(prefetch)
+        self.add(0.0, prefetch)
 
-    def add(self, delta: float) -> None:
+    def add(self, delta: float, prefetch: Prefetch = PREFETCHES[0]) -> None:
         """Add ``delta`` to each element of the distinct rows."""
-        _library().write_rows(*self._touched.arguments(), ctypes.c_float(delta))
+        _library().write_rows(*self._touched.arguments(prefetch), ctypes.c_float(delta))

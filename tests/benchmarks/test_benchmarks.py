@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks import harness
 from benchmarks.harness import Bar, Effort, Result, Timing, bars_table, measure, save
 from benchmarks.memory_limit import MemoryLimit
-from benchmarks.tbe import CASES, LIMIT, Expected, bars_of, time_case, verify, verify_limit
+from benchmarks.tbe import CASES, LIMIT, Expected, bars_of, time_case, verify, verify_limit, with_one_limit
 from benchmarks.tbe_contenders import Contender, Fbgemm, Lookups, MeshRec, Op, Shape, Torch
 
 TINY = Shape(num_tables=2, num_rows=50, dim=64, batch=8, bag=3)
@@ -20,9 +20,9 @@ TINY = Shape(num_tables=2, num_rows=50, dim=64, batch=8, bag=3)
 def test_contenders_take_turns() -> None:
     calls: list[str] = []
     timings = measure(
-        {name: lambda name=name: calls.append(name) for name in "ab"}, Effort(rounds=2, calls=1)
+        {name: lambda name=name: calls.append(name) for name in "ab"}, Effort(rounds=2, calls=1, warm_ups=2)
     )
-    assert calls == ["a", "a", "b", "b"] * 2
+    assert calls == ["a", "a", "a", "b", "b", "b"] * 2
     assert all(timing.min <= timing.median for timing in timings.values())
 
 
@@ -79,6 +79,12 @@ def test_nothing_wrong_gets_as_far_as_the_clock(fault: str) -> None:
         verify(faulty, Expected(lookups, faulty.weights))
 
 
+def test_fastest_way_is_the_memory_limit() -> None:
+    slow, fast, ours = Timing(3.0, 2.0), Timing(2.0, 1.0), Timing(5.0, 5.0)
+    both = {MeshRec.name: ours, f"{LIMIT}, a": slow, f"{LIMIT}, b": fast}
+    assert with_one_limit(both) == {MeshRec.name: ours, LIMIT: fast}
+
+
 def test_memory_limit_touches_the_rows_it_names() -> None:
     lookups = Lookups(TINY)
     weights = [torch.empty(50, 64) for _ in range(2)]
@@ -98,6 +104,7 @@ def test_bars_compare_at_two_threads() -> None:
     forward = times(meshrec=5.0, FBGEMM=8.0, torch=7.0) | {LIMIT: Timing(4.0, 4.0)}
     step = times(meshrec=20.0, FBGEMM=260.0, torch=900.0) | {LIMIT: Timing(10.0, 10.0)}
     bars = bars_of(1, CASES[1], {"forward": {1: one, 2: forward}, "step": {1: one, 2: step}})
+    assert [bar.ceiling for bar in bars] == [26.0, 1.75, None, None, 0.1]
     assert {bar.name: (bar.figure, bar.met) for bar in bars} == {
         "1 forward + update vs FBGEMM": (13.0, True),
         "1 forward vs the faster of FBGEMM and torch": (1.4, True),
