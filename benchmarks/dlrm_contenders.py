@@ -1,6 +1,7 @@
 """The same DLRM, built and trained one step with each library, for benchmarks.dlrm_step."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,7 +74,9 @@ def keyed(shape: Shape) -> list[str]:
 
 def build(library: str, kind: str, shape: Shape) -> Trainee:
     """The model of a library, with its tables sharded in the way of ``kind``."""
-    builders = {"meshrec": _meshrec, "torchrec": _torchrec, "plain DDP": _plain, "dense alone": _dense}
+    builders = {"meshrec": _meshrec, "torchrec": _torchrec, "plain": _plain}
+    if kind == "dense alone":
+        return _dense(library, shape)
     return builders[library](kind, shape)
 
 
@@ -235,12 +238,39 @@ class _NoTables(nn.Module):
 
 
 class _PlainModel(nn.Module):
+    """As one writes it without a library."""
+
+    def __init__(self, shape: Shape, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+        num_vectors = shape.num_tables + 1
+        rows, columns = torch.triu_indices(num_vectors, num_vectors, 1)
+        self._pairs = rows * num_vectors + columns
+        torch.manual_seed(0)
+        self.bottom = _layers([shape.dense_in, *shape.bottom], nn.ReLU())
+        self.top = _layers([shape.dim + len(self._pairs), *shape.top], nn.Identity())
+
+    def forward(self, dense: Tensor, inputs: Inputs) -> Tensor:
+        vector = self.bottom(dense)
+        vectors = torch.cat([vector[:, None], self.tables(inputs)], 1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)[:, self._pairs]
+        return self.top(torch.cat([vector, products], 1))
+
+
+def _layers(sizes: Sequence[int], last: nn.Module) -> nn.Sequential:
+    pairs = list(itertools.pairwise(sizes))
+    linears = [nn.Linear(*pair) for pair in pairs]
+    return nn.Sequential(*(nn.Sequential(each, nn.ReLU()) for each in linears[:-1]), linears[-1], last)
+
+
+class _OurDenseModel(nn.Module):
+    """MeshRec's DLRM without tables."""
+
     def __init__(self, shape: Shape, tables: nn.Module) -> None:
         from meshrec.models import DenseArch, InteractionArch, OverArch
 
         super().__init__()
         self.tables = tables
-        torch.manual_seed(0)
         self.dense_arch = DenseArch(shape.dense_in, shape.bottom)
         self.inter_arch = InteractionArch(shape.num_tables)
         self.over_arch = OverArch(self.inter_arch.model.out_features(shape.dim), shape.top)
@@ -255,9 +285,10 @@ def _plain(kind: str, shape: Shape) -> Trainee:
     return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs))
 
 
-def _dense(kind: str, shape: Shape) -> Trainee:
+def _dense(library: str, shape: Shape) -> Trainee:
     """Without a process group's work either: what no sharding can save."""
-    model = _PlainModel(shape, _NoTables(shape))
+    build_model = _OurDenseModel if library == "meshrec" else _PlainModel
+    model = build_model(shape, _NoTables(shape))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
     return Trainee(lambda inputs: _train(model, optimizer, inputs, inputs))
 

@@ -1,5 +1,5 @@
 """One training step of the same DLRM on 2 ranks: MeshRec, TorchRec, plain nn.EmbeddingBag, and the dense
-part alone.
+part alone: MeshRec's, and that of plain torch, which stands for the others'.
 
 Every contender starts from the same weights and sees the same data; losses of the first steps are compared
 before anything is timed. Each contender has processes of its own; those whose times are compared take turns.
@@ -25,12 +25,12 @@ from benchmarks.harness import Bar, Effort, Result, table
 from meshrec.planner.measured import Comparison
 from meshrec.testing.rank_pool import RankPool
 
-DENSE = "dense alone"
+OUR_DENSE, PLAIN_DENSE = DENSE = "meshrec dense alone", "plain dense alone"
 TABLE_WISE = "meshrec table_wise"
 # Each group takes turns; what has whole tables on each rank is apart, for the sake of memory.
 GROUPS = [
     [
-        DENSE,
+        *DENSE,
         TABLE_WISE,
         "torchrec table_wise",
         "meshrec column_wise",
@@ -39,8 +39,8 @@ GROUPS = [
         "meshrec table_row_wise",
         "meshrec grid_shard",
     ],
-    [DENSE, "meshrec data_parallel", "torchrec data_parallel"],
-    [DENSE, "plain DDP"],
+    [*DENSE, "meshrec data_parallel", "torchrec data_parallel"],
+    [*DENSE, "plain DDP"],
 ]
 TINY = Shape(num_tables=4, num_rows=100, dim=8, batch=16, bottom=(16, 8), top=(16, 1))
 PARTS = ("speed", "memory", "phases")
@@ -95,10 +95,9 @@ def run(
     groups = _chosen(only)
     if "speed" in parts:
         found.groups = [_timed(group, shape, effort) for group in groups]
-    for measured in found.groups:
-        _verify(measured)
+    _verify({name: measured for group in found.groups for name, measured in group.items()})
     if "memory" in parts:
-        for name in sorted({name for group in groups for name in group} - {DENSE}):
+        for name in sorted({name for group in groups for name in group} - {*DENSE}):
             with RankPool(2, timeout_seconds=900) as pool:
                 found.memory[name] = pool.run(measure_memory, name, shape)
     if "phases" in parts and not tiny:
@@ -108,7 +107,8 @@ def run(
 
 def _phases(names: Sequence[str], shape: Shape) -> dict[str, list[Comparison]]:
     """The planner's prediction beside what phases took, for our contenders."""
-    kinds = [name.removeprefix("meshrec ") for name in names if name.startswith("meshrec ")]
+    ours = [name for name in names if name.startswith("meshrec ") and name not in DENSE]
+    kinds = [name.removeprefix("meshrec ") for name in ours]
     found = {}
     with RankPool(2, timeout_seconds=900) as pool:
         profile = pool.run(measure_profile)[0]
@@ -149,8 +149,8 @@ def _chosen(only: Sequence[str]) -> list[list[str]]:
         names = {name for name in names if any(word in name for word in only)}
     if not names:
         raise ValueError(f"--only {' '.join(only)} names no contender of {sorted(known)}.")
-    groups = [[name for name in group if name in names or name == DENSE] for group in GROUPS]
-    return [group for group in groups if len(group) > 1 or DENSE in only]
+    groups = [[name for name in group if name in names or name in DENSE] for group in GROUPS]
+    return [group for group in groups if set(group) - set(DENSE) or "dense alone" in only]
 
 
 def prepare(name: str, shape: Shape) -> list[float]:
@@ -199,7 +199,7 @@ def measure_memory(name: str, shape: Shape) -> Memory:
 
 
 def _built(name: str, shape: Shape) -> Trainee:
-    library = next(each for each in ("meshrec", "torchrec", "plain DDP", DENSE) if name.startswith(each))
+    library = next(each for each in ("meshrec", "torchrec", "plain") if name.startswith(each))
     return build(library, name.removeprefix(library).strip(), shape)
 
 
@@ -224,7 +224,7 @@ def _round_medians(ranks: list[Measured]) -> list[float]:
 
 def _verify(measured: dict[str, list[Measured]]) -> None:
     """All but the dense part alone start with one loss; those with the same optimizer keep to it."""
-    names = [name for name in measured if name != DENSE]
+    names = [name for name in measured if name not in DENSE]
     reference = next((n for n in names if n.startswith("meshrec")), None)
     for name in names if reference is not None else []:
         # Others have no row-wise optimizer, or apply it to each column shard alone.
@@ -239,8 +239,8 @@ def _report(found: Found) -> Result:
     rows, figures, bars = [], {}, []
     for measured in found.groups:
         rounds = {name: _round_medians(ranks) for name, ranks in measured.items()}
-        dense = statistics.median(rounds[DENSE])
         for name, times in rounds.items():
+            dense = statistics.median(rounds[_dense_of(name)])
             step, sent = statistics.median(times), measured[name][0].sent_bytes
             rows.append([name, *(f"{x:.1f}" for x in (step, step - dense, sent / 1e6))])
             figures[name] = {
@@ -251,7 +251,7 @@ def _report(found: Found) -> Result:
             }
         bars += _speed_bars(rounds)
     if rows:
-        print(table(["contender", "step ms", "not dense ms", "MB on the wire"], rows), "\n")
+        print(table(["contender", "step ms", "not dense ms", "MB through sockets"], rows), "\n")
     memory_rows, memory_bars = _memory(found.memory)
     if memory_rows:
         print(table(["contender", "peak MB a rank", "of it tables and their state"], memory_rows), "\n")
@@ -269,6 +269,11 @@ def _report(found: Found) -> Result:
             )
         )
     return Result(figures, bars)
+
+
+def _dense_of(name: str) -> str:
+    """The dense part alone, as the contender has it."""
+    return OUR_DENSE if name.startswith("meshrec") else PLAIN_DENSE
 
 
 def _phase_row(phase: Comparison) -> list[str]:
@@ -290,10 +295,12 @@ def _memory(found: dict[str, list[Memory]]) -> tuple[list[list[str]], list[Bar]]
 def _speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:
     """Ratios of the same round, the median over rounds."""
 
-    def ratio(name: str, other: str, less: str | None = None) -> float:
-        taken = [0.0] * len(rounds[name]) if less is None else rounds[less]
-        pairs = zip(rounds[name], rounds[other], taken, strict=True)
-        return statistics.median((a - x) / max(b - x, 1e-3) for a, b, x in pairs)
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(rounds[name], rounds[other], strict=True))
+
+    def not_dense(name: str) -> list[float]:
+        dense = rounds[_dense_of(name)]
+        return [max(step - alone, 1e-3) for step, alone in zip(rounds[name], dense, strict=True)]
 
     bars = []
     for kind in ("row_wise", "table_row_wise", "grid_shard"):
@@ -304,8 +311,11 @@ def _speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:
         ours, theirs = f"meshrec {kind}", f"torchrec {kind}"
         if {ours, theirs} <= rounds.keys():
             asked = 15.0 if kind == "data_parallel" else 2.0
-            bars.append(Bar(name=f"{kind} against TorchRec", figure=ratio(theirs, ours), asked=asked))
+            ceiling = ratio(theirs, OUR_DENSE)
+            bars.append(
+                Bar(name=f"{kind} against TorchRec", figure=ratio(theirs, ours), asked=asked, ceiling=ceiling)
+            )
         if {ours, theirs} <= rounds.keys() and kind != "data_parallel":
-            figure = ratio(theirs, ours, DENSE)
+            figure = statistics.median(a / b for a, b in zip(not_dense(theirs), not_dense(ours), strict=True))
             bars.append(Bar(name=f"{kind}, what is not dense", figure=figure, asked=4.0))
     return bars

@@ -36,7 +36,8 @@ class Timing(NamedTuple):
 class Bar:
     """A figure that a bench promises: ``figure`` has to reach ``asked`` (or stay below it).
 
-    ``ceiling``: what the figure would be on this machine for a code that waits for memory only.
+    ``ceiling``: what the figure would be on this machine for a code that waits for memory only (or, of
+    a training step, for its dense part).
     """
 
     name: str

@@ -20,6 +20,7 @@ from meshrec.modules.feature_processor import (
     PositionWeightedModuleCollection,
 )
 from meshrec.modules.interaction import DotInteraction
+from meshrec.modules.linear import Linear
 from meshrec.modules.mlp import MLP, Perceptron
 from meshrec.modules.regroup import KTRegroupAsDict
 
@@ -40,6 +41,7 @@ __all__ = [
     "FeatureProcessor",
     "FeatureProcessorsCollection",
     "KTRegroupAsDict",
+    "Linear",
     "LowRankCrossNet",
     "LowRankMixtureCrossNet",
     "Perceptron",

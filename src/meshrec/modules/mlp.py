@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.modules.activation import SwishLayerNorm
+from meshrec.modules.linear import Linear
 
 TensorFunction = Callable[[Tensor], Tensor]
 Activation = str | nn.Module | TensorFunction | Callable[[], nn.Module]
@@ -36,7 +37,7 @@ class Perceptron(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
+        self._linear = Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
         self._activation_fn = activation
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""A linear layer that multiplies with the faster of torch's two libraries for matrices."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """``nn.Linear``, which on some processors is more than twice as fast for fp32 on the CPU.
+
+    torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. On others
+    that have it this layer asks oneDNN, which torch brings along, forward and backward; everywhere
+    else, while torch compiles or exports, and under autocast it is ``nn.Linear``. Parameters and results
+    are the same, but for the order of sums.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if torch.compiler.is_compiling() or not (_onednn_is_faster() and self._fits(input)):
+            return super().forward(input)
+        return _Product.apply(input, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _fits(self, input: Tensor) -> bool:
+        return (
+            input.is_cpu
+            and input.dtype == self.weight.dtype == torch.float32
+            and input.dim() == 2
+            and input.numel() > 0
+            and type(input) is Tensor
+            and type(self.weight) is nn.Parameter
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+
+@functools.cache
+def _onednn_is_faster() -> bool:
+    mkldnn = torch.backends.mkldnn
+    if not (torch.backends.mkl.is_available() and mkldnn.is_available() and mkldnn.enabled):
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    try:
+        cpus = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and "GenuineIntel" not in cpus
+
+
+class _Product(torch.autograd.Function):
+    """x [B, I] times w [O, I], transposed, plus b [O]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        needs_x, needs_w, needs_b = ctx.needs_input_grad
+        return (
+            _Product.apply(grad, w.t(), None) if needs_x else None,  # type: ignore[no-untyped-call]
+            _Product.apply(grad.t(), x.t(), None) if needs_w else None,  # type: ignore[no-untyped-call]
+            grad.sum(0) if needs_b else None,
+        )
