@@ -44,6 +44,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+class _Refused(OSError):
+    """Why there is no link; a log line tells it, and gloo serves."""
+
+
 class Address(NamedTuple):
     """Where a rank is found: its process, there the descriptor and the address of its board (see
     csrc/host_link.cpp), and what the board says.
@@ -215,7 +219,7 @@ def _joined(group: dist.ProcessGroup, axis: Axis, backend: Any) -> HostLink | No
     link, refusal = None, ""
     try:
         if os.environ.get(_SWITCH) == "0":
-            raise OSError(f"{_SWITCH}=0 switches it off")
+            raise _Refused(f"{_SWITCH}=0 switches it off")
         link = HostLink(axis.rank, axis.size, backend.options._timeout.total_seconds())
     except OSError as error:
         refusal = str(error)
@@ -259,12 +263,12 @@ def _host() -> str:
 def _functions() -> dict[str, Any]:
     library = c_entry_points()
     if library is None:
-        raise OSError("no compiled kernels")
+        raise _Refused("no compiled kernels")
     functions = {}
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, f"meshrec_link_{name}", None)
         if function is None:
-            raise OSError("the compiled kernels have no links: they are for Linux")
+            raise _Refused("the compiled kernels have no links: they are for Linux")
         function.restype, function.argtypes = result, arguments
         functions[name] = function
     return functions
