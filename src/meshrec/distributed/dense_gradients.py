@@ -20,7 +20,7 @@ _NAME = "gradients of dense parameters"
 
 
 class _Bucket(NamedTuple):
-    """One bucket under way. ``parts``: of all ranks, the elements that this rank adds up."""
+    """One bucket under way. ``parts``: of all ranks, the elements whose mean this rank takes."""
 
     buffer: Tensor
     parts: InFlight
@@ -31,7 +31,7 @@ class DenseGradients:
     """The state of ``average_on_host``; ``for_axis`` makes it."""
 
     def __init__(self, link: HostLink, axis: Axis) -> None:
-        self._link, self._axis, self.size = link, axis, axis.size
+        self._link, self._axis = link, axis
         self._under_way: list[_Bucket] = []
 
     @classmethod
@@ -57,28 +57,28 @@ class DenseGradients:
         return future
 
     def finish(self) -> None:
-        """Waits for all that was started: every rank adds up its part, in the order of ranks, and all get
-        all parts.
+        """Waits for all that was started: every rank takes the mean of its part, in the order of ranks, and
+        all get all parts.
 
         Raises:
             CollectiveError: when a rank does not answer.
         """
         under_way, self._under_way = self._under_way, []
-        summed = []
+        means = []
         for buffer, parts, _ in under_way:
             terms = parts.wait().view(self._axis.size, -1)
-            total = terms[0].clone()
+            mean = terms[0] / self._axis.size
             for term in terms[1:]:
-                total += term
-            sizes = [total.numel()] * self._axis.size
-            # Of this rank's buffer everybody has read what is now overwritten: it is in their sums.
-            reading = self._link.start(total, sizes, buffer, self._sizes(buffer), same=True)
-            summed.append(self._in_flight(buffer, reading))
-        for bucket, in_flight in zip(under_way, summed, strict=True):
+                mean.add_(term, alpha=1 / self._axis.size)
+            sizes = [mean.numel()] * self._axis.size
+            # Of this rank's buffer everybody has read what is now overwritten: it is in their means.
+            reading = self._link.start(mean, sizes, buffer, self._sizes(buffer), same=True)
+            means.append(self._in_flight(buffer, reading))
+        for bucket, in_flight in zip(under_way, means, strict=True):
             bucket.future.set_result(in_flight.wait())
 
     def _sizes(self, buffer: Tensor) -> list[int]:
-        """[R] the elements that each rank adds up."""
+        """[R] the elements whose mean each rank takes."""
         return [part.numel() for part in buffer.tensor_split(self._axis.size)]
 
     def _in_flight(self, result: Tensor, reading: object) -> InFlight:
@@ -93,7 +93,7 @@ def average_on_host(
 
     Buckets are offered as they come, and read together with the last one: until then nobody waits.
     """
-    future = state.start(bucket.buffer().div_(state.size))
+    future = state.start(bucket.buffer())
     if bucket.is_last():
         state.finish()
     return future
