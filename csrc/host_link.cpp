@@ -133,18 +133,16 @@ class Link {
     peer.pid = pid;
     peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     if (peer.pidfd < 0) return fail(error, "pidfd_open: %s", std::strerror(errno));
+    // First of all: in another PID namespace, or on another host, the number is that of another process.
+    uint64_t seen = 0;
+    if (read_from(peer, &seen, address, sizeof seen, error) != kDone) return kFailed;
+    if (seen != token) return fail(error, "process %lld is another one here", static_cast<long long>(pid));
     const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
     const int shared = open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (shared < 0) return fail(error, "open %s: %s", path.c_str(), std::strerror(errno));
     peer.board = map_board(shared, size_);
     close(shared);
-    if (peer.board == nullptr) return fail(error, "mmap: %s", std::strerror(errno));
-    uint64_t seen = 0;
-    const Outcome read = read_from(peer, &seen, address, sizeof seen, error);
-    if (read == kDone && (seen != token || peer.board->token != token)) {
-      return fail(error, "process %lld is another one here", static_cast<long long>(pid));
-    }
-    return read;
+    return peer.board != nullptr ? kDone : fail(error, "mmap: %s", std::strerror(errno));
   }
 
   // How many exchanges this rank has started that not all ranks have read; they are its last ones.

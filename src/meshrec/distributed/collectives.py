@@ -58,7 +58,10 @@ class Splits(NamedTuple):
 
 
 def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
-    """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis."""
+    """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis.
+
+    ``sent`` must not be written to any more, also after the wait: ranks of one host read it where it is.
+    """
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent, None, name, None)
@@ -84,7 +87,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
-    """Starts gathering tensors of one shape: [size of the axis, *shape]."""
+    """Starts gathering tensors of one shape: [size of the axis, *shape]. ``sent`` as for ``all_to_all``."""
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)

@@ -253,11 +253,9 @@ def _gathered(group: dist.ProcessGroup, axis: Axis, mine: tuple[Any, ...]) -> li
 
 
 def _host() -> str:
-    """The same for all processes that see one another, and for no others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
+    """The same for all processes of one host; empty where there is no Linux."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text() if path.exists() else ""
 
 
 def _functions() -> dict[str, Any]:
