@@ -42,15 +42,28 @@ def test_five_equal_tables_on_four_ranks_take_two(profile):
     assert bound.value <= exact * (1 + 1e-6)
 
 
-def test_a_faster_plan_closes_boxes(make_tables, profile):
+def test_a_low_goal_is_proven_at_once(make_tables, profile):
     """Nothing is faster than what is proven to be the least: then no box is left, and none can be split."""
     problem = problem_of(make_tables(8), profile, ["table_wise", "row_wise"])
-    bound = bound_of(problem)
-    bound.improve(bound.value / 2)
-    while bound.branch():
-        pass
+    everything = np.ones(len(problem.type_C), bool)
+    least = LowerBound(problem, everything, 1.0, coarse=True).value
+    bound = LowerBound(problem, everything, 1.0, goal=least / 2)
+    assert bound.is_proven
+    assert bound.value == pytest.approx(least / 2)
+    assert not bound.branch()
     assert bound.best_box is None
     assert not bound.boxes(3)
+
+
+def test_a_goal_above_the_best_plan_is_never_proven(profile):
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(5)]
+    problem = problem_of(tables, profile, ["table_wise"])
+    exact = 2 * problem.load_PK[0].sum()
+    bound = LowerBound(problem, np.ones(len(problem.type_C), bool), exact, goal=1.05 * exact)
+    while bound.branch():
+        pass
+    assert not bound.is_proven
+    assert bound.value <= exact * (1 + 1e-6)
 
 
 def test_branching_only_raises_the_bound(make_tables, profile):
@@ -63,15 +76,8 @@ def test_branching_only_raises_the_bound(make_tables, profile):
     assert values[-1] > values[0]
 
 
-def test_a_box_set_aside_keeps_its_bound(make_tables, profile):
-    bound = bound_of(problem_of(make_tables(8), profile, ["table_wise", "row_wise"]))
-    before = bound.value
-    bound.set_aside()
-    assert bound.value == before
-    assert bound.best_box is None
-    assert not bound.branch()
-
-
 def test_too_little_memory_is_proven(profile):
     problem = problem_of([Table(name="t", num_embeddings=1000, embedding_dim=32)], profile, ["table_wise"])
-    assert bound_of(problem._replace(memory_cap=10.0)).value == np.inf
+    full, everything = problem._replace(memory_cap=10.0), np.ones(len(problem.type_C), bool)
+    assert LowerBound(full, everything, 1.0, coarse=True).value == np.inf
+    assert bound_of(full).is_proven

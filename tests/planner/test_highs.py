@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from meshrec.planner.highs import INFINITY, LinearProgram, Solver, solve_lp, sparse_matrix
+from meshrec.planner.highs import INFINITY, LinearProgram, Rows, Solver, solve_lp, sparse_matrix
 
 
 @pytest.fixture
@@ -33,3 +33,24 @@ def test_bounds_can_change(program):
     assert solver.solve().objective == pytest.approx(-2.5)
     solver.set_bounds(np.array([5.0, 0.0]), np.array([6.0, INFINITY]))
     assert solver.solve() is None
+
+
+def test_whole_numbers_and_limits(program):
+    """x + 2y <= 4, x <= 3: the best whole solutions are (2, 1) and (3, 0)."""
+    solver = Solver(program)
+    assert solver.solve_whole(np.array([True, True]), 10.0) == pytest.approx(-3.0)
+    solver = Solver(program)
+    before = solver.work
+    solver.set_last_row(2.0)
+    assert solver.solve().objective == pytest.approx(-2.0)
+    assert solver.work > before
+    solver.set_bounds(np.array([3.0, 0.0]), np.array([3.0, INFINITY]))
+    assert solver.solve_whole(np.array([True, True]), 10.0) == np.inf
+
+
+def test_rows_add_up_what_shares_a_place():
+    rows = Rows(2)
+    rows.add_each(np.array([0, 0, 1]), np.array([0, 0, 1]), 1.0, np.array([2.0, 3.0]), np.array([9.0, 9.0]))
+    rows.add(np.array([0, 1]), np.array([1.0, 1.0]), -INFINITY, 9.0)
+    program = rows.program(np.ones(2), np.zeros(2), np.full(2, INFINITY))
+    np.testing.assert_allclose(solve_lp(program).x, [1.0, 3.0])

@@ -1,10 +1,14 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
+from meshrec.planner.problem import Scope
 from meshrec.planner.rank_classes import ClassRelaxation
 from meshrec.planner.relaxation import MeanRelaxation
+from meshrec.planner.state import Parts, State
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 
@@ -77,3 +81,65 @@ def test_parts_of_a_split_table_need_its_presence(profile):
     upper_K = 1.01 * problem.largest_load_CK().max(axis=0)
     classes, mean = both(problem, 0 * upper_K, upper_K)
     assert classes.bound >= mean.bound
+
+
+def any_parts(problem, kind, generator):
+    """A table of a type, split and placed at random, rows cut unevenly."""
+    candidate = int(generator.choice(np.flatnonzero(problem.type_C == kind)))
+    layout = problem.layouts_C[candidate]
+    span = problem.node_size if layout.scope is Scope.NODES else 1
+    groups = range(*problem.pieces(candidate).indices(len(problem.candidate_P)))
+    group_N = np.array([group for group in groups for _ in range(problem.count_P[group])], np.int64)
+    places = generator.permutation(problem.num_ranks // span)[: len(group_N)]
+    rank_N = (places[:, None] * span + np.arange(span)).ravel().astype(np.int64)
+    amount_N = np.ones(len(rank_N))
+    length = layout.row_parts * span
+    if length > 1:
+        amount_N = generator.uniform(0.1, 1.0, len(rank_N)).reshape(-1, length)
+        amount_N = (amount_N / amount_N.mean(axis=1, keepdims=True)).ravel()
+    return Parts(candidate, np.repeat(group_N, span), rank_N, amount_N)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5), st.sampled_from([(4, 4), (4, 2), (6, 3)]), st.booleans())
+def test_no_plan_of_the_box_is_left_out(make_tables, profile, seed, num_tables, ranks, twins):
+    """Any plan, uneven cuts and all, costs the bound at least, and stays in the narrowed box."""
+    generator = np.random.default_rng(seed)
+    tables = make_tables(num_tables, seed % 997)
+    if twins:
+        tables += [Table(**{**vars(table), "name": table.name + "twin"}) for table in tables]
+    kinds = ["table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel"]
+    kinds = list(generator.permutation(kinds))[: int(generator.integers(2, 6))]
+    kinds = kinds if {"table_wise", "row_wise", "data_parallel"} & set(kinds) else [*kinds, "table_wise"]
+    problem = problem_of(tables, profile, kinds, ranks[0], local_world_size=ranks[1])
+    state = State(problem, np.ones(problem.load_PK.shape[1]))
+    for table, kind in enumerate(problem.type_T):
+        state.add(table, any_parts(problem, kind, generator))
+    scale = state.seconds
+    slowest_K = state.load_RK.max(axis=0) / scale
+    lower_K = slowest_K * generator.uniform(0.5, 1.0)
+    upper_K = slowest_K + generator.uniform(0, 0.3)
+    everything = np.ones(len(problem.type_C), bool)
+    for relaxation in (
+        ClassRelaxation(problem, everything, scale),
+        MeanRelaxation(problem, everything, scale),
+    ):
+        found = relaxation.solve(lower_K, upper_K, 1 + 1e-6)
+        assert found is not None
+        assert found.bound <= 1 + 1e-6
+        assert (found.lower_K <= slowest_K + 1e-6).all()
+        assert (slowest_K <= found.upper_K + 1e-6).all()
+        assert relaxation.solve_whole(found.lower_K, found.upper_K, 1 + 1e-6, 10.0) <= 1 + 1e-6
+
+
+def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
+    """Five equal tables on four ranks, box [1, 2] tables: the mean says 1.25, whole numbers say two."""
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(5)]
+    problem = problem_of(tables, profile, ["table_wise"], 4)
+    one_K = problem.load_PK[0]
+    scale = 2 * one_K.sum()
+    relaxation = ClassRelaxation(problem, np.ones(len(problem.type_C), bool), scale)
+    lower_K, upper_K = one_K / scale, 1.99 * one_K / scale
+    assert relaxation.solve_whole(lower_K, upper_K, 1.0, 10.0) == np.inf
+    assert relaxation.solve_whole(lower_K, 2 * one_K / scale, 1.0, 10.0) <= 1.0
+    assert relaxation.work > 0

@@ -16,7 +16,7 @@ def problem(make_tables, profile):
 
 @pytest.fixture
 def relaxation(problem):
-    return MeanRelaxation(problem, np.ones(len(problem.type_C), bool), 1.0)
+    return MeanRelaxation(problem, np.ones(len(problem.type_C), bool), 1.0, root=True)
 
 
 def limits(problem, upper=1e3):
@@ -50,10 +50,23 @@ def test_nothing_is_cheaper_than_the_cutoff(problem, relaxation):
     assert relaxation.work > 0
 
 
-def test_another_cost_may_be_asked_for(problem, relaxation):
-    """And the next solution has the usual one again."""
-    usual = relaxation.solve(*limits(problem), np.inf).bound
-    cost_K = np.zeros(problem.load_PK.shape[1])
-    cost_K[0] = 1.0
-    assert relaxation.solve(*limits(problem), np.inf, cost_K).bound < usual
-    assert relaxation.solve(*limits(problem), np.inf).bound == pytest.approx(usual)
+@pytest.mark.parametrize("seed", range(3))
+def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
+    """And the box is narrowed to where plans that cost no more than the cutoff can be."""
+    machine = Topology(world_size=4, hardware=profile)
+    problem = build_problem(CostModel(make_tables(6, seed), machine, batch_size=64), {})
+    everything, lower_K = np.ones(len(problem.type_C), bool), np.zeros(problem.load_PK.shape[1])
+    scale = float(problem.load_PK.sum())
+    mean = MeanRelaxation(problem, everything, scale, root=True).solve(lower_K, lower_K + 1, 1.0)
+    relaxation = MeanRelaxation(problem, everything, scale)
+    tight = relaxation.solve(lower_K, lower_K + 1, 1.2 * mean.bound + 0.01)
+    assert tight.bound >= mean.bound * (1 - 1e-9)
+    largest_CK = problem.largest_load_CK() / scale
+    for kind in problem.type_T:
+        mine = problem.type_C == kind
+        assert (tight.share_C[mine] @ largest_CK[mine] <= tight.slowest_K + 1e-6).all()
+    assert (tight.lower_K <= tight.slowest_K + 1e-6).all()
+    assert (tight.slowest_K <= tight.upper_K + 1e-6).all()
+    assert tight.upper_K.sum() < len(lower_K)
+    whole = relaxation.solve_whole(tight.lower_K, tight.upper_K, 1.2 * mean.bound + 0.01, 10.0)
+    assert whole >= tight.bound - 1e-5

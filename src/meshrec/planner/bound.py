@@ -3,8 +3,10 @@
 Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load; (2) T_k is
 at least the largest piece of every chosen candidate; (3) a rank that holds a heavy table has little room
 for others. (1) is linear; the rest becomes so once T is known to lie in a small box lower <= T <= upper. So
-boxes are branched on, the one with the lowest bound first. Splitting a table's pieces unevenly keeps its
-mean load and raises its largest piece, so the bound holds for uneven plans as well.
+boxes are narrowed to where a plan that beats a goal can be, and branched on, the one with the lowest bound
+first; a goal below the best known plan leaves little room, and is quickly proven. Splitting a table's
+pieces unevenly keeps its mean load and raises its largest piece, so the bound holds for uneven plans as
+well.
 """
 
 import heapq
@@ -20,8 +22,9 @@ from meshrec.planner.relaxation import MeanRelaxation, Relaxation
 from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
-_LEAST_WIDTH = 2e-3
-_CUTOFF = 1 + 1e-6
+_NARROW, _LEAST_WIDTH = 3e-3, 5e-4
+"""The width of boxes that are worth whole numbers, and of those that are not worth a cut."""
+_EQUAL = 1 + 1e-6
 
 
 class Box(NamedTuple):
@@ -33,6 +36,8 @@ class Box(NamedTuple):
     share_C: Floats
     slowest_K: Floats
     cut_at_K: Floats
+    is_whole: bool = False
+    """Whether the bound is that of whole numbers."""
 
 
 class LowerBound:
@@ -41,36 +46,50 @@ class LowerBound:
     Args:
         problem: what is planned.
         allowed_C: the candidates that plans may use.
-        seconds: a plan's time: boxes that are not better are closed, and it scales the numbers.
-        coarse: whether the mean over ranks is good enough.
+        seconds: a plan's time: it scales the numbers.
+        goal: seconds that are to be proven: boxes without anything faster are closed.
+        coarse: whether the mean over ranks is good enough; there is no goal then.
     """
 
-    def __init__(self, problem: Problem, allowed_C: Bools, seconds: float, *, coarse: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        allowed_C: Bools,
+        seconds: float,
+        goal: float | None = None,
+        *,
+        coarse: bool = False,
+    ) -> None:
         self._scale = seconds
         self._largest_CK = problem.largest_load_CK() / seconds
         self._allowed_C = allowed_C
-        self._unit_K = np.zeros(problem.load_PK.shape[1])
-        self._relaxation: Relaxation = MeanRelaxation(problem, allowed_C, seconds)
+        num_phases = problem.load_PK.shape[1]
+        self._unit_K = np.zeros(num_phases)
         if not coarse and ClassRelaxation.serves(problem, allowed_C):
             relaxation = ClassRelaxation(problem, allowed_C, seconds)
-            self._relaxation, self._unit_K = relaxation, relaxation.unit_K
+            self._relaxation: Relaxation = relaxation
+            self._unit_K = relaxation.unit_K
+        else:
+            self._relaxation = MeanRelaxation(problem, allowed_C, seconds, root=coarse)
         self._count = itertools.count()
         self._heap: list[tuple[float, int, Box]] = []
         self._closed = INFINITY
-        self._cutoff = INFINITY if coarse else _CUTOFF
+        self._goal = INFINITY if coarse else (1.0 if goal is None else goal / seconds) * _EQUAL
         self.num_solves = 0
-        self.num_phases = problem.load_PK.shape[1]
-        lower_K, upper_K = np.zeros(self.num_phases), np.full(self.num_phases, INFINITY)
-        if not coarse:
-            lower_K, upper_K = self._limits(lower_K, np.ones(self.num_phases))
-        self._open(0.0, lower_K, upper_K)
+        limit = min(self._goal, INFINITY)
+        self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit))
 
     @property
     def value(self) -> float:
-        """Seconds that no plan can beat, so far."""
+        """Seconds that no plan can beat, so far; the goal where it is proven."""
         best = self._heap[0][0] if self._heap else INFINITY
-        least = min(best, self._closed)
+        least = min(best, self._closed, self._goal)
         return least * self._scale if least < INFINITY else np.inf
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no plan is faster than the goal."""
+        return not self._heap and self._closed >= self._goal
 
     @property
     def best_box(self) -> Box | None:
@@ -79,8 +98,8 @@ class LowerBound:
 
     @property
     def work(self) -> int:
-        """What `branch` costs; see `Effort`."""
-        return 2 * self._relaxation.work
+        """The work so far; see `Effort`."""
+        return self._relaxation.work
 
     def boxes(self, most: int) -> list[Box]:
         """The open boxes with the lowest bounds, T in seconds."""
@@ -91,19 +110,18 @@ class LowerBound:
         fits = (self._largest_CK <= box.upper_K / self._scale * (1 + 1e-9)).all(axis=1)
         return np.asarray(fits & self._allowed_C)
 
-    def improve(self, seconds: float) -> None:
-        """Tells of a faster plan: from now on, boxes that are not better than it are closed."""
-        self._cutoff = min(self._cutoff, seconds / self._scale * _CUTOFF)
-
-    def branch(self) -> bool:
-        """Splits the best open box; False when that would not raise the bound, or no box can be split."""
+    def branch(self, seconds: float = INFINITY) -> bool:
+        """Raises the bound of the best open box, or splits it; False when that would not raise the bound, or
+        no box can be split. Takes not much longer than `seconds`."""
         while self._heap and self._heap[0][0] < self._closed:
-            box = self._heap[0][2]
+            box = heapq.heappop(self._heap)[2]
+            if not box.is_whole and (box.upper_K - box.lower_K).max() < _NARROW:
+                self._solve_whole(box, seconds)
+                return True
             cut = self._cut(box)
             if cut is None:
-                self.set_aside()
+                self._closed = min(self._closed, box.bound)
                 continue
-            heapq.heappop(self._heap)
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
             upper_K[cut.phase] = cut.at_most
             lower_K[cut.phase] = cut.at_least
@@ -111,22 +129,6 @@ class LowerBound:
             self._open(box.bound, lower_K, box.upper_K)
             return True
         return False
-
-    def set_aside(self) -> None:
-        """Ends the work on the best box; its bound stays."""
-        if self._heap:
-            self._closed = min(self._closed, heapq.heappop(self._heap)[0])
-
-    def _limits(self, lower_K: Floats, upper_K: Floats) -> tuple[Floats, Floats]:
-        """The least and the largest T_k of plans that are good enough, phase by phase."""
-        for phase in range(self.num_phases):
-            cost_K = np.zeros(self.num_phases)
-            cost_K[phase] = 1.0
-            least = self._relaxation.solve(lower_K, upper_K, self._cutoff, cost_K)
-            self.num_solves += 1
-            if least is not None:
-                lower_K[phase] = max(lower_K[phase], (least.bound - 1e-7) * (1 - 1e-7))
-        return lower_K, upper_K
 
     def _in_seconds(self, box: Box) -> Box:
         scale = self._scale
@@ -139,31 +141,43 @@ class LowerBound:
         )
 
     def _open(self, bound: float, lower_K: Floats, upper_K: Floats) -> None:
-        # No phase can take what all others leave of the cutoff.
-        upper_K = np.minimum(upper_K, self._cutoff - lower_K.sum() + lower_K)
+        # No phase can take what all others leave of the goal.
+        upper_K = np.minimum(upper_K, self._goal - lower_K.sum() + lower_K)
         if (lower_K > upper_K).any():
             return
-        relaxed = self._relaxation.solve(lower_K, upper_K, self._cutoff)
+        relaxed = self._relaxation.solve(lower_K, upper_K, self._goal)
         self.num_solves += 1
-        if relaxed is None:
-            return
-        box = Box(max(bound, relaxed.bound), lower_K, upper_K, *relaxed[1:])
+        if relaxed is not None:
+            found = relaxed._replace(bound=max(bound, relaxed.bound))
+            self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4]))
+
+    def _solve_whole(self, box: Box, seconds: float) -> None:
+        bound = self._relaxation.solve_whole(box.lower_K, box.upper_K, self._goal, seconds)
+        self.num_solves += 1
+        if bound < self._goal:
+            self._push(box._replace(bound=max(box.bound, bound), is_whole=True))
+
+    def _push(self, box: Box) -> None:
         heapq.heappush(self._heap, (box.bound, next(self._count), box))
 
     def _cut(self, box: Box) -> "_Cut | None":
-        """Where the relaxation asks for it; else in the middle of the widest side."""
+        """Between two points of the grid; where the relaxation asks for it; else in the middle of the widest
+        side."""
+        width_K = box.upper_K - box.lower_K
+        grid = int(self._unit_K.argmax())
+        unit = float(self._unit_K[grid])
+        points = round(width_K[grid] / unit) if unit > 0 else 0
+        if points > 0:
+            at_least = float(box.lower_K[grid]) + (points + 1) // 2 * unit
+            return _Cut(grid, at_least - unit, at_least)
         wanted_K = box.cut_at_K - box.slowest_K
         phase = int(wanted_K.argmax())
         if wanted_K[phase] > _LEAST_CUT:
-            return self._cut_at(box, phase, float(box.cut_at_K[phase]))
-        width_K = np.minimum(box.upper_K, self._cutoff) - box.lower_K
+            return _cut_at(phase, float(box.cut_at_K[phase]))
         phase = int(width_K.argmax())
         if width_K[phase] < _LEAST_WIDTH:
             return None
-        return self._cut_at(box, phase, float(box.lower_K[phase] + width_K[phase] / 2))
-
-    def _cut_at(self, box: Box, phase: int, value: float) -> "_Cut":
-        return _Cut(phase, value * (1 - 1e-7), value)
+        return _cut_at(phase, float(box.lower_K[phase] + width_K[phase] / 2))
 
 
 class _Cut(NamedTuple):
@@ -172,3 +186,7 @@ class _Cut(NamedTuple):
     phase: int
     at_most: float
     at_least: float
+
+
+def _cut_at(phase: int, value: float) -> _Cut:
+    return _Cut(phase, value * (1 - 1e-7), value)

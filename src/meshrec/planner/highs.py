@@ -5,9 +5,14 @@ from typing import NamedTuple
 import highspy
 import numpy as np
 
-from meshrec.planner.types import Floats, Ints
+from meshrec.planner.types import Bools, Floats, Ints
 
 INFINITY = 1e30
+_MOST_NODES = 20
+_WORK_PER_SOLVE, _WORK_PER_ITERATION = 50, 2
+"""Per row and column."""
+_WORK_OF_WHOLE = 8
+"""The work per iteration where numbers are whole: cuts and propagation come on top of the simplex method."""
 
 
 class Matrix(NamedTuple):
@@ -45,10 +50,52 @@ def sparse_matrix(rows: Ints, columns: Ints, values: Floats, *, num_rows: int, n
     return Matrix(start.astype(np.int32), rows[order].astype(np.int32), values[order], num_rows)
 
 
+class Rows:
+    """Rows of a linear program, as they come."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._num_columns = num_columns
+        self._num_rows = 0
+        self._triplets: list[tuple[Ints, Ints, Floats]] = []
+        self._limits: list[tuple[Floats, Floats]] = []
+
+    def add(self, columns: Ints, values: Floats, lower: float, upper: float) -> None:
+        """One row."""
+        self.add_each(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
+
+    def add_each(
+        self, rows: Ints, columns: Ints, values: Floats | float, lower: Floats, upper: Floats
+    ) -> None:
+        """As many rows as `lower` and `upper` have entries; `rows` counts from the first of them."""
+        values = np.broadcast_to(np.asarray(values, np.float64), rows.shape)
+        some = values != 0
+        self._triplets.append((rows[some] + self._num_rows, columns[some], values[some]))
+        self._limits.append((lower, upper))
+        self._num_rows += len(lower)
+
+    def program(self, cost: Floats, lower: Floats, upper: Floats) -> LinearProgram:
+        """The program: minimise `cost`."""
+        rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
+        row_lower, row_upper = (np.concatenate(part) for part in zip(*self._limits, strict=True))
+        # Several pieces of a candidate may share an element.
+        place, inverse = np.unique(columns * self._num_rows + rows, return_inverse=True)
+        columns, rows = np.divmod(place, self._num_rows)
+        values = np.bincount(inverse, values, len(place)).astype(np.float64)
+        matrix = sparse_matrix(rows, columns, values, num_rows=self._num_rows, num_columns=self._num_columns)
+        return LinearProgram(cost, lower, upper, matrix, row_lower, row_upper)
+
+
 class Solver:
-    """One linear program whose bounds may change; each solve starts from the last basis."""
+    """One linear program whose bounds and cost may change; each solve starts from the last basis.
+
+    Attributes:
+        work: what the solutions cost, by rows, columns and iterations of the simplex method; see `Effort`.
+    """
 
     def __init__(self, program: LinearProgram) -> None:
+        self.work = 0
+        self._size = len(program.cost) + program.matrix.num_rows
+        self._last_row = program.matrix.num_rows - 1
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
             self._highs.setOptionValue(option, value)
@@ -71,9 +118,13 @@ class Solver:
         """Replaces the cost of all variables."""
         self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
 
+    def set_last_row(self, upper: float) -> None:
+        """Replaces the upper limit of the last row."""
+        self._highs.changeRowBounds(self._last_row, -INFINITY, min(upper, INFINITY))
+
     def solve(self) -> Optimum | None:
         """The optimum, or None where there is no feasible point (or no proven optimum)."""
-        self._highs.run()
+        self._run()
         if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         solution = self._highs.getSolution()
@@ -82,6 +133,31 @@ class Solver:
             np.array(solution.col_value),
             np.array(solution.col_dual),
         )
+
+    def solve_whole(self, integer: Bools, seconds: float) -> float:
+        """What no solution with whole numbers where `integer` says so can beat: infinite where there is
+        none. Ends after a few nodes of the search, or `seconds`."""
+        columns = np.flatnonzero(integer).astype(np.int32)
+        kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), np.uint8)
+        self._highs.changeColsIntegrality(len(columns), columns, kinds)
+        # Plans come from elsewhere: only the bound counts.
+        for option, value in (
+            ("time_limit", max(seconds, 0.01)),
+            ("mip_max_nodes", _MOST_NODES),
+            ("mip_heuristic_effort", 0.0),
+            ("mip_detect_symmetry", False),
+            ("mip_allow_restart", False),
+        ):
+            self._highs.setOptionValue(option, value)
+        self._run(_WORK_OF_WHOLE)
+        if self._highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return np.inf
+        return float(self._highs.getInfo().mip_dual_bound)
+
+    def _run(self, factor: int = 1) -> None:
+        self._highs.run()
+        iterations = max(int(self._highs.getInfo().simplex_iteration_count), 0)
+        self.work += factor * self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations)
 
 
 def solve_lp(program: LinearProgram) -> Optimum | None:

@@ -9,13 +9,16 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from meshrec.planner.highs import INFINITY, LinearProgram, Solver, sparse_matrix
+from meshrec.planner.highs import INFINITY, LinearProgram, Rows, Solver
 from meshrec.planner.problem import Problem
-from meshrec.planner.types import Bools, Floats
+from meshrec.planner.types import Bools, Floats, Ints
 
+MARGIN = 1e-6
+"""What an optimum may be off by."""
 _USED = 1e-7
-_SOLVE_WORK = 100_000
-_SOLVE_WORK_PER_CANDIDATE = 200
+_FEW_CANDIDATES = 2000
+_ROUNDS, _SHRUNK = 3, 0.5
+"""Most attempts to narrow a box; one that leaves less than this part of it is worth another."""
 
 
 class Relaxed(NamedTuple):
@@ -23,12 +26,15 @@ class Relaxed(NamedTuple):
 
     `share_C`: how many tables use each candidate. `slowest_K`: T. `cut_at_K`: where T has to be told apart,
     below or above, for the relaxation to be more like a plan; equal to T where there is nothing to tell.
+    `lower_K`, `upper_K`: the part of the box that all of the relaxation's solutions are in.
     """
 
     bound: float
     share_C: Floats
     slowest_K: Floats
     cut_at_K: Floats
+    lower_K: Floats
+    upper_K: Floats
 
 
 class Relaxation(Protocol):
@@ -36,46 +42,101 @@ class Relaxation(Protocol):
 
     @property
     def work(self) -> int:
-        """What one more solution costs; see `Effort`."""
+        """What the solutions have cost so far; see `Effort`."""
         ...
 
-    def solve(
-        self, lower_K: Floats, upper_K: Floats, cutoff: float, cost_K: Floats | None = None
-    ) -> Relaxed | None:
+    def solve(self, lower_K: Floats, upper_K: Floats, cutoff: float) -> Relaxed | None:
         """The optimum over plans with lower <= T <= upper that cost `cutoff` at most; None where there are
-        none. `cost_K` replaces the cost: of T alone, by phase."""
+        none."""
+        ...
+
+    def solve_whole(self, lower_K: Floats, upper_K: Floats, cutoff: float, seconds: float) -> float:
+        """A bound for the same plans, with whole numbers where something is counted; infinite where there
+        are none. Takes `seconds` at most."""
         ...
 
 
 class MeanRelaxation:
-    """T is at least the mean load of each phase."""
+    """T is at least the mean load of each phase, and the largest piece of what a single table uses.
 
-    def __init__(self, problem: Problem, allowed_C: Bools, scale: float) -> None:
+    `root`: whether one optimum is all that is wanted.
+    """
+
+    def __init__(self, problem: Problem, allowed_C: Bools, scale: float, *, root: bool = False) -> None:
+        self._work = 0
         self._largest_CK = problem.largest_load_CK() / scale
         self._allowed_C = allowed_C
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         self._num_phases = problem.load_PK.shape[1]
         self._cost = np.concatenate((problem.common_C / scale, np.ones(self._num_phases)))
-        self._solver = Solver(_program(problem, scale, self._cost))
+        self._is_small = len(self._tables_C) <= _FEW_CANDIDATES
+        self._narrows = not root
+        self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
+        self._solver = Solver(self._linear)
 
     @property
     def work(self) -> int:
-        """What one more solution costs."""
-        return _SOLVE_WORK + _SOLVE_WORK_PER_CANDIDATE * len(self._tables_C)
-
-    def solve(
-        self, lower_K: Floats, upper_K: Floats, cutoff: float, cost_K: Floats | None = None
-    ) -> Relaxed | None:
         """See `Relaxation`."""
+        return self._work
+
+    def solve(self, lower_K: Floats, upper_K: Floats, cutoff: float) -> Relaxed | None:
+        """See `Relaxation`."""
+        before = self._solver.work
+        relaxed = self._solve(lower_K, upper_K, cutoff)
+        for _ in range(_ROUNDS):
+            if relaxed is None or not self._narrows:
+                break
+            # Where solutions are dear, only the first box is worth it.
+            self._narrows = self._is_small
+            old_K = upper_K - lower_K
+            lower_K, upper_K = self._narrowed(lower_K, upper_K)
+            relaxed = self._solve(lower_K, upper_K, cutoff)
+            if ((upper_K - lower_K)[old_K > MARGIN] / old_K[old_K > MARGIN]).prod() > _SHRUNK:
+                break
+        self._work += self._solver.work - before
+        return relaxed
+
+    def solve_whole(self, lower_K: Floats, upper_K: Floats, cutoff: float, seconds: float) -> float:
+        """See `Relaxation`."""
+        if not self._is_small:
+            return 0.0
+        solver = Solver(self._linear)
+        solver.set_bounds(*self._bounds(lower_K, upper_K))
+        solver.set_last_row(cutoff)
+        bound = solver.solve_whole(np.arange(len(self._cost)) < len(self._tables_C), seconds)
+        self._work += solver.work
+        return bound - MARGIN
+
+    def _bounds(self, lower_K: Floats, upper_K: Floats) -> tuple[Floats, Floats]:
         admitted_C = (self._largest_CK <= upper_K * (1 + 1e-9)).all(axis=1) & self._allowed_C
         most_C = np.where(admitted_C, self._tables_C, 0.0)
-        self._solver.set_bounds(np.concatenate((0 * most_C, lower_K)), np.concatenate((most_C, upper_K)))
-        self._solver.set_cost(self._cost if cost_K is None else np.concatenate((0 * most_C, cost_K)))
+        return np.concatenate((0 * most_C, lower_K)), np.concatenate((most_C, upper_K))
+
+    def _solve(self, lower_K: Floats, upper_K: Floats, cutoff: float) -> Relaxed | None:
+        self._solver.set_bounds(*self._bounds(lower_K, upper_K))
+        self._solver.set_cost(self._cost)
+        self._solver.set_last_row(cutoff)
         optimum = self._solver.solve()
-        if optimum is None or (cost_K is None and optimum.objective > cutoff):
+        if optimum is None:
             return None
-        share_C, slowest_K = np.split(optimum.x, [len(most_C)])
-        return Relaxed(optimum.objective, share_C, slowest_K, self._cut_at(share_C, slowest_K))
+        share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
+        cut_at_K = self._cut_at(share_C, slowest_K)
+        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, lower_K, upper_K)
+
+    def _narrowed(self, lower_K: Floats, upper_K: Floats) -> tuple[Floats, Floats]:
+        """The least and the largest T, phase by phase, of the solutions within the limits that are set."""
+        lower_K, upper_K = lower_K.copy(), upper_K.copy()
+        for phase in np.flatnonzero(upper_K - lower_K > 10 * MARGIN):
+            cost = np.zeros(len(self._cost))
+            for sign in (1.0, -1.0):
+                cost[len(self._tables_C) + phase] = sign
+                self._solver.set_cost(cost)
+                optimum = self._solver.solve()
+                if optimum is not None and sign > 0:
+                    lower_K[phase] = max(lower_K[phase], optimum.objective - MARGIN)
+                elif optimum is not None:
+                    upper_K[phase] = min(upper_K[phase], MARGIN - optimum.objective)
+        return lower_K, upper_K
 
     def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
         """The median size of the pieces in use that are larger than T."""
@@ -88,38 +149,44 @@ class MeanRelaxation:
         return cut_at_K
 
 
-def _program(problem: Problem, scale: float, cost: Floats) -> LinearProgram:
+def _program(problem: Problem, scale: float, cost: Floats, *, largest: bool) -> LinearProgram:
     """Variables: how many tables use each candidate [C], and T [K]. Rows: each type's tables, mean loads,
-    memory."""
+    memory, cost; perhaps, T above the largest piece of each single table."""
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
-    tables_Y = np.bincount(problem.type_T).astype(np.float64)
-    num_types = len(tables_Y)
-    mean_CK = problem.mean_load_CK() / scale
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)
-    rows = [
-        problem.type_C,
-        np.tile(num_types + phase, num_candidates),
-        np.full(num_candidates, num_types + num_phases),
-        num_types + phase,
-    ]
-    columns = [candidate, np.repeat(candidate, num_phases), candidate, num_candidates + phase]
-    values = [
-        np.ones(num_candidates),
-        mean_CK.ravel(),
-        problem.mean_bytes_C() / problem.memory_cap,
-        np.full(num_phases, -1.0),
-    ]
-    return LinearProgram(
-        cost=cost,
-        lower=np.zeros(num_candidates + num_phases),
-        upper=np.full(num_candidates + num_phases, INFINITY),
-        matrix=sparse_matrix(
-            np.concatenate(rows),
-            np.concatenate(columns),
-            np.concatenate(values),
-            num_rows=num_types + num_phases + 1,
-            num_columns=num_candidates + num_phases,
-        ),
-        row_lower=np.concatenate((tables_Y, np.full(num_phases + 1, -INFINITY))),
-        row_upper=np.concatenate((tables_Y, np.zeros(num_phases), [1.0])),
+    tables_Y = np.bincount(problem.type_T).astype(np.float64)
+    rows = Rows(num_candidates + num_phases)
+    rows.add_each(problem.type_C, candidate, 1.0, tables_Y, tables_Y)
+    slowest = num_candidates + phase
+    mean_CK = problem.mean_load_CK() / scale
+    rows.add_each(
+        np.append(np.tile(phase, num_candidates), phase),
+        np.append(np.repeat(candidate, num_phases), slowest),
+        np.append(mean_CK.ravel(), -np.ones(num_phases)),
+        np.full(num_phases, -INFINITY),
+        np.zeros(num_phases),
+    )
+    rows.add(candidate, problem.mean_bytes_C() / problem.memory_cap, -INFINITY, 1.0)
+    if largest:
+        add_largest(rows, problem, candidate, slowest, scale)
+    rows.add(np.arange(len(cost)), cost, -INFINITY, INFINITY)
+    return rows.program(cost, np.zeros(len(cost)), np.full(len(cost), INFINITY))
+
+
+def add_largest(rows: Rows, problem: Problem, candidates: Ints, slowest: Ints, scale: float) -> None:
+    """Rows: T, in the columns `slowest`, is at least the largest piece of what a single table uses;
+    `candidates` are in the first columns."""
+    type_C = problem.type_C[candidates]
+    single = np.flatnonzero(np.bincount(problem.type_T) == 1)
+    mine = np.flatnonzero(np.isin(type_C, single))
+    row_C = np.searchsorted(single, type_C[mine])
+    phase = np.arange(len(slowest))
+    limit = np.arange(len(single) * len(slowest))
+    largest_CK = problem.largest_load_CK()[candidates[mine]] / scale
+    rows.add_each(
+        np.append((row_C[:, None] * len(slowest) + phase).ravel(), limit),
+        np.append(np.repeat(mine, len(slowest)), np.tile(slowest, len(single))),
+        np.append(largest_CK.ravel(), -np.ones(len(limit))),
+        np.full(len(limit), -INFINITY),
+        np.zeros(len(limit)),
     )

@@ -16,10 +16,13 @@ from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_BRANCHES = 8
-"""Branches between attempts at better plans."""
-_STARTS = 4
-"""Attempts between branches."""
+_SEARCH = 0.3
+"""The part of the work that goes to better plans, once there is one."""
+_STARTS = 32
+"""Boxes to start from."""
+_GAPS = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.01, 0.007, 0.005, 0.003, 0.002, 0.001)
+"""Goals of the bound, one after the other: how far below the best known plan."""
+_SAFELY, _NEXT = 0.99, 0.8
 _LEAST_SECONDS = 1e-12
 
 
@@ -65,7 +68,10 @@ class _Entrant:
         self._coarse = LowerBound(problem, way.allowed_C, scale, coarse=True)
         self.root = self._coarse.best_box
         self._problem = problem
-        self._bound: LowerBound | None = None
+        self.bound: LowerBound | None = None
+        self._proven = -np.inf
+        self._work = 0
+        self._num_solves = 0
         self.tried: set[bytes] = set()
         self.is_done = False
 
@@ -77,21 +83,41 @@ class _Entrant:
     @property
     def value(self) -> float:
         """The bound, with latencies."""
-        coarse = self._coarse.value + self.way.fixed_seconds
-        return coarse if self._bound is None else max(coarse, self._bound.value + self.way.fixed_seconds)
+        return max(self._coarse.value + self.way.fixed_seconds, self._proven, self._reached)
+
+    @property
+    def _reached(self) -> float:
+        return -np.inf if self.bound is None else self.bound.value + self.way.fixed_seconds
 
     @property
     def num_boxes(self) -> int:
         """Relaxations solved."""
-        return self._coarse.num_solves + (0 if self._bound is None else self._bound.num_solves)
+        return self._coarse.num_solves + self._num_solves + (self.bound.num_solves if self.bound else 0)
 
-    def bound(self, known: float) -> LowerBound:
-        """The bound, told of a plan that takes `known` seconds with latencies."""
-        seconds = max(known - self.way.fixed_seconds, _LEAST_SECONDS)
-        if self._bound is None:
-            self._bound = LowerBound(self._problem, self.way.allowed_C, seconds)
-        self._bound.improve(seconds)
-        return self._bound
+    @property
+    def work(self) -> int:
+        """The work on the bound."""
+        return self._work + (0 if self.bound is None else self.bound.work)
+
+    def improve(self, known: float, seconds: float) -> bool:
+        """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
+        yet; False where there is none. Takes not much longer than `seconds`."""
+        if self.bound is not None:
+            if self.bound.branch(seconds):
+                return True
+            if not self.bound.is_proven:
+                return False
+            self._proven = max(self._proven, self._reached)
+            self._work, self._num_solves = self.work, self._num_solves + self.bound.num_solves
+            self.bound = None
+        if self.value >= known:
+            return False
+        gap = _NEXT * (1 - self.value / known)
+        goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
+        fixed = self.way.fixed_seconds
+        scale = max(known - fixed, _LEAST_SECONDS)
+        self.bound = LowerBound(self._problem, self.way.allowed_C, scale, max(goal - fixed, _LEAST_SECONDS))
+        return True
 
 
 class _Contest:
@@ -104,7 +130,6 @@ class _Contest:
         self._effort = effort
         self._cutoff = cutoff
         self._deadline = deadline
-        self._branch_work = 0
 
     @property
     def known(self) -> float:
@@ -118,7 +143,15 @@ class _Contest:
 
     @property
     def _work(self) -> int:
-        return self._branch_work + sum(entrant.search.work for entrant in self._entrants)
+        return self._bound_work + self._search_work
+
+    @property
+    def _bound_work(self) -> int:
+        return sum(entrant.work for entrant in self._entrants)
+
+    @property
+    def _search_work(self) -> int:
+        return sum(entrant.search.work for entrant in self._entrants)
 
     @property
     def _is_spent(self) -> bool:
@@ -140,39 +173,37 @@ class _Contest:
             entrant.search.construct_from(entrant.root, entrant.way.allowed_C)
             if not self._is_spent:
                 entrant.search.start_from(entrant.root, entrant.way.allowed_C)
+        self._first_work = self._search_work
 
     def step(self) -> bool:
         """One piece of work; False when there is nothing to do, or no time to do it."""
         if self.known == np.inf or self._is_proven or self._is_spent:
             return False
         entrant = min(self._entrants, key=lambda entrant: entrant.value)
-        if not entrant.is_done:
-            bound = entrant.bound(self.known)
-            for _ in range(_BRANCHES):
-                if self._is_proven or self._is_spent:
-                    return False
-                if not bound.branch():
-                    entrant.is_done = True
-                    break
-                self._branch_work += bound.work
-            if self._start_from_boxes(entrant, bound):
-                return True
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
-        if best.search.parts_T:
+        if not entrant.is_done and self._bound_work * _SEARCH <= (1 - _SEARCH) * self._late_work:
+            entrant.is_done = not entrant.improve(self.known, self._deadline - time.perf_counter())
+            return True
+        if not self._start_from_box(entrant) and best.search.parts_T:
             best.search.refine()
         return bool(best.search.parts_T) or not entrant.is_done
 
-    def _start_from_boxes(self, entrant: _Entrant, bound: LowerBound) -> bool:
-        """Plans with the splits of the lowest boxes, those that have not been tried; whether there were
-        any."""
-        num_starts = 0
-        for box in bound.boxes(4 * _BRANCHES):
+    @property
+    def _late_work(self) -> int:
+        """The work on better plans after the first ones, and a little more, so that the bound is first."""
+        return self._search_work - self._first_work + 1
+
+    def _start_from_box(self, entrant: _Entrant) -> bool:
+        """A plan with the splits of one of the lowest boxes, if any has not been tried."""
+        if entrant.bound is None:
+            return False
+        for box in entrant.bound.boxes(_STARTS):
             key = np.rint(box.share_C).astype(np.int32).tobytes()
-            if key not in entrant.tried and num_starts < _STARTS and not self._is_spent:
+            if key not in entrant.tried:
                 entrant.tried.add(key)
-                entrant.search.start_from(box, bound.allowed(box))
-                num_starts += 1
-        return num_starts > 0
+                entrant.search.start_from(box, entrant.bound.allowed(box))
+                return True
+        return False
 
     def solution(self) -> Solution:
         """The best plan and the bound."""

@@ -1,0 +1,326 @@
+"""The linear program of ranks in classes; see `rank_classes` for what it says.
+
+C candidates, H classes, E light elements and V splits (L = E + V of what is spread over classes), K phases.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.planner.elements import Elements
+from meshrec.planner.highs import INFINITY, LinearProgram, Rows
+from meshrec.planner.problem import Problem
+from meshrec.planner.relaxation import add_largest
+from meshrec.planner.types import Bools, Floats, Ints
+
+TIGHT = 1 + 1e-9
+MOST_STEPS = 1
+
+
+class Classes(NamedTuple):
+    """H classes of ranks."""
+
+    heavy: Ints
+    """The heavy elements, G of them."""
+    heavy_HG: Ints
+    """How many of each a rank of the class holds."""
+    load_HK: Floats
+    most_H: Floats
+    """The most ranks that can be in the class."""
+    steps_H: Ints
+    """Steps off the grid, or -1 for any."""
+
+
+class Box(NamedTuple):
+    """lower <= T <= upper, and a cost of `cutoff` at most."""
+
+    lower_K: Floats
+    upper_K: Floats
+    cutoff: float
+
+
+class ClassProgram:
+    """Builds the program, and knows where its variables are: how many tables use each candidate, ranks per
+    class, lights per class, room per class and phase, T, and where products are `exact`, the binary digits
+    of ranks per class."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        elements: Elements,
+        candidates: Ints,
+        classes: Classes,
+        box: Box,
+        *,
+        scale: float,
+        exact: bool,
+    ) -> None:
+        self.problem, self.elements, self.candidates = problem, elements, candidates
+        self.classes, self.box, self.scale = classes, box, scale
+        self.num_classes, self.num_phases = classes.load_HK.shape
+        self._place_C = np.full(len(problem.type_C), -1)
+        self._place_C[candidates] = np.arange(len(candidates))
+        self._groups = np.flatnonzero(self._place_C[problem.candidate_P] >= 0)
+        self._used = self._place_C[problem.candidate_P[self._groups]]
+        self.light = np.setdiff1d(elements.element_P[self._groups], classes.heavy)
+        self._varying = elements.varying_P[self._groups]
+        self.split = np.unique(self._varying[self._varying >= 0])
+        self.num_lights = len(self.light) + len(self.split)
+        self.first_class = len(candidates)
+        self.first_light = self.first_class + self.num_classes
+        self.first_load = self.first_light + self.num_lights * self.num_classes
+        self.first_slowest = self.first_load + self.num_classes * self.num_phases
+        self._digits = _digits(classes.most_H if exact else np.ones(self.num_classes))
+        self.first_digit = self.first_slowest + self.num_phases
+        self.first_product = self.first_digit + len(self._digits)
+        self.num_columns = self.first_product + len(self._digits) * self.num_phases
+        self._spread = (
+            self.first_light
+            + np.arange(self.num_lights)[:, None] * self.num_classes
+            + np.arange(self.num_classes)
+        )
+        self._rows = Rows(self.num_columns)
+        self._tables_Y = np.bincount(problem.type_T).astype(np.float64)
+        self._upper_HK = self._upper()
+
+    def build(self) -> LinearProgram:
+        """Minimises the cost over the relaxation of plans in the box."""
+        for part in (self._count, self._presence, self._grid, self._loads, self._products):
+            part()
+        slowest = self.first_slowest + np.arange(self.num_phases)
+        add_largest(self._rows, self.problem, self.candidates, slowest, self.scale)
+        cost = self._cost()
+        bytes_C = self.problem.mean_bytes_C()[self.candidates] / self.problem.memory_cap
+        self._rows.add(np.arange(len(self.candidates)), bytes_C, -INFINITY, 1.0)
+        self._rows.add(np.flatnonzero(cost), cost[cost != 0], -INFINITY, self.box.cutoff)
+        return self._rows.program(cost, *self._bounds())
+
+    def integer(self) -> Bools:
+        """Which variables count something."""
+        whole = np.zeros(self.num_columns, bool)
+        whole[: self.first_light + len(self.light) * self.num_classes] = True
+        whole[self.first_digit : self.first_product] = True
+        return whole
+
+    def slowest_cost(self, cost_K: Floats) -> Floats:
+        """The cost of T alone."""
+        cost = np.zeros(self.num_columns)
+        cost[self.first_slowest : self.first_digit] = cost_K
+        return cost
+
+    def _cost(self) -> Floats:
+        cost = self.slowest_cost(np.ones(self.num_phases))
+        cost[: len(self.candidates)] = self.problem.common_C[self.candidates] / self.scale
+        return cost
+
+    def _bounds(self) -> tuple[Floats, Floats]:
+        classes, elements = self.classes, self.elements
+        lower, upper = np.zeros(self.num_columns), np.full(self.num_columns, INFINITY)
+        lower[self.first_slowest : self.first_digit] = self.box.lower_K
+        upper[self.first_slowest : self.first_digit] = self.box.upper_K
+        upper[self.first_digit : self.first_product] = 1.0
+        upper[self.first_class : self.first_light] = classes.most_H
+        least_LK = np.concatenate(
+            (elements.still_EK[self.light], elements.still_EK[elements.element_V[self.split]])
+        )
+        # What varies comes on top of its element, which is in the class's load where it is heavy.
+        heavy_V = np.isin(elements.element_V[self.split], classes.heavy)
+        least_LK[len(self.light) :][heavy_V] = 0.0
+        odd_L = np.concatenate((np.isnan(elements.steps_E[self.light]), elements.odd_V[self.split]))
+        full_LH = (classes.load_HK[None] + least_LK[:, None] > self._upper_HK * TIGHT + 1e-12).any(axis=2)
+        full_LH |= odd_L[:, None] & (classes.steps_H >= 0)
+        upper[self.first_light : self.first_load][full_LH.ravel()] = 0.0
+        return lower, upper
+
+    def _upper(self) -> Floats:
+        """Limits [H, K] of the classes: what is off the grid, and then whole units."""
+        classes, elements, upper_K = self.classes, self.elements, self.box.upper_K
+        upper_HK = np.tile(upper_K, (self.num_classes, 1))
+        phase = int(elements.unit_K.argmax())
+        unit = elements.unit_K[phase]
+        if unit > 0:
+            base_H = classes.load_HK[:, phase] + np.maximum(classes.steps_H, 0) * elements.step
+            grid_H = base_H + np.floor((upper_K[phase] - base_H) / unit + 1e-6) * unit
+            upper_HK[:, phase] = np.where(classes.steps_H >= 0, grid_H, upper_K[phase])
+        return upper_HK
+
+    def _count(self) -> None:
+        """Each table uses a candidate, each rank is in a class, elements are as many as candidates say."""
+        classes, elements, rows = self.classes, self.elements, self._rows
+        candidate = np.arange(len(self.candidates))
+        tables_Y = self._tables_Y
+        rows.add_each(self.problem.type_C[self.candidates], candidate, 1.0, tables_Y, tables_Y)
+        ranks = float(self.problem.num_ranks)
+        rows.add(self.first_class + np.arange(self.num_classes), np.ones(self.num_classes), ranks, ranks)
+        order_E = np.full(len(elements.still_EK), -1)
+        order_E[classes.heavy] = np.arange(len(classes.heavy))
+        order_E[self.light] = len(classes.heavy) + np.arange(len(self.light))
+        class_G, heavy_G = np.nonzero(classes.heavy_HG)
+        light_row = np.repeat(len(classes.heavy) + np.arange(len(self.light)), self.num_classes)
+        heavy_count = classes.heavy_HG[class_G, heavy_G]
+        num_elements = len(classes.heavy) + len(self.light)
+        rows.add_each(
+            np.concatenate((heavy_G, light_row, order_E[elements.element_P[self._groups]])),
+            np.concatenate((self.first_class + class_G, self._spread[: len(self.light)].ravel(), self._used)),
+            np.concatenate((heavy_count, np.ones(len(light_row)), -elements.count_P[self._groups])),
+            np.zeros(num_elements),
+            np.zeros(num_elements),
+        )
+        cut = self._varying >= 0
+        split = self._spread[len(self.light) :]
+        none = np.zeros(len(self.split))
+        rows.add_each(
+            np.append(
+                np.repeat(np.arange(len(self.split)), self.num_classes),
+                np.searchsorted(self.split, self._varying[cut]),
+            ),
+            np.append(split.ravel(), self._used[cut]),
+            np.append(np.ones(split.size), -np.ones(cut.sum())),
+            none,
+            none,
+        )
+
+    def _presence(self) -> None:
+        """No more of a table is on a class than the whole of it for every part there."""
+        classes, elements = self.classes, self.elements
+        split = self._spread[len(self.light) :]
+        row = np.arange(split.size).reshape(split.shape)
+        element_V = elements.element_V[self.split]
+        heavy_V = np.isin(element_V, classes.heavy)
+        heavy = np.flatnonzero(heavy_V)
+        order_E = np.full(len(elements.still_EK), -1)
+        order_E[classes.heavy] = np.arange(len(classes.heavy))
+        count_XH = classes.heavy_HG[:, order_E[element_V[heavy]]].T
+        light = np.flatnonzero(~heavy_V)
+        present = self._spread[np.searchsorted(self.light, element_V[light])]
+        ranks = np.tile(self.first_class + np.arange(self.num_classes), len(heavy))
+        self._rows.add_each(
+            np.concatenate((row.ravel(), row[heavy].ravel(), row[light].ravel())),
+            np.concatenate((split.ravel(), ranks, present.ravel())),
+            np.concatenate((np.ones(split.size), -count_XH.ravel(), -np.ones(present.size))),
+            np.full(split.size, -INFINITY),
+            np.zeros(split.size),
+        )
+
+    def _grid(self) -> None:
+        """A rank of a class on the grid has as many steps as the class says; of one without a grid, more
+        than those, or a part of any width."""
+        classes, elements, spread = self.classes, self.elements, self._spread
+        exact, free = np.flatnonzero(classes.steps_H >= 0), np.flatnonzero(classes.steps_H < 0)
+        if not len(free):
+            return
+        steps_L = elements.steps_E[self.light]
+        stepping = np.flatnonzero(steps_L != 0)
+        self._rows.add_each(
+            np.append(np.repeat(np.arange(len(exact)), len(stepping)), np.arange(len(exact))),
+            np.append(spread[stepping][:, exact].T.ravel(), self.first_class + exact),
+            np.append(
+                np.tile(np.nan_to_num(steps_L[stepping]), len(exact)),
+                -classes.steps_H[exact].astype(np.float64),
+            ),
+            np.zeros(len(exact)),
+            np.zeros(len(exact)),
+        )
+        odd_E = np.isin(np.arange(len(elements.steps_E)), elements.element_V[elements.odd_V])
+        weight_E = np.where(odd_E, MOST_STEPS, np.nan_to_num(elements.steps_E, nan=MOST_STEPS))
+        heavy_H = classes.heavy_HG[free] @ np.where(odd_E, weight_E, 0.0)[classes.heavy] - MOST_STEPS
+        count = np.arange(len(free))
+        self._rows.add_each(
+            np.append(np.repeat(count, len(self.light)), count),
+            np.append(spread[: len(self.light)][:, free].T.ravel(), self.first_class + free),
+            np.append(np.tile(weight_E[self.light], len(free)), heavy_H),
+            np.zeros(len(free)),
+            np.full(len(free), INFINITY),
+        )
+
+    def _loads(self) -> None:
+        """What lies on a class fits into its room, and into the whole units of the grid."""
+        elements = self.elements
+        loads = (elements.still_EK[self.light], elements.varying_VK[self.split])
+        shape = (self.num_lights, self.num_classes, self.num_phases)
+        hk = np.arange(self.num_classes * self.num_phases)
+        piece_row = np.broadcast_to(hk.reshape(shape[1:]), shape)
+        piece_column = np.broadcast_to(self._spread[:, :, None], shape)
+        piece_load = np.broadcast_to(np.concatenate(loads)[:, None, :], shape)
+        some = piece_load > 0
+        ranks = np.repeat(self.first_class + np.arange(self.num_classes), self.num_phases)
+        self._rows.add_each(
+            np.concatenate((piece_row[some], hk, hk)),
+            np.concatenate((piece_column[some], ranks, self.first_load + hk)),
+            np.concatenate((piece_load[some], self.classes.load_HK.ravel(), np.full(len(hk), -1.0))),
+            np.full(len(hk), -INFINITY),
+            np.zeros(len(hk)),
+        )
+        on_grid = self._upper_HK < self.box.upper_K
+        some = some & on_grid
+        limit = (self.classes.load_HK - self._upper_HK).ravel()
+        tight = np.flatnonzero(on_grid)
+        self._rows.add_each(
+            np.append(np.searchsorted(tight, piece_row[some]), np.arange(len(tight))),
+            np.append(piece_column[some], ranks[tight]),
+            np.append(piece_load[some], limit[tight]),
+            np.full(len(tight), -INFINITY),
+            np.zeros(len(tight)),
+        )
+
+    def _products(self) -> None:
+        """A class's room is its number of ranks times T: for each class, and exactly for each binary digit
+        of such a number; all classes together have room for R times T."""
+        num_classes, num_phases = self.num_classes, self.num_phases
+        hk = np.arange(num_classes * num_phases)
+        room, ranks = self.first_load + hk, self.first_class + hk // num_phases
+        self._add_product(room, ranks, np.repeat(self.classes.most_H, num_phases))
+        for phase in range(num_phases):
+            columns = np.append(room[phase::num_phases], self.first_slowest + phase)
+            self._rows.add(columns, np.append(np.ones(num_classes), -float(self.problem.num_ranks)), 0.0, 0.0)
+        if not len(self._digits):
+            return
+        class_B, value_B = self._digits.T
+        bk = np.arange(len(class_B) * num_phases)
+        digit, product = self.first_digit + bk // num_phases, self.first_product + bk
+        self._add_product(product, digit, np.ones(len(bk)))
+        wide, row_B = np.unique(class_B, return_inverse=True)
+        wide_room = self.first_load + (wide[:, None] * num_phases + np.arange(num_phases)).ravel()
+        row_BK = row_B[:, None] * num_phases + np.arange(num_phases)
+        self._add_sums(row_B, self.first_digit + np.arange(len(class_B)), value_B, self.first_class + wide)
+        self._add_sums(row_BK.ravel(), product, np.repeat(value_B, num_phases), wide_room)
+
+    def _add_sums(self, rows: Ints, columns: Ints, values: Ints, totals: Ints) -> None:
+        """Each of `totals` is the sum of values * columns in its row."""
+        none = np.zeros(len(totals))
+        self._rows.add_each(
+            np.append(rows, np.arange(len(totals))),
+            np.append(columns, totals),
+            np.append(values.astype(np.float64), none - 1),
+            none,
+            none,
+        )
+
+    def _add_product(self, room: Ints, count: Ints, most: Floats) -> None:
+        """McCormick's envelope of room = count * T, 0 <= count <= most, in each of the phases in turn."""
+        num_phases, box = self.num_phases, self.box
+        repeats = len(room) // num_phases
+        slowest = np.tile(self.first_slowest + np.arange(num_phases), repeats)
+        lower, ceiling = np.tile(box.lower_K, repeats), np.minimum(np.tile(box.upper_K, repeats), box.cutoff)
+        row, ones, free = np.arange(len(room)), np.ones(len(room)), np.full(len(room), INFINITY)
+        two, three = np.tile(row, 2), np.tile(row, 3)
+        pair, triple = np.append(room, count), np.concatenate((room, count, slowest))
+        self._rows.add_each(two, pair, np.append(ones, -ceiling), -free, 0 * free)
+        self._rows.add_each(two, pair, np.append(ones, -lower), 0 * free, free)
+        above = np.concatenate((ones, -lower, -most))
+        self._rows.add_each(three, triple, above, -free, -lower * most)
+        below = np.concatenate((ones, -ceiling, -most))
+        self._rows.add_each(three, triple, below, -ceiling * most, free)
+
+
+def _digits(most_H: Floats) -> Ints:
+    """Class and value [B, 2] of the binary digits of the classes' numbers of ranks. One rank or none is a
+    digit itself, and the class with the most ranks is what the others leave."""
+    rest = int(most_H.argmax())
+    found = [
+        (index, 1 << power)
+        for index, most in enumerate(most_H.astype(int))
+        if index != rest and most > 1
+        for power in range(int(most).bit_length())
+    ]
+    return np.array(found, np.int64).reshape(-1, 2)

@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+
+from meshrec.planner.class_program import Box, Classes, ClassProgram
+from meshrec.planner.elements import find_elements
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.highs import Solver
+from meshrec.planner.types import ParameterConstraints, Table, Topology
+
+
+@pytest.fixture
+def solver_of(profile):
+    """Three equal tables, whole, on three ranks; ranks with and without a table are told apart."""
+
+    def build(box, *, exact):
+        tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(3)]
+        constraints = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables}
+        machine = Topology(world_size=3, hardware=profile)
+        problem = build_problem(CostModel(tables, machine, batch_size=64), constraints)
+        scale = float(problem.load_PK[0].sum())
+        elements = find_elements(problem, np.ones(1, bool), scale)
+        one_K = elements.still_EK[0]
+        heavy_HG = np.array([[0], [1], [2]])
+        classes = Classes(
+            np.array([0]), heavy_HG, heavy_HG * one_K, np.array([3.0, 3.0, 1.0]), np.zeros(3, int)
+        )
+        lower, upper, cutoff = box
+        limits = Box(lower * one_K, upper * one_K, cutoff)
+        program = ClassProgram(problem, elements, np.array([0]), classes, limits, scale=scale, exact=exact)
+        return program, Solver(program.build())
+
+    return build
+
+
+def test_a_rank_each_takes_one_table(solver_of):
+    program, solver = solver_of((1.0, 2.0, 5.0), exact=False)
+    found = solver.solve()
+    assert found.objective == pytest.approx(1.0)
+    np.testing.assert_allclose(found.x[program.first_class : program.first_light], [0, 3, 0], atol=1e-6)
+
+
+def test_rooms_are_products_in_whole_numbers(solver_of):
+    """Above one table and a half, two tables on a rank fit only where T is two."""
+    program, solver = solver_of((1.5, 3.0, 5.0), exact=True)
+    assert program.num_columns > program.first_digit
+    assert solver.solve_whole(program.integer(), 10.0) == pytest.approx(1.5)
+    assert len(program.integer()) == program.num_columns
+
+
+def test_nothing_is_cheaper_than_the_cutoff(solver_of):
+    assert solver_of((1.5, 2.0, 1.4), exact=False)[1].solve() is None
