@@ -13,7 +13,7 @@ from meshrec.planner.types import ParameterConstraints, Table, Topology
 def solver_of(profile):
     """Three equal tables, whole, on three ranks; ranks with and without a table are told apart."""
 
-    def build(box, *, exact):
+    def build(box):
         tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(3)]
         constraints = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables}
         machine = Topology(world_size=3, hardware=profile)
@@ -27,26 +27,26 @@ def solver_of(profile):
         )
         lower, upper, cutoff = box
         limits = Box(lower * one_K, upper * one_K, cutoff)
-        program = ClassProgram(problem, elements, np.array([0]), classes, limits, scale=scale, exact=exact)
+        program = ClassProgram(problem, elements, np.array([0]), classes, limits, scale=scale)
         return program, Solver(program.build())
 
     return build
 
 
 def test_a_rank_each_takes_one_table(solver_of):
-    program, solver = solver_of((1.0, 2.0, 5.0), exact=False)
+    program, solver = solver_of((1.0, 2.0, 5.0))
     found = solver.solve()
     assert found.objective == pytest.approx(1.0)
     np.testing.assert_allclose(found.x[program.first_class : program.first_light], [0, 3, 0], atol=1e-6)
 
 
-def test_rooms_are_products_in_whole_numbers(solver_of):
-    """Above one table and a half, two tables on a rank fit only where T is two."""
-    program, solver = solver_of((1.5, 3.0, 5.0), exact=True)
-    assert program.num_columns > program.first_digit
+def test_whole_numbers_are_ranks_and_tables(solver_of):
+    program, solver = solver_of((1.5, 3.0, 5.0))
+    assert program.integer()[: program.first_light].all()
+    assert not program.integer()[program.first_load :].any()
     assert solver.solve_whole(program.integer(), 10.0) == pytest.approx(1.5)
     assert len(program.integer()) == program.num_columns
 
 
 def test_nothing_is_cheaper_than_the_cutoff(solver_of):
-    assert solver_of((1.5, 2.0, 1.4), exact=False)[1].solve() is None
+    assert solver_of((1.5, 2.0, 1.4))[1].solve() is None

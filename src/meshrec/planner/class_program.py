@@ -41,8 +41,7 @@ class Box(NamedTuple):
 
 class ClassProgram:
     """Builds the program, and knows where its variables are: how many tables use each candidate, ranks per
-    class, lights per class, room per class and phase, T, and where products are `exact`, the binary digits
-    of ranks per class."""
+    class, lights per class, room per class and phase, T."""
 
     def __init__(
         self,
@@ -53,7 +52,6 @@ class ClassProgram:
         box: Box,
         *,
         scale: float,
-        exact: bool,
     ) -> None:
         self.problem, self.elements, self.candidates = problem, elements, candidates
         self.classes, self.box, self.scale = classes, box, scale
@@ -70,10 +68,7 @@ class ClassProgram:
         self.first_light = self.first_class + self.num_classes
         self.first_load = self.first_light + self.num_lights * self.num_classes
         self.first_slowest = self.first_load + self.num_classes * self.num_phases
-        self._digits = _digits(classes.most_H if exact else np.ones(self.num_classes))
-        self.first_digit = self.first_slowest + self.num_phases
-        self.first_product = self.first_digit + len(self._digits)
-        self.num_columns = self.first_product + len(self._digits) * self.num_phases
+        self.num_columns = self.first_slowest + self.num_phases
         self._spread = (
             self.first_light
             + np.arange(self.num_lights)[:, None] * self.num_classes
@@ -99,26 +94,19 @@ class ClassProgram:
         """Which variables count something."""
         whole = np.zeros(self.num_columns, bool)
         whole[: self.first_light + len(self.light) * self.num_classes] = True
-        whole[self.first_digit : self.first_product] = True
         return whole
 
-    def slowest_cost(self, cost_K: Floats) -> Floats:
-        """The cost of T alone."""
-        cost = np.zeros(self.num_columns)
-        cost[self.first_slowest : self.first_digit] = cost_K
-        return cost
-
     def _cost(self) -> Floats:
-        cost = self.slowest_cost(np.ones(self.num_phases))
+        cost = np.zeros(self.num_columns)
+        cost[self.first_slowest :] = 1.0
         cost[: len(self.candidates)] = self.problem.common_C[self.candidates] / self.scale
         return cost
 
     def _bounds(self) -> tuple[Floats, Floats]:
         classes, elements = self.classes, self.elements
         lower, upper = np.zeros(self.num_columns), np.full(self.num_columns, INFINITY)
-        lower[self.first_slowest : self.first_digit] = self.box.lower_K
-        upper[self.first_slowest : self.first_digit] = self.box.upper_K
-        upper[self.first_digit : self.first_product] = 1.0
+        lower[self.first_slowest :] = self.box.lower_K
+        upper[self.first_slowest :] = self.box.upper_K
         upper[self.first_class : self.first_light] = classes.most_H
         least_LK = np.concatenate(
             (elements.still_EK[self.light], elements.still_EK[elements.element_V[self.split]])
@@ -264,63 +252,23 @@ class ClassProgram:
         )
 
     def _products(self) -> None:
-        """A class's room is its number of ranks times T: for each class, and exactly for each binary digit
-        of such a number; all classes together have room for R times T."""
-        num_classes, num_phases = self.num_classes, self.num_phases
+        """McCormick's envelope of a class's room, its number of ranks times T; all classes together have
+        room for R times T."""
+        num_classes, num_phases, box = self.num_classes, self.num_phases, self.box
         hk = np.arange(num_classes * num_phases)
         room, ranks = self.first_load + hk, self.first_class + hk // num_phases
-        self._add_product(room, ranks, np.repeat(self.classes.most_H, num_phases))
+        most = np.repeat(self.classes.most_H, num_phases)
+        slowest = np.tile(self.first_slowest + np.arange(num_phases), num_classes)
+        lower, upper = np.tile(box.lower_K, num_classes), np.tile(box.upper_K, num_classes)
+        upper = np.minimum(upper, box.cutoff)
+        ones, free = np.ones(len(hk)), np.full(len(hk), INFINITY)
+        two, pair = np.tile(hk, 2), np.append(room, ranks)
+        three, triple = np.tile(hk, 3), np.concatenate((room, ranks, slowest))
+        add = self._rows.add_each
+        add(two, pair, np.append(ones, -upper), -free, 0 * free)
+        add(two, pair, np.append(ones, -lower), 0 * free, free)
+        add(three, triple, np.concatenate((ones, -lower, -most)), -free, -lower * most)
+        add(three, triple, np.concatenate((ones, -upper, -most)), -upper * most, free)
         for phase in range(num_phases):
             columns = np.append(room[phase::num_phases], self.first_slowest + phase)
             self._rows.add(columns, np.append(np.ones(num_classes), -float(self.problem.num_ranks)), 0.0, 0.0)
-        if not len(self._digits):
-            return
-        class_B, value_B = self._digits.T
-        bk = np.arange(len(class_B) * num_phases)
-        digit, product = self.first_digit + bk // num_phases, self.first_product + bk
-        self._add_product(product, digit, np.ones(len(bk)))
-        wide, row_B = np.unique(class_B, return_inverse=True)
-        wide_room = self.first_load + (wide[:, None] * num_phases + np.arange(num_phases)).ravel()
-        row_BK = row_B[:, None] * num_phases + np.arange(num_phases)
-        self._add_sums(row_B, self.first_digit + np.arange(len(class_B)), value_B, self.first_class + wide)
-        self._add_sums(row_BK.ravel(), product, np.repeat(value_B, num_phases), wide_room)
-
-    def _add_sums(self, rows: Ints, columns: Ints, values: Ints, totals: Ints) -> None:
-        """Each of `totals` is the sum of values * columns in its row."""
-        none = np.zeros(len(totals))
-        self._rows.add_each(
-            np.append(rows, np.arange(len(totals))),
-            np.append(columns, totals),
-            np.append(values.astype(np.float64), none - 1),
-            none,
-            none,
-        )
-
-    def _add_product(self, room: Ints, count: Ints, most: Floats) -> None:
-        """McCormick's envelope of room = count * T, 0 <= count <= most, in each of the phases in turn."""
-        num_phases, box = self.num_phases, self.box
-        repeats = len(room) // num_phases
-        slowest = np.tile(self.first_slowest + np.arange(num_phases), repeats)
-        lower, ceiling = np.tile(box.lower_K, repeats), np.minimum(np.tile(box.upper_K, repeats), box.cutoff)
-        row, ones, free = np.arange(len(room)), np.ones(len(room)), np.full(len(room), INFINITY)
-        two, three = np.tile(row, 2), np.tile(row, 3)
-        pair, triple = np.append(room, count), np.concatenate((room, count, slowest))
-        self._rows.add_each(two, pair, np.append(ones, -ceiling), -free, 0 * free)
-        self._rows.add_each(two, pair, np.append(ones, -lower), 0 * free, free)
-        above = np.concatenate((ones, -lower, -most))
-        self._rows.add_each(three, triple, above, -free, -lower * most)
-        below = np.concatenate((ones, -ceiling, -most))
-        self._rows.add_each(three, triple, below, -ceiling * most, free)
-
-
-def _digits(most_H: Floats) -> Ints:
-    """Class and value [B, 2] of the binary digits of the classes' numbers of ranks. One rank or none is a
-    digit itself, and the class with the most ranks is what the others leave."""
-    rest = int(most_H.argmax())
-    found = [
-        (index, 1 << power)
-        for index, most in enumerate(most_H.astype(int))
-        if index != rest and most > 1
-        for power in range(int(most).bit_length())
-    ]
-    return np.array(found, np.int64).reshape(-1, 2)

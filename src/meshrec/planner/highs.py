@@ -11,7 +11,7 @@ INFINITY = 1e30
 _MOST_NODES = 20
 _WORK_PER_SOLVE, _WORK_PER_ITERATION = 50, 2
 """Per row and column."""
-_WORK_OF_WHOLE = 8
+_WORK_OF_WHOLE = 2
 """The work per iteration where numbers are whole: cuts and propagation come on top of the simplex method."""
 
 

@@ -8,10 +8,9 @@ each class. The ranks of a class have room for m_h T together:
 
     m_h heavy_hk + sum_l piece_lk f_lh <= room_hk = m_h T_k,    sum_h m_h = R,    sum_h room_hk = R T_k.
 
-The product is not linear: where the program is a linear one, McCormick's envelope takes its place; where
-what counts something is an integer (a class's whole tables, too), m_h is written in binary digits, for
-which the envelope is exact. What varies may be cut anywhere, so every plan, with even cuts or uneven ones,
-is a solution.
+The product is not linear: McCormick's envelope takes its place, which is the tighter the narrower the box
+is. In narrow boxes, what counts something is an integer (a class's whole tables, too). What varies may be
+cut anywhere, so every plan, with even cuts or uneven ones, is a solution.
 
 On the grid (see `elements`), classes are told apart by how many steps a rank has, and those with more
 steps, or with parts of any width, are the ones without a grid.
@@ -26,11 +25,11 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import MARGIN, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
 
-_HEAVY = 0.3
+_HEAVY, _MOST_CLASSES = 0.3, 16
 """An element is heavy if it takes more than this part of a limit."""
-_MOST_CLASSES = 16
+_HEAVY_IN_WHOLE, _MOST_IN_WHOLE = 0.15, 80
+"""The same where numbers are whole: the boxes are narrow then, and few."""
 _MOST_PIECES = 200
-_MOST_DIGIT_RANKS = 16
 
 
 class ClassRelaxation:
@@ -64,7 +63,7 @@ class ClassRelaxation:
         if mean is None:
             return None
         lower_K, upper_K = on_grid(self._elements, mean.lower_K, mean.upper_K)
-        program = self._program(Box(lower_K, upper_K, cutoff), exact=False)
+        program = self._program(Box(lower_K, upper_K, cutoff), _HEAVY, _MOST_CLASSES)
         if program is None:
             return None
         solver = Solver(program.build())
@@ -74,14 +73,13 @@ class ClassRelaxation:
             return None
         share_C = np.zeros(len(self._allowed_C))
         share_C[program.candidates] = optimum.x[: len(program.candidates)]
-        slowest_K = optimum.x[program.first_slowest : program.first_digit]
+        slowest_K = optimum.x[program.first_slowest :]
         bound = max(mean.bound, optimum.objective)
         return Relaxed(bound, share_C, slowest_K, slowest_K, lower_K, upper_K)
 
     def solve_whole(self, lower_K: Floats, upper_K: Floats, cutoff: float, seconds: float) -> float:
         """See `Relaxation`."""
-        exact = self._problem.num_ranks <= _MOST_DIGIT_RANKS
-        program = self._program(Box(lower_K, upper_K, cutoff), exact=exact)
+        program = self._program(Box(lower_K, upper_K, cutoff), _HEAVY_IN_WHOLE, _MOST_IN_WHOLE)
         if program is None:
             return np.inf
         solver = Solver(program.build())
@@ -89,33 +87,32 @@ class ClassRelaxation:
         self._work += solver.work
         return bound - MARGIN
 
-    def _program(self, box: Box, *, exact: bool) -> ClassProgram | None:
+    def _program(self, box: Box, heavy: float, most: int) -> ClassProgram | None:
         """The program of a box; None where a type has no candidate, or no T is on the grid."""
         admitted_C = (self._largest_CK <= box.upper_K * TIGHT).all(axis=1) & self._allowed_C
-        if (box.lower_K > box.upper_K).any() or len(np.unique(self._problem.type_C[admitted_C])) < len(
-            self._tables_Y
-        ):
+        covers = len(np.unique(self._problem.type_C[admitted_C])) == len(self._tables_Y)
+        if (box.lower_K > box.upper_K).any() or not covers:
             return None
-        classes = self._classes(admitted_C, box.upper_K)
-        candidates = np.flatnonzero(admitted_C)
+        classes = self._classes(admitted_C, box.upper_K, heavy, most)
         return ClassProgram(
-            self._problem, self._elements, candidates, classes, box, scale=self._scale, exact=exact
+            self._problem, self._elements, np.flatnonzero(admitted_C), classes, box, scale=self._scale
         )
 
-    def _classes(self, admitted_C: Bools, upper_K: Floats) -> Classes:
-        """The classes by the heaviest elements: by as many as keep the classes few."""
+    def _classes(self, admitted_C: Bools, upper_K: Floats, least: float, most: int) -> Classes:
+        """The classes by the heaviest elements, those that take more than `least` of a limit: by as many as
+        keep the classes few."""
         elements = self._elements
         admitted_P = admitted_C[self._problem.candidate_P]
         present = np.unique(elements.element_P[admitted_P])
         weight = (elements.still_EK[present] / np.maximum(upper_K, 1e-12)).max(axis=1)
         order = np.argsort(-weight, kind="stable")
-        heavy = present[order[weight[order] > _HEAVY]]
+        heavy = present[order[weight[order] > least]]
         varying = np.unique(elements.varying_P[admitted_P & (elements.varying_P >= 0)])
         has_steps = bool((elements.steps_E[present] != 0).any() or elements.odd_V[varying].any())
         steps = np.append(np.arange(MOST_STEPS), -1) if has_steps else np.zeros(1, np.int64)
         found = None
         while found is None:
-            found = self._sets(heavy, upper_K, _MOST_CLASSES // len(steps))
+            found = self._sets(heavy, upper_K, most // len(steps))
             heavy = heavy if found is not None else heavy[:-1]
         heavy_HG = np.array(found, np.int64).reshape(len(found), len(heavy))
         most_G = self._most_ranks(heavy, admitted_P)
