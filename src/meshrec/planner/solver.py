@@ -5,21 +5,22 @@ alone, unless the clock runs out first.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.planner.bound import LowerBound
+from meshrec.planner.bound import Box, LowerBound
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_SEARCH = 0.3
+_SEARCH = 0.45
 """The part of the work that goes to better plans, once there is one."""
 _STARTS = 32
-"""Boxes to start from."""
+"""The most boxes that wait to be started from."""
 _GAPS = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.01, 0.007, 0.005, 0.003, 0.002, 0.001)
 """Goals of the bound, one after the other: how far below the best known plan."""
 _SAFELY, _NEXT = 0.99, 0.8
@@ -72,7 +73,8 @@ class _Entrant:
         self._proven = -np.inf
         self._work = 0
         self._num_solves = 0
-        self.tried: set[bytes] = set()
+        self.starts: deque[tuple[Box, Bools]] = deque(maxlen=_STARTS)
+        self._tried: set[bytes] = set()
         self.is_done = False
 
     @property
@@ -103,6 +105,7 @@ class _Entrant:
         """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
         yet; False where there is none. Takes not much longer than `seconds`."""
         if self.bound is not None:
+            self._note_start(self.bound)
             if self.bound.branch(seconds):
                 return True
             if not self.bound.is_proven:
@@ -118,6 +121,14 @@ class _Entrant:
         scale = max(known - fixed, _LEAST_SECONDS)
         self.bound = LowerBound(self._problem, self.way.allowed_C, scale, max(goal - fixed, _LEAST_SECONDS))
         return True
+
+    def _note_start(self, bound: LowerBound) -> None:
+        """Keeps the best box, where its splits are new, for a plan."""
+        box = bound.best_box
+        key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
+        if box is not None and key not in self._tried:
+            self._tried.add(key)
+            self.starts.append((box, bound.allowed(box)))
 
 
 class _Contest:
@@ -184,7 +195,9 @@ class _Contest:
         if not entrant.is_done and self._bound_work * _SEARCH <= (1 - _SEARCH) * self._late_work:
             entrant.is_done = not entrant.improve(self.known, self._deadline - time.perf_counter())
             return True
-        if not self._start_from_box(entrant) and best.search.parts_T:
+        if entrant.starts:
+            entrant.search.start_from(*entrant.starts.pop())
+        elif best.search.parts_T:
             best.search.refine()
         return bool(best.search.parts_T) or not entrant.is_done
 
@@ -192,18 +205,6 @@ class _Contest:
     def _late_work(self) -> int:
         """The work on better plans after the first ones, and a little more, so that the bound is first."""
         return self._search_work - self._first_work + 1
-
-    def _start_from_box(self, entrant: _Entrant) -> bool:
-        """A plan with the splits of one of the lowest boxes, if any has not been tried."""
-        if entrant.bound is None:
-            return False
-        for box in entrant.bound.boxes(_STARTS):
-            key = np.rint(box.share_C).astype(np.int32).tobytes()
-            if key not in entrant.tried:
-                entrant.tried.add(key)
-                entrant.search.start_from(box, entrant.bound.allowed(box))
-                return True
-        return False
 
     def solution(self) -> Solution:
         """The best plan and the bound."""
