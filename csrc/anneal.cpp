@@ -10,85 +10,20 @@
 #include <tuple>
 #include <vector>
 
+#include "plan_problem.h"
 #include "stable_abi.h"
 
 namespace meshrec {
 
 namespace {
 
-constexpr int kPhases = 8;   // phases, padded with zeros
-constexpr int kLevels = 64;  // temperatures
+using namespace planning;
+
+constexpr int kLevels = 64;                        // temperatures
+constexpr int kLeastExponent = 8, kExponents = 4;  // of the norm: doubled as it cools
+constexpr int kMostRemoved = 5;                    // tables that are placed anew together
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 using Load = std::array<double, kPhases>;
-
-enum Scope { kRanks, kNodes, kOneNode, kEverywhere };
-
-// xoshiro256**: the same numbers on every machine.
-class Random {
- public:
-  explicit Random(uint64_t seed) {
-    for (auto& word : state_) {
-      seed += 0x9e3779b97f4a7c15ULL;
-      word = (seed * 0xbf58476d1ce4e5b9ULL) ^ (seed >> 31);
-    }
-  }
-  uint64_t next() {
-    const uint64_t result = rotate(state_[1] * 5, 7) * 9, shifted = state_[1] << 17;
-    state_[2] ^= state_[0];
-    state_[3] ^= state_[1];
-    state_[1] ^= state_[2];
-    state_[0] ^= state_[3];
-    state_[2] ^= shifted;
-    state_[3] = rotate(state_[3], 45);
-    return result;
-  }
-  int64_t below(int64_t count) { return static_cast<int64_t>((next() >> 32) * count >> 32); }
-  double uniform() { return (next() >> 11) * 0x1.0p-53; }
-
- private:
-  static uint64_t rotate(uint64_t x, int bits) { return (x << bits) | (x >> (64 - bits)); }
-  std::array<uint64_t, 4> state_;
-};
-
-template <class T, ScalarType kType>
-struct View {
-  explicit View(const Tensor& any) : tensor(as_contiguous(any)) {
-    if (any.scalar_type() != kType) fail("plan_anneal: a tensor has the wrong dtype");
-    data = tensor.template const_data_ptr<T>();
-  }
-  T operator[](int64_t index) const { return data[index]; }
-  Tensor tensor;
-  const T* data;
-};
-using Ints = View<int64_t, ScalarType::Long>;
-using Doubles = View<double, ScalarType::Double>;
-
-struct Problem {
-  explicit Problem(const std::vector<Tensor>& tensors) : t(tensors) {
-    if (num_phases > kPhases)
-      fail("plan_anneal: ", num_phases, " phases; at most ", kPhases, " are possible");
-  }
-  const std::vector<Tensor>& t;
-  Ints type{t[0]}, choice_start{t[1]}, choices{t[2]}, scope{t[3]}, uneven{t[4]}, piece_start{t[5]};
-  Ints count{t[6]};
-  Doubles load{t[7]}, fixed{t[8]}, bytes{t[9]}, fixed_bytes{t[10]}, common{t[11]}, common_bytes{t[12]};
-  Doubles least{t[13]};
-  Ints allowed{t[14]};
-  int64_t num_phases = t[7].size(1);
-};
-
-// A piece: `span` ranks from place * span on, each with its own amount.
-struct Unit {
-  int32_t table, group, place, span;
-  int32_t on_rank;  // position in the list of its first rank
-  int32_t amounts;  // first of `span` entries of Annealer::amount_
-};
-
-struct Placed {
-  int64_t candidate;
-  std::vector<Unit> units;
-  std::vector<double> amounts;
-};
 
 class Annealer {
  public:
@@ -126,11 +61,10 @@ class Annealer {
     const auto start = std::chrono::steady_clock::now();
     best_ = exact();
     best_tables_ = tables_;
-    set_exponent(16);
     const double scale = best_ / num_ranks_;
     for (int level = 0; level < kLevels; ++level) {
       const double at = static_cast<double>(level) / (kLevels - 1);
-      set_exponent(level < kLevels / 4 ? 16 : level < kLevels / 2 ? 32 : level < 7 * kLevels / 8 ? 64 : 128);
+      set_exponent(kLeastExponent << (level * kExponents / kLevels));
       temperature_ = level == kLevels - 1 ? 0.0 : hot * std::pow(cold / hot, at) * scale;
       const int64_t end = max_work * (level + 1) / kLevels;
       for (int64_t moves = 0; work_ < end; ++moves) {
@@ -313,7 +247,7 @@ class Annealer {
   void move() {
     const int64_t kind = random_.below(16);
     if (kind == 0)
-      place_anew();
+      2 * few_work_ < work_ ? place_few_anew() : place_anew();
     else if (kind <= 3)
       transfer();
     else
@@ -449,59 +383,130 @@ class Annealer {
     if (random_.below(2))
       if (const Unit* const unit = some_unit(some_rank())) table = unit->table;
     const int64_t kind = p_.type[table], first = p_.choice_start[kind];
-    const int64_t candidate = p_.choices[first + random_.below(p_.choice_start[kind + 1] - first)];
+    const int64_t choice = first + random_.below(p_.choice_start[kind + 1] - first);
+    removed_.clear();
     const double before = smooth();
+    remove(table);
+    Trial trial = tried(table, p_.choices[choice]);
+    if (trial.objective < kInfinity && accepts(trial.objective - before)) {
+      insert(table, std::move(trial.placed));
+      return;
+    }
+    restore();
+  }
+
+  // Takes a few tables away and places one after the other where, and split as, costs least then.
+  void place_few_anew() {
+    removed_.clear();
+    few_work_ -= work_;
+    const double before = smooth();
+    for (int64_t left = 2 + random_.below(kMostRemoved - 1); left > 0; --left) {
+      int64_t table = random_.below(tables_.size());
+      if (random_.below(4))
+        if (const Unit* const unit = some_unit(some_rank())) table = unit->table;
+      if (!is_removed(table)) remove(table);
+    }
+    if (!place_removed() || !accepts(smooth() - before)) restore();
+    few_work_ += work_;
+  }
+
+  bool place_removed() {
+    const bool all = random_.below(2);
+    for (const auto& removed : removed_) {
+      const int64_t table = removed.first, kind = p_.type[table];
+      Trial best;
+      for (int64_t choice = p_.choice_start[kind]; choice < p_.choice_start[kind + 1]; ++choice) {
+        if (!all && random_.below(4)) continue;
+        Trial trial = tried(table, p_.choices[choice]);
+        if (trial.objective < best.objective) best = std::move(trial);
+      }
+      if (!(best.objective < kInfinity)) return false;
+      insert(table, std::move(best.placed));
+    }
+    return true;
+  }
+
+  bool is_removed(int64_t table) const {
+    for (const auto& removed : removed_)
+      if (removed.first == table) return true;
+    return false;
+  }
+
+  void remove(int64_t table) {
     track(table, false);
     change(table, -1.0);
     settle_powers_of(table);
-    Placed old = std::move(tables_[table]);
+    removed_.push_back({table, std::move(tables_[table])});
+    tables_[table] = Placed{-1, {}, {}};
     update_weights();
-    if (place(table, candidate)) {
-      change(table, 1.0);
-      settle_powers_of(table);
-      if (accepts(smooth() - before)) {
-        track(table, true);
-        update_weights();
-        return;
-      }
-      change(table, -1.0);
-      settle_powers_of(table);
-    }
-    tables_[table] = std::move(old);
+  }
+
+  void insert(int64_t table, Placed placed) {
+    tables_[table] = std::move(placed);
     change(table, 1.0);
     settle_powers_of(table);
     track(table, true);
     update_weights();
   }
 
-  bool place(int64_t table, int64_t candidate) {
-    Placed placed{candidate, {}, {}};
+  // Puts the removed tables back where they were.
+  void restore() {
+    for (const auto& removed : removed_) {
+      const int64_t table = removed.first;
+      if (tables_[table].candidate < 0) continue;
+      track(table, false);
+      change(table, -1.0);
+      settle_powers_of(table);
+    }
+    for (auto& removed : removed_) insert(removed.first, std::move(removed.second));
+  }
+
+  struct Trial {
+    double objective = kInfinity;
+    Placed placed;
+  };
+
+  // A table's (even) pieces where they cost least, and what `smooth` would be; infinite where none fit.
+  Trial tried(int64_t table, int64_t candidate) {
+    Trial trial;
+    trial.placed.candidate = candidate;
     const int64_t scope = p_.scope[candidate];
     const double room = cap_ - common_bytes_ - p_.common_bytes[candidate];
+    if (*std::max_element(bytes_.begin(), bytes_.end()) > room) return trial;
     const int32_t span = scope == kNodes ? node_size_ : 1;
-    std::vector<uint8_t> taken(num_ranks_ / span, 0);
     int64_t begin = 0, end = num_ranks_ / span;
     if (scope == kOneNode) {
       begin = random_.below(num_ranks_ / node_size_) * node_size_;
       end = begin + node_size_;
     }
+    std::fill(taken_.begin(), taken_.end(), 0);
+    Load sum = sum_;
     for (int64_t group = p_.piece_start[candidate]; group < p_.piece_start[candidate + 1]; ++group) {
       work_ += (end - begin) * span;
       for (int64_t place = begin; place < end; ++place)
-        cost_[place] = taken[place] ? kInfinity : cost_at(table, group, place, span, room);
+        cost_[place] = taken_[place] ? kInfinity : cost_at(table, group, place, span, room);
       for (int64_t piece = 0; piece < p_.count[group]; ++piece) {
         const int64_t best = std::min_element(cost_.begin() + begin, cost_.begin() + end) - cost_.begin();
-        if (!(cost_[best] < kInfinity)) return false;
+        if (!(cost_[best] < kInfinity)) return trial;
         cost_[best] = kInfinity;
-        taken[best] = 1;
-        placed.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(group),
-                                static_cast<int32_t>(best), span, 0,
-                                static_cast<int32_t>(placed.amounts.size())});
-        placed.amounts.insert(placed.amounts.end(), span, 1.0);
+        taken_[best] = 1;
+        for (int32_t i = 0; i < span; ++i) {
+          const int64_t rank = best * span + i;
+          Load load = load_[rank];
+          for (int k = 0; k < kPhases; ++k) load[k] += group_load_[group][k];
+          load = raised(load);
+          for (int k = 0; k < kPhases; ++k) sum[k] += load[k] - power_[rank][k];
+        }
+        auto& amounts = trial.placed.amounts;
+        trial.placed.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(group),
+                                      static_cast<int32_t>(best), span, 0,
+                                      static_cast<int32_t>(amounts.size())});
+        amounts.insert(amounts.end(), span, 1.0);
       }
     }
-    tables_[table] = std::move(placed);
-    return true;
+    trial.objective = common_ + p_.common[candidate];
+    for (int k = 0; k < p_.num_phases; ++k) trial.objective += norm(k, sum[k]);
+    return trial;
   }
 
   double cost_at(int64_t table, int64_t group, int64_t place, int32_t span, double room) const {
@@ -527,14 +532,15 @@ class Annealer {
   std::vector<double> bytes_ = std::vector<double>(num_ranks_, 0.0), cost_ = bytes_;
   std::vector<std::vector<Entry>> on_rank_ = std::vector<std::vector<Entry>>(num_ranks_);
   std::vector<Placed> tables_ = std::vector<Placed>(p_.type.tensor.numel()), best_tables_;
-  std::vector<uint8_t> holds_;
+  std::vector<std::pair<int64_t, Placed>> removed_;
+  std::vector<uint8_t> holds_, taken_ = std::vector<uint8_t>(num_ranks_, 0);
   std::vector<Load> group_load_, group_fixed_;
   std::vector<Shifted> new_;
   Load scale_{}, sum_{}, norm_{}, weight_{};
   std::array<int64_t, kPhases> hot_{}, hot_age_{};
   double common_ = 0, common_bytes_ = 0, temperature_ = 0, best_ = 0;
-  int exponent_ = 16;
-  int64_t work_ = 0;
+  int exponent_ = kLeastExponent;
+  int64_t work_ = 0, few_work_ = 0;
 };
 
 template <class T>

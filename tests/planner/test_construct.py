@@ -5,6 +5,7 @@ from meshrec.planner.bound import LowerBound
 from meshrec.planner.construct import candidates_by_type, construct, fitting_plan, round_choice, table_order
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
+from meshrec.planner.problem import Scope
 from meshrec.planner.types import Table, Topology
 
 
@@ -46,3 +47,18 @@ def test_types_without_an_allowed_candidate_keep_all(problem):
 def test_memory_is_spread(problem):
     state = fitting_plan(problem)
     assert state.bytes_R.max() < 1.5 * state.bytes_R.mean()
+
+
+def test_tables_too_heavy_for_a_rank_are_spread_over_a_node(profile):
+    """The mean over ranks does not mind where a table lies, the slowest rank does."""
+    tables = [
+        Table(name=f"t{i}", num_embeddings=10**6, embedding_dim=32, pooling_factors=(pooling,))
+        for i, pooling in enumerate([100.0, 100.0, *[2.0] * 20])
+    ]
+    topology = Topology(world_size=16, local_world_size=8, hardware=profile)
+    problem = build_problem(CostModel(tables, topology, batch_size=64), {})
+    whole_C = np.array([layout == (Scope.RANKS, (32,), 1) for layout in problem.layouts_C])
+    share_C = np.where(whole_C, np.bincount(problem.type_T)[problem.type_C], 0.0)
+    state = construct(problem, share_C, candidates_by_type(problem, np.ones(len(share_C), bool)))
+    scopes = [problem.layouts_C[parts.candidate].scope for parts in state.parts_T]
+    assert scopes == [Scope.NODES] * 2 + [Scope.RANKS] * 20

@@ -3,11 +3,13 @@
 import numpy as np
 
 from meshrec.planner.local_search import exchange, reinsert
-from meshrec.planner.problem import Problem
+from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.state import State
 from meshrec.planner.types import Bools, Floats, Ints
 
 _BALANCE_EXPONENT = 64
+_LIMITS = (np.inf, 2.0, 1.0, 0.5)
+"""Parts of a rank's mean load in some phase."""
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
@@ -42,10 +44,42 @@ def table_order(problem: Problem, choice_T: Ints) -> Ints:
 
 
 def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> State | None:
-    """Places every table by the relaxation's `share_C`; None where the memory does not suffice."""
+    """Places every table by the relaxation's `share_C`; None where the memory does not suffice.
+
+    The relaxation sees the mean over ranks and does not mind a table that is heavy for one rank. So this is
+    tried with several limits beyond which tables are spread over a node, and the fastest plan is taken.
+    """
     target_K = share_C @ problem.mean_load_CK()
-    state = State(problem, 1 / np.maximum(target_K, 1e-3 * problem.load_PK.max(axis=0, initial=0) + 1e-30))
     choice_T = round_choice(problem, share_C)
+    spread_Y = _in_one_node(problem, candidates_Y)
+    weight_C = (problem.largest_load_CK() / np.maximum(target_K, 1e-30)).max(axis=1)
+    best, tried = None, set()
+    for limit in _LIMITS:
+        spread_T = spread_Y[problem.type_T]
+        heavy_T = (spread_T >= 0) & (weight_C[choice_T] > limit) & (weight_C[spread_T] < weight_C[choice_T])
+        new_T = np.where(heavy_T, spread_T, choice_T)
+        if new_T.tobytes() in tried:
+            continue
+        tried.add(new_T.tobytes())
+        state = _placed(problem, new_T, target_K, candidates_Y)
+        if state is not None and (best is None or state.seconds < best.seconds):
+            best = state
+    return best
+
+
+def _in_one_node(problem: Problem, candidates_Y: list[Ints]) -> Ints:
+    """Each type's candidate that splits rows over the ranks of a node, or -1."""
+    found = np.full(len(candidates_Y), -1)
+    for kind, candidates in enumerate(candidates_Y):
+        for candidate in candidates:
+            scope, widths, row_parts = problem.layouts_C[candidate]
+            if scope is Scope.NODES and row_parts == len(widths) == 1:
+                found[kind] = candidate
+    return found
+
+
+def _placed(problem: Problem, choice_T: Ints, target_K: Floats, candidates_Y: list[Ints]) -> State | None:
+    state = State(problem, 1 / np.maximum(target_K, 1e-3 * problem.load_PK.max(axis=0, initial=0) + 1e-30))
     for table in table_order(problem, choice_T):
         reinsert(state, int(table), choice_T[table : table + 1])
         if state.parts_T[table] is None:

@@ -20,15 +20,13 @@ _WORSE = 1.002
 """A disturbed plan that is this much slower than the best may still be the next one to disturb."""
 _PATIENCE = 40
 """Disturbances in a row without a better plan before the search returns to the best one."""
-_MOVES_PER_PIECE = 3000
-_LEAST_MOVES = 100_000
+_MOVES_PER_PIECE = 6000
+_LEAST_MOVES = 200_000
 _WORK_PER_MOVE = 5
 _CLOSE = 1.02
 """Plans that are this much slower than the best are worth exact sizes."""
-_PROMISING = 1.08
-"""Such plans may still become the best with other splits."""
-_HOT, _WARM = 0.3, 0.01
-"""Temperatures to start from: where only places are open, and where a good plan is to be kept."""
+_HOTS = (0.1, 0.01, 0.03, 0.003)
+"""Temperatures to start from, in turn: which one serves best depends on the tables."""
 
 
 class Effort(NamedTuple):
@@ -62,7 +60,6 @@ class Search:
         self._candidates_Y = candidates_by_type(problem, allowed_C)
         self._deadline = time.perf_counter() + effort.time_limit if deadline is None else deadline
         self._annealer = Annealer(problem, self._candidates_Y) if Annealer.serves(problem) else None
-        self._num_refined = 0
         self._seed = 0
         self._random = np.random.default_rng(0)
         self._current: State | None = None
@@ -81,13 +78,7 @@ class Search:
             return
         if self._annealer is not None:
             parts_T = [parts for parts in state.parts_T if parts is not None]
-            # Splits as the relaxation has them; only where the pieces go is open.
-            choice_T = np.array([parts.candidate for parts in parts_T])
-            used_Y = [np.unique(choice_T[self.problem.type_T == kind]) for kind in range(len(candidates_Y))]
-            state = self._anneal(Annealer(self.problem, used_Y), parts_T, _HOT)
-            if state.seconds < self.seconds * _PROMISING:
-                parts_T = [parts for parts in state.parts_T if parts is not None]
-                self._anneal(Annealer(self.problem, candidates_Y), parts_T, _WARM / 10)
+            self._anneal(Annealer(self.problem, candidates_Y), parts_T, self._next_hot())
             return
         for exponent in _EXPONENTS:
             if self.is_spent:
@@ -110,20 +101,16 @@ class Search:
         if self._annealer is None:
             self.disturb()
             return
-        self._num_refined += 1
-        best = self.parts_T
-        if self._num_refined % 2:
-            self._anneal(self._annealer, best, _WARM / self._num_refined, effort=4)
-            return
-        choice_T = np.array([parts.candidate for parts in best])
-        used_Y = [np.unique(choice_T[self.problem.type_T == kind]) for kind in range(len(self._candidates_Y))]
-        self._anneal(Annealer(self.problem, used_Y), best, _HOT, effort=2)
+        self._anneal(self._annealer, self.parts_T, self._next_hot())
 
-    def _anneal(self, annealer: Annealer, parts_T: list[Parts], hot: float, effort: int = 1) -> State:
+    def _next_hot(self) -> float:
+        return _HOTS[self._seed % len(_HOTS)]
+
+    def _anneal(self, annealer: Annealer, parts_T: list[Parts], hot: float) -> State:
         """Improves a plan, then its sizes exactly; returns it, and keeps it if it is the best."""
         pieces = sum(len(parts.rank_N) for parts in parts_T)
         left = max(0.0, self.effort.max_work - self.work) / _WORK_PER_MOVE
-        moves = min(effort * max(_LEAST_MOVES, _MOVES_PER_PIECE * pieces), int(left))
+        moves = min(max(_LEAST_MOVES, _MOVES_PER_PIECE * pieces), int(left))
         seconds = max(0.0, self._deadline - time.perf_counter())
         self._seed += 1
         found, work = annealer.improve(parts_T, max_work=moves, seconds=seconds, hot=hot, seed=self._seed)
