@@ -9,8 +9,8 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 INFINITY = 1e30
 _MOST_NODES = 20
-_WORK_PER_SOLVE, _WORK_PER_ITERATION = 50, 2
-"""Per row and column."""
+_WORK_PER_SOLVE, _WORK_PER_ITERATION = 400, 15
+"""Per row and column to the power of 0.7, as sparse as larger programs are."""
 _WORK_OF_WHOLE = 2
 """The work per iteration where numbers are whole: cuts and propagation come on top of the simplex method."""
 
@@ -94,7 +94,7 @@ class Solver:
 
     def __init__(self, program: LinearProgram) -> None:
         self.work = 0
-        self._size = len(program.cost) + program.matrix.num_rows
+        self._size = (len(program.cost) + program.matrix.num_rows) ** 0.7
         self._last_row = program.matrix.num_rows - 1
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
@@ -157,7 +157,7 @@ class Solver:
     def _run(self, factor: int = 1) -> None:
         self._highs.run()
         iterations = max(int(self._highs.getInfo().simplex_iteration_count), 0)
-        self.work += factor * self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations)
+        self.work += int(factor * self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations))
 
 
 def solve_lp(program: LinearProgram) -> Optimum | None:
