@@ -1,11 +1,13 @@
+import copy
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from meshrec.ops.memory import keep_freed_memory, use_huge_pages
+from meshrec.ops.memory import empty_pages, keep_freed_memory, use_huge_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,6 +34,26 @@ def test_other_devices_are_left_alone():
 def test_memory_must_be_one_piece():
     with pytest.raises(ValueError, match="use_huge_pages: the tensor must be contiguous"):
         use_huge_pages(torch.ones(4, 6)[:, ::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_tables_begin_with_a_page(dtype):
+    table = empty_pages((2**20, 3), dtype, None)
+    assert (table.shape, table.dtype, table.device.type) == ((2**20, 3), dtype, "cpu")
+    assert table.data_ptr() % 4096 == 0
+    assert table.untyped_storage().nbytes() == table.nbytes
+    table.fill_(2)
+    before, copied = table, copy.deepcopy(torch.nn.Parameter(table))
+    del table
+    assert torch.equal(before, copied.data)
+
+
+def test_small_tables_and_other_devices_are_as_ever():
+    assert empty_pages((3, 5), torch.float16, torch.device("cpu")).shape == (3, 5)
+    assert empty_pages((0, 5), torch.float32, None).numel() == 0
+    assert empty_pages((2**20, 4), torch.float32, torch.device("meta")).is_meta
+    with FakeTensorMode():
+        assert isinstance(empty_pages((2**20, 4), torch.float32, None), FakeTensor)
 
 
 def test_opcheck():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshrec.modules.embedding_configs import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.ops import tbe
-from meshrec.ops.memory import use_huge_pages
+from meshrec.ops.memory import empty_pages
 from meshrec.sparse import KeyedJaggedTensor
 
 # F features in the order of the tables, B samples, N ids, D width
@@ -162,8 +162,7 @@ class TableUpdater(tbe.Updater):
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
     """A new weight ``[num_embeddings, embedding_dim]``, initialised unless on ``meta``."""
     shape = (config.num_embeddings, config.embedding_dim)
-    weight = torch.empty(shape, dtype=config.data_type.dtype, device=device)
-    use_huge_pages(weight)
+    weight = empty_pages(shape, config.data_type.dtype, device)
     if not weight.is_meta:
         config.init_weight(weight)
     return nn.Parameter(weight)

@@ -1,6 +1,8 @@
 """Memory for tables, and for what a training step allocates and frees."""
 
 import ctypes
+import math
+import mmap
 import os
 import sys
 
@@ -24,6 +26,23 @@ def use_huge_pages(memory: Tensor) -> None:
         torch.ops.meshrec.use_huge_pages(memory)
 
 
+def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """Like ``torch.empty``, but a large CPU tensor begins with a page of memory, a huge one where it can.
+
+    Processors fetch cache lines in pairs. Malloc lets a large tensor begin in the middle of a pair, so that
+    a row of 256 bytes lies in three of them in place of two, and random rows are read a fifth slower.
+    """
+    small = torch.empty(0, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if type(small) is not Tensor or not small.is_cpu or num_bytes < _HUGE_PAGE or sys.platform == "win32":
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
+    use_huge_pages(tensor)
+    return tensor
+
+
+_HUGE_PAGE = 1 << 21
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 _KEPT_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25
 _USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
