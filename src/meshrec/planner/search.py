@@ -25,7 +25,7 @@ _LEAST_MOVES = 200_000
 _WORK_PER_MOVE = 5
 _CLOSE = 1.02
 """Plans that are this much slower than the best are worth exact sizes."""
-_HOTS = (0.1, 0.01, 0.03, 0.003)
+_HOTS = (0.01, 0.1, 0.003, 0.03)
 """Temperatures to start from, in turn: which one serves best depends on the tables."""
 
 
