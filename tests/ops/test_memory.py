@@ -100,3 +100,8 @@ def test_what_the_user_chose_stays(choice):
 def test_other_systems_are_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not keep_freed_memory()
+
+
+def test_a_table_that_does_not_fit_is_torch_s_error():
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        empty_pages((2**52,), torch.float32, None)

@@ -36,7 +36,10 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     num_bytes = math.prod(shape) * dtype.itemsize
     if type(small) is not Tensor or not small.is_cpu or num_bytes < _HUGE_PAGE or sys.platform == "win32":
         return torch.empty(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # torch says in its own words that there is not enough memory
+        return torch.empty(shape, dtype=dtype, device=device)
     tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
     use_huge_pages(tensor)
     return tensor
