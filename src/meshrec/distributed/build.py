@@ -29,7 +29,7 @@ from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.ops.memory import empty_pages, keep_freed_memory
+from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 from meshrec.optim.fused import UpdateMode
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
@@ -223,7 +223,8 @@ def _allocate(
     state: list[list[Tensor]] = []
     for table, own in groupby(rectangles, key=lambda rectangle: rectangle.table):
         source, rule, packing = sources[table], rules[table], Packing(list(own))
-        packed = empty_pages(packing.shape, source.weight.dtype, device)
+        packed = torch.empty(packing.shape, dtype=source.weight.dtype, device=device)
+        use_huge_pages(packed)
         for rectangle, weight in zip(packing.rectangles, packing.views(packed), strict=True):
             _fill(weight, rectangle, source, seed)
             state.append([] if rule is None else _state(rule, rectangle, source, weight))
