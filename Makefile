@@ -95,7 +95,7 @@ $(STAMP_DOCS): $(STAMP)
 # libstdc++ is preloaded too: the sanitizer looks for its throw before Python has loaded it.
 sanitize: build $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 MESHREC_LIBRARY=$(SANITIZED) \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 MESHREC_LIBRARY=$(SANITIZED) \
 	$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/ops
 
 $(SANITIZED): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
