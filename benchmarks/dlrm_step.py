@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.dlrm_contenders import Inputs, Shape, Trainee, build, make_inputs
+from benchmarks.dlrm_contenders import TINY, Inputs, Shape, Trainee, build, make_inputs
 from benchmarks.dlrm_phases import compared, measure_phases, measure_profile
 from benchmarks.harness import Bar, Effort, Result, table
 from meshrec.planner.measured import Comparison
@@ -42,7 +42,6 @@ GROUPS = [
     [*DENSE, "meshrec data_parallel", "torchrec data_parallel"],
     [*DENSE, "plain DDP"],
 ]
-TINY = Shape(num_tables=4, num_rows=100, dim=8, batch=16, bottom=(16, 8), top=(16, 1))
 PARTS = ("speed", "memory", "phases")
 _WARM_UP = 3
 _SECONDS_PER_ROUND = 1.0
