@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from meshrec.ops.tbe import naive, naive_update
+from meshrec.ops.tbe import naive, naive_update, triton
 from meshrec.ops.tbe.layout import NONE
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -145,3 +145,9 @@ def test_row_stats(outcomes):
 def test_what_is_wrong_is_said_as_by_naive(outcomes):
     check(outcomes, lambda key: key[0] == "wrong")
     assert all(isinstance(said, str) for key, said in outcomes[1].items() if key[0] == "wrong")
+
+
+def test_sorted_runs_are_for_the_cpu(make_case):
+    name, args = update_call(make_case(**SMALL), naive_update.SGD, 0)
+    with pytest.raises(ValueError, match="runs and mean_squares are for the CPU"):
+        getattr(triton, name)(*args, torch.zeros(1, dtype=torch.int64), None)

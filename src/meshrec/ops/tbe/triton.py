@@ -211,7 +211,9 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     """See ``naive.tbe_update``."""
     from meshrec.ops.tbe import triton_kernels
 
-    batch, (weights, state, optimizer, hyper, row_stats, origins) = _split(arguments)
+    batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = _split(arguments)
+    if any(each is not None for each in sorted_runs):
+        raise ValueError("runs and mean_squares are for the CPU; on GPUs pass row_stats of summed rows.")
     device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), num_slots(optimizer)
     if len(state) != num_state * num_tables:
