@@ -20,9 +20,10 @@ def problem_of(tables, profile, kinds, num_ranks, **topology):
 
 def both(problem, lower_K, upper_K, cutoff=1e3):
     everything = np.ones(len(problem.type_C), bool)
-    assert ClassRelaxation.serves(problem, everything)
+    assert ClassRelaxation.serves(problem)
     classes, mean = ClassRelaxation(problem, everything, 1.0), MeanRelaxation(problem, everything, 1.0)
-    return classes.solve(lower_K, upper_K, cutoff), mean.solve(lower_K, upper_K, cutoff)
+    limits = (lower_K, upper_K, everything, cutoff)
+    return classes.solve(*limits), mean.solve(*limits)
 
 
 def test_heavy_tables_do_not_share_a_rank(profile):
@@ -61,16 +62,17 @@ def test_one_unit_decides_the_grid(profile):
     """Whole tables of 32 and 64 columns take one or two units of the output; a limit of 1.9 units is one."""
     tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32 * (1 + i % 2)) for i in range(4)]
     problem = problem_of(tables, profile, ["table_wise"], 8)
-    relaxation = ClassRelaxation(problem, np.ones(len(problem.type_C), bool), 1.0)
+    everything = np.ones(len(problem.type_C), bool)
+    relaxation = ClassRelaxation(problem, everything, 1.0)
     phase = int(relaxation.unit_K.argmax())
     unit = problem.load_PK[:, phase].min()
     assert relaxation.unit_K[phase] == pytest.approx(unit)
     upper_K = np.full(len(relaxation.unit_K), 1e3)
     upper_K[phase] = 2.9 * unit
-    found = relaxation.solve(0 * upper_K, upper_K, 1e4)
+    found = relaxation.solve(0 * upper_K, upper_K, everything, 1e4)
     assert found.slowest_K[phase] >= 0
     upper_K[phase] = 1.9 * unit
-    assert relaxation.solve(0 * upper_K, upper_K, 1e4) is None
+    assert relaxation.solve(0 * upper_K, upper_K, everything, 1e4) is None
 
 
 def test_parts_of_a_split_table_need_its_presence(profile):
@@ -124,12 +126,14 @@ def test_no_plan_of_the_box_is_left_out(make_tables, profile, seed, num_tables, 
         ClassRelaxation(problem, everything, scale),
         MeanRelaxation(problem, everything, scale),
     ):
-        found = relaxation.solve(lower_K, upper_K, 1 + 1e-6)
+        found = relaxation.solve(lower_K, upper_K, everything, 1 + 1e-6)
         assert found is not None
         assert found.bound <= 1 + 1e-6
         assert (found.lower_K <= slowest_K + 1e-6).all()
         assert (slowest_K <= found.upper_K + 1e-6).all()
-        assert relaxation.solve_whole(found.lower_K, found.upper_K, 1 + 1e-6, 10.0) <= 1 + 1e-6
+        assert found.admitted_C[[parts.candidate for parts in state.parts_T]].all()
+        limits = (found.lower_K, found.upper_K, found.admitted_C)
+        assert relaxation.solve_whole(*limits, 1 + 1e-6, 10.0) <= 1 + 1e-6
 
 
 def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
@@ -138,8 +142,9 @@ def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
     problem = problem_of(tables, profile, ["table_wise"], 4)
     one_K = problem.load_PK[0]
     scale = 2 * one_K.sum()
-    relaxation = ClassRelaxation(problem, np.ones(len(problem.type_C), bool), scale)
+    everything = np.ones(len(problem.type_C), bool)
+    relaxation = ClassRelaxation(problem, everything, scale)
     lower_K, upper_K = one_K / scale, 1.99 * one_K / scale
-    assert relaxation.solve_whole(lower_K, upper_K, 1.0, 10.0) == np.inf
-    assert relaxation.solve_whole(lower_K, 2 * one_K / scale, 1.0, 10.0) <= 1.0
+    assert relaxation.solve_whole(lower_K, upper_K, everything, 1.0, 10.0) == np.inf
+    assert relaxation.solve_whole(lower_K, 2 * one_K / scale, everything, 1.0, 10.0) <= 1.0
     assert relaxation.work > 0

@@ -21,7 +21,7 @@ def relaxation(problem):
 
 def limits(problem, upper=1e3):
     num_phases = problem.load_PK.shape[1]
-    return np.zeros(num_phases), np.full(num_phases, upper)
+    return np.zeros(num_phases), np.full(num_phases, upper), np.ones(len(problem.type_C), bool)
 
 
 def test_each_table_takes_its_cheapest_candidate(problem, relaxation):
@@ -35,10 +35,10 @@ def test_each_table_takes_its_cheapest_candidate(problem, relaxation):
 
 def test_large_pieces_are_out_of_small_boxes(problem, relaxation):
     whole = relaxation.solve(*limits(problem), np.inf)
-    lower_K, upper_K = limits(problem)
+    lower_K, upper_K, everything = limits(problem)
     phase = int(problem.load_PK.sum(axis=0).argmax())
     upper_K[phase] = 0.7 * problem.largest_load_CK()[whole.share_C > 1e-7, phase].max()
-    cut = relaxation.solve(lower_K, upper_K, np.inf)
+    cut = relaxation.solve(lower_K, upper_K, everything, np.inf)
     used = cut.share_C > 1e-7
     assert (problem.largest_load_CK()[used, phase] <= upper_K[phase] * (1 + 1e-9)).all()
     assert cut.bound > whole.bound
@@ -57,9 +57,10 @@ def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
     problem = build_problem(CostModel(make_tables(6, seed), machine, batch_size=64), {})
     everything, lower_K = np.ones(len(problem.type_C), bool), np.zeros(problem.load_PK.shape[1])
     scale = float(problem.load_PK.sum())
-    mean = MeanRelaxation(problem, everything, scale, root=True).solve(lower_K, lower_K + 1, 1.0)
+    limits = (lower_K, lower_K + 1, everything)
+    mean = MeanRelaxation(problem, everything, scale, root=True).solve(*limits, 1.0)
     relaxation = MeanRelaxation(problem, everything, scale)
-    tight = relaxation.solve(lower_K, lower_K + 1, 1.2 * mean.bound + 0.01)
+    tight = relaxation.solve(*limits, 1.2 * mean.bound + 0.01)
     assert tight.bound >= mean.bound * (1 - 1e-9)
     largest_CK = problem.largest_load_CK() / scale
     for kind in problem.type_T:
@@ -68,5 +69,24 @@ def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
     assert (tight.lower_K <= tight.slowest_K + 1e-6).all()
     assert (tight.slowest_K <= tight.upper_K + 1e-6).all()
     assert tight.upper_K.sum() < len(lower_K)
-    whole = relaxation.solve_whole(tight.lower_K, tight.upper_K, 1.2 * mean.bound + 0.01, 10.0)
+    limits = (tight.lower_K, tight.upper_K, tight.admitted_C)
+    whole = relaxation.solve_whole(*limits, 1.2 * mean.bound + 0.01, 10.0)
     assert whole >= tight.bound - 1e-5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_candidates_that_cost_too_much_are_out(make_tables, profile, seed):
+    """With one of them, nothing is as cheap as the cutoff."""
+    machine = Topology(world_size=4, hardware=profile)
+    problem = build_problem(CostModel(make_tables(4, seed), machine, batch_size=64), {})
+    scale = float(problem.load_PK.sum())
+    relaxation = MeanRelaxation(problem, np.ones(len(problem.type_C), bool), scale)
+    lower_K, upper_K, everything = limits(problem, 1.0)
+    cutoff = 1.1 * relaxation.solve(lower_K, upper_K, everything, 1.0).bound
+    found = relaxation.solve(lower_K, upper_K, everything, cutoff)
+    out = np.flatnonzero(~found.admitted_C)
+    assert len(out)
+    for candidate in out:
+        only_C = (problem.type_C != problem.type_C[candidate]) | (np.arange(len(everything)) == candidate)
+        alone = relaxation.solve(lower_K, upper_K, only_C, 1.0)
+        assert alone is None or alone.bound >= cutoff - 1e-5

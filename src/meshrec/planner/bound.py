@@ -36,6 +36,8 @@ class Box(NamedTuple):
     share_C: Floats
     slowest_K: Floats
     cut_at_K: Floats
+    admitted_C: Bools
+    """The candidates that plans of the box below the goal can use."""
     is_whole: bool = False
     """Whether the bound is that of whole numbers."""
 
@@ -65,7 +67,7 @@ class LowerBound:
         self._allowed_C = allowed_C
         num_phases = problem.load_PK.shape[1]
         self._unit_K = np.zeros(num_phases)
-        if not coarse and ClassRelaxation.serves(problem, allowed_C):
+        if not coarse and ClassRelaxation.serves(problem):
             relaxation = ClassRelaxation(problem, allowed_C, seconds)
             self._relaxation: Relaxation = relaxation
             self._unit_K = relaxation.unit_K
@@ -77,7 +79,7 @@ class LowerBound:
         self._goal = INFINITY if coarse else (1.0 if goal is None else goal / seconds) * _EQUAL
         self.num_solves = 0
         limit = min(self._goal, INFINITY)
-        self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit))
+        self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit), allowed_C)
 
     @property
     def value(self) -> float:
@@ -125,8 +127,8 @@ class LowerBound:
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
             upper_K[cut.phase] = cut.at_most
             lower_K[cut.phase] = cut.at_least
-            self._open(box.bound, box.lower_K, upper_K)
-            self._open(box.bound, lower_K, box.upper_K)
+            self._open(box.bound, box.lower_K, upper_K, box.admitted_C)
+            self._open(box.bound, lower_K, box.upper_K, box.admitted_C)
             return True
         return False
 
@@ -140,19 +142,20 @@ class LowerBound:
             cut_at_K=box.cut_at_K * scale,
         )
 
-    def _open(self, bound: float, lower_K: Floats, upper_K: Floats) -> None:
+    def _open(self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> None:
         # No phase can take what all others leave of the goal.
         upper_K = np.minimum(upper_K, self._goal - lower_K.sum() + lower_K)
         if (lower_K > upper_K).any():
             return
-        relaxed = self._relaxation.solve(lower_K, upper_K, self._goal)
+        relaxed = self._relaxation.solve(lower_K, upper_K, admitted_C, self._goal)
         self.num_solves += 1
         if relaxed is not None:
             found = relaxed._replace(bound=max(bound, relaxed.bound))
-            self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4]))
+            self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4], found.admitted_C))
 
     def _solve_whole(self, box: Box, seconds: float) -> None:
-        bound = self._relaxation.solve_whole(box.lower_K, box.upper_K, self._goal, seconds)
+        limits = (box.lower_K, box.upper_K, box.admitted_C)
+        bound = self._relaxation.solve_whole(*limits, self._goal, seconds)
         self.num_solves += 1
         if bound < self._goal:
             self._push(box._replace(bound=max(box.bound, bound), is_whole=True))

@@ -22,7 +22,7 @@ from meshrec.planner.class_program import MOST_STEPS, TIGHT, Box, Classes, Class
 from meshrec.planner.elements import find_elements, on_grid
 from meshrec.planner.highs import Solver
 from meshrec.planner.problem import Problem
-from meshrec.planner.relaxation import MARGIN, MeanRelaxation, Relaxed
+from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
 
 _HEAVY, _MOST_CLASSES = 0.3, 16
@@ -37,7 +37,6 @@ class ClassRelaxation:
 
     def __init__(self, problem: Problem, allowed_C: Bools, scale: float) -> None:
         self._problem = problem
-        self._allowed_C = allowed_C
         self._scale = scale
         self._largest_CK = problem.largest_load_CK() / scale
         self._tables_Y = np.bincount(problem.type_T)
@@ -47,23 +46,23 @@ class ClassRelaxation:
         self._mean = MeanRelaxation(problem, allowed_C, scale)
 
     @staticmethod
-    def serves(problem: Problem, allowed_C: Bools) -> bool:
+    def serves(problem: Problem) -> bool:
         """Whether the problem is small enough."""
-        return int(allowed_C[problem.candidate_P].sum()) <= _MOST_PIECES
+        return len(problem.type_C) <= FEW_CANDIDATES
 
     @property
     def work(self) -> int:
         """See `Relaxation`."""
         return self._work + self._mean.work
 
-    def solve(self, lower_K: Floats, upper_K: Floats, cutoff: float) -> Relaxed | None:
+    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
         """See `Relaxation`."""
         lower_K, upper_K = on_grid(self._elements, lower_K, upper_K)
-        mean = self._mean.solve(lower_K, upper_K, cutoff)
-        if mean is None:
-            return None
+        mean = self._mean.solve(lower_K, upper_K, admitted_C, cutoff)
+        if mean is None or not self._are_few(mean.admitted_C):
+            return mean
         lower_K, upper_K = on_grid(self._elements, mean.lower_K, mean.upper_K)
-        program = self._program(Box(lower_K, upper_K, cutoff), _HEAVY, _MOST_CLASSES)
+        program = self._program(Box(lower_K, upper_K, cutoff), mean.admitted_C, _HEAVY, _MOST_CLASSES)
         if program is None:
             return None
         solver = Solver(program.build())
@@ -71,15 +70,20 @@ class ClassRelaxation:
         self._work += solver.work
         if optimum is None:
             return None
-        share_C = np.zeros(len(self._allowed_C))
+        share_C = np.zeros(len(admitted_C))
         share_C[program.candidates] = optimum.x[: len(program.candidates)]
         slowest_K = optimum.x[program.first_slowest :]
         bound = max(mean.bound, optimum.objective)
-        return Relaxed(bound, share_C, slowest_K, slowest_K, lower_K, upper_K)
+        return Relaxed(bound, share_C, slowest_K, slowest_K, lower_K, upper_K, mean.admitted_C)
 
-    def solve_whole(self, lower_K: Floats, upper_K: Floats, cutoff: float, seconds: float) -> float:
+    def solve_whole(
+        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
+    ) -> float:
         """See `Relaxation`."""
-        program = self._program(Box(lower_K, upper_K, cutoff), _HEAVY_IN_WHOLE, _MOST_IN_WHOLE)
+        if not self._are_few(admitted_C):
+            return self._mean.solve_whole(lower_K, upper_K, admitted_C, cutoff, seconds)
+        box = Box(lower_K, upper_K, cutoff)
+        program = self._program(box, admitted_C, _HEAVY_IN_WHOLE, _MOST_IN_WHOLE)
         if program is None:
             return np.inf
         solver = Solver(program.build())
@@ -87,9 +91,13 @@ class ClassRelaxation:
         self._work += solver.work
         return bound - MARGIN
 
-    def _program(self, box: Box, heavy: float, most: int) -> ClassProgram | None:
+    def _are_few(self, admitted_C: Bools) -> bool:
+        """Whether the classes' program is small enough for a box of these candidates."""
+        return int(admitted_C[self._problem.candidate_P].sum()) <= _MOST_PIECES
+
+    def _program(self, box: Box, admitted_C: Bools, heavy: float, most: int) -> ClassProgram | None:
         """The program of a box; None where a type has no candidate, or no T is on the grid."""
-        admitted_C = (self._largest_CK <= box.upper_K * TIGHT).all(axis=1) & self._allowed_C
+        admitted_C = (self._largest_CK <= box.upper_K * TIGHT).all(axis=1) & admitted_C
         covers = len(np.unique(self._problem.type_C[admitted_C])) == len(self._tables_Y)
         if (box.lower_K > box.upper_K).any() or not covers:
             return None

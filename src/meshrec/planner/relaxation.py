@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from meshrec.planner.highs import INFINITY, LinearProgram, Rows, Solver
+from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
 MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
-_FEW_CANDIDATES = 2000
+FEW_CANDIDATES = 2000
 _ROUNDS, _SHRUNK = 3, 0.5
 """Most attempts to narrow a box; one that leaves less than this part of it is worth another."""
 
@@ -26,7 +26,8 @@ class Relaxed(NamedTuple):
 
     `share_C`: how many tables use each candidate. `slowest_K`: T. `cut_at_K`: where T has to be told apart,
     below or above, for the relaxation to be more like a plan; equal to T where there is nothing to tell.
-    `lower_K`, `upper_K`: the part of the box that all of the relaxation's solutions are in.
+    `lower_K`, `upper_K`: the part of the box that all plans in it that cost no more than the cutoff are in;
+    `admitted_C`: the candidates that such plans can use.
     """
 
     bound: float
@@ -35,6 +36,7 @@ class Relaxed(NamedTuple):
     cut_at_K: Floats
     lower_K: Floats
     upper_K: Floats
+    admitted_C: Bools
 
 
 class Relaxation(Protocol):
@@ -45,12 +47,14 @@ class Relaxation(Protocol):
         """What the solutions have cost so far; see `Effort`."""
         ...
 
-    def solve(self, lower_K: Floats, upper_K: Floats, cutoff: float) -> Relaxed | None:
-        """The optimum over plans with lower <= T <= upper that cost `cutoff` at most; None where there are
-        none."""
+    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
+        """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff` at
+        most; None where there are none."""
         ...
 
-    def solve_whole(self, lower_K: Floats, upper_K: Floats, cutoff: float, seconds: float) -> float:
+    def solve_whole(
+        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
+    ) -> float:
         """A bound for the same plans, with whole numbers where something is counted; infinite where there
         are none. Takes `seconds` at most."""
         ...
@@ -65,11 +69,10 @@ class MeanRelaxation:
     def __init__(self, problem: Problem, allowed_C: Bools, scale: float, *, root: bool = False) -> None:
         self._work = 0
         self._largest_CK = problem.largest_load_CK() / scale
-        self._allowed_C = allowed_C
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         self._num_phases = problem.load_PK.shape[1]
         self._cost = np.concatenate((problem.common_C / scale, np.ones(self._num_phases)))
-        self._is_small = len(self._tables_C) <= _FEW_CANDIDATES
+        self._is_small = len(self._tables_C) <= FEW_CANDIDATES
         self._narrows = not root
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
         self._solver = Solver(self._linear)
@@ -79,41 +82,43 @@ class MeanRelaxation:
         """See `Relaxation`."""
         return self._work
 
-    def solve(self, lower_K: Floats, upper_K: Floats, cutoff: float) -> Relaxed | None:
+    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
         """See `Relaxation`."""
         before = self._solver.work
-        relaxed = self._solve(lower_K, upper_K, cutoff)
+        relaxed = self._solve(lower_K, upper_K, admitted_C, cutoff)
         for _ in range(_ROUNDS):
             if relaxed is None or not self._narrows:
                 break
             # Where solutions are dear, only the first box is worth it.
             self._narrows = self._is_small
-            old_K = upper_K - lower_K
-            lower_K, upper_K = self._narrowed(lower_K, upper_K)
-            relaxed = self._solve(lower_K, upper_K, cutoff)
-            if ((upper_K - lower_K)[old_K > MARGIN] / old_K[old_K > MARGIN]).prod() > _SHRUNK:
+            before_K = _freedom(relaxed)
+            wide = before_K > MARGIN
+            relaxed = self._solve(*self._narrowed(relaxed), cutoff)
+            if relaxed is None or (_freedom(relaxed)[wide] / before_K[wide]).prod() > _SHRUNK:
                 break
         self._work += self._solver.work - before
         return relaxed
 
-    def solve_whole(self, lower_K: Floats, upper_K: Floats, cutoff: float, seconds: float) -> float:
+    def solve_whole(
+        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
+    ) -> float:
         """See `Relaxation`."""
         if not self._is_small:
             return 0.0
         solver = Solver(self._linear)
-        solver.set_bounds(*self._bounds(lower_K, upper_K))
+        solver.set_bounds(*self._bounds(lower_K, upper_K, admitted_C))
         solver.set_last_row(cutoff)
         bound = solver.solve_whole(np.arange(len(self._cost)) < len(self._tables_C), seconds)
         self._work += solver.work
         return bound - MARGIN
 
-    def _bounds(self, lower_K: Floats, upper_K: Floats) -> tuple[Floats, Floats]:
-        admitted_C = (self._largest_CK <= upper_K * (1 + 1e-9)).all(axis=1) & self._allowed_C
+    def _bounds(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> tuple[Floats, Floats]:
         most_C = np.where(admitted_C, self._tables_C, 0.0)
         return np.concatenate((0 * most_C, lower_K)), np.concatenate((most_C, upper_K))
 
-    def _solve(self, lower_K: Floats, upper_K: Floats, cutoff: float) -> Relaxed | None:
-        self._solver.set_bounds(*self._bounds(lower_K, upper_K))
+    def _solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
+        admitted_C = (self._largest_CK <= upper_K * (1 + 1e-9)).all(axis=1) & admitted_C
+        self._solver.set_bounds(*self._bounds(lower_K, upper_K, admitted_C))
         self._solver.set_cost(self._cost)
         self._solver.set_last_row(cutoff)
         optimum = self._solver.solve()
@@ -121,22 +126,36 @@ class MeanRelaxation:
             return None
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         cut_at_K = self._cut_at(share_C, slowest_K)
-        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, lower_K, upper_K)
+        admitted_C &= self._within(optimum, cutoff)
+        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, lower_K, upper_K, admitted_C)
 
-    def _narrowed(self, lower_K: Floats, upper_K: Floats) -> tuple[Floats, Floats]:
-        """The least and the largest T, phase by phase, of the solutions within the limits that are set."""
-        lower_K, upper_K = lower_K.copy(), upper_K.copy()
+    def _narrowed(self, relaxed: Relaxed) -> tuple[Floats, Floats, Bools]:
+        """The least and the largest T, phase by phase, of the solutions within the limits that are set, and
+        the candidates that are left."""
+        lower_K, upper_K, admitted_C = relaxed.lower_K.copy(), relaxed.upper_K.copy(), relaxed.admitted_C
         for phase in np.flatnonzero(upper_K - lower_K > 10 * MARGIN):
             cost = np.zeros(len(self._cost))
-            for sign in (1.0, -1.0):
+            for sign, limit_K in ((1.0, upper_K), (-1.0, -lower_K)):
                 cost[len(self._tables_C) + phase] = sign
                 self._solver.set_cost(cost)
                 optimum = self._solver.solve()
-                if optimum is not None and sign > 0:
+                if optimum is None:
+                    continue
+                admitted_C = admitted_C & self._within(optimum, float(limit_K[phase]))
+                if sign > 0:
                     lower_K[phase] = max(lower_K[phase], optimum.objective - MARGIN)
-                elif optimum is not None:
+                else:
                     upper_K[phase] = min(upper_K[phase], MARGIN - optimum.objective)
-        return lower_K, upper_K
+        return lower_K, upper_K, admitted_C
+
+    def _within(self, optimum: Optimum, most: float) -> Bools:
+        """Reduced-cost fixing: the candidates [C] that a table can use while the objective is `most` or less.
+
+        A whole table more of a candidate that the optimum does not use raises the objective by its reduced
+        cost at least (Nemhauser & Wolsey, Integer and Combinatorial Optimization, 1988, II.5.2).
+        """
+        reduced_C = optimum.reduced_costs[: len(self._tables_C)]
+        return np.asarray(optimum.objective + reduced_C <= most + MARGIN)
 
     def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
         """The median size of the pieces in use that are larger than T."""
@@ -147,6 +166,10 @@ class MeanRelaxation:
             if len(above):
                 cut_at_K[phase] = above[len(above) // 2]
         return cut_at_K
+
+
+def _freedom(relaxed: Relaxed) -> Floats:
+    return relaxed.upper_K - relaxed.lower_K
 
 
 def _program(problem: Problem, scale: float, cost: Floats, *, largest: bool) -> LinearProgram:
