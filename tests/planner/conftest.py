@@ -1,6 +1,7 @@
 """Small planning cases that several tests share."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,12 +31,20 @@ def profile() -> HardwareProfile:
         update_row_seconds=2e-8,
         update_bandwidth=5e9,
         update_id_seconds=1e-9,
+        route_id_seconds=1e-9,
         stream_bandwidth=2e10,
         kernel_seconds=1e-5,
         intra=link,
         inter=Link(latency=2e-5, all_to_all=2.5e8, reduce_scatter=5e8, all_reduce=1e9),
         memory=1 << 34,
     )
+
+
+@pytest.fixture(scope="session")
+def cpu_profile(profile: HardwareProfile) -> HardwareProfile:
+    """One that differs from the other in everything that is the CPU's."""
+    costs = {"split_id_seconds": 2e-9, "scan_id_seconds": 1e-9, "scan_bag_seconds": 1e-8}
+    return replace(profile, full_duplex=False, sorts_once=True, **costs)
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -64,6 +66,38 @@ def test_only_column_parts_exchange_row_statistics(profile):
     assert phase(load(adam, columns=32), "row_stats") == 0
 
 
+def test_kernels_that_keep_what_they_sorted_pass_over_gradients_again(profile):
+    model = CostModel([one_table()], Topology(world_size=4, hardware=profile), batch_size=100)
+    keeping = replace(profile, sorts_once=True)
+    kept = CostModel([one_table()], Topology(world_size=4, hardware=keeping), batch_size=100)
+    np.testing.assert_array_equal(load(kept), load(model))
+    distinct = 1000 * -np.expm1(-4 * 100 * 10 / 1000)
+    halves = load(kept, columns=32)
+    whole = phase(load(kept), "update") - (elements := 4 * 100 * 64 * 4 / 2e10)
+    whole -= (row := distinct * 64 * 8 / 5e9)
+    assert phase(halves, "update") == pytest.approx(whole + elements + row / 2 + distinct * 1e-9)
+    wire = 0.75 / 1e9
+    assert phase(halves, "row_stats") == pytest.approx(distinct * (2 * 4 * wire + 1e-9))
+    assert phase(halves, "update") < phase(load(model, columns=32), "update")
+
+
+def test_ids_of_tables_split_by_rows_cost_more(profile):
+    machine = replace(profile, split_id_seconds=2e-9)
+    model = CostModel([one_table()], Topology(world_size=4, hardware=profile), batch_size=100)
+    split = CostModel([one_table()], Topology(world_size=4, hardware=machine), batch_size=100)
+    np.testing.assert_array_equal(load(split), load(model))
+    more = phase(load(split, rows=250), "ids") - phase(load(model, rows=250), "ids")
+    assert more == pytest.approx(1000 * 2e-9)
+
+
+def test_a_rank_scans_its_batch_whatever_the_plan(profile):
+    machine = replace(profile, scan_id_seconds=2e-9, scan_bag_seconds=3e-9)
+    model = CostModel([one_table()], Topology(world_size=4, hardware=machine), batch_size=100)
+    fixed = dict(zip(PHASES, model.fixed_seconds(Usage(False, False, True)), strict=True))
+    assert fixed["ids"] == pytest.approx(1000 * 2e-9 + 100 * 3e-9 + 2 * 1e-5)
+    assert fixed["output"] == fixed["gradient"] == 1e-5  # nothing travels, but it is waited for
+
+
 def test_one_rank_sends_nothing(profile):
     model = CostModel([one_table()], Topology(world_size=1, hardware=profile), batch_size=100)
     assert phase(load(model), "ids") == pytest.approx(1000 * 1e-9)  # what is left is to pass over it
@@ -94,8 +128,6 @@ def test_replicas_exchange_gradients_and_shrink_the_group(profile):
 
 
 def test_half_duplex_adds_what_a_rank_receives(profile):
-    from dataclasses import replace
-
     slow = replace(profile, full_duplex=False)
     model = CostModel([one_table()], Topology(world_size=2, hardware=slow), batch_size=100)
     mean = np.full(len(PHASES), 3.0)

@@ -116,8 +116,11 @@ types_strategy = st.sampled_from(
     allowed=types_strategy,
     memory=st.sampled_from([1 << 24, 1 << 27, 1 << 33]),
     replicate=st.booleans(),
+    on_cpu=st.booleans(),
 )
-def test_every_plan_is_one_and_costs_what_was_claimed(profile, drawn, machine, allowed, memory, replicate):
+def test_every_plan_is_one_and_costs_what_was_claimed(
+    profile, cpu_profile, drawn, machine, allowed, memory, replicate, on_cpu
+):
     tables = [
         Table(
             name=f"t{i}",
@@ -132,7 +135,11 @@ def test_every_plan_is_one_and_costs_what_was_claimed(profile, drawn, machine, a
     world, local = machine
     sizes = (1, 2) if replicate and world % 2 == 0 else (1,)
     topology = Topology(
-        world_size=world, local_world_size=local, hardware=profile, hbm_cap=memory, replicate=sizes
+        world_size=world,
+        local_world_size=local,
+        hardware=cpu_profile if on_cpu else profile,
+        hbm_cap=memory,
+        replicate=sizes,
     )
     constraints = {"t0": ParameterConstraints(sharding_types=allowed)}
     found = optimize(tables, topology, batch_size=16, constraints=constraints, effort=Effort(1.0, 3e6, 0.0))

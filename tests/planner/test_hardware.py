@@ -4,6 +4,8 @@ import pytest
 
 from meshrec.planner.hardware import BUILTIN_PROFILES, HardwareProfile, Link, get_profile, with_memory
 
+OPTIONAL = {"split_id_seconds", "scan_id_seconds", "scan_bag_seconds"}
+
 
 def test_a_profile_survives_its_file(tmp_path, profile):
     profile.save(tmp_path / "hardware.json")
@@ -21,7 +23,8 @@ def test_every_built_in_figure_has_a_source(name):
         "read_row_seconds",
         "update_row_seconds",
     }
-    figures |= {"update_id_seconds", "kernel_seconds", "intra", "inter", "memory"}
+    figures |= {"update_id_seconds", "route_id_seconds", "kernel_seconds", "intra", "inter", "memory"}
+    figures |= {each for each in OPTIONAL if getattr(profile, each) > 0}
     assert set(profile.sources) == figures
 
 
@@ -40,6 +43,13 @@ def test_overrides_change_only_what_they_name(profile):
     assert profile.named("x").name == "x"
 
 
+def test_files_may_leave_out_what_most_machines_lack(profile):
+    values = profile.to_json()
+    for name in (*OPTIONAL, "sorts_once", "full_duplex", "sources"):
+        del values[name]
+    assert HardwareProfile.from_json(values) == profile
+
+
 def test_bad_profiles_are_refused(profile):
     with pytest.raises(ValueError, match=r"profile 'h300': neither a file nor one of \['a100', 'cpu'"):
         get_profile("h300")
@@ -47,6 +57,8 @@ def test_bad_profiles_are_refused(profile):
         replace(profile, read_bandwidth=0)
     with pytest.raises(ValueError, match="kernel_seconds is -1; it must not be negative"):
         replace(profile, kernel_seconds=-1)
+    with pytest.raises(ValueError, match="scan_id_seconds is nan; it must not be negative"):
+        replace(profile, scan_id_seconds=float("nan"))
     with pytest.raises(ValueError, match=r"Link\.all_to_all is 0; it must be positive"):
         Link(latency=0, all_to_all=0, reduce_scatter=1, all_reduce=1)
     with pytest.raises(ValueError, match="Measure one anew with `meshrec calibrate`"):

@@ -1,5 +1,6 @@
 import pytest
 
+from meshrec.distributed.sharding_plan import ShardingType
 from meshrec.planner import save_plan
 from meshrec.train import Placement
 from meshrec.train.planning import constraints_of, make_plan, topology_of
@@ -40,12 +41,12 @@ def test_no_plan_is_one_clear_error(tmp_path, small):
 
 def test_large_tables_are_not_copied(small):
     table = 50 * 8 * 4 / 2**20
-    kinds = {
-        limit: {
-            s.sharding_type.value
-            for _, _, s in planned(small(placement=Placement(replicate_mib=limit))).tables()
-        }
-        for limit in (table, 0.9 * table)
+    for limit, may_be_copied in ((table, True), (0.9 * table, False)):
+        recipe = small(placement=Placement(replicate_mib=limit))
+        dataset = recipe.data.load()
+        found = constraints_of(recipe, recipe.model.build(dataset), dataset, world_size=2)
+        for each in found.values():
+            assert (ShardingType.DATA_PARALLEL in each.allowed_types) == may_be_copied
+    assert "data_parallel" not in {
+        sharding.sharding_type.value for _, _, sharding in planned(recipe).tables()
     }
-    assert kinds[table] == {"data_parallel"}
-    assert "data_parallel" not in kinds[0.9 * table]

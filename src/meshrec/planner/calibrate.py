@@ -86,6 +86,7 @@ def calibrate(
         update_row_seconds=update_row,
         update_bandwidth=1 / update_byte,
         update_id_seconds=update_id,
+        route_id_seconds=update_id,
         stream_bandwidth=1 / stream_byte,
         kernel_seconds=kernel,
         intra=intra,

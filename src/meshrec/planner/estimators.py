@@ -140,9 +140,9 @@ class CostModel:
         outputs = np.where(a.pooled_T[table], bags, ids)
         row_bytes = columns * a.weight_bytes_T[table]
         loads = np.zeros((len(table), NUM_PHASES))
-        # Routing an id, and reading it out of its message, costs about what sorting one does.
         loads[:, _IDS] = (ids * a.id_bytes_T[table] + bags * LENGTH_BYTES) * self._wire
-        loads[:, _IDS] += self._once * ids * p.update_id_seconds
+        per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
+        loads[:, _IDS] += self._once * ids * per_id
         read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         loads[:, _LOOKUP] = read + outputs * columns * 4 / p.stream_bandwidth
         elements = outputs * columns
@@ -157,12 +157,18 @@ class CostModel:
         if self.replicas > 1:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
         distinct = self._distinct(table, ids, share)
-        summed = distinct * columns * 4 / p.stream_bandwidth  # the gradients of rows, one pass
         statistics = 2 * distinct * a.row_statistics_bytes_T[table] * self._wire
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
-        loads[:, _ROW_STATS] = np.where(is_split, statistics + summed, 0.0)
-        # Row statistics come between summing gradients and using them: they are written and read again.
-        loads[:, _UPDATE] += np.where(is_split, 2 * summed + distinct * p.update_id_seconds, 0.0)
+        # Row statistics come between summing gradients and using them.
+        if p.sorts_once:  # what was sorted is kept; gradients are passed over again
+            statistics += distinct * p.update_id_seconds
+            again = elements * 4 / p.stream_bandwidth
+        else:  # the sums are written and read
+            summed = distinct * columns * 4 / p.stream_bandwidth
+            statistics += summed
+            again = 2 * summed
+        loads[:, _ROW_STATS] = np.where(is_split, statistics, 0.0)
+        loads[:, _UPDATE] += np.where(is_split, again + distinct * p.update_id_seconds, 0.0)
         return loads
 
     def rectangle_bytes(
@@ -208,7 +214,7 @@ class CostModel:
         loads = np.zeros((len(table), NUM_PHASES))
         read = ids * (p.read_row_seconds + columns * a.weight_bytes_T[table] / p.read_bandwidth)
         loads[:, _LOOKUP] = read + a.outputs_T[table] * columns * 4 / p.stream_bandwidth
-        loads[:, _IDS] = ids * p.update_id_seconds
+        loads[:, _IDS] = ids * p.route_id_seconds
         passes = a.outputs_T[table] * columns * 4 * 2 / p.stream_bandwidth
         loads[:, _OUTPUT] = loads[:, _GRADIENT] = passes
         world = self.topology.world_size
@@ -234,13 +240,14 @@ class CostModel:
         return np.where(_IS_EXCHANGE, mean_loads, 0.0)
 
     def fixed_seconds(self, usage: Usage) -> Floats:
-        """Seconds [NUM_PHASES] that the phases take before the first byte."""
+        """Seconds [NUM_PHASES] that the phases take whoever holds what."""
         fixed = np.zeros(NUM_PHASES)
-        kernel = self.profile.kernel_seconds
-        fixed[[_LOOKUP, _UPDATE]] = kernel
-        if self.num_ranks > 1 and usage.sharded:
+        a, p = self.arrays, self.profile
+        fixed[[_LOOKUP, _UPDATE]] = p.kernel_seconds
+        fixed[_IDS] = a.ids_T.sum() * p.scan_id_seconds + a.bags_T.sum() * p.scan_bag_seconds
+        if self.num_ranks > 1:  # all-to-alls are made even where nothing travels
             latency = self._outer.latency
-            fixed[[_IDS, _OUTPUT, _GRADIENT]] = 2 * latency, latency, latency
+            fixed[[_IDS, _OUTPUT, _GRADIENT]] += 2 * latency, latency, latency
             fixed[_ROW_STATS] = latency if usage.row_stats else 0.0
         if self.replicas > 1 and usage.sharded:
             fixed[_REPLICAS] = 2 * self._replica_link.latency

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,11 +42,18 @@ class HardwareProfile:
         update_row_seconds: fixed cost of updating one distinct row.
         update_bandwidth: bytes/s of the update (a row is read and written; both count).
         update_id_seconds: cost per id of sorting the ids and summing their gradients, without the bytes.
+        route_id_seconds: cost per id of putting it into the message for a rank and reading it out there.
+        split_id_seconds: what an id costs more where the rows of its table lie on several ranks.
+        scan_id_seconds, scan_bag_seconds: cost per id, and per bag, of a rank's own batch, whatever the plan:
+            ids are checked, bags are measured.
         stream_bandwidth: bytes/s of sequential reads or writes.
         kernel_seconds: fixed cost of one lookup or update.
         intra: the link inside a node (axis ``local``).
         inter: the link between nodes (axis ``node``).
         full_duplex: whether a rank sends and receives at the same time.
+        sorts_once: whether the update of a table that is split by columns takes up the sorted ids that its
+            row statistics were taken from, as the kernels for CPUs do. Otherwise the gradients of rows are
+            summed into memory, and read again.
         memory: bytes a rank has for tables, buffers and the dense model.
         sources: where each figure is from.
     """
@@ -57,11 +64,16 @@ class HardwareProfile:
     update_row_seconds: float
     update_bandwidth: float
     update_id_seconds: float
+    route_id_seconds: float
+    split_id_seconds: float = 0.0
+    scan_id_seconds: float = 0.0
+    scan_bag_seconds: float = 0.0
     stream_bandwidth: float
     kernel_seconds: float
     intra: Link
     inter: Link
     full_duplex: bool = True
+    sorts_once: bool = False
     memory: int
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -69,8 +81,8 @@ class HardwareProfile:
         for name in ("read_bandwidth", "update_bandwidth", "stream_bandwidth", "memory"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must be positive.")
-        for name in ("read_row_seconds", "update_row_seconds", "update_id_seconds", "kernel_seconds"):
-            if not getattr(self, name) >= 0:
+        for name in self.__dataclass_fields__:
+            if name.endswith("_seconds") and not getattr(self, name) >= 0:
                 raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must not be negative.")
 
     def with_bandwidths(self, intra: float | None, inter: float | None) -> "HardwareProfile":
@@ -96,7 +108,8 @@ class HardwareProfile:
     def from_json(cls, values: Mapping[str, Any]) -> "HardwareProfile":
         """The inverse of `to_json`. Raises ValueError for unknown or missing fields."""
         fields = set(cls.__dataclass_fields__)
-        if set(values) - fields or fields - set(values) - {"sources", "full_duplex"}:
+        optional = {name for name, each in cls.__dataclass_fields__.items() if each.default is not MISSING}
+        if set(values) - fields or fields - set(values) - optional - {"sources"}:
             raise ValueError(
                 f"a hardware profile has the fields {sorted(fields)}, got {sorted(values)}. "
                 "Measure one anew with `meshrec calibrate`."
@@ -140,6 +153,7 @@ def _gpu(
         update_row_seconds=128 / rows,
         update_bandwidth=rows,
         update_id_seconds=96 / stream,
+        route_id_seconds=96 / stream,
         stream_bandwidth=stream,
         kernel_seconds=10e-6,
         intra=Link(
@@ -158,6 +172,7 @@ def _gpu(
             "read_row_seconds": f"64 bytes: an 8-byte id and partly used 32-byte sectors ({assumption})",
             "update_row_seconds": f"128 bytes: state's sectors, read and written ({assumption})",
             "update_id_seconds": f"96 bytes: four radix passes over 12-byte pairs ({assumption})",
+            "route_id_seconds": f"the bytes of sorting an id ({assumption})",
             "kernel_seconds": f"a few launches ({assumption})",
             "intra": f"80 % of {nvlink_source} per direction; latency {assumption}",
             "inter": f"80 % of {nic_source} per direction; latency {assumption}",
@@ -203,6 +218,7 @@ _CPU = HardwareProfile(
     update_row_seconds=20e-9,
     update_bandwidth=8e9,
     update_id_seconds=15e-9,
+    route_id_seconds=15e-9,
     stream_bandwidth=10e9,
     kernel_seconds=50e-6,
     intra=Link(latency=200e-6, all_to_all=1.5e9, reduce_scatter=1.5e9, all_reduce=1.5e9),
@@ -216,6 +232,7 @@ _CPU = HardwareProfile(
         "read_row_seconds": "a miss of about 80 ns, 8 of them in flight",
         "update_row_seconds": "two such misses: row and optimizer state",
         "update_id_seconds": "four radix passes at about 250 M keys/s",
+        "route_id_seconds": "as much as sorting an id",
         "kernel_seconds": "dispatch and thread start, order of magnitude",
         "intra": "gloo over loopback, order of magnitude; run `meshrec calibrate` for your own",
         "inter": "gloo over a 10 Gb/s network; run `meshrec calibrate` for your own",
