@@ -34,6 +34,7 @@ struct PoolArgs {
   bool mean;
   float* out;
   int64_t out_stride;
+  bool past_caches;  // the output is too large to be in a cache when it is read
 };
 
 // Copies one row per id: out row i is the row of ids[i].

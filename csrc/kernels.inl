@@ -46,7 +46,14 @@ inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t
       }
     }
   }
-  for (int k = 0; k < N; ++k) store(out + column + k * kLanes, a.mean ? sum[k] / count : sum[k]);
+  if (a.mean)
+    for (int k = 0; k < N; ++k) sum[k] /= count;
+  constexpr bool whole_lines = N * sizeof(Vec) % 64 == 0;
+  if (whole_lines && a.past_caches && reinterpret_cast<uintptr_t>(out + column) % 64 == 0) {
+    for (int k = 0; k < N; ++k) store_past_caches(out + column + k * kLanes, sum[k]);
+  } else {
+    for (int k = 0; k < N; ++k) store(out + column + k * kLanes, sum[k]);
+  }
 }
 
 template <bool kWeighted, typename Weight, typename Id>
@@ -66,7 +73,7 @@ inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t 
 }
 
 template <bool kWeighted, typename Weight, typename Id>
-void pool_bags(const PoolArgs& a) {
+void pool_bags(const PoolArgs a) {  // by value: a store of floats cannot have changed it
   const int64_t ahead = rows_ahead<Weight>(a.dim), end = a.offsets[a.num_bags];
   for (int64_t bag = 0; bag < a.num_bags; ++bag) {
     const int64_t first = a.offsets[bag], last = a.offsets[bag + 1];
@@ -85,6 +92,7 @@ void pool_bags(const PoolArgs& a) {
     if (a.dim - column >= kLanes) block(std::integral_constant<int, 1>{});
     if (column < a.dim) pool_tail<kWeighted, Weight, Id>(a, column, first, last, end, ahead, count, out);
   }
+  if (a.past_caches) finish_stores();
 }
 
 template <typename Weight, typename Id>

@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <fstream>
 
 namespace meshrec {
 
@@ -16,6 +17,16 @@ void advise_huge_pages(void* memory, int64_t num_bytes) {
   // A refusal (no huge pages on this system) changes nothing but the speed.
   if (end > begin) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
+}
+
+bool outgrows_caches(int64_t num_bytes) {
+  // Not sysconf: of a processor with several last levels it gives the sum.
+  static const int64_t last_level = [] {
+    int64_t kibibytes = 0;
+    std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
+    return kibibytes << 10;
+  }();
+  return last_level > 0 && num_bytes > last_level / 2;
 }
 
 Tensor empty_buffer(std::vector<int64_t> sizes, ScalarType type) {

@@ -42,6 +42,24 @@ inline float to_float(Half value) {
 
 inline Vec load(const float* p) { return *reinterpret_cast<const VecMemory*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<VecMemory*>(p) = v; }
+// Leaves the caches to what is read again. For whole cache lines, and with finish_stores() before others
+// read.
+inline void store_past_caches(float* p, Vec v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif defined(__x86_64__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v);
+#endif
+}
+inline void finish_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
 inline Vec load(const BFloat16* p) {
   const HalfBits bits = *reinterpret_cast<const HalfBitsMemory*>(p);
   return (Vec)(__builtin_convertvector(bits, Bits) << 16);
