@@ -25,6 +25,7 @@ _LEAST_CUT = 1e-4
 _NARROW, _LEAST_WIDTH = 3e-3, 5e-4
 """The width of boxes that are worth whole numbers, and of those that are not worth a cut."""
 _EQUAL = 1 + 1e-6
+_EQUAL_LOAD = 1e-7
 
 
 class Box(NamedTuple):
@@ -66,11 +67,11 @@ class LowerBound:
         self._largest_CK = problem.largest_load_CK() / seconds
         self._allowed_C = allowed_C
         num_phases = problem.load_PK.shape[1]
-        self._unit_K = np.zeros(num_phases)
+        self._grid_K = [np.zeros(0)] * num_phases
         if not coarse and ClassRelaxation.serves(problem):
             relaxation = ClassRelaxation(problem, allowed_C, seconds)
             self._relaxation: Relaxation = relaxation
-            self._unit_K = relaxation.unit_K
+            self._grid_K = relaxation.grid_K
         else:
             self._relaxation = MeanRelaxation(problem, allowed_C, seconds, root=coarse)
         self._count = itertools.count()
@@ -167,12 +168,11 @@ class LowerBound:
         """Between two points of the grid; where the relaxation asks for it; else in the middle of the widest
         side."""
         width_K = box.upper_K - box.lower_K
-        grid = int(self._unit_K.argmax())
-        unit = float(self._unit_K[grid])
-        points = round(width_K[grid] / unit) if unit > 0 else 0
-        if points > 0:
-            at_least = float(box.lower_K[grid]) + (points + 1) // 2 * unit
-            return _Cut(grid, at_least - unit, at_least)
+        for phase, grid in enumerate(self._grid_K):
+            first, last = np.searchsorted(grid, (box.lower_K[phase] - _EQUAL_LOAD, box.upper_K[phase] + _EQUAL_LOAD))
+            if last - first > 1:
+                at_least = float(grid[(first + last) // 2])
+                return _Cut(phase, float(grid[(first + last) // 2 - 1]), at_least)
         wanted_K = box.cut_at_K - box.slowest_K
         phase = int(wanted_K.argmax())
         if wanted_K[phase] > _LEAST_CUT:

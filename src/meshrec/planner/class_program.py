@@ -14,7 +14,9 @@ from meshrec.planner.relaxation import add_largest
 from meshrec.planner.types import Bools, Floats, Ints
 
 TIGHT = 1 + 1e-9
-MOST_STEPS = 1
+_MOST_FACTOR = 8
+_MOST_PIECES_ON_RANK = 200
+_LEAST_EXCESS = 1e-4
 
 
 class Classes(NamedTuple):
@@ -27,8 +29,6 @@ class Classes(NamedTuple):
     load_HK: Floats
     most_H: Floats
     """The most ranks that can be in the class."""
-    steps_H: Ints
-    """Steps off the grid, or -1 for any."""
 
 
 class Box(NamedTuple):
@@ -76,11 +76,10 @@ class ClassProgram:
         )
         self._rows = Rows(self.num_columns)
         self._tables_Y = np.bincount(problem.type_T).astype(np.float64)
-        self._upper_HK = self._upper()
 
     def build(self) -> LinearProgram:
         """Minimises the cost over the relaxation of plans in the box."""
-        for part in (self._count, self._presence, self._grid, self._loads, self._products):
+        for part in (self._count, self._presence, self._loads, self._products):
             part()
         slowest = self.first_slowest + np.arange(self.num_phases)
         add_largest(self._rows, self.problem, self.candidates, slowest, self.scale)
@@ -114,23 +113,9 @@ class ClassProgram:
         # What varies comes on top of its element, which is in the class's load where it is heavy.
         heavy_V = np.isin(elements.element_V[self.split], classes.heavy)
         least_LK[len(self.light) :][heavy_V] = 0.0
-        odd_L = np.concatenate((np.isnan(elements.steps_E[self.light]), elements.odd_V[self.split]))
-        full_LH = (classes.load_HK[None] + least_LK[:, None] > self._upper_HK * TIGHT + 1e-12).any(axis=2)
-        full_LH |= odd_L[:, None] & (classes.steps_H >= 0)
+        full_LH = (classes.load_HK[None] + least_LK[:, None] > self.box.upper_K * TIGHT + 1e-12).any(axis=2)
         upper[self.first_light : self.first_load][full_LH.ravel()] = 0.0
         return lower, upper
-
-    def _upper(self) -> Floats:
-        """Limits [H, K] of the classes: what is off the grid, and then whole units."""
-        classes, elements, upper_K = self.classes, self.elements, self.box.upper_K
-        upper_HK = np.tile(upper_K, (self.num_classes, 1))
-        phase = int(elements.unit_K.argmax())
-        unit = elements.unit_K[phase]
-        if unit > 0:
-            base_H = classes.load_HK[:, phase] + np.maximum(classes.steps_H, 0) * elements.step
-            grid_H = base_H + np.floor((upper_K[phase] - base_H) / unit + 1e-6) * unit
-            upper_HK[:, phase] = np.where(classes.steps_H >= 0, grid_H, upper_K[phase])
-        return upper_HK
 
     def _count(self) -> None:
         """Each table uses a candidate, each rank is in a class, elements are as many as candidates say."""
@@ -190,39 +175,8 @@ class ClassProgram:
             np.zeros(split.size),
         )
 
-    def _grid(self) -> None:
-        """A rank of a class on the grid has as many steps as the class says; of one without a grid, more
-        than those, or a part of any width."""
-        classes, elements, spread = self.classes, self.elements, self._spread
-        exact, free = np.flatnonzero(classes.steps_H >= 0), np.flatnonzero(classes.steps_H < 0)
-        if not len(free):
-            return
-        steps_L = elements.steps_E[self.light]
-        stepping = np.flatnonzero(steps_L != 0)
-        self._rows.add_each(
-            np.append(np.repeat(np.arange(len(exact)), len(stepping)), np.arange(len(exact))),
-            np.append(spread[stepping][:, exact].T.ravel(), self.first_class + exact),
-            np.append(
-                np.tile(np.nan_to_num(steps_L[stepping]), len(exact)),
-                -classes.steps_H[exact].astype(np.float64),
-            ),
-            np.zeros(len(exact)),
-            np.zeros(len(exact)),
-        )
-        odd_E = np.isin(np.arange(len(elements.steps_E)), elements.element_V[elements.odd_V])
-        weight_E = np.where(odd_E, MOST_STEPS, np.nan_to_num(elements.steps_E, nan=MOST_STEPS))
-        heavy_H = classes.heavy_HG[free] @ np.where(odd_E, weight_E, 0.0)[classes.heavy] - MOST_STEPS
-        count = np.arange(len(free))
-        self._rows.add_each(
-            np.append(np.repeat(count, len(self.light)), count),
-            np.append(spread[: len(self.light)][:, free].T.ravel(), self.first_class + free),
-            np.append(np.tile(weight_E[self.light], len(free)), heavy_H),
-            np.zeros(len(free)),
-            np.full(len(free), INFINITY),
-        )
-
     def _loads(self) -> None:
-        """What lies on a class fits into its room, and into the whole units of the grid."""
+        """What lies on a class fits into its room."""
         elements = self.elements
         loads = (elements.still_EK[self.light], elements.varying_VK[self.split])
         shape = (self.num_lights, self.num_classes, self.num_phases)
@@ -239,17 +193,43 @@ class ClassProgram:
             np.full(len(hk), -INFINITY),
             np.zeros(len(hk)),
         )
-        on_grid = self._upper_HK < self.box.upper_K
-        some = some & on_grid
-        limit = (self.classes.load_HK - self._upper_HK).ravel()
-        tight = np.flatnonzero(on_grid)
-        self._rows.add_each(
-            np.append(np.searchsorted(tight, piece_row[some]), np.arange(len(tight))),
-            np.append(piece_column[some], ranks[tight]),
-            np.append(piece_load[some], limit[tight]),
-            np.full(len(tight), -INFINITY),
-            np.zeros(len(tight)),
-        )
+
+    def cuts(self, x: Floats, most: int) -> Rows | None:
+        """Rows that `x` violates and no plan does, at most `most`; None where there are none.
+
+        On a rank of class h, whole elements fit: sum_l load_lk n_l <= room = upper_k - heavy_hk. So for any
+        factor, sum_l floor(factor load_lk) n_l <= floor(factor room) (Chvatal and Gomory's cuts), and the sum
+        over the ranks of the class holds as well.
+        """
+        still_LK = self.elements.still_EK[self.light]
+        count_LH = x[self._spread[: len(self.light)]]
+        ranks_H = x[self.first_class : self.first_light]
+        room_HK = self.box.upper_K - self.classes.load_HK
+        found = []
+        for phase in range(self.num_phases):
+            load_L = still_LK[:, phase]
+            used = (load_L > 1e-9) & (count_LH.sum(axis=1) > 1e-7)
+            sizes = np.unique(load_L[used].round(10))
+            if not len(sizes):
+                continue
+            factor_Q = np.unique((np.arange(1, _MOST_FACTOR + 1)[:, None] / sizes).ravel())
+            factor_Q = factor_Q[factor_Q * self.box.upper_K[phase] < _MOST_PIECES_ON_RANK]
+            weight_QL = np.floor(factor_Q[:, None] * load_L + 1e-8)
+            limit_QH = np.floor(factor_Q[:, None] * room_HK[:, phase] + 1e-6)
+            excess_QH = (weight_QL @ count_LH - limit_QH * ranks_H) / factor_Q[:, None]
+            best_H = excess_QH.argmax(axis=0)
+            for kind in range(self.num_classes):
+                best = best_H[kind]
+                if excess_QH[best, kind] > _LEAST_EXCESS:
+                    found.append((excess_QH[best, kind], kind, weight_QL[best], limit_QH[best, kind]))
+        if not found:
+            return None
+        found.sort(key=lambda cut: -cut[0])
+        rows = Rows(self.num_columns)
+        for _, kind, weight_L, limit in found[:most]:
+            columns = np.append(self._spread[: len(self.light), kind], self.first_class + kind)
+            rows.add(columns, np.append(weight_L, -limit), -INFINITY, 0.0)
+        return rows
 
     def _products(self) -> None:
         """McCormick's envelope of a class's room, its number of ranks times T; all classes together have

@@ -15,7 +15,10 @@ import numpy as np
 from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.types import Bools, Floats, Ints
 
-_MOST_SIZES = 20
+_MOST_SIZES, _MOST_POINTS = 20, 1000
+_MOST_LOAD = 1.5
+"""Parts of the scale."""
+_NEAR = 1e-7
 
 
 class Elements(NamedTuple):
@@ -35,18 +38,8 @@ class Elements(NamedTuple):
     """The element that every share of it goes with."""
     varying_P: Ints
     """The index in V, or -1."""
-    unit_K: Floats
-    """The unit of the grid in the phase that has one; 0 in others."""
-    steps_E: Floats
-    """Steps off the grid; 0 for elements on it, NaN for those that are neither."""
-    step: float
-    """A step in seconds of the phase with the grid."""
-    odd_V: Bools
-
-    @property
-    def is_grid(self) -> bool:
-        """Whether all elements are on the grid (so is the slowest rank)."""
-        return not (self.steps_E.any() or self.odd_V.any())
+    grid_K: list[Floats]
+    """All that a rank's load can be, from least to most, in phases where that is little; none in others."""
 
 
 def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
@@ -55,17 +48,11 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
     load_PK = problem.load_PK / scale
     fixed_PK = np.minimum(problem.fixed_PK / scale, load_PK)
     allowed_P = allowed_C[problem.candidate_P]
-    whole_C = [
-        layout.scope is Scope.RANKS and len(layout.widths) == 1 and layout.row_parts == 1
-        for layout in problem.layouts_C
-    ]
-    whole_P = np.array(whole_C)[problem.candidate_P]
-    unit_K = _units(load_PK[whole_P & allowed_P])
-    still_PK = np.where(whole_P[:, None], load_PK, fixed_PK)
+    still_PK = _still(problem, load_PK, fixed_PK)
     count_P = (problem.count_P * problem.ranks_per_piece_C()[problem.candidate_P]).astype(np.float64)
     varying_PK = count_P[:, None] * (load_PK - still_PK)
     type_P = problem.type_C[problem.candidate_P]
-    key_P = np.column_stack((type_P, whole_P, still_PK.round(12)))
+    key_P = np.column_stack((type_P, still_PK.round(12)))
     _, first_E, element_P = np.unique(key_P, axis=0, return_index=True, return_inverse=True)
     element_P = element_P.ravel()
     splits = np.flatnonzero(varying_PK.max(axis=1, initial=0.0) > 1e-12)
@@ -76,8 +63,7 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
     still_EK, varying_VK = still_PK[first_E], varying_PK[splits[first_V]]
     allowed_E = np.isin(np.arange(len(still_EK)), element_P[allowed_P])
     allowed_V = np.isin(np.arange(len(varying_VK)), varying_P[allowed_P])
-    step, steps_E = _steps(np.where(allowed_E[:, None], still_EK, 0.0), unit_K)
-    odd_V = ((varying_VK > 1e-12) & (unit_K > 0)).any(axis=1)
+    varies_K = (varying_VK[allowed_V] > 1e-12).any(axis=0)
     return Elements(
         still_EK=still_EK,
         type_E=type_P[first_E],
@@ -86,53 +72,53 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
         varying_VK=varying_VK,
         element_V=element_P[splits[first_V]],
         varying_P=varying_P,
-        unit_K=unit_K,
-        steps_E=steps_E,
-        step=step,
-        odd_V=np.asarray(odd_V & allowed_V),
+        grid_K=[
+            np.zeros(0) if varies else _sums(still_EK[allowed_E, phase])
+            for phase, varies in enumerate(varies_K)
+        ],
     )
 
 
-def on_grid(elements: Elements, lower_K: Floats, upper_K: Floats) -> tuple[Floats, Floats]:
-    """The part of the box lower <= T <= upper with T on the grid, where everything is."""
-    if not elements.is_grid:
-        return lower_K, upper_K
-    has = elements.unit_K > 0
-    unit_K = np.where(has, elements.unit_K, 1.0)
-    up_K, down_K = np.ceil(lower_K / unit_K - 1e-6) * unit_K, np.floor(upper_K / unit_K + 1e-6) * unit_K
-    return np.where(has, up_K, lower_K), np.where(has, down_K, upper_K)
-
-
-def _units(load_WK: Floats) -> Floats:
-    """The load that those of all whole tables are multiples of, in the phase where whole tables take most
-    of such; 0 in others."""
-    units = np.zeros(load_WK.shape[1])
-    for phase in np.argsort(-load_WK.sum(axis=0), kind="stable"):
-        positive = load_WK[load_WK[:, phase] > 0, phase]
-        if not len(positive) or len(np.unique(positive)) > _MOST_SIZES:
+def _still(problem: Problem, load_PK: Floats, fixed_PK: Floats) -> Floats:
+    """What of a piece's load does not shrink with it: all of a whole table's; of parts of the columns, those
+    of the fewest columns."""
+    still_PK = fixed_PK.copy()
+    for piece, candidate in enumerate(problem.candidate_P):
+        layout = problem.layouts_C[candidate]
+        if layout.row_parts > 1 or layout.scope is Scope.NODES:
             continue
-        if _multiples(positive, positive.min()).all():
-            units[phase] = positive.min()
-            break
-    return units
+        least = 1.0
+        if len(layout.widths) > 1:
+            least = min(problem.min_partition_Y[problem.type_C[candidate]] / problem.width_P[piece], 1.0)
+        still_PK[piece] += least * (load_PK[piece] - fixed_PK[piece])
+    return still_PK
 
 
-def _steps(still_EK: Floats, unit_K: Floats) -> tuple[float, Floats]:
-    """The step off the grid, and how many each element takes."""
-    steps_E = np.zeros(len(still_EK))
-    phase = int(unit_K.argmax())
-    if unit_K[phase] <= 0:
-        return 1.0, steps_E
-    load_E = still_EK[:, phase]
-    odd = np.flatnonzero(~_multiples(load_E, unit_K[phase]))
-    if not len(odd):
-        return 1.0, steps_E
-    step = float(load_E[odd].min())
-    steps_E[odd] = np.where(_multiples(load_E[odd], step), np.rint(load_E[odd] / step), np.nan)
-    return step, steps_E
+def _sums(load_E: Floats) -> Floats:
+    """All sums of some of the loads up to `_MOST_LOAD`, or none where they are more than `_MOST_POINTS`."""
+    sums = np.zeros(1)
+    sizes = np.unique(load_E[load_E > 1e-12].round(12))
+    if len(sizes) > _MOST_SIZES:
+        return np.zeros(0)
+    for size in sizes:
+        multiples = np.arange(0.0, _MOST_LOAD, size)
+        if len(multiples) * len(sums) > 100 * _MOST_POINTS:
+            return np.zeros(0)
+        sums = np.unique((sums[:, None] + multiples).ravel())
+        sums = sums[np.diff(sums, prepend=-1.0) > _NEAR / 10]
+        sums = sums[sums <= _MOST_LOAD]
+        if len(sums) > _MOST_POINTS:
+            return np.zeros(0)
+    return sums
 
 
-def _multiples(values: Floats, unit: Floats | float) -> Bools:
-    ratio = values / unit
-    result: Bools = np.abs(ratio - np.rint(ratio)) < 1e-6
-    return result
+def on_grid(elements: Elements, lower_K: Floats, upper_K: Floats) -> tuple[Floats, Floats]:
+    """The part of the box lower <= T <= upper with T on the grid."""
+    lower_K, upper_K = lower_K.copy(), upper_K.copy()
+    for phase, grid in enumerate(elements.grid_K):
+        if len(grid) and upper_K[phase] < _MOST_LOAD - _NEAR:
+            at_least = int(np.searchsorted(grid, lower_K[phase] - _NEAR))
+            at_most = int(np.searchsorted(grid, upper_K[phase] + _NEAR)) - 1
+            lower_K[phase] = grid[at_least] if at_least < len(grid) else np.inf
+            upper_K[phase] = grid[at_most] if at_most >= 0 else -np.inf
+    return lower_K, upper_K

@@ -73,6 +73,14 @@ class Rows:
         self._limits.append((lower, upper))
         self._num_rows += len(lower)
 
+    def by_rows(self) -> tuple[Floats, Floats, Ints, Ints, Floats]:
+        """Lower and upper limits, and the matrix by rows: starts, columns, values."""
+        rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
+        lower, upper = (np.concatenate(part) for part in zip(*self._limits, strict=True))
+        order = np.argsort(rows, kind="stable")
+        start = np.searchsorted(rows[order], np.arange(len(lower)))
+        return lower, upper, start.astype(np.int32), columns[order].astype(np.int32), values[order]
+
     def program(self, cost: Floats, lower: Floats, upper: Floats) -> LinearProgram:
         """The program: minimise `cost`."""
         rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
@@ -109,6 +117,11 @@ class Solver:
         model.a_matrix_.index_ = program.matrix.row
         model.a_matrix_.value_ = program.matrix.value
         self._highs.passModel(model)
+
+    def add_rows(self, rows: Rows) -> None:
+        """Adds rows; what is known of the last solution stays."""
+        lower, upper, start, column, value = rows.by_rows()
+        self._highs.addRows(len(lower), lower, upper, len(value), start, column, value)
 
     def set_bounds(self, lower: Floats, upper: Floats) -> None:
         """Replaces the bounds of all variables."""

@@ -18,9 +18,9 @@ steps, or with parts of any width, are the ones without a grid.
 
 import numpy as np
 
-from meshrec.planner.class_program import MOST_STEPS, TIGHT, Box, Classes, ClassProgram
+from meshrec.planner.class_program import TIGHT, Box, Classes, ClassProgram
 from meshrec.planner.elements import find_elements, on_grid
-from meshrec.planner.highs import Solver
+from meshrec.planner.highs import Optimum, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
@@ -30,6 +30,7 @@ _HEAVY, _MOST_CLASSES = 0.3, 16
 _HEAVY_IN_WHOLE, _MOST_IN_WHOLE = 0.15, 80
 """The same where numbers are whole: the boxes are narrow then, and few."""
 _MOST_PIECES = 200
+_ROUNDS, _MOST_CUTS = 3, 30
 
 
 class ClassRelaxation:
@@ -41,7 +42,7 @@ class ClassRelaxation:
         self._largest_CK = problem.largest_load_CK() / scale
         self._tables_Y = np.bincount(problem.type_T)
         self._elements = find_elements(problem, allowed_C, scale)
-        self.unit_K = self._elements.unit_K if self._elements.is_grid else 0 * self._elements.unit_K
+        self.grid_K = self._elements.grid_K
         self._work = 0
         self._mean = MeanRelaxation(problem, allowed_C, scale)
 
@@ -66,7 +67,7 @@ class ClassRelaxation:
         if program is None:
             return None
         solver = Solver(program.build())
-        optimum = solver.solve()
+        optimum = self._optimum(program, solver)
         self._work += solver.work
         if optimum is None:
             return None
@@ -75,6 +76,17 @@ class ClassRelaxation:
         slowest_K = optimum.x[program.first_slowest :]
         bound = max(mean.bound, optimum.objective)
         return Relaxed(bound, share_C, slowest_K, slowest_K, lower_K, upper_K, mean.admitted_C)
+
+    def _optimum(self, program: ClassProgram, solver: Solver) -> Optimum | None:
+        """With cuts, as long as they help."""
+        optimum = solver.solve()
+        for _ in range(_ROUNDS):
+            rows = None if optimum is None else program.cuts(optimum.x, _MOST_CUTS)
+            if rows is None:
+                break
+            solver.add_rows(rows)
+            optimum = solver.solve()
+        return optimum
 
     def solve_whole(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
@@ -115,21 +127,17 @@ class ClassRelaxation:
         weight = (elements.still_EK[present] / np.maximum(upper_K, 1e-12)).max(axis=1)
         order = np.argsort(-weight, kind="stable")
         heavy = present[order[weight[order] > least]]
-        varying = np.unique(elements.varying_P[admitted_P & (elements.varying_P >= 0)])
-        has_steps = bool((elements.steps_E[present] != 0).any() or elements.odd_V[varying].any())
-        steps = np.append(np.arange(MOST_STEPS), -1) if has_steps else np.zeros(1, np.int64)
         found = None
         while found is None:
-            found = self._sets(heavy, upper_K, most // len(steps))
+            found = self._sets(heavy, upper_K, most)
             heavy = heavy if found is not None else heavy[:-1]
         heavy_HG = np.array(found, np.int64).reshape(len(found), len(heavy))
         most_G = self._most_ranks(heavy, admitted_P)
         with np.errstate(divide="ignore"):
             most_HG = np.where(heavy_HG > 0, np.floor(most_G / np.maximum(heavy_HG, 1)), np.inf)
         most_H = np.minimum(most_HG.min(axis=1, initial=np.inf), self._problem.num_ranks)
-        heavy_HG, most_H = np.repeat(heavy_HG, len(steps), axis=0), np.repeat(most_H, len(steps))
         load_HK = heavy_HG @ elements.still_EK[heavy]
-        return Classes(heavy, heavy_HG, load_HK, most_H, np.tile(steps, len(found)))
+        return Classes(heavy, heavy_HG, load_HK, most_H)
 
     def _most_ranks(self, heavy: Ints, admitted_P: Bools) -> Floats:
         """The most ranks that can hold each heavy element."""
