@@ -22,9 +22,7 @@ def solver_of(profile):
         elements = find_elements(problem, np.ones(1, bool), scale)
         one_K = elements.still_EK[0]
         heavy_HG = np.array([[0], [1], [2]])
-        classes = Classes(
-            np.array([0]), heavy_HG, heavy_HG * one_K, np.array([3.0, 3.0, 1.0]), np.zeros(3, int)
-        )
+        classes = Classes(np.array([0]), heavy_HG, heavy_HG * one_K, np.array([3.0, 3.0, 1.0]))
         lower, upper, cutoff = box
         limits = Box(lower * one_K, upper * one_K, cutoff)
         program = ClassProgram(problem, elements, np.array([0]), classes, limits, scale=scale)
@@ -50,3 +48,25 @@ def test_whole_numbers_are_ranks_and_tables(solver_of):
 
 def test_nothing_is_cheaper_than_the_cutoff(solver_of):
     assert solver_of((1.5, 2.0, 1.4))[1].solve() is None
+
+
+def test_cuts_leave_no_parts_of_tables(profile):
+    """Three equal tables on two ranks with room for 1.6 each: the program cuts one in two, a cut says one
+    each."""
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(3)]
+    constraints = {table.name: ParameterConstraints(sharding_types=["table_wise"]) for table in tables}
+    machine = Topology(world_size=2, hardware=profile)
+    problem = build_problem(CostModel(tables, machine, batch_size=64), constraints)
+    scale = float(problem.load_PK[0].sum())
+    elements = find_elements(problem, np.ones(1, bool), scale)
+    one_K = elements.still_EK[0]
+    classes = Classes(np.zeros(0, int), np.zeros((1, 0), int), 0 * one_K[None], np.array([2.0]))
+    for room, is_cut in ((1.6, True), (2.0, False)):
+        box = Box(0 * one_K, room * one_K, 5.0)
+        program = ClassProgram(problem, elements, np.array([0]), classes, box, scale=scale)
+        solver = Solver(program.build())
+        rows = program.cuts(solver.solve().x, 10)
+        assert (rows is not None) == is_cut
+        if rows is not None:
+            solver.add_rows(rows)
+            assert solver.solve() is None

@@ -54,3 +54,12 @@ def test_rows_add_up_what_shares_a_place():
     rows.add(np.array([0, 1]), np.array([1.0, 1.0]), -INFINITY, 9.0)
     program = rows.program(np.ones(2), np.zeros(2), np.full(2, INFINITY))
     np.testing.assert_allclose(solve_lp(program).x, [1.0, 3.0])
+
+
+def test_rows_can_be_added(program):
+    solver = Solver(program, presolve=False)
+    assert solver.solve().objective == pytest.approx(-3.5)
+    rows = Rows(2)
+    rows.add(np.array([1, 0]), np.array([1.0, 1.0]), -INFINITY, 2.0)
+    solver.add_rows(rows)
+    assert solver.solve().objective == pytest.approx(-2.0)

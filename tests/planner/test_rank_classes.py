@@ -62,17 +62,18 @@ def test_one_unit_decides_the_grid(profile):
     """Whole tables of 32 and 64 columns take one or two units of the output; a limit of 1.9 units is one."""
     tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32 * (1 + i % 2)) for i in range(4)]
     problem = problem_of(tables, profile, ["table_wise"], 8)
+    scale = 10 * float(problem.load_PK.max())
     everything = np.ones(len(problem.type_C), bool)
-    relaxation = ClassRelaxation(problem, everything, 1.0)
-    phase = int(relaxation.unit_K.argmax())
-    unit = problem.load_PK[:, phase].min()
-    assert relaxation.unit_K[phase] == pytest.approx(unit)
-    upper_K = np.full(len(relaxation.unit_K), 1e3)
+    relaxation = ClassRelaxation(problem, everything, scale)
+    phase = int(problem.load_PK.max(axis=0).argmax())
+    unit = problem.load_PK[:, phase].min() / scale
+    assert np.diff(relaxation.grid_K[phase][:5]) == pytest.approx(unit)
+    upper_K = np.full(len(relaxation.grid_K), 1.0)
     upper_K[phase] = 2.9 * unit
-    found = relaxation.solve(0 * upper_K, upper_K, everything, 1e4)
-    assert found.slowest_K[phase] >= 0
+    found = relaxation.solve(0 * upper_K, upper_K, everything, 10.0)
+    assert found.upper_K[phase] == pytest.approx(2 * unit, rel=1e-5)
     upper_K[phase] = 1.9 * unit
-    assert relaxation.solve(0 * upper_K, upper_K, everything, 1e4) is None
+    assert relaxation.solve(0 * upper_K, upper_K, everything, 10.0) is None
 
 
 def test_parts_of_a_split_table_need_its_presence(profile):
@@ -86,7 +87,7 @@ def test_parts_of_a_split_table_need_its_presence(profile):
 
 
 def any_parts(problem, kind, generator):
-    """A table of a type, split and placed at random, rows cut unevenly."""
+    """A table of a type, split and placed at random, rows or columns cut unevenly."""
     candidate = int(generator.choice(np.flatnonzero(problem.type_C == kind)))
     layout = problem.layouts_C[candidate]
     span = problem.node_size if layout.scope is Scope.NODES else 1
@@ -99,6 +100,11 @@ def any_parts(problem, kind, generator):
     if length > 1:
         amount_N = generator.uniform(0.1, 1.0, len(rank_N)).reshape(-1, length)
         amount_N = (amount_N / amount_N.mean(axis=1, keepdims=True)).ravel()
+    elif len(layout.widths) > 1:
+        width_N = problem.width_P[group_N]
+        least = problem.min_partition_Y[kind]
+        more_N = generator.dirichlet(np.ones(len(width_N))) * (width_N.sum() - least * len(width_N))
+        amount_N = (least + more_N) / width_N
     return Parts(candidate, np.repeat(group_N, span), rank_N, amount_N)
 
 

@@ -22,10 +22,10 @@ from meshrec.planner.relaxation import MeanRelaxation, Relaxation
 from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
-_NARROW, _LEAST_WIDTH = 3e-3, 5e-4
+_NARROW, _LEAST_WIDTH = 8e-3, 5e-4
 """The width of boxes that are worth whole numbers, and of those that are not worth a cut."""
 _EQUAL = 1 + 1e-6
-_EQUAL_LOAD = 1e-7
+_SAME = 1e-7
 
 
 class Box(NamedTuple):
@@ -169,10 +169,11 @@ class LowerBound:
         side."""
         width_K = box.upper_K - box.lower_K
         for phase, grid in enumerate(self._grid_K):
-            first, last = np.searchsorted(grid, (box.lower_K[phase] - _EQUAL_LOAD, box.upper_K[phase] + _EQUAL_LOAD))
+            limits = (box.lower_K[phase] - _SAME, box.upper_K[phase] + _SAME)
+            first, last = np.searchsorted(grid, limits)
             if last - first > 1:
-                at_least = float(grid[(first + last) // 2])
-                return _Cut(phase, float(grid[(first + last) // 2 - 1]), at_least)
+                middle = (first + last) // 2
+                return _Cut(phase, float(grid[middle - 1]), float(grid[middle]))
         wanted_K = box.cut_at_K - box.slowest_K
         phase = int(wanted_K.argmax())
         if wanted_K[phase] > _LEAST_CUT:

@@ -14,9 +14,10 @@ from meshrec.planner.relaxation import add_largest
 from meshrec.planner.types import Bools, Floats, Ints
 
 TIGHT = 1 + 1e-9
-_MOST_FACTOR = 8
-_MOST_PIECES_ON_RANK = 200
+_MOST_FACTOR, _MOST_WEIGHT = 8, 200.0
+"""Of cuts: what an element counts for that they are made for, and a whole rank."""
 _LEAST_EXCESS = 1e-4
+_ROUNDING = 1e-7
 
 
 class Classes(NamedTuple):
@@ -195,41 +196,35 @@ class ClassProgram:
         )
 
     def cuts(self, x: Floats, most: int) -> Rows | None:
-        """Rows that `x` violates and no plan does, at most `most`; None where there are none.
+        """The rows, `most` of them, that `x` violates most, and no plan does; None where there are none.
 
-        On a rank of class h, whole elements fit: sum_l load_lk n_l <= room = upper_k - heavy_hk. So for any
-        factor, sum_l floor(factor load_lk) n_l <= floor(factor room) (Chvatal and Gomory's cuts), and the sum
-        over the ranks of the class holds as well.
+        What lies on a rank as one fits: sum_e load_e n_e <= room = upper - load of the class. So for any
+        factor, sum_e floor(factor load_e) n_e <= floor(factor room), and the sum over the ranks of the class
+        holds as well (Chvatal and Gomory's cuts; see Conforti, Cornuejols and Zambelli, Integer Programming,
+        5.2).
         """
-        still_LK = self.elements.still_EK[self.light]
-        count_LH = x[self._spread[: len(self.light)]]
-        ranks_H = x[self.first_class : self.first_light]
-        room_HK = self.box.upper_K - self.classes.load_HK
-        found = []
+        on_LH = self._spread[: len(self.light)]
+        found: list[tuple[float, int, Floats, float]] = []
         for phase in range(self.num_phases):
-            load_L = still_LK[:, phase]
-            used = (load_L > 1e-9) & (count_LH.sum(axis=1) > 1e-7)
-            sizes = np.unique(load_L[used].round(10))
-            if not len(sizes):
+            load_L = self.elements.still_EK[self.light, phase]
+            factor_Q = _factors(load_L[x[on_LH].sum(axis=1) > _LEAST_EXCESS], float(self.box.upper_K[phase]))
+            if not len(factor_Q):
                 continue
-            factor_Q = np.unique((np.arange(1, _MOST_FACTOR + 1)[:, None] / sizes).ravel())
-            factor_Q = factor_Q[factor_Q * self.box.upper_K[phase] < _MOST_PIECES_ON_RANK]
+            room_H = self.box.upper_K[phase] - self.classes.load_HK[:, phase] + _ROUNDING
             weight_QL = np.floor(factor_Q[:, None] * load_L + 1e-8)
-            limit_QH = np.floor(factor_Q[:, None] * room_HK[:, phase] + 1e-6)
-            excess_QH = (weight_QL @ count_LH - limit_QH * ranks_H) / factor_Q[:, None]
-            best_H = excess_QH.argmax(axis=0)
-            for kind in range(self.num_classes):
-                best = best_H[kind]
+            limit_QH = np.floor(factor_Q[:, None] * room_H + 1e-5)
+            ranks_H = x[self.first_class : self.first_light]
+            excess_QH = (weight_QL @ x[on_LH] - limit_QH * ranks_H) / factor_Q[:, None]
+            for kind, best in enumerate(excess_QH.argmax(axis=0)):
                 if excess_QH[best, kind] > _LEAST_EXCESS:
-                    found.append((excess_QH[best, kind], kind, weight_QL[best], limit_QH[best, kind]))
-        if not found:
-            return None
+                    limit = float(limit_QH[best, kind])
+                    found.append((float(excess_QH[best, kind]), kind, weight_QL[best], limit))
         found.sort(key=lambda cut: -cut[0])
         rows = Rows(self.num_columns)
         for _, kind, weight_L, limit in found[:most]:
-            columns = np.append(self._spread[: len(self.light), kind], self.first_class + kind)
+            columns = np.append(on_LH[:, kind], self.first_class + kind)
             rows.add(columns, np.append(weight_L, -limit), -INFINITY, 0.0)
-        return rows
+        return rows if found else None
 
     def _products(self) -> None:
         """McCormick's envelope of a class's room, its number of ranks times T; all classes together have
@@ -252,3 +247,10 @@ class ClassProgram:
         for phase in range(num_phases):
             columns = np.append(room[phase::num_phases], self.first_slowest + phase)
             self._rows.add(columns, np.append(np.ones(num_classes), -float(self.problem.num_ranks)), 0.0, 0.0)
+
+
+def _factors(load_N: Floats, upper: float) -> Floats:
+    """Factors that make a whole number of one of the loads."""
+    sizes = np.unique(load_N[load_N > 1e-6].round(10))
+    factors = np.unique(np.arange(1, _MOST_FACTOR + 1)[:, None] / sizes)
+    return np.asarray(factors[factors * upper < _MOST_WEIGHT])

@@ -1,11 +1,10 @@
 """What lies on a rank as one, for relaxations that tell ranks apart.
 
 A whole table lies on one rank. Of a part of a table, something does not shrink with the part (its outputs,
-where rows are split); the rest may be cut anywhere.
+where rows are split; its fewest columns, where columns are); the rest may be cut anywhere.
 
-*Grid*: in the phase where whole tables take multiples of one unit (the width of embeddings), the sum of
-those on a rank is a multiple of it. Parts of tables that are summed in their node are off this grid, in
-multiples of a step of their own.
+*Grid*: where little can be cut and few loads differ (the widths of embeddings), a rank's load is one of not
+many sums, and so is the slowest rank's.
 """
 
 from typing import NamedTuple
@@ -18,7 +17,8 @@ from meshrec.planner.types import Bools, Floats, Ints
 _MOST_SIZES, _MOST_POINTS = 20, 1000
 _MOST_LOAD = 1.5
 """Parts of the scale."""
-_NEAR = 1e-7
+_NEAR, _SAME = 1e-7, 1e-8
+"""What is nearer to a point of the grid is on it; points that are one."""
 
 
 class Elements(NamedTuple):
@@ -63,7 +63,7 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
     still_EK, varying_VK = still_PK[first_E], varying_PK[splits[first_V]]
     allowed_E = np.isin(np.arange(len(still_EK)), element_P[allowed_P])
     allowed_V = np.isin(np.arange(len(varying_VK)), varying_P[allowed_P])
-    varies_K = (varying_VK[allowed_V] > 1e-12).any(axis=0)
+    varies_K = np.atleast_1d((varying_VK[allowed_V] > 1e-12).any(axis=0))
     return Elements(
         still_EK=still_EK,
         type_E=type_P[first_E],
@@ -105,7 +105,7 @@ def _sums(load_E: Floats) -> Floats:
         if len(multiples) * len(sums) > 100 * _MOST_POINTS:
             return np.zeros(0)
         sums = np.unique((sums[:, None] + multiples).ravel())
-        sums = sums[np.diff(sums, prepend=-1.0) > _NEAR / 10]
+        sums = sums[np.diff(sums, prepend=-1.0) > _SAME]
         sums = sums[sums <= _MOST_LOAD]
         if len(sums) > _MOST_POINTS:
             return np.zeros(0)
@@ -119,6 +119,6 @@ def on_grid(elements: Elements, lower_K: Floats, upper_K: Floats) -> tuple[Float
         if len(grid) and upper_K[phase] < _MOST_LOAD - _NEAR:
             at_least = int(np.searchsorted(grid, lower_K[phase] - _NEAR))
             at_most = int(np.searchsorted(grid, upper_K[phase] + _NEAR)) - 1
-            lower_K[phase] = grid[at_least] if at_least < len(grid) else np.inf
-            upper_K[phase] = grid[at_most] if at_most >= 0 else -np.inf
+            lower_K[phase] = grid[at_least] - _SAME if at_least < len(grid) else np.inf
+            upper_K[phase] = grid[at_most] + _SAME if at_most >= 0 else -np.inf
     return lower_K, upper_K

@@ -100,12 +100,17 @@ class Solver:
         work: what the solutions cost, by rows, columns and iterations of the simplex method; see `Effort`.
     """
 
-    def __init__(self, program: LinearProgram) -> None:
+    def __init__(self, program: LinearProgram, *, presolve: bool = True) -> None:
         self.work = 0
         self._size = (len(program.cost) + program.matrix.num_rows) ** 0.7
         self._last_row = program.matrix.num_rows - 1
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
-        for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+        for option, value in (
+            ("output_flag", False),
+            ("threads", 1),
+            ("random_seed", 0),
+            ("presolve", "choose" if presolve else "off"),
+        ):
             self._highs.setOptionValue(option, value)
         model = highspy.HighsLp()
         model.num_col_ = len(program.cost)

@@ -12,8 +12,8 @@ The product is not linear: McCormick's envelope takes its place, which is the ti
 is. In narrow boxes, what counts something is an integer (a class's whole tables, too). What varies may be
 cut anywhere, so every plan, with even cuts or uneven ones, is a solution.
 
-On the grid (see `elements`), classes are told apart by how many steps a rank has, and those with more
-steps, or with parts of any width, are the ones without a grid.
+Whole elements leave gaps on a rank: what the linear program would fill them with, cuts take away (see
+`ClassProgram.cuts`).
 """
 
 import numpy as np
@@ -31,6 +31,7 @@ _HEAVY_IN_WHOLE, _MOST_IN_WHOLE = 0.15, 80
 """The same where numbers are whole: the boxes are narrow then, and few."""
 _MOST_PIECES = 200
 _ROUNDS, _MOST_CUTS = 3, 30
+"""How often cuts are added to a program, and how many."""
 
 
 class ClassRelaxation:
@@ -66,7 +67,7 @@ class ClassRelaxation:
         program = self._program(Box(lower_K, upper_K, cutoff), mean.admitted_C, _HEAVY, _MOST_CLASSES)
         if program is None:
             return None
-        solver = Solver(program.build())
+        solver = Solver(program.build(), presolve=False)
         optimum = self._optimum(program, solver)
         self._work += solver.work
         if optimum is None:

@@ -48,8 +48,8 @@ class Relaxation(Protocol):
         ...
 
     def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
-        """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff` at
-        most; None where there are none."""
+        """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff`
+        at most; None where there are none."""
         ...
 
     def solve_whole(
