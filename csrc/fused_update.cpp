@@ -137,8 +137,7 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
-    if (!sorted) runs.sort(range);
-    UpdateArgs args{.runs = runs.arguments(task, task_scratch(table.dim)),
+    UpdateArgs args{.runs = runs.arguments(task, task_scratch(table.dim), !sorted),
                     .weight = weights.data[table.table],
                     .state0 = slot_data(0, table.table),
                     .state1 = slot_data(1, table.table),
@@ -245,8 +244,7 @@ std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list,
   parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
-    runs.sort(range);
-    kernels().sum({runs.arguments(task, task_scratch(table.dim)), nullptr,
+    kernels().sum({runs.arguments(task, task_scratch(table.dim), true), nullptr,
                    static_cast<float*>(result[table.table].mutable_data_ptr()), true});
   });
   for (size_t t = 0; t < weights.tensors.size(); ++t)

@@ -77,8 +77,9 @@ struct Hyper {
 // Pairs sorted by row; a run of equal rows is one update.
 struct RunArgs {
   const Pair* pairs;
-  int64_t begin, end;         // a whole number of runs
-  int64_t next_end;           // [end, next_end): the pairs that come next, in any order
+  int64_t num_pairs;  // a whole number of runs
+  const Pair* next;   // the pairs that come after these, in any order
+  int64_t num_next;
   const float* const* grads;  // by slot
   const float* scales;        // by slot, or null for 1
   int64_t dim;

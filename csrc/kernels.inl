@@ -180,7 +180,7 @@ constexpr int64_t kPairsAhead = 16;  // their rows and gradients are on their wa
 constexpr int64_t kRowsAhead = 512;  // those rows, mostly of the next range, are on their way to L2
 
 inline int64_t rows_announced(const RunArgs& a) {
-  return a.end - a.begin < kRowsAhead ? a.end - a.begin : kRowsAhead;
+  return a.num_pairs < kRowsAhead ? a.num_pairs : kRowsAhead;
 }
 // Calls touch(row, locality) for the rows of the pairs that come: well before their turn to L2, then to L1.
 // The rows of the next range arrive while this one is worked on and that one is sorted: the memory is never
@@ -188,13 +188,17 @@ inline int64_t rows_announced(const RunArgs& a) {
 template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
   const int64_t far = i + rows_announced(a);
-  if (far < a.next_end) touch(a.pairs[far].row, kToL2);
-  if (i + kPairsAhead < a.end) touch(a.pairs[i + kPairsAhead].row, kToL1);
+  if (far < a.num_pairs) {
+    touch(a.pairs[far].row, kToL2);
+  } else if (far < a.num_pairs + a.num_next) {
+    touch(a.next[far - a.num_pairs].row, kToL2);
+  }
+  if (i + kPairsAhead < a.num_pairs) touch(a.pairs[i + kPairsAhead].row, kToL1);
 }
 // What the next range has more than this one.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce_rest(const RunArgs& a, const Touch& touch) {
-  for (int64_t i = a.end + rows_announced(a); i < a.next_end; ++i) touch(a.pairs[i].row, kToL2);
+  for (int64_t i = rows_announced(a); i < a.num_next; ++i) touch(a.next[i].row, kToL2);
 }
 
 template <int N, bool kScaled>
@@ -244,9 +248,10 @@ struct Run {
 // Calls use(run) for each run, and touch(row, locality) before it.
 template <typename Touch, typename Use>
 inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
-  for (int64_t first = a.begin; first < a.end;) {
+  for (int64_t first = 0; first < a.num_pairs;) {
     Run run{a.pairs[first].row, a.pairs[first].slot, 1, a.grads[a.pairs[first].slot]};
-    while (first + run.num_pairs < a.end && a.pairs[first + run.num_pairs].row == run.row) ++run.num_pairs;
+    while (first + run.num_pairs < a.num_pairs && a.pairs[first + run.num_pairs].row == run.row)
+      ++run.num_pairs;
     if (run.num_pairs > 1 || a.scales != nullptr) {
       (a.scales != nullptr ? sum_run<true> : sum_run<false>)(a, first, first + run.num_pairs, a.scratch);
       run.grad = a.scratch;
@@ -277,7 +282,7 @@ float square_row(const float* row, int64_t dim) {
 int64_t square(const SquareArgs& a) {
   const RunArgs& runs = a.runs;
   if (a.by_slot != nullptr)  // few rows are read again, and these are far from each other
-    for (int64_t i = runs.begin + 1; i < runs.end; ++i)
+    for (int64_t i = 1; i < runs.num_pairs; ++i)
       if (runs.pairs[i].row == runs.pairs[i - 1].row) {
         prefetch_row(runs.grads[runs.pairs[i - 1].slot], runs.dim);
         prefetch_row(runs.grads[runs.pairs[i].slot], runs.dim);
@@ -437,12 +442,12 @@ void update_rows_of(const UpdateArgs& args) {
     prefetch<kDim * sizeof(float), locality()>(weight + int64_t(row) * kDim);
     if constexpr (kOptimizer == kRowWiseAdagrad) prefetch<64, locality()>(args.state0 + row);
   };
-  for (int64_t i = a.begin; i < a.end;) {
+  for (int64_t i = 0; i < a.num_pairs;) {
     const uint32_t row = a.pairs[i].row;
     Vec grad[kVectors];
     const auto add = [&](bool first) __attribute__((always_inline)) {
       announce(a, i, touch);
-      if (i + kPairsAhead < a.end)
+      if (i + kPairsAhead < a.num_pairs)
         prefetch<kDim * sizeof(float), kToL1()>(a.grads[a.pairs[i + kPairsAhead].slot]);
       const uint32_t slot = a.pairs[i].slot;
       const float* from = a.grads[slot];
@@ -453,7 +458,7 @@ void update_rows_of(const UpdateArgs& args) {
       }
     };
     add(true);
-    for (++i; i < a.end && a.pairs[i].row == row; ++i) add(false);
+    for (++i; i < a.num_pairs && a.pairs[i].row == row; ++i) add(false);
     float rate = h.lr;
     if constexpr (kOptimizer == kRowWiseAdagrad) {
       float& sum = args.state0[row];

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <numeric>
 
 #include "memory.h"
 
@@ -13,6 +14,7 @@ namespace {
 constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kKeptBytes = size_t(64) << 20;
 constexpr int64_t kChunkIds = 1 << 12;
+constexpr int64_t kStreams = 4;
 constexpr int64_t kRowsAhead = 8;  // of the gradient, while it is packed
 constexpr int kMaxDigitBits = 11;
 constexpr int64_t kMaxParts = 256;  // as many places are written at a time
@@ -24,32 +26,44 @@ constexpr int64_t kSavedNumbers = 3;  // of ranges, of large ones, and of runs
 thread_local Arena::Memory kept_memory;
 thread_local size_t kept_capacity = 0;
 
-// Counts the ids of each part; false if one is outside the table.
-template <typename Id>
-bool count_parts(const Id* ids, int64_t count, uint64_t num_rows, int64_t shift, uint32_t* counts) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint64_t id = int64_t(ids[i]);
-    if (id >= num_rows) return false;
-    ++counts[id >> shift];
-  }
-  return true;
+// Calls use(position, stream) for the positions [0, count), in order within each of the kStreams. One
+// counter's next value waits for its last one to be stored: the ids of hot rows, all in one part, wait less
+// in streams with counters of their own.
+template <typename Use>
+void in_streams(int64_t count, const Use& use) {
+  const int64_t length = count / kStreams;
+  for (int64_t i = 0; i < length; ++i)
+    for (int64_t stream = 0; stream < kStreams; ++stream) use(stream * length + i, stream);
+  for (int64_t i = kStreams * length; i < count; ++i) use(i, kStreams - 1);
 }
 
-// Writes a pair for every id of the bags to where its part's next one goes.
+// Counts the ids of each part, by stream; false if one is outside the table.
 template <typename Id>
-void deal(const Batch& batch, int64_t first_bag, int64_t last_bag, bool slot_per_id, int64_t slot,
-          int64_t shift, Pair* pairs, uint32_t* positions) {
-  const Id* ids = static_cast<const Id*>(batch.ids(0));
-  const int64_t step = slot_per_id ? 1 : 0;
-  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    for (int64_t i = batch.bags[bag]; i < batch.bags[bag + 1]; ++i, slot += step) {
-      const uint32_t row = uint32_t(ids[i]);
-      Pair* pair = pairs + positions[row >> shift]++;
-      *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot) << 32);  // as one store
-      __builtin_prefetch(pair + 8, 1);                                    // the part's next line
-    }
-    slot += 1 - step;
-  }
+bool count_parts(const void* values, int64_t count, const TableRuns& table, uint32_t* counts) {
+  const Id* ids = static_cast<const Id*>(values);
+  const int64_t shift = table.shift, num_parts = table.num_parts;
+  const uint64_t num_rows = table.num_rows;
+  bool fit = true;
+  in_streams(count, [&](int64_t i, int64_t stream) {
+    const uint64_t id = int64_t(ids[i]);
+    fit &= id < num_rows;
+    if (id < num_rows) ++counts[stream * num_parts + (id >> shift)];
+  });
+  return fit;
+}
+
+// Writes a pair for every id to where its part's next one goes.
+template <typename Id, typename Slot>
+void deal(const void* values, int64_t count, const TableRuns& table, const Slot& slot, uint32_t* positions) {
+  const Id* ids = static_cast<const Id*>(values);
+  const int64_t shift = table.shift, num_parts = table.num_parts;
+  Pair* const pairs = table.pairs;
+  in_streams(count, [&](int64_t i, int64_t stream) {
+    const uint32_t row = uint32_t(ids[i]);
+    Pair* pair = pairs + positions[stream * num_parts + (row >> shift)]++;
+    *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot(i)) << 32);  // as one store
+    __builtin_prefetch(pair + 8, 1);                                       // the part's next line
+  });
 }
 
 void insertion_sort(Pair* pairs, int64_t count) {
@@ -61,9 +75,10 @@ void insertion_sort(Pair* pairs, int64_t count) {
   }
 }
 
-// Least significant digit first; the digits' histograms are taken in one pass over the pairs.
+// Least significant digit first; the digits' histograms are taken in one pass over the pairs. Gives where the
+// sorted pairs are: in one of the two.
 template <int kPasses>
-void radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, int digit_bits) {
+const Pair* radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, int digit_bits) {
   const uint32_t mask = (1u << digit_bits) - 1;
   uint32_t counts[kPasses][1 << kMaxDigitBits];
   for (int pass = 0; pass < kPasses; ++pass) std::memset(counts[pass], 0, sizeof(uint32_t) << digit_bits);
@@ -83,16 +98,19 @@ void radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, 
     }
     std::swap(from, to);
   }
-  if (from != pairs) std::memcpy(pairs, from, count * sizeof(Pair));
+  return from;
 }
 
-void radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uint32_t num_rows) {
-  if (count < 48) return insertion_sort(pairs, count);
+const Pair* radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uint32_t num_rows) {
+  if (count < 48) {
+    insertion_sort(pairs, count);
+    return pairs;
+  }
   const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);
   // About as many counters as pairs.
   const int most_bits = std::clamp<int>(std::bit_width(uint64_t(count)) - 1, 8, kMaxDigitBits);
   const int passes = (bits + most_bits - 1) / most_bits;
-  if (passes == 0) return;
+  if (passes == 0) return pairs;
   const int digit_bits = (bits + passes - 1) / passes;
   switch (passes) {
     case 1:
@@ -254,13 +272,13 @@ void Runs::make_chunks(const Batch& batch) {
       }
     }
     // No more counters than pairs.
-    const int64_t num_chunks = chunks_.size() - first_chunk;
-    const int64_t most = std::min(kMaxParts, table.num_pairs / std::max<int64_t>(num_chunks, 32));
+    const int64_t num_streams = (chunks_.size() - first_chunk) * kStreams;
+    const int64_t most = std::min(kMaxParts, table.num_pairs / std::max<int64_t>(num_streams, 32));
     const uint64_t last_row = std::max<int64_t>(table.num_rows - 1, 0);
     const auto bits = [](uint64_t number) { return int64_t(std::bit_width(number)); };
     table.shift = std::max<int64_t>(0, bits(last_row) - bits(std::max<int64_t>(most, 1)) + 1);
     table.num_parts = int64_t(last_row >> table.shift) + 1;
-    for (size_t c = first_chunk; c < chunks_.size(); ++c, num_counts += table.num_parts)
+    for (size_t c = first_chunk; c < chunks_.size(); ++c, num_counts += table.num_parts * kStreams)
       chunks_[c].first_count = num_counts;
   }
   positions_.resize(num_counts);
@@ -269,15 +287,27 @@ void Runs::make_chunks(const Batch& batch) {
 bool Runs::count(const Batch& batch, const Chunk& chunk) {
   const TableRuns& table = tables[chunk.table];
   const int64_t first = batch.bags[chunk.first_bag], count = batch.bags[chunk.last_bag] - first;
-  uint32_t* counts = positions_.data() + chunk.first_count;
-  return batch.wide_ids ? count_parts(static_cast<const int64_t*>(batch.ids(first)), count, table.num_rows,
-                                      table.shift, counts)
-                        : count_parts(static_cast<const int32_t*>(batch.ids(first)), count, table.num_rows,
-                                      table.shift, counts);
+  const auto count_ids = batch.wide_ids ? count_parts<int64_t> : count_parts<int32_t>;
+  return count_ids(batch.ids(first), count, table, positions_.data() + chunk.first_count);
 }
 
-// Parts lie in order, in a part the chunks in order; neighbouring parts make a range. A part with many pairs,
-// of hot rows, is a range of its own.
+// For the chunks of one table: from numbers of pairs to where the first of each goes. Gives where parts end.
+std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
+  const int64_t num_parts = tables[chunks_[first_chunk].table].num_parts;
+  const int64_t num_streams = (last_chunk - first_chunk) * kStreams;
+  uint32_t* const counts = positions_.data() + chunks_[first_chunk].first_count;
+  std::vector<uint32_t> next(num_parts, 0);
+  for (int64_t stream = 0; stream < num_streams; ++stream)
+    for (int64_t part = 0; part < num_parts; ++part) next[part] += counts[stream * num_parts + part];
+  std::exclusive_scan(next.begin(), next.end(), next.begin(), 0u);
+  for (int64_t stream = 0; stream < num_streams; ++stream)
+    for (int64_t part = 0; part < num_parts; ++part)
+      next[part] += std::exchange(counts[stream * num_parts + part], next[part]);
+  return next;
+}
+
+// Parts lie in order, in a part the chunks' streams in order; neighbouring parts make a range. A part with
+// many pairs, of hot rows, is a range of its own.
 void Runs::make_ranges() {
   std::vector<Range> small;
   for (size_t first = 0, last; first < chunks_.size(); first = last) {
@@ -286,12 +316,10 @@ void Runs::make_ranges() {
     for (last = first; last < chunks_.size() && chunks_[last].table == t; ++last) {
     }
     const int64_t target = std::clamp<int64_t>(kRangeBytes / (table.dim * sizeof(float)), 256, 2048);
-    int64_t position = 0, begin = 0, first_part = 0;
+    const std::vector<uint32_t> ends = place_parts(first, last);
+    int64_t begin = 0, first_part = 0;
     for (int64_t part = 0; part < table.num_parts; ++part) {
-      for (size_t c = first; c < last; ++c) {
-        uint32_t& place = positions_[chunks_[c].first_count + part];
-        position += std::exchange(place, uint32_t(position));
-      }
+      const int64_t position = ends[part];
       if (position - begin < target && (part + 1 < table.num_parts || position == begin)) continue;
       const bool large = position - begin > 4 * target;
       const int64_t end_row = std::min(table.num_rows, (part + 1) << table.shift);
@@ -340,9 +368,20 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
 
 void Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) {
   const TableRuns& table = tables[chunk.table];
-  const auto deal_ids = batch.wide_ids ? deal<int64_t> : deal<int32_t>;
-  deal_ids(batch, chunk.first_bag, chunk.last_bag, table.slot_per_id, chunk.first_slot, table.shift,
-           table.pairs, positions_.data() + chunk.first_count);
+  const int64_t first = batch.bags[chunk.first_bag], count = batch.bags[chunk.last_bag] - first;
+  const auto deal_to = [&](const auto& slot) {
+    const auto deal_ids = batch.wide_ids ? deal<int64_t, decltype(slot)> : deal<int32_t, decltype(slot)>;
+    deal_ids(batch.ids(first), count, table, slot, positions_.data() + chunk.first_count);
+  };
+  if (table.slot_per_id) {
+    deal_to([&](int64_t i) { return uint32_t(chunk.first_slot + i); });
+  } else {
+    thread_local std::vector<uint32_t> slots;
+    slots.clear();
+    for (int64_t bag = chunk.first_bag; bag < chunk.last_bag; ++bag)
+      slots.resize(batch.bags[bag + 1] - first, uint32_t(chunk.first_slot + bag - chunk.first_bag));
+    deal_to([data = slots.data()](int64_t i) { return data[i]; });
+  }
   pack_slots(batch, chunk, grad, row_stats);
 }
 
@@ -380,17 +419,26 @@ void Runs::pack_slots(const Batch& batch, const Chunk& chunk, const float* grad,
   }
 }
 
-void Runs::sort(const Range& range) const {
+const Pair* Runs::sorted(const Range& range) const {
   thread_local std::vector<Pair> kept;
   std::vector<Pair> fresh;
   const size_t count = range.end - range.begin;
   std::vector<Pair>& spare = count <= kKeptPairs ? kept : fresh;
   if (spare.size() < count) spare.resize(count);
-  radix_sort(tables[range.table].pairs + range.begin, spare.data(), count, uint32_t(range.first_row),
-             uint32_t(range.end_row - range.first_row));
+  Pair* pairs = tables[range.table].pairs + range.begin;
+  const Pair* found = radix_sort(pairs, spare.data(), count, uint32_t(range.first_row),
+                                 uint32_t(range.end_row - range.first_row));
+  if (&spare == &kept || found == pairs) return found;
+  std::copy_n(found, count, pairs);
+  return pairs;
 }
 
-RunArgs Runs::arguments(int64_t index, float* scratch) const {
+void Runs::sort(const Range& range) const {
+  Pair* pairs = tables[range.table].pairs + range.begin;
+  if (const Pair* found = sorted(range); found != pairs) std::copy_n(found, range.end - range.begin, pairs);
+}
+
+RunArgs Runs::arguments(int64_t index, float* scratch, bool sort_now) const {
   const Range& range = ranges[index];
   const TableRuns& table = tables[range.table];
   int64_t next_end = range.end;
@@ -398,7 +446,14 @@ RunArgs Runs::arguments(int64_t index, float* scratch) const {
     const Range& next = ranges[index + 1];
     if (next.table == range.table && next.begin == range.end) next_end = next.end;
   }
-  return {table.pairs, range.begin, range.end, next_end, table.grads, table.scales, table.dim, scratch};
+  return {sort_now ? sorted(range) : table.pairs + range.begin,
+          range.end - range.begin,
+          table.pairs + range.end,
+          next_end - range.end,
+          table.grads,
+          table.scales,
+          table.dim,
+          scratch};
 }
 
 float* task_scratch(int64_t dim) {

@@ -82,7 +82,9 @@ class Runs {
 
   // Sorts the range's pairs by row, stably.
   void sort(const Range& range) const;
-  RunArgs arguments(int64_t range, float* scratch) const;
+  // Of a range that was sorted; or with sort_now = true of one that is not: then they hold, and its pairs are
+  // in order, only until the same thread's next range.
+  RunArgs arguments(int64_t range, float* scratch, bool sort_now = false) const;
 
   std::vector<TableRuns> tables;
   std::vector<Range> ranges;  // the large ones first, then table by table
@@ -93,12 +95,14 @@ class Runs {
   struct Chunk {
     int64_t table, lookup, first_bag, last_bag;
     int64_t first_slot, first_grad;
-    int64_t first_count;  // its parts' entries in positions_
+    int64_t first_count;  // its streams' parts' entries in positions_
   };
   void make_tables(const Batch& batch, const std::vector<int64_t>& num_rows);
   void make_chunks(const Batch& batch);
   bool count(const Batch& batch, const Chunk& chunk);
+  std::vector<uint32_t> place_parts(size_t first_chunk, size_t last_chunk);
   void make_ranges();
+  const Pair* sorted(const Range& range) const;
   size_t lasting_bytes() const;
   int64_t saved_words(int64_t num_ranges) const;
   void load(const Tensor& saved);
@@ -107,7 +111,8 @@ class Runs {
   void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
 
   std::vector<Chunk> chunks_;
-  std::vector<uint32_t> positions_;  // by chunk and part: the number of pairs, then where the next one goes
+  // By chunk, stream and part: the number of pairs, then where the next one goes.
+  std::vector<uint32_t> positions_;
   std::unique_ptr<Arena> arena_;
   std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][three numbers][ranges]
   bool is_loaded_ = false;
