@@ -1,5 +1,7 @@
 """What the planner's model says of the step of benchmarks.dlrm_step, beside what its phases took."""
 
+import gc
+
 import torch.distributed as dist
 
 from benchmarks.dlrm_contenders import Shape, build, make_inputs, plan_tables
@@ -10,7 +12,7 @@ from meshrec.planner.measured import Comparison, PhaseTime, compare
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
 from meshrec.planner.types import OptimizerKind, Table, Topology
 
-_STEPS = 15
+_STEPS = 10
 
 
 def measure_profile() -> HardwareProfile:
@@ -20,6 +22,7 @@ def measure_profile() -> HardwareProfile:
 
 def measure_phases(kind: str, shape: Shape) -> list[PhaseTime]:
     """On every rank: the phases of some steps, each collective waited for where it starts."""
+    gc.collect()  # the tables of the model before lie in reference cycles
     step = build("meshrec", kind, shape).step
     batches = [make_inputs(shape, number) for number in range(4)]
     for batch in batches:

@@ -43,7 +43,12 @@ def profile() -> HardwareProfile:
 @pytest.fixture(scope="session")
 def cpu_profile(profile: HardwareProfile) -> HardwareProfile:
     """One that differs from the other in everything that is the CPU's."""
-    costs = {"split_id_seconds": 2e-9, "scan_id_seconds": 1e-9, "scan_bag_seconds": 1e-8}
+    costs = {
+        "split_id_seconds": 2e-9,
+        "scan_id_seconds": 1e-9,
+        "scan_bag_seconds": 1e-8,
+        "statistics_seconds": 1e-5,
+    }
     return replace(profile, full_duplex=False, sorts_once=True, **costs)
 
 

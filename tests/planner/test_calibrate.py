@@ -1,26 +1,37 @@
 import torch.distributed as dist
 
 from meshrec.planner.calibrate import Sizes, calibrate
-from meshrec.planner.hardware import get_profile
+from meshrec.planner.hardware import HardwareProfile, get_profile
 
-TINY = Sizes(num_rows=1 << 10, num_ids=1 << 9, stream_bytes=1 << 16, rounds=1)
+TINY = Sizes(batch_size=4, steps=1, rounds=1)
 
 
 def test_one_process_measures_its_kernels():
     profile = calibrate(sizes=TINY)
     assert profile.intra == get_profile("cpu").intra
     assert "built-in profile 'cpu'" in profile.sources["intra"]
+    assert profile.sorts_once
     assert not profile.full_duplex
-    assert 0 < profile.update_id_seconds < 1
+    assert 0 <= profile.update_id_seconds < 1
     assert profile.memory > 1 << 20
 
 
-def measure():
+def measured():
     return calibrate(dist.group.WORLD, sizes=TINY).to_json()
 
 
 def test_all_ranks_agree_on_the_slowest_figures(ranks):
-    first, second = ranks(2).run(measure)
+    first, second = ranks(2).run(measured)
     assert first == second
-    assert first["intra"]["all_to_all"] > 0
+    assert first["intra"] == first["inter"]
     assert "measured on cpu" in first["sources"]["intra"]
+    assert HardwareProfile.from_json(first).to_json() == first
+
+
+def measured_in_nodes():
+    return calibrate(dist.group.WORLD, local_size=2, sizes=TINY).to_json()
+
+
+def test_nodes_have_links_of_their_own(ranks):
+    profile = ranks(4).run(measured_in_nodes)[0]
+    assert profile["intra"] != profile["inter"]

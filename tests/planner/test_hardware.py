@@ -4,7 +4,7 @@ import pytest
 
 from meshrec.planner.hardware import BUILTIN_PROFILES, HardwareProfile, Link, get_profile, with_memory
 
-OPTIONAL = {"split_id_seconds", "scan_id_seconds", "scan_bag_seconds"}
+OPTIONAL = {"split_id_seconds", "scan_id_seconds", "scan_bag_seconds", "statistics_seconds"}
 
 
 def test_a_profile_survives_its_file(tmp_path, profile):

@@ -37,7 +37,7 @@ def run(options: CalibrateOptions) -> None:
     under_torchrun = dist.is_torchelastic_launched()
     if under_torchrun and not dist.is_initialized():
         dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
-    sizes = Sizes(1 << 14, 1 << 12, 1 << 20, 3) if options.quick else Sizes()
+    sizes = Sizes(batch_size=64, steps=3, rounds=1) if options.quick else Sizes()
     try:
         device = torch.device(options.device)
         group = dist.group.WORLD if dist.is_initialized() else None

@@ -157,11 +157,13 @@ class CostModel:
         if self.replicas > 1:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
         distinct = self._distinct(table, ids, share)
-        statistics = 2 * distinct * a.row_statistics_bytes_T[table] * self._wire
+        sums = distinct * a.row_statistics_bytes_T[table]
+        statistics = 2 * sums * self._wire
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
         # Row statistics come between summing gradients and using them.
         if p.sorts_once:  # what was sorted is kept; gradients are passed over again
-            statistics += distinct * p.update_id_seconds
+            # The sums are copied for the others, added up, divided, and put in order.
+            statistics += p.statistics_seconds + 4 * 2 * sums / p.stream_bandwidth
             again = elements * 4 / p.stream_bandwidth
         else:  # the sums are written and read
             summed = distinct * columns * 4 / p.stream_bandwidth

@@ -46,6 +46,7 @@ class HardwareProfile:
         split_id_seconds: what an id costs more where the rows of its table lie on several ranks.
         scan_id_seconds, scan_bag_seconds: cost per id, and per bag, of a rank's own batch, whatever the plan:
             ids are checked, bags are measured.
+        statistics_seconds: cost of the row statistics of a column shard, however many rows they are of.
         stream_bandwidth: bytes/s of sequential reads or writes.
         kernel_seconds: fixed cost of one lookup or update.
         intra: the link inside a node (axis ``local``).
@@ -68,6 +69,7 @@ class HardwareProfile:
     split_id_seconds: float = 0.0
     scan_id_seconds: float = 0.0
     scan_bag_seconds: float = 0.0
+    statistics_seconds: float = 0.0
     stream_bandwidth: float
     kernel_seconds: float
     intra: Link
@@ -210,32 +212,36 @@ _H200 = _gpu(
     nic=50e9,
     nic_source="NVIDIA DGX H200 data sheet: 8 x 400 Gb/s, 50 GB/s per GPU",
 )
-_DDR4 = "one channel of DDR4-3200: 25.6 GB/s (JEDEC JESD79-4)"
+_CALIBRATED = (
+    "`meshrec calibrate` with 2 ranks of one thread on a virtual machine with 2 cores of an AMD EPYC (Zen 5, "
+    "AVX-512); where more ranks share a memory, each gets less of it, and more threads make a rank faster"
+)
+_KERNEL_FIGURES = tuple(
+    name for name in HardwareProfile.__dataclass_fields__ if name.endswith(("_seconds", "_bandwidth"))
+)
 _CPU = HardwareProfile(
     name="cpu",
-    read_row_seconds=10e-9,
-    read_bandwidth=10e9,
-    update_row_seconds=20e-9,
-    update_bandwidth=8e9,
-    update_id_seconds=15e-9,
-    route_id_seconds=15e-9,
-    stream_bandwidth=10e9,
-    kernel_seconds=50e-6,
-    intra=Link(latency=200e-6, all_to_all=1.5e9, reduce_scatter=1.5e9, all_reduce=1.5e9),
+    read_row_seconds=1e-9,
+    read_bandwidth=18e9,
+    update_row_seconds=3e-9,
+    update_bandwidth=24e9,
+    update_id_seconds=14e-9,
+    route_id_seconds=1e-9,
+    split_id_seconds=6e-9,
+    scan_id_seconds=1.5e-9,
+    scan_bag_seconds=8e-9,
+    statistics_seconds=12e-6,
+    stream_bandwidth=29e9,
+    kernel_seconds=150e-6,
+    intra=Link(latency=120e-6, all_to_all=17e9, reduce_scatter=2.4e9, all_reduce=1e9),
     inter=Link(latency=400e-6, all_to_all=1e9, reduce_scatter=1e9, all_reduce=1e9),
     full_duplex=False,
+    sorts_once=True,
     memory=32 * 1024**3,
     sources={
-        "read_bandwidth": f"40 % of {_DDR4}, one rank with one or two threads",
-        "update_bandwidth": f"30 % of {_DDR4}",
-        "stream_bandwidth": f"40 % of {_DDR4}",
-        "read_row_seconds": "a miss of about 80 ns, 8 of them in flight",
-        "update_row_seconds": "two such misses: row and optimizer state",
-        "update_id_seconds": "four radix passes at about 250 M keys/s",
-        "route_id_seconds": "as much as sorting an id",
-        "kernel_seconds": "dispatch and thread start, order of magnitude",
-        "intra": "gloo over loopback, order of magnitude; run `meshrec calibrate` for your own",
-        "inter": "gloo over a 10 Gb/s network; run `meshrec calibrate` for your own",
+        **dict.fromkeys(_KERNEL_FIGURES, _CALIBRATED),
+        "intra": f"ranks of one host read each other's memory, all-reduce is gloo's: {_CALIBRATED}",
+        "inter": "gloo over a 10 Gb/s network, order of magnitude; run `meshrec calibrate` for your own",
         "memory": "an assumption; give Topology(ddr_cap=...)",
     },
 )
