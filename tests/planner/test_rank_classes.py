@@ -21,7 +21,8 @@ def problem_of(tables, profile, kinds, num_ranks, **topology):
 def both(problem, lower_K, upper_K, cutoff=1e3):
     everything = np.ones(len(problem.type_C), bool)
     assert ClassRelaxation.serves(problem)
-    classes, mean = ClassRelaxation(problem, everything, 1.0), MeanRelaxation(problem, everything, 1.0)
+    classes = ClassRelaxation(problem, everything, 1.0)
+    mean = MeanRelaxation(problem, everything, 1.0, root=True)
     limits = (lower_K, upper_K, everything, cutoff)
     return classes.solve(*limits), mean.solve(*limits)
 

@@ -22,7 +22,7 @@ from meshrec.planner.relaxation import MeanRelaxation, Relaxation
 from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
-_NARROW, _LEAST_WIDTH = 8e-3, 5e-4
+_NARROW, _LEAST_WIDTH = 8e-3, 1e-4
 """The width of boxes that are worth whole numbers, and of those that are not worth a cut."""
 _EQUAL = 1 + 1e-6
 _SAME = 1e-7

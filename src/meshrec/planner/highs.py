@@ -137,8 +137,12 @@ class Solver:
         self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
 
     def set_last_row(self, upper: float) -> None:
-        """Replaces the upper limit of the last row."""
-        self._highs.changeRowBounds(self._last_row, -INFINITY, min(upper, INFINITY))
+        """Replaces the upper limit of the program's last row."""
+        self.set_added_row(-1, upper)
+
+    def set_added_row(self, index: int, upper: float) -> None:
+        """Replaces the upper limit of one of the rows that were added."""
+        self._highs.changeRowBounds(self._last_row + 1 + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
         """The optimum, or None where there is no feasible point (or no proven optimum)."""

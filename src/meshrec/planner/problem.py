@@ -115,6 +115,17 @@ class Problem(NamedTuple):
         np.maximum.at(largest, self.candidate_P, self.load_PK)
         return largest
 
+    def least_load_PK(self) -> Floats:
+        """Seconds [P, K] of a piece that is as small as may be: no rows, or the least columns; whole tables
+        stay whole."""
+        uncut_C = [not layout.by_nodes and layout.row_parts == 1 for layout in self.layouts_C]
+        split_C = [len(layout.widths) > 1 for layout in self.layouts_C]
+        least_P = self.min_partition_Y[self.type_C[self.candidate_P]] / self.width_P
+        least_P = np.where(np.array(split_C)[self.candidate_P], np.minimum(least_P, 1.0), 1.0)
+        least_P = np.where(np.array(uncut_C)[self.candidate_P], least_P, 0.0)
+        least: Floats = self.fixed_PK + (self.load_PK - self.fixed_PK) * least_P[:, None]
+        return least
+
     def _sum_over_pieces(self, values_P_: Floats) -> Floats:
         total = np.zeros((len(self.layouts_C), values_P_.shape[1]))
         np.add.at(total, self.candidate_P, values_P_)

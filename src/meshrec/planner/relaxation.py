@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from meshrec.planner.cuts import Cut, Rounding
 from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
@@ -17,8 +18,9 @@ MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
 FEW_CANDIDATES = 2000
-_ROUNDS, _SHRUNK = 3, 0.5
-"""Most attempts to narrow a box; one that leaves less than this part of it is worth another."""
+_ROUNDS, _CUT_ROUNDS, _SHRUNK = 6, 4, 0.5
+"""Most attempts to narrow a box (one that leaves less than this part of it is worth another), and to cut its
+optimum off."""
 
 
 class Relaxed(NamedTuple):
@@ -76,6 +78,8 @@ class MeanRelaxation:
         self._narrows = not root
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
         self._solver = Solver(self._linear)
+        self._rounding = None if root else Rounding(problem, scale)
+        self._cuts: list[Cut] = []
 
     @property
     def work(self) -> int:
@@ -89,8 +93,6 @@ class MeanRelaxation:
         for _ in range(_ROUNDS):
             if relaxed is None or not self._narrows:
                 break
-            # Where solutions are dear, only the first box is worth it.
-            self._narrows = self._is_small
             before_K = _freedom(relaxed)
             wide = before_K > MARGIN
             relaxed = self._solve(*self._narrowed(relaxed), cutoff)
@@ -121,13 +123,34 @@ class MeanRelaxation:
         self._solver.set_bounds(*self._bounds(lower_K, upper_K, admitted_C))
         self._solver.set_cost(self._cost)
         self._solver.set_last_row(cutoff)
+        self._set_cuts(upper_K)
         optimum = self._solver.solve()
+        for _ in range(_CUT_ROUNDS):
+            if optimum is None or not self._add_cuts(optimum, upper_K, admitted_C):
+                break
+            optimum = self._solver.solve()
         if optimum is None:
             return None
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         cut_at_K = self._cut_at(share_C, slowest_K)
         admitted_C &= self._within(optimum, cutoff)
         return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, lower_K, upper_K, admitted_C)
+
+    def _set_cuts(self, upper_K: Floats) -> None:
+        """Only cuts that hold in the box count."""
+        for index, cut in enumerate(self._cuts):
+            holds = upper_K[cut.phase] <= cut.upper
+            self._solver.set_added_row(index, cut.limit if holds else INFINITY)
+
+    def _add_cuts(self, optimum: Optimum, upper_K: Floats, admitted_C: Bools) -> bool:
+        share_C = np.where(admitted_C, optimum.x[: len(self._tables_C)], 0.0)
+        found = self._rounding.violated(share_C, upper_K, admitted_C) if self._rounding else []
+        for cut in found:
+            rows = Rows(len(self._cost))
+            rows.add(np.flatnonzero(cut.value_C), cut.value_C[cut.value_C != 0], -INFINITY, cut.limit)
+            self._solver.add_rows(rows)
+        self._cuts += found
+        return bool(found)
 
     def _narrowed(self, relaxed: Relaxed) -> tuple[Floats, Floats, Bools]:
         """The least and the largest T, phase by phase, of the solutions within the limits that are set, and

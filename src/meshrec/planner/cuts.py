@@ -1,0 +1,98 @@
+"""Rows that no plan in a box violates: what does not divide evenly leaves room on every rank.
+
+Where loads on a rank add up to u at most, sum_i F(load_i) <= F(u) for every superadditive F with F(0) = 0 (a
+*dual feasible function*: Fekete & Schepers, Mathematical Programming 91, 2001; Clautiaux, Alves & Valerio de
+Carvalho, Annals of Operations Research 179, 2010). The one used here is that of mixed integer rounding
+(Nemhauser & Wolsey, Integer and Combinatorial Optimization, 1988, II.1.7), of x = factor * load:
+
+    F(x) = floor(x) + max(0, x - floor(x) - rest) / (1 - rest),    rest = factor * u - floor(factor * u).
+
+With whole tables of 32, 64, ... columns and room for 31.5 units of 32 columns, it says that a rank holds 31
+units, unless something else fills the half.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshrec.planner.problem import Problem
+from meshrec.planner.types import Bools, Floats, Ints
+
+_MOST_SIZES, _MOST_MULTIPLE, _MOST_ROUNDED = 20, 6, 200.0
+"""Sizes of whole tables that are few enough to be told apart; multiples of them that count as one; the most
+that a limit is worth."""
+_LEAST_REST, _MOST_REST = 0.01, 0.97
+_NEAR = 1e-6
+_LEAST_EXCESS = 1e-4
+
+
+class Cut(NamedTuple):
+    """sum_c value_c x_c <= limit, while T of `phase` is at most `upper`."""
+
+    phase: int
+    upper: float
+    value_C: Floats
+    limit: float
+
+
+class Rounding:
+    """The cuts of one problem; loads are in units of `scale` seconds.
+
+    A candidate's n pieces may be cut unevenly: each costs `least` at least, and all together n times `mean`.
+    As F(x) >= x - rest everywhere, and F grows, they add up to n max(F(least), mean - rest) at least.
+    """
+
+    def __init__(self, problem: Problem, scale: float) -> None:
+        count_P = (problem.count_P * problem.ranks_per_piece_C()[problem.candidate_P]).astype(np.float64)
+        num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
+        self._count_C = np.bincount(problem.candidate_P, count_P, num_candidates)
+        total_CK = problem.mean_load_CK() * problem.num_ranks / scale
+        self._mean_CK = total_CK / np.maximum(self._count_C, 1.0)[:, None]
+        self._least_CK = np.full((num_candidates, num_phases), np.inf)
+        np.minimum.at(self._least_CK, problem.candidate_P, problem.least_load_PK() / scale)
+        self._least_CK = np.minimum(self._least_CK, self._mean_CK)
+        self._ranks = float(problem.num_ranks)
+        whole_K = [
+            self._mean_CK[(self._count_C == 1) & (row > _NEAR), k] for k, row in enumerate(self._mean_CK.T)
+        ]
+        sizes_K = [np.unique(whole.round(9)) for whole in whole_K]
+        self._sizes_K = [sizes if len(sizes) <= _MOST_SIZES else np.zeros(0) for sizes in sizes_K]
+
+    def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
+        """The cut of each phase that `share_C` violates most, over the candidates `admitted_C`."""
+        found = []
+        used = np.flatnonzero(share_C > 0)
+        for phase, upper in enumerate(upper_K):
+            factors = self._factors(phase, float(upper))
+            excess = [
+                float((share_C[used] * self._rounded(used, phase, factor, upper)).sum())
+                / _limit(factor, upper)
+                for factor in factors
+            ]
+            best = int(np.argmax(excess)) if excess else 0
+            if excess and excess[best] > self._ranks * (1 + _LEAST_EXCESS):
+                some = np.flatnonzero(admitted_C)
+                value_C = np.zeros(len(share_C))
+                value_C[some] = self._rounded(some, phase, factors[best], upper)
+                found.append(Cut(phase, float(upper), value_C, self._ranks * _limit(factors[best], upper)))
+        return found
+
+    def _factors(self, phase: int, upper: float) -> list[float]:
+        sizes = self._sizes_K[phase]
+        multiples = (np.arange(1, _MOST_MULTIPLE + 1)[:, None] / sizes).ravel()
+        rooms = multiples * upper
+        rest = rooms - np.floor(rooms + _NEAR)
+        fits = (rooms >= 1) & (rooms < _MOST_ROUNDED) & (rest > _LEAST_REST) & (rest < _MOST_REST)
+        return [float(factor) for factor in multiples[fits]]
+
+    def _rounded(self, candidates: Ints, phase: int, factor: float, upper: float) -> Floats:
+        rest = factor * upper - _limit(factor, upper)
+        least, mean = factor * self._least_CK[candidates, phase], factor * self._mean_CK[candidates, phase]
+        whole = np.floor(least)
+        rounded = whole + np.maximum(0.0, least - whole - rest) / (1 - rest)
+        result: Floats = self._count_C[candidates] * np.maximum(rounded, mean - rest)
+        return result
+
+
+def _limit(factor: float, upper: float) -> float:
+    return float(np.floor(factor * upper + _NEAR))
