@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.planner.problem import Problem, Scope
+from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
 _MOST_SIZES, _MOST_POINTS = 20, 1000
@@ -46,9 +46,8 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
     """The elements of a problem's pieces, loads in units of `scale` seconds; the grid is that of
     `allowed_C`."""
     load_PK = problem.load_PK / scale
-    fixed_PK = np.minimum(problem.fixed_PK / scale, load_PK)
     allowed_P = allowed_C[problem.candidate_P]
-    still_PK = _still(problem, load_PK, fixed_PK)
+    still_PK = np.minimum(problem.least_load_PK() / scale, load_PK)
     count_P = (problem.count_P * problem.ranks_per_piece_C()[problem.candidate_P]).astype(np.float64)
     varying_PK = count_P[:, None] * (load_PK - still_PK)
     type_P = problem.type_C[problem.candidate_P]
@@ -79,21 +78,6 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
     )
 
 
-def _still(problem: Problem, load_PK: Floats, fixed_PK: Floats) -> Floats:
-    """What of a piece's load does not shrink with it: all of a whole table's; of parts of the columns, those
-    of the fewest columns."""
-    still_PK = fixed_PK.copy()
-    for piece, candidate in enumerate(problem.candidate_P):
-        layout = problem.layouts_C[candidate]
-        if layout.row_parts > 1 or layout.scope is Scope.NODES:
-            continue
-        least = 1.0
-        if len(layout.widths) > 1:
-            least = min(problem.min_partition_Y[problem.type_C[candidate]] / problem.width_P[piece], 1.0)
-        still_PK[piece] += least * (load_PK[piece] - fixed_PK[piece])
-    return still_PK
-
-
 def _sums(load_E: Floats) -> Floats:
     """All sums of some of the loads up to `_MOST_LOAD`, or none where they are more than `_MOST_POINTS`."""
     sums = np.zeros(1)
@@ -101,9 +85,9 @@ def _sums(load_E: Floats) -> Floats:
     if len(sizes) > _MOST_SIZES:
         return np.zeros(0)
     for size in sizes:
-        multiples = np.arange(0.0, _MOST_LOAD, size)
-        if len(multiples) * len(sums) > 100 * _MOST_POINTS:
+        if _MOST_LOAD / size * len(sums) > 100 * _MOST_POINTS:
             return np.zeros(0)
+        multiples = np.arange(0.0, _MOST_LOAD, size)
         sums = np.unique((sums[:, None] + multiples).ravel())
         sums = sums[np.diff(sums, prepend=-1.0) > _SAME]
         sums = sums[sums <= _MOST_LOAD]
