@@ -27,8 +27,8 @@ class Sizes(NamedTuple):
     """How much to measure with: see ``make_trials`` and ``measure``."""
 
     batch_size: int = 1024
-    steps: int = 10
-    rounds: int = 4
+    steps: int = 6
+    rounds: int = 6
 
 
 def calibrate(

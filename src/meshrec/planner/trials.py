@@ -75,11 +75,13 @@ def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
     nothing.
     """
     found = []
+    half, few = max(1, batch_size // 2), max(1, batch_size // 32)
+    # No column shard is narrower than the planner makes them.
     for num_tables, dim, bag, batch in (
-        (16, 32, 4, batch_size),
+        (16, 64, 6, half),
         (32, 64, 2, batch_size),
-        (16, 128, 3, max(1, batch_size // 2)),
-        (16, 16, 1, max(1, batch_size // 32)),
+        (16, 128, 3, half),
+        (16, 64, 1, few),
     ):
         for_all = -(-num_tables // num_ranks) * num_ranks
         rows = min(_ROWS_PER_ID * bag * batch * num_ranks, _MOST_ROWS)
