@@ -1,6 +1,7 @@
 """Measures the present machine and process group: where a `HardwareProfile` comes from."""
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -96,7 +97,9 @@ def _link(group: dist.ProcessGroup, device: torch.device, *, full_duplex: bool) 
             lambda sent: dist.all_reduce(sent, dist.ReduceOp.MAX, group=group),
         ]
         for row, call in enumerate(calls):
-            times[row, column] = _seconds(call, elements, group, device)
+            taken = _seconds(call, elements, group, device)
+            # Of small messages what they can take: a scheduler's whim is many times that.
+            times[row, column] = min(taken) if column == 0 else statistics.median(taken)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     others = (size - 1) / size
     # Bytes a rank sends; where sending and receiving exclude each other, both count.
@@ -121,8 +124,8 @@ def _even(sent: Tensor, size: int) -> Splits:
 
 def _seconds(
     call: Callable[[Tensor], object], elements: int, group: dist.ProcessGroup, device: torch.device
-) -> float:
-    """The fastest of some calls, after one to warm up, each with a message that has just been written."""
+) -> list[float]:
+    """Of some calls, after one to warm up, each with a message that has just been written."""
     times = []
     for _ in range(_CALLS + 1):
         message = torch.ones(elements, device=device)
@@ -132,7 +135,7 @@ def _seconds(
         call(message)
         _synchronize(device)
         times.append(time.perf_counter() - started)
-    return min(times[1:])
+    return times[1:]
 
 
 def _synchronize(device: torch.device) -> None:
