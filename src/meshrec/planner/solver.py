@@ -17,11 +17,11 @@ from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_SEARCH = 0.45
+_SEARCH = 0.25
 """The part of the work that goes to better plans, once there is one."""
 _STARTS = 32
 """The most boxes that wait to be started from."""
-_GAPS = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.01, 0.007, 0.005, 0.003, 0.002, 0.001)
+_GAPS = (0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.007, 0.005, 0.003, 0.002, 0.001)
 """Goals of the bound, one after the other: how far below the best known plan."""
 _SAFELY, _NEXT = 0.99, 0.8
 _LEAST_SECONDS = 1e-12
