@@ -121,8 +121,8 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   const auto* stats_data = stats.has_value() ? static_cast<const float*>(stats->const_data_ptr()) : nullptr;
   const auto* grads = static_cast<const float*>(g.const_data_ptr());
   const bool sorted = sorted_runs.has_value();
-  const Runs runs = sorted ? Runs(batch, grads, weights.num_rows, *sorted_runs)
-                           : Runs(batch, grads, weights.num_rows, stats_data);
+  Runs runs = sorted ? Runs(batch, grads, weights.num_rows, *sorted_runs)
+                     : Runs(batch, grads, weights.num_rows, stats_data, Runs::kInWaves);
   std::optional<Tensor> mean;
   if (mean_squares.has_value()) {
     mean = as_contiguous(*mean_squares);
@@ -134,10 +134,10 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   const auto slot_data = [&](int64_t slot, int64_t table) {
     return slot < shape.num_slots ? states[slot * num_tables + table] : nullptr;
   };
-  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
-    const Range& range = runs.ranges[task];
+  const auto update = [&](int64_t index) {
+    const Range& range = runs.ranges[index];
     const TableRuns& table = runs.tables[range.table];
-    UpdateArgs args{.runs = runs.arguments(task, task_scratch(table.dim), !sorted),
+    UpdateArgs args{.runs = runs.arguments(index, task_scratch(table.dim), !sorted),
                     .weight = weights.data[table.table],
                     .state0 = slot_data(0, table.table),
                     .state1 = slot_data(1, table.table),
@@ -148,7 +148,11 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
                     .first_column = origin(table.table, 1)};
     if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);
     kernels().update[optimizer][weights.types[table.table]](args);
-  });
+  };
+  for (const Wave& wave : runs.waves) {
+    if (!sorted) runs.fill(wave, batch, grads, stats_data);
+    runs.for_ranges(wave, update);
+  }
 }
 
 int64_t count_runs(const Pair* pairs, int64_t begin, int64_t end) {
@@ -167,7 +171,7 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
   const Tensor g = checked_grad(grad, batch);
   Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr);
   std::vector<int64_t> counts(runs.ranges.size());
-  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+  runs.for_ranges(runs.waves.front(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
     runs.sort(range);
     counts[task] = count_runs(runs.tables[range.table].pairs, range.begin, range.end);
@@ -181,7 +185,7 @@ std::vector<Tensor> tbe_sparse_grad(Tensor grad, Tensor values, Tensor offsets,
     result.push_back(torch::stable::new_empty(g, {rows}, ScalarType::Long));
     result.push_back(torch::stable::new_empty(g, {rows, table_dims[t]}));
   }
-  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+  runs.for_ranges(runs.waves.front(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     const int64_t start = range.first_run - begins[table.table];
@@ -202,11 +206,11 @@ std::tuple<Tensor, Tensor, Tensor> tbe_row_squares(Tensor grad, Tensor values, T
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   const Tensor g = checked_grad(grad, batch);
-  Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr, true);
+  Runs runs(batch, static_cast<const float*>(g.const_data_ptr()), num_rows, nullptr, Runs::kSaved);
   // Where a range's runs begin is known once all are counted: until then its squares lie where its ids do.
   const std::unique_ptr<float[]> loose(new float[runs.num_pairs]);
   std::vector<int64_t> run_counts(runs.ranges.size());
-  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+  runs.for_ranges(runs.waves.front(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     runs.sort(range);
@@ -241,7 +245,7 @@ std::vector<Tensor> tbe_dense_grad(Tensor grad, std::vector<Tensor> weight_list,
   std::vector<Tensor> result;
   for (size_t t = 0; t < weights.tensors.size(); ++t)
     result.push_back(torch::stable::new_zeros(g, {weights.num_rows[t], weights.dims[t]}));
-  parallel_tasks(runs.ranges.size(), runs.num_large, [&](int64_t task) {
+  runs.for_ranges(runs.waves.front(), [&](int64_t task) {
     const Range& range = runs.ranges[task];
     const TableRuns& table = runs.tables[range.table];
     kernels().sum({runs.arguments(task, task_scratch(table.dim), true), nullptr,

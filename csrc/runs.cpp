@@ -20,6 +20,8 @@ constexpr int kMaxDigitBits = 11;
 constexpr int64_t kMaxParts = 256;  // as many places are written at a time
 constexpr size_t kRangeBytes = size_t(128)
                                << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
+constexpr size_t kWaveBytes = size_t(1)
+                              << 20;  // per thread, of pairs and packed gradients: about an L2 cache
 constexpr size_t kKeptPairs = size_t(1) << 20;
 constexpr int64_t kSavedNumbers = 3;  // of ranges, of large ones, and of runs
 
@@ -147,7 +149,7 @@ Arena::~Arena() {
 }
 
 Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows,
-           const float* row_stats, bool keep) {
+           const float* row_stats, Use use) {
   if (batch.num_ids > int64_t(UINT32_MAX))
     fail("a batch has ", batch.num_ids, " ids; at most 4294967295 fit.");
   make_tables(batch, num_rows);
@@ -160,10 +162,10 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     const Chunk& chunk = chunks_[bad];
     fail_for_id(batch, chunk.lookup, tables[chunk.table].num_rows, nullptr);
   }
-  make_ranges();
-  if (keep) saved_ = empty_buffer({saved_words(ranges.size())}, ScalarType::Long);
-  allocate(row_stats != nullptr, keep);
-  parallel_tasks(chunks_.size(), [&](int64_t task) { fill(batch, chunks_[task], grad, row_stats); });
+  make_ranges(use);
+  if (use == kSaved) saved_ = empty_buffer({saved_words(ranges.size())}, ScalarType::Long);
+  allocate(row_stats != nullptr, use == kSaved);
+  if (use != kInWaves) fill(waves.front(), batch, grad, row_stats);
 }
 
 Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved) {
@@ -199,7 +201,7 @@ int64_t Runs::saved_words(int64_t num_ranges) const {
 Tensor Runs::save() {
   auto* word = static_cast<int64_t*>(saved_->mutable_data_ptr()) + lasting_bytes() / sizeof(int64_t);
   *word++ = ranges.size();
-  *word++ = num_large;
+  *word++ = waves.front().num_large;
   *word++ = num_runs;
   std::copy(ranges.begin(), ranges.end(), reinterpret_cast<Range*>(word));
   return *saved_;
@@ -214,7 +216,10 @@ void Runs::load(const Tensor& saved) {
       saved_->numel() != saved_words(word[0]))
     fail("runs are not those of this batch. Pass what tbe_row_squares gave for it.");
   ranges.resize(word[0]);
-  num_large = word[1];
+  waves = {{.end_table = int64_t(tables.size()),
+            .end_chunk = int64_t(chunks_.size()),
+            .end_range = int64_t(ranges.size()),
+            .num_large = word[1]}};
   num_runs = word[2];
   std::copy_n(reinterpret_cast<const Range*>(word + kSavedNumbers), ranges.size(), ranges.begin());
 }
@@ -306,40 +311,76 @@ std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
   return next;
 }
 
-// Parts lie in order, in a part the chunks' streams in order; neighbouring parts make a range. A part with
-// many pairs, of hot rows, is a range of its own.
-void Runs::make_ranges() {
-  std::vector<Range> small;
-  for (size_t first = 0, last; first < chunks_.size(); first = last) {
-    const int64_t t = chunks_[first].table;
-    const TableRuns& table = tables[t];
-    for (last = first; last < chunks_.size() && chunks_[last].table == t; ++last) {
-    }
-    const int64_t target = std::clamp<int64_t>(kRangeBytes / (table.dim * sizeof(float)), 256, 2048);
-    const std::vector<uint32_t> ends = place_parts(first, last);
-    int64_t begin = 0, first_part = 0;
-    for (int64_t part = 0; part < table.num_parts; ++part) {
-      const int64_t position = ends[part];
-      if (position - begin < target && (part + 1 < table.num_parts || position == begin)) continue;
-      const bool large = position - begin > 4 * target;
-      const int64_t end_row = std::min(table.num_rows, (part + 1) << table.shift);
-      (large ? ranges : small).push_back({t, begin, position, first_part << table.shift, end_row, 0});
-      begin = position;
-      first_part = part + 1;
-    }
-  }
-  std::stable_sort(ranges.begin(), ranges.end(),
-                   [](const Range& a, const Range& b) { return a.end - a.begin > b.end - b.begin; });
-  num_large = ranges.size();
-  ranges.insert(ranges.end(), small.begin(), small.end());
+namespace {
+
+// Of what an update needs that takes up what another call began.
+size_t lasting_bytes_of(const TableRuns& table) {
+  return Arena::bytes<Pair>(table.num_pairs) +
+         (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0);
 }
 
-// What an update needs that takes up what another call began.
+// How many pairs a range has at least; one with more than four times as many is large.
+int64_t least_pairs(const TableRuns& table) {
+  return std::clamp<int64_t>(kRangeBytes / (table.dim * sizeof(float)), 256, 2048);
+}
+
+bool is_large(const Range& range, const TableRuns& table) {
+  return range.end - range.begin > 4 * least_pairs(table);
+}
+
+}  // namespace
+
+// The ranges of one table's chunks. Parts lie in order, in a part the chunks' streams in order; neighbouring
+// parts make a range. A part with many pairs, of hot rows, is a range of its own.
+void Runs::cut(size_t first_chunk, size_t last_chunk, std::vector<Range>& large, std::vector<Range>& small) {
+  const int64_t t = chunks_[first_chunk].table;
+  const TableRuns& table = tables[t];
+  const std::vector<uint32_t> ends = place_parts(first_chunk, last_chunk);
+  int64_t begin = 0, first_part = 0;
+  for (int64_t part = 0; part < table.num_parts; ++part) {
+    const int64_t position = ends[part];
+    if (position - begin < least_pairs(table) && (part + 1 < table.num_parts || position == begin)) continue;
+    const int64_t end_row = std::min(table.num_rows, (part + 1) << table.shift);
+    const Range range{t, begin, position, first_part << table.shift, end_row, 0};
+    (is_large(range, table) ? large : small).push_back(range);
+    begin = position;
+    first_part = part + 1;
+  }
+}
+
+void Runs::make_ranges(Use use) {
+  const size_t most_bytes = use == kInWaves ? kWaveBytes * torch::stable::get_num_threads() : SIZE_MAX;
+  size_t bytes = 0;
+  std::vector<Range> large, small;
+  Wave wave;
+  const auto end_wave = [&] {
+    std::stable_sort(large.begin(), large.end(),
+                     [](const Range& a, const Range& b) { return a.end - a.begin > b.end - b.begin; });
+    for (const auto* part : {&large, &small}) ranges.insert(ranges.end(), part->begin(), part->end());
+    wave.num_large = large.size();
+    wave.end_range = ranges.size();
+    waves.push_back(wave);
+    wave.first_table = wave.end_table, wave.first_chunk = wave.end_chunk, wave.first_range = wave.end_range;
+    large.clear(), small.clear();
+    bytes = 0;
+  };
+  for (size_t first = 0, last; first < chunks_.size(); first = last) {
+    const int64_t t = chunks_[first].table;
+    for (last = first; last < chunks_.size() && chunks_[last].table == t; ++last) {
+    }
+    const size_t own_bytes = lasting_bytes_of(tables[t]);
+    if (bytes > 0 && bytes + own_bytes > most_bytes) end_wave();
+    bytes += own_bytes;
+    wave.end_table = t + 1;
+    wave.end_chunk = last;
+    cut(first, last, large, small);
+  }
+  end_wave();
+}
+
 size_t Runs::lasting_bytes() const {
   size_t bytes = 0;
-  for (const TableRuns& table : tables)
-    bytes += Arena::bytes<Pair>(table.num_pairs) +
-             (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0);
+  for (const TableRuns& table : tables) bytes += lasting_bytes_of(table);
   return bytes;
 }
 
@@ -348,22 +389,38 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
   const auto squares_of = [&](const TableRuns& table) {
     return with_squares && table.pack && !table.slot_per_id && !table.scaled;
   };
-  size_t bytes = saved_.has_value() ? 0 : lasting_bytes();
-  for (const TableRuns& table : tables)
-    bytes += Arena::bytes<float*>(table.num_slots) * (with_row_stats ? 2 : 1) +
-             Arena::bytes<float>(table.num_slots) * (table.scaled || squares_of(table));
-  arena_ = std::make_unique<Arena>(bytes);
+  size_t most_bytes = 0;
+  for (const Wave& wave : waves) {
+    size_t bytes = 0;
+    for (int64_t t = wave.first_table; t < wave.end_table; ++t) {
+      const TableRuns& table = tables[t];
+      bytes += (saved_.has_value() ? 0 : lasting_bytes_of(table)) +
+               Arena::bytes<float*>(table.num_slots) * (with_row_stats ? 2 : 1) +
+               Arena::bytes<float>(table.num_slots) * (table.scaled || squares_of(table));
+    }
+    most_bytes = std::max(most_bytes, bytes);
+  }
+  arena_ = std::make_unique<Arena>(most_bytes);
   std::optional<Arena> kept;
   if (saved_.has_value()) kept.emplace(*saved_);
   Arena& lasting = kept.has_value() ? *kept : *arena_;
-  for (TableRuns& table : tables) {
-    table.pairs = lasting.take<Pair>(table.num_pairs);
-    if (table.pack) table.packed = lasting.take<float>(table.num_grads * table.dim);
-    table.grads = arena_->take<const float*>(table.num_slots);
-    if (table.scaled) table.scales = arena_->take<float>(table.num_slots);
-    if (squares_of(table)) table.squares = arena_->take<float>(table.num_slots);
-    if (with_row_stats) table.row_stats = arena_->take<const float*>(table.num_slots);
+  for (const Wave& wave : waves) {
+    arena_->rewind();
+    for (int64_t t = wave.first_table; t < wave.end_table; ++t) {
+      TableRuns& table = tables[t];
+      table.pairs = lasting.take<Pair>(table.num_pairs);
+      if (table.pack) table.packed = lasting.take<float>(table.num_grads * table.dim);
+      table.grads = arena_->take<const float*>(table.num_slots);
+      if (table.scaled) table.scales = arena_->take<float>(table.num_slots);
+      if (squares_of(table)) table.squares = arena_->take<float>(table.num_slots);
+      if (with_row_stats) table.row_stats = arena_->take<const float*>(table.num_slots);
+    }
   }
+}
+
+void Runs::fill(const Wave& wave, const Batch& batch, const float* grad, const float* row_stats) {
+  parallel_tasks(wave.end_chunk - wave.first_chunk,
+                 [&](int64_t task) { fill(batch, chunks_[wave.first_chunk + task], grad, row_stats); });
 }
 
 void Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) {
@@ -442,7 +499,7 @@ RunArgs Runs::arguments(int64_t index, float* scratch, bool sort_now) const {
   const Range& range = ranges[index];
   const TableRuns& table = tables[range.table];
   int64_t next_end = range.end;
-  if (index >= num_large && index + 1 < int64_t(ranges.size())) {
+  if (!is_large(range, table) && index + 1 < int64_t(ranges.size())) {
     const Range& next = ranges[index + 1];
     if (next.table == range.table && next.begin == range.end) next_end = next.end;
   }

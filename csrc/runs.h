@@ -25,6 +25,8 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  // All that was taken may be taken anew.
+  void rewind() { next_ = static_cast<char*>(memory_.get()); }
   template <typename T>
   T* take(size_t count) {
     char *start = next_, *end = start + count * sizeof(T);
@@ -65,12 +67,25 @@ struct Range {
   int64_t first_run;           // among those of all tables, once they are counted
 };
 
+// Some tables, one after the other. Their pairs and packed gradients fit the threads' own caches, where they
+// still are when the ranges are worked on, and where the next wave's take their place.
+struct Wave {
+  int64_t first_table = 0, end_table = 0;
+  int64_t first_chunk = 0, end_chunk = 0;
+  int64_t first_range = 0, end_range = 0;
+  int64_t num_large = 0;  // of its ranges: its first
+};
+
 class Runs {
  public:
-  // num_rows by table index; throws before anything is written if an id is outside its table. keep: so that
-  // they can be saved.
+  enum Use {
+    kAtOnce,  // all tables at once: one wave
+    kSaved,   // so, and they can be saved
+    kInWaves  // call fill(wave) before its ranges are sorted: what other waves had is then gone
+  };
+  // num_rows by table index; throws before anything is written if an id is outside its table.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats,
-       bool keep = false);
+       Use use = kAtOnce);
   // From what was saved for the same batch: nothing is sorted again.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved);
 
@@ -80,6 +95,13 @@ class Runs {
   // The sorted ranges and pairs and the packed gradient: int64, to be read by the same build only.
   Tensor save();
 
+  void fill(const Wave& wave, const Batch& batch, const float* grad, const float* row_stats);
+  // Runs work(index) for the wave's ranges, in parallel.
+  template <typename Work>
+  void for_ranges(const Wave& wave, const Work& work) const {
+    parallel_tasks(wave.end_range - wave.first_range, wave.num_large,
+                   [&](int64_t task) { work(wave.first_range + task); });
+  }
   // Sorts the range's pairs by row, stably.
   void sort(const Range& range) const;
   // Of a range that was sorted; or with sort_now = true of one that is not: then they hold, and its pairs are
@@ -87,8 +109,9 @@ class Runs {
   RunArgs arguments(int64_t range, float* scratch, bool sort_now = false) const;
 
   std::vector<TableRuns> tables;
-  std::vector<Range> ranges;  // the large ones first, then table by table
-  int64_t num_large = 0, num_pairs = 0;
+  std::vector<Range> ranges;  // wave by wave: the large ones first, then table by table
+  std::vector<Wave> waves;
+  int64_t num_pairs = 0;
   int64_t num_runs = 0;  // once they are counted
 
  private:
@@ -101,7 +124,8 @@ class Runs {
   void make_chunks(const Batch& batch);
   bool count(const Batch& batch, const Chunk& chunk);
   std::vector<uint32_t> place_parts(size_t first_chunk, size_t last_chunk);
-  void make_ranges();
+  void make_ranges(Use use);
+  void cut(size_t first_chunk, size_t last_chunk, std::vector<Range>& large, std::vector<Range>& small);
   const Pair* sorted(const Range& range) const;
   size_t lasting_bytes() const;
   int64_t saved_words(int64_t num_ranges) const;

@@ -338,3 +338,20 @@ def test_threads_do_not_show_in_updates(make_case, set_threads, weighted):
         results.append(found)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_batches_that_outgrow_the_caches(make_case, set_threads, weighted):
+    """Each table's 1 to 2 MiB of pairs and gradients are worked on alone, or with five threads all at once."""
+    case = make_case(
+        rows=(20_000, 400, 3000), dims=(64,) * 3, num_bags=((4000,) * 4,), longest=8, weighted=weighted
+    )
+    case.values[: len(case.values) // 8] = 7
+    results = []
+    for threads in (1, 2, 5):
+        set_threads(threads)
+        check_update(case, naive_update.ROWWISE_ADAGRAD, make_hyper(), grad=case.gradient() / 8)
+        found = updated(OPS, case, case.gradient(exact=False), naive_update.ADAM, make_hyper())
+        results.append(found[0] + found[1])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
