@@ -439,7 +439,8 @@ void update_rows_of(const UpdateArgs& args) {
   const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
   const float* mean_square = args.mean_squares;
   const auto touch = [&](uint32_t row, auto locality) __attribute__((always_inline)) {
-    prefetch<kDim * sizeof(float), locality()>(weight + int64_t(row) * kDim);
+    constexpr int once = locality() == kToL1() ? kToL1Once() : locality();  // gradient rows come again
+    prefetch<kDim * sizeof(float), once>(weight + int64_t(row) * kDim);
     if constexpr (kOptimizer == kRowWiseAdagrad) prefetch<64, locality()>(args.state0 + row);
   };
   for (int64_t i = 0; i < a.num_pairs;) {

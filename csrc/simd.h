@@ -78,6 +78,7 @@ inline Vec load(const Half* p) {
 
 constexpr std::integral_constant<int, 3> kToL1;
 constexpr std::integral_constant<int, 2> kToL2;
+constexpr std::integral_constant<int, 0> kToL1Once;  // the first to leave again, for what is used more often
 
 // Always inlined, as are the lambdas that end in it: GCC takes a call of a function that only prefetches for
 // one without effect, and removes it. Into the L2 cache: far more lines may be on their way there than to L1.
