@@ -342,7 +342,7 @@ def test_threads_do_not_show_in_updates(make_case, set_threads, weighted):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_batches_that_outgrow_the_caches(make_case, set_threads, weighted):
-    """Each table's 1 to 2 MiB of pairs and gradients are worked on alone, or with five threads all at once."""
+    """A table's 1 to 2 MiB of pairs and gradients are worked on alone, or with five threads all at once."""
     case = make_case(
         rows=(20_000, 400, 3000), dims=(64,) * 3, num_bags=((4000,) * 4,), longest=8, weighted=weighted
     )
