@@ -495,3 +495,18 @@ def test_state_dict_round_trip():
 def test_an_unfused_module_says_that_it_has_no_fused_optimizer():
     with pytest.raises(ValueError, match=r"no fused optimizer. Call meshrec.fuse"):
         _ = make_bags().fused_optimizer
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", ["t0", "t2"])
+def test_weights_may_be_parametrized_or_given_by_a_functional_call(name):
+    module, features = make_bags(), make_input()
+    given = {f"embedding_bags.{name}.weight": 2 * module.embedding_bags[name].weight}
+    by_call = torch.func.functional_call(module, given, (features,)).values()
+    assert not torch.equal(by_call, module(features).values())
+    torch.nn.utils.parametrize.register_parametrization(module.embedding_bags[name], "weight", Doubled())
+    assert torch.equal(module(features).values(), by_call)

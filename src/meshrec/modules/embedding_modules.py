@@ -94,7 +94,12 @@ class TableCollection(nn.Module, ABC):
             config.init_weight(weight)
 
     def _weights(self) -> list[nn.Parameter]:
-        return [holder.weight for holder in self.table_holders()[1].values()]  # type: ignore[misc]
+        # Read in every forward: a plain parameter is found without the module's search for attributes.
+        holders = self.table_holders()[1]._modules.values()
+        plain = [holder._parameters.get("weight") for holder in holders]
+        if any(weight is None for weight in plain):  # parametrized
+            return [holder.weight for holder in holders]  # type: ignore[misc]
+        return plain  # type: ignore[return-value]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self._weights()
@@ -179,7 +184,7 @@ class EmbeddingBagCollection(TableCollection):
         else:
             lookups = lookup.lookups(features, weights, flat=False)
             values = lookup.run(weights, lookups, features.stride(), self._updater)
-        return KeyedTensor(lookup.embedding_names, lookup.dims, values)
+        return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
     def _variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
         lookup = self._lookup

@@ -1,5 +1,6 @@
 """What the two collections share: which feature reads which table, and one kernel call for all of them."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -111,9 +112,7 @@ class TableLookup:
         self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: "TableUpdater | None"
     ) -> Tensor:
         """Looks up: ``[B, sum of D]``, or flat; the dtype is the widest of the tables'."""
-        dtype = weights[0].dtype
-        for weight in weights[1:]:
-            dtype = torch.promote_types(dtype, weight.dtype)
+        dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
         options = (out_size, dtype, self.bounds_check is BoundsCheckMode.ERROR, self._names)
         if updater is not None and torch.is_grad_enabled():
             plain = [table for table in updater.plain_tables if weights[table].requires_grad]
