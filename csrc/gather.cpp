@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "host_link.h"
 #include "memory.h"
 #include "router.h"
 
@@ -78,21 +79,47 @@ struct Pooled {
 
   bool is_local(const PooledPiece& piece) const { return piece.source == static_cast<int64_t>(dims.size()); }
 
+  // work(first, end) of samples.
+  template <typename Work>
+  void for_chunks(const Work& work) const {
+    constexpr int64_t kChunk = 64;
+    parallel_tasks((batch + kChunk - 1) / kChunk,
+                   [&](int64_t chunk) { work(chunk * kChunk, std::min(batch, (chunk + 1) * kChunk)); });
+  }
+
   template <typename Work>
   void for_samples(const Work& work) const {
-    constexpr int64_t kChunk = 64;
-    parallel_tasks((batch + kChunk - 1) / kChunk, [&](int64_t chunk) {
-      const int64_t end = std::min(batch, (chunk + 1) * kChunk);
-      for (int64_t sample = chunk * kChunk; sample < end; ++sample) work(sample);
+    for_chunks([&](int64_t first, int64_t end) {
+      for (int64_t sample = first; sample < end; ++sample) work(sample);
     });
+  }
+};
+
+// The rows of each source: in what was received, or in what the ranks of a link hold for this one.
+struct Sources {
+  const char* received;
+  int64_t link, exchange, element_size;
+  std::atomic<bool> failed = false;
+
+  // Rows [first, end) of a source: where row 0 of them would lie.
+  const char* rows(const Pooled& pooled, int64_t source, int64_t first, int64_t end,
+                   std::vector<char>& copy) {
+    const int64_t row_bytes = pooled.dims[source] * element_size;
+    if (link == 0) return received + pooled.first_element[source] * element_size;
+    if (int64_t(copy.size()) < (end - first) * row_bytes) copy.resize((end - first) * row_bytes);
+    const void* found =
+        read_from_link(link, exchange, source, first * row_bytes, (end - first) * row_bytes, copy.data());
+    if (found == nullptr) failed = true;
+    return static_cast<const char*>(found) - first * row_bytes;
   }
 };
 
 Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces, std::vector<int64_t> dims,
                      int64_t batch, int64_t out_dim, std::optional<Tensor> offsets,
-                     std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys) {
+                     std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
+                     int64_t link, int64_t exchange) {
   const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
-  if (received.numel() != pooled.first_element.back()) {
+  if (link == 0 && received.numel() != pooled.first_element.back()) {
     fail("received ", received.numel(), " elements in place of ", pooled.first_element.back());
   }
   const Tensor source = contiguous(received);
@@ -102,28 +129,40 @@ Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces
   const float* own_rows = own ? own->const_data_ptr<float>() : nullptr;
   Tensor out = empty_buffer({batch, out_dim}, ScalarType::Float);
   float* rows = out.mutable_data_ptr<float>();
+  Sources sources{static_cast<const char*>(source.const_data_ptr()), link, exchange,
+                  int64_t(source.element_size())};
   with_floats(source.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const T* elements = static_cast<const T*>(source.const_data_ptr());
-    pooled.for_samples([&](int64_t sample) {
-      for (int64_t p = 0; p < pooled.num_pieces; ++p) {
-        const PooledPiece& piece = pooled.pieces[p];
-        float* to = rows + sample * out_dim + piece.column;
-        const float scale = pooled.scale(piece, sample);
-        if (pooled.is_local(piece)) {
-          copy_scaled(to, own_rows + sample * own_dim + piece.source_column, piece.width, scale);
-          continue;
-        }
-        const T* from = elements + pooled.first_element[piece.source] + sample * pooled.dims[piece.source] +
-                        piece.source_column;
-        if (piece.add) {
-          add_scaled(to, from, piece.width, scale);
-        } else {
-          copy_scaled(to, from, piece.width, scale);
+    pooled.for_chunks([&](int64_t first, int64_t end) {
+      thread_local std::vector<char> copy;
+      for (int64_t p = 0, last; p < pooled.num_pieces && !sources.failed; p = last) {
+        const int64_t number = pooled.pieces[p].source;
+        for (last = p; last < pooled.num_pieces && pooled.pieces[last].source == number;) ++last;
+        const bool is_local = pooled.is_local(pooled.pieces[p]);
+        const char* elements = is_local ? nullptr : sources.rows(pooled, number, first, end, copy);
+        if (sources.failed) return;
+        for (int64_t sample = first; sample < end; ++sample) {
+          for (int64_t q = p; q < last; ++q) {
+            const PooledPiece& piece = pooled.pieces[q];
+            float* to = rows + sample * out_dim + piece.column;
+            const float scale = pooled.scale(piece, sample);
+            if (is_local) {
+              copy_scaled(to, own_rows + sample * own_dim + piece.source_column, piece.width, scale);
+              continue;
+            }
+            const T* from =
+                reinterpret_cast<const T*>(elements) + sample * pooled.dims[number] + piece.source_column;
+            if (piece.add) {
+              add_scaled(to, from, piece.width, scale);
+            } else {
+              copy_scaled(to, from, piece.width, scale);
+            }
+          }
         }
       }
     });
   });
+  if (sources.failed) throw std::runtime_error("the memory of a peer could not be read: it has ended");
   return out;
 }
 

@@ -5,6 +5,8 @@
 // started, of how many it has read everything, and where the pieces of those under way lie. Exchanges are
 // numbered, in the order in which all ranks start them. Plain C entry points, for a handle is no tensor:
 // they are documented in distributed/host_link.py.
+#include "host_link.h"
+
 #if defined(__linux__)
 
 #include <fcntl.h>
@@ -187,6 +189,25 @@ class Link {
     return kDone;
   }
 
+  // Waits until all have started the exchange.
+  Outcome arrive(uint32_t number, const int64_t* sizes, int64_t width, char* error) const {
+    for (int64_t rank = 0; rank < size_; ++rank) {
+      const Outcome outcome =
+          sizes[rank] == 0 ? kDone : await_piece(rank, number, width * sizes[rank], error);
+      if (outcome != kDone) return outcome;
+    }
+    return kDone;
+  }
+
+  // See host_link.h.
+  const void* read(uint32_t number, int64_t rank, int64_t offset, int64_t bytes, void* copy) const {
+    const Peer& peer = peers_[rank];
+    const uint64_t address = peer.board->pieces(number, size_)[rank_].address + offset;
+    if (rank == rank_) return reinterpret_cast<const void*>(address);
+    char error[kErrorBytes];
+    return read_from(peer, copy, address, bytes, error) == kDone ? copy : nullptr;
+  }
+
   void finish(uint32_t number) {
     const std::lock_guard lock(mutex_);
     Board& own = *peers_[rank_].board;
@@ -215,15 +236,21 @@ class Link {
     if (own.sleepers.load() > 0) syscall(SYS_futex, &own.started, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
   }
 
-  Outcome read_piece(int64_t rank, uint32_t number, char* result, int64_t bytes, char* error) const {
+  Outcome await_piece(int64_t rank, uint32_t number, int64_t bytes, char* error) const {
     const Peer& peer = peers_[rank];
     const Outcome started = await_start(peer, number, error);
     if (started != kDone) return started;
     const Piece piece = peer.board->pieces(number, size_)[rank_];
-    if (piece.bytes != bytes) {
-      return fail(error, "the peer sends %lld bytes where %lld are expected",
-                  static_cast<long long>(piece.bytes), static_cast<long long>(bytes));
-    }
+    if (piece.bytes == bytes) return kDone;
+    return fail(error, "the peer sends %lld bytes where %lld are expected",
+                static_cast<long long>(piece.bytes), static_cast<long long>(bytes));
+  }
+
+  Outcome read_piece(int64_t rank, uint32_t number, char* result, int64_t bytes, char* error) const {
+    const Peer& peer = peers_[rank];
+    const Outcome arrived = await_piece(rank, number, bytes, error);
+    if (arrived != kDone) return arrived;
+    const Piece piece = peer.board->pieces(number, size_)[rank_];
     if (rank != rank_) return read_from(peer, result, piece.address, bytes, error);
     std::memcpy(result, reinterpret_cast<const void*>(piece.address), bytes);
     return kDone;
@@ -242,9 +269,13 @@ class Link {
     if (!is_among(number, seen)) syscall(SYS_futex, &board.started, FUTEX_WAIT, seen, &time, nullptr, 0);
     board.sleepers.fetch_sub(1);
     if (is_ready()) return kDone;
-    const auto pid = static_cast<long long>(peer.pid);
-    if (peer.has_ended()) return fail(error, "the peer, process %lld, has ended", pid);
-    if (board.closed.load() != 0) return fail(error, "the peer, process %lld, has left", pid);
+    for (const Peer& each : peers_) {
+      if (is_among(number, each.board->started.load())) continue;
+      // Another one that will not start it either: the peer may be waiting for that one.
+      const auto pid = static_cast<long long>(each.pid);
+      if (each.has_ended()) return fail(error, "the peer, process %lld, has ended", pid);
+      if (each.board->closed.load() != 0) return fail(error, "the peer, process %lld, has left", pid);
+    }
     return kNotYet;
   }
 
@@ -273,6 +304,12 @@ class Link {
 
 }  // namespace
 
+const void* meshrec::read_from_link(int64_t link, int64_t exchange, int64_t rank, int64_t offset,
+                                    int64_t bytes, void* copy) {
+  return reinterpret_cast<const Link*>(link)->read(static_cast<uint32_t>(exchange), rank, offset, bytes,
+                                                   copy);
+}
+
 #define MESHREC_C extern "C" __attribute__((visibility("default")))
 
 MESHREC_C void* meshrec_link_create(int64_t rank, int64_t size, uint64_t token, int64_t* fd,
@@ -289,7 +326,8 @@ MESHREC_C int64_t meshrec_link_join(Link* link, int64_t rank, int64_t pid, int64
   return link->join(rank, pid, static_cast<int>(fd), address, token, error);
 }
 
-// Starting and waiting give the number of this rank's exchanges that not all ranks have read, or an Outcome.
+// Starting, waiting and skipping give the number of this rank's exchanges that not all ranks have read, or an
+// Outcome.
 MESHREC_C int64_t meshrec_link_start(Link* link, const void* message, const int64_t* sizes, int64_t width,
                                      int64_t same, int64_t* number) {
   const Outcome outcome = link->start(static_cast<const char*>(message), sizes, width, same != 0, number);
@@ -303,12 +341,26 @@ MESHREC_C int64_t meshrec_link_wait(Link* link, int64_t number, void* result, co
   return outcome == kDone ? link->num_unread() : int64_t{outcome};
 }
 
-MESHREC_C void meshrec_link_skip(Link* link, int64_t number) { link->finish(static_cast<uint32_t>(number)); }
+MESHREC_C int64_t meshrec_link_arrive(const Link* link, int64_t number, const int64_t* sizes, int64_t width,
+                                      char* error) {
+  return link->arrive(static_cast<uint32_t>(number), sizes, width, error);
+}
+
+MESHREC_C int64_t meshrec_link_unread(const Link* link) { return link->num_unread(); }
+
+MESHREC_C int64_t meshrec_link_skip(Link* link, int64_t number) {
+  link->finish(static_cast<uint32_t>(number));
+  return link->num_unread();
+}
 
 // Waits so long for the others to read what they still need, if they are there.
 MESHREC_C void meshrec_link_close(Link* link, double seconds) {
   link->leave(seconds);
   delete link;
 }
+
+#else
+
+const void* meshrec::read_from_link(int64_t, int64_t, int64_t, int64_t, int64_t, void*) { return nullptr; }
 
 #endif  // __linux__

@@ -1,6 +1,8 @@
 // Memory for large tensors.
 #pragma once
 
+#include <memory>
+
 #include "stable_abi.h"
 
 namespace meshrec {
@@ -13,7 +15,17 @@ void advise_huge_pages(void* memory, int64_t num_bytes);
 // level. Never where the system does not tell the size.
 bool outgrows_caches(int64_t num_bytes);
 
-// An uninitialised CPU tensor, on huge pages where it is large.
+// Memory that returns to where it came from.
+struct Free {
+  void operator()(void* memory) const;
+};
+using Memory = std::unique_ptr<void, Free>;
+
+// Uninitialised memory from among the kept buffers, or null: it is small or large, or nothing is kept (see
+// ``keep_freed_memory`` in ops/memory.py).
+Memory kept_memory(size_t num_bytes);
+
+// An uninitialised CPU tensor, from among the kept buffers or on huge pages where it is large.
 Tensor empty_buffer(std::vector<int64_t> sizes, ScalarType type);
 
 }  // namespace meshrec

@@ -12,7 +12,7 @@ namespace meshrec {
 namespace {
 
 constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
-constexpr size_t kKeptBytes = size_t(64) << 20;
+constexpr size_t kSpareBytes = size_t(64) << 20;
 constexpr int64_t kChunkIds = 1 << 12;
 constexpr int64_t kStreams = 4;
 constexpr int64_t kRowsAhead = 8;  // of the gradient, while it is packed
@@ -25,8 +25,9 @@ constexpr size_t kWaveBytes = size_t(1)
 constexpr size_t kKeptPairs = size_t(1) << 20;
 constexpr int64_t kSavedNumbers = 3;  // of ranges, of large ones, and of runs
 
-thread_local Arena::Memory kept_memory;
-thread_local size_t kept_capacity = 0;
+// Of the thread, where a step's buffers are not kept.
+thread_local Memory spare_memory;
+thread_local size_t spare_capacity = 0;
 
 // Calls use(position, stream) for the positions [0, count), in order within each of the kStreams. One
 // counter's next value waits for its last one to be stored: the ids of hot rows, all in one part, wait less
@@ -129,10 +130,11 @@ const Pair* radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_r
 }  // namespace
 
 Arena::Arena(size_t bytes) {
-  if (kept_capacity >= bytes && kept_memory != nullptr) {
-    memory_ = std::move(kept_memory);
-    capacity_ = std::exchange(kept_capacity, 0);
-  } else {
+  memory_ = kept_memory(bytes);
+  if (memory_ == nullptr && spare_capacity >= bytes && spare_memory != nullptr) {
+    memory_ = std::move(spare_memory);
+    capacity_ = std::exchange(spare_capacity, 0);
+  } else if (memory_ == nullptr) {
     capacity_ = (bytes / kAlignment + 1) * kAlignment;
     memory_.reset(std::aligned_alloc(kAlignment, capacity_));
     if (memory_ == nullptr) throw std::bad_alloc();
@@ -142,9 +144,9 @@ Arena::Arena(size_t bytes) {
 }
 
 Arena::~Arena() {
-  if (capacity_ <= kKeptBytes && capacity_ > kept_capacity) {
-    kept_memory = std::move(memory_);
-    kept_capacity = capacity_;
+  if (capacity_ <= kSpareBytes && capacity_ > spare_capacity) {
+    spare_memory = std::move(memory_);
+    spare_capacity = capacity_;
   }
 }
 

@@ -8,17 +8,13 @@
 #include <memory>
 
 #include "batch.h"
+#include "memory.h"
 
 namespace meshrec {
 
 // Uninitialised memory that a thread keeps between calls, up to a limit: fresh pages cost more than the sort.
 class Arena {
  public:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  using Memory = std::unique_ptr<void, Free>;
-
   explicit Arena(size_t bytes);
   explicit Arena(Tensor& memory) : next_(static_cast<char*>(memory.mutable_data_ptr())) {}
   ~Arena();

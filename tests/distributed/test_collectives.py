@@ -13,7 +13,9 @@ from meshrec.distributed.collectives import (
     broadcast,
     gather_objects,
     measure_traffic,
+    release_read,
 )
+from meshrec.distributed.host_link import links
 from meshrec.distributed.mesh import Axis, default_env
 from meshrec.testing import RankError, RankPool
 
@@ -40,6 +42,24 @@ def test_collectives(ranks):
     assert first == ([0, 10], [[0, 1, 2], [10, 11, 12]], {"test": 16, "gather": 24}, 0, [0, 1])
     assert second[0] == [1, 2, 11, 12]
     assert second[2]["test"] == 8
+
+
+def send_the_same():
+    """Rank p gives everybody p + 1 elements."""
+    axis = default_env().world
+    mine = torch.full((axis.rank + 1,), axis.rank)
+    in_flight = all_to_all(mine, Splits([axis.rank + 1] * 2, [1, 2]), axis, "test", same=True)
+    received = in_flight.wait().tolist()
+    dist.barrier()
+    release_read(axis)
+    return received, len(link.sent) if (link := links[axis.group]) else 0
+
+
+def test_all_ranks_get_the_same(ranks, monkeypatch):
+    assert ranks(2).run(send_the_same) == [([0, 1, 1], 0)] * 2
+    monkeypatch.setenv("MESHREC_HOST_LINK", "0")
+    with RankPool(2) as pool:
+        assert pool.run(send_the_same) == [([0, 1, 1], 0)] * 2
 
 
 def test_one_rank_needs_no_group():

@@ -10,7 +10,11 @@ from meshrec import (
     KeyedJaggedTensor,
 )
 from meshrec import distributed as md
+from meshrec.distributed.collectives import all_to_all
+from meshrec.distributed.input_dist import SourceIds
 from meshrec.distributed.mesh import default_env
+from meshrec.distributed.output_dist import Hop
+from meshrec.distributed.pieces import Span
 from meshrec.optim import SGD
 
 
@@ -80,3 +84,26 @@ def test_half_precision_of_sequences_and_between_nodes(ranks, kind, precision):
         assert 0 < difference < 1e-2
         for name, num_bytes in full_traffic.items():
             assert num_bytes == (traffic[name] if "ids" in name else 2 * traffic[name])
+
+
+def gather_both_ways(dtype):
+    """More rows than a kernel's chunk, columns in another order, a column that both ranks have, MEAN."""
+    axis = default_env().world
+    torch.manual_seed(0)
+    spans = [[Span(0, 7, 5, 0), Span(0, 0, 3)], [Span(1, 7, 5, 0), Span(1, 3, 4)]]
+    hop = Hop.of(axis, spans, [], 12)
+    rows = [201, 130]
+    blocks = [torch.randn(count, hop.dims[axis.rank]).to(dtype) for count in rows]
+    sent = torch.cat([block.view(-1) for block in blocks])
+    offsets = torch.arange(rows[axis.rank] + 1) * 3
+    source = SourceIds(torch.empty(0), offsets, None, 1, [0], torch.empty(0), [])
+    splits = hop.splits(rows, rows[axis.rank], hop.dims[axis.rank])
+    read = hop.gather(all_to_all(sent, splits, axis, "test"), None, rows[axis.rank], source)
+    waited = all_to_all(sent, splits, axis, "test")
+    waited.wait()
+    return torch.equal(hop.gather(waited, None, rows[axis.rank], source), read), read.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_the_same_read_where_they_lie(ranks, dtype):
+    assert ranks(2).run(gather_both_ways, dtype) == [(True, True)] * 2

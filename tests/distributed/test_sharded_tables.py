@@ -118,3 +118,34 @@ def no_gradients_wanted():
 
 def test_inference_records_nothing(ranks):
     assert ranks(2).run(no_gradients_wanted) == [False, False]
+
+
+def keep_what_a_step_gave(kind):
+    """Outputs and gradients that the caller keeps, beside copies of them, over more steps."""
+    torch.manual_seed(0)
+    module = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="t0", num_embeddings=5000, embedding_dim=64, feature_names=["a"])]
+    )
+    env = default_env()
+    arguments = {"rank": 0} if kind == "table_wise" else {}
+    plan = md.construct_module_sharding_plan(module, {"t0": getattr(md, kind)(**arguments)}, world_size=2)
+    sharded = md.EmbeddingBagCollectionSharder(SGD(lr=0.1)).shard(module, plan, env)
+    kept, copies = [], []
+
+    def keep(tensor):
+        kept.append(tensor)
+        copies.append(tensor.detach().clone())
+
+    for step in range(6):
+        torch.manual_seed(2 * step + env.world.rank)
+        ids = torch.randint(0, 5000, (4096,))
+        values = sharded(KeyedJaggedTensor(["a"], ids, lengths=torch.full((2048,), 2))).values()
+        keep(values)
+        values.register_hook(keep)
+        values.square().sum().backward()
+    return all(map(torch.equal, kept, copies)), len(kept)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise", "data_parallel"])
+def test_what_the_caller_keeps_is_never_written_again(ranks, kind):
+    assert ranks(2).run(keep_what_a_step_gave, kind) == [(True, 12)] * 2

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from meshrec.modules import SwishLayerNorm
+from meshrec.modules.activation import relu
 
 
 @pytest.mark.parametrize("dims", [4, [3, 4], torch.Size([3, 4])])
@@ -12,3 +13,31 @@ def test_the_input_is_gated_by_its_norm(dims):
     expected = x * torch.sigmoid(torch.nn.functional.layer_norm(x, sizes))
     torch.testing.assert_close(SwishLayerNorm(dims)(x), expected)
     assert SwishLayerNorm(4, device="meta").norm[0].weight.is_meta
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 4), (1024, 300), (2, 1024, 300)])
+def test_relu_is_torch_s(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape).requires_grad_()
+    with torch.no_grad():
+        x.view(-1)[:3] = torch.tensor([float("nan"), -0.0, float("inf")])[: x.numel()]
+    other = x.detach().clone().requires_grad_()
+    out, expected, grad = relu(x), torch.relu(other), torch.randn(shape)
+    assert out.detach().numpy().tobytes() == expected.detach().numpy().tobytes()
+    (ours,) = torch.autograd.grad(out, x, grad)
+    (theirs,) = torch.autograd.grad(expected, other, grad)
+    assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+def test_the_gradient_of_relu_has_a_gradient():
+    x = torch.randn(1024, 300).requires_grad_()
+    grad = torch.randn(1024, 300, requires_grad=True)
+    (first,) = torch.autograd.grad(relu(x), x, grad, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), grad)
+    assert torch.equal(second, (x > 0).float())
+
+
+def test_relu_compiles_and_maps():
+    x = torch.randn(4, 1024, 300)
+    assert torch.equal(torch.vmap(relu)(x), torch.relu(x))
+    assert torch.equal(torch.compile(relu, backend="eager", fullgraph=True)(x), torch.relu(x))

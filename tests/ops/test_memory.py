@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from meshrec.ops.library import has_kernels
 from meshrec.ops.memory import empty_pages, keep_freed_memory, use_huge_pages
 
 
@@ -105,3 +106,74 @@ def test_other_systems_are_left_alone(monkeypatch):
 def test_a_table_that_does_not_fit_is_torch_s_error():
     with pytest.raises(RuntimeError, match="allocate memory"):
         empty_pages((2**52,), torch.float32, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_new_buffer_has_the_type_and_the_device(dtype):
+    like = torch.zeros(3, dtype=dtype)
+    for size in (0, 5, 2**18):
+        buffer = torch.ops.meshrec.new_buffer(like, size)
+        assert (buffer.shape, buffer.dtype, buffer.device) == ((size,), dtype, like.device)
+    assert torch.ops.meshrec.new_buffer(like.to("meta"), 5).is_meta
+    torch.library.opcheck(torch.ops.meshrec.new_buffer.default, (like, 0))
+
+
+BUFFERS = """
+import os, random, threading, torch
+from meshrec.ops.memory import keep_freed_memory
+new = lambda count: torch.ops.meshrec.new_buffer(torch.empty(0), count)
+torch.set_num_threads(1)  # a forked process has no others
+keep_freed_memory()
+
+first = new(2**20)
+address, view = first.data_ptr(), first[5:]
+del first
+assert new(2**20).data_ptr() != address  # a view keeps all of it
+del view
+again = new(2**20)
+print(int(again.data_ptr() == address), again.data_ptr() % 64)
+
+def mix(seed):
+    draw, held = random.Random(seed), []
+    for number in range(2000):
+        if held and draw.random() < 0.5:
+            buffer, value = held.pop(draw.randrange(len(held)))
+            assert (buffer[0], buffer[-1], int(buffer.sum())) == (value, value, value * buffer.numel())
+        else:
+            value = draw.randrange(50)
+            held.append((new(draw.choice([1, 2**15, 2**16, 3 * 2**16 + 7])).fill_(value), value))
+            if len(held) > 12:
+                held.pop(0)
+
+threads = [threading.Thread(target=mix, args=(seed,)) for seed in range(3)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+buffer = new(2**20).fill_(1)
+child = os.fork()
+if child == 0:
+    other = new(2**20).fill_(2)
+    os._exit(0 if buffer.sum() == 2**20 else 1)
+assert os.waitpid(child, 0)[1] == 0 and buffer.sum() == 2**20
+del buffer
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before = resident()
+held = [new(2**23).fill_(1) for _ in range(12)]  # 384 MiB
+most = resident() - before
+del held
+print(most >> 20, (resident() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(
+    not has_kernels or sys.platform != "linux", reason="the compiled kernels keep them, on Linux"
+)
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer allocates by itself")
+def test_buffers_serve_again_when_they_are_free_and_never_before():
+    done = subprocess.run([sys.executable, "-c", BUFFERS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    same, rest, most, kept = map(int, done.stdout.split())
+    assert (same, rest) == (1, 0)
+    assert most > 360
+    assert kept < 260  # MiB: what is beyond goes back to the system

@@ -6,21 +6,20 @@ store of the process group, since a broken connection tells an address, not a ra
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshrec.distributed.host_link import add_link, links
 from meshrec.distributed.mesh import Axis
 from meshrec.distributed.phases import recorders
-from meshrec.ops.memory import use_huge_pages
 
 _ANSWER_SECONDS = 3.0
-_LARGE = 1 << 22  # bytes from which fresh memory is worth huge pages
 # The older name warns where the newer one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []
@@ -34,7 +33,8 @@ class CollectiveError(RuntimeError):
 class InFlight:
     """A collective under way; ``wait`` gives the tensor that it fills."""
 
-    tensor: Tensor
+    tensor: Tensor | None
+    """None: the work makes it when it is waited for."""
     work: Any
     name: str
     group: dist.ProcessGroup | None
@@ -47,7 +47,23 @@ class InFlight:
                 work.wait()
             except RuntimeError as error:
                 raise _explained(error, self.name, self.group) from error
+            if self.tensor is None:
+                self.tensor = work.result
+        assert self.tensor is not None
         return self.tensor
+
+    def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+        """``make(tensor, 0, 0)``; or, where ranks read each other's memory, what it makes of that, see
+        ``Reading.wait``: the tensor need not be put together then. Raises CollectiveError.
+        """
+        if self.tensor is not None:
+            return make(self.wait(), 0, 0)
+        work, self.work = self.work, None
+        try:
+            work.wait(make)
+        except RuntimeError as error:
+            raise _explained(error, self.name, self.group) from error
+        return cast(Tensor, work.result)
 
 
 class Splits(NamedTuple):
@@ -57,24 +73,24 @@ class Splits(NamedTuple):
     received: list[int]
 
 
-def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
-    """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis.
+def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: bool = False) -> InFlight:
+    """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis; ``same``: all of it to each.
 
     ``sent`` must not be written to any more, also after the wait: ranks of one host read it where it is.
     """
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent, None, name, None)
-    received = sent.new_empty(sum(splits.received))
-    if received.nbytes > _LARGE:
-        use_huge_pages(received)
+    received = None
     if _traffic:
         _count(name, sent, splits.sent, axis.rank)
     work: Any
     try:
         if sent.is_cpu and (link := links[group] if group in links else add_link(axis)) is not None:
-            work = link.start(sent, splits.sent, received, splits.received, same=False)
+            work = link.start(sent, splits.sent, None, splits.received, same=same)
         else:
+            sent = sent.repeat(axis.size) if same else sent
+            received = torch.ops.meshrec.new_buffer(sent, sum(splits.received))
             work = dist.all_to_all_single(
                 received, sent, splits.received, splits.sent, group=group, async_op=True
             )
@@ -86,14 +102,19 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str) -> InFlight:
     return started
 
 
+def release_read(axis: Axis) -> None:
+    """Lets go of messages on this axis that all ranks have read; else that waits for the next one."""
+    link = links.get(axis.group) if axis.group is not None else None
+    if link is not None:
+        link.release_read()
+
+
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     """Starts gathering tensors of one shape: [size of the axis, *shape]. ``sent`` as for ``all_to_all``."""
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)
-    received = sent.new_empty(axis.size * sent.numel())
-    if received.nbytes > _LARGE:
-        use_huge_pages(received)
+    received = torch.ops.meshrec.new_buffer(sent, axis.size * sent.numel())
     if _traffic:
         _count(name, sent, [sent.numel()] * axis.size, axis.rank)
     work: Any

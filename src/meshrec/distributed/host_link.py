@@ -14,7 +14,7 @@ import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "join": (_INT, [_POINTER, _INT, _INT, _INT, _NUMBER, _NUMBER, _POINTER]),
     "start": (_INT, [_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER]),
     "wait": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER]),
-    "skip": (None, [_POINTER, _INT]),
+    "arrive": (_INT, [_POINTER, _INT, _POINTER, _INT, _POINTER]),
+    "unread": (_INT, [_POINTER]),
+    "skip": (_INT, [_POINTER, _INT]),
     "close": (None, [_POINTER, ctypes.c_double]),
 }
 
@@ -66,27 +68,40 @@ class Reading:
     link: "HostLink"
     number: int
     result: Tensor
+    """Empty before ``wait``, where that makes it: while the message travels, others need the memory."""
     sizes: Any
     """Elements from each rank."""
+    num_elements: int
+    """All of them."""
     is_done: bool = False
 
-    def wait(self) -> None:
+    def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
         """Blocks until the result is there.
+
+        ``make``: makes it, when all peers have started the exchange. It reads their memory itself, by the
+        link and the number of the exchange, which it gets beside the empty result.
 
         Raises:
             RuntimeError: when a peer has ended, or does not answer within the process group's timeout.
         """
-        link, result, deadline = self.link, self.result, 0.0
+        link, deadline, name = self.link, 0.0, "arrive"
         self.is_done = True
         if link.failure:
             raise RuntimeError(link.failure)
-        arguments = self.number, result.data_ptr(), self.sizes, result.element_size(), link.error
-        while (outcome := link.functions["wait"](link.handle, *arguments)) == _NOT_YET:
+        arguments: tuple[Any, ...] = self.sizes, self.result.element_size(), link.error
+        if make is None:
+            if self.result.numel() != self.num_elements:
+                self.result = torch.ops.meshrec.new_buffer(self.result, self.num_elements)
+            name, arguments = "wait", (self.result.data_ptr(), *arguments)
+        while (outcome := link.functions[name](link.handle, self.number, *arguments)) == _NOT_YET:
             deadline = deadline or time.monotonic() + link.timeout_seconds
             link.check(deadline)
         if outcome == _FAILED:
             link.failure = link.error.value.decode()
             raise RuntimeError(link.failure)
+        if make is not None:
+            self.result = make(self.result, link.handle or 0, self.number)
+            outcome = link.functions["skip"](link.handle, self.number)
         while len(link.sent) > outcome:
             link.sent.popleft()
 
@@ -129,10 +144,16 @@ class HostLink:
                 raise OSError(self.error.value.decode())
 
     def start(
-        self, message: Tensor, sent: Sequence[int], result: Tensor, received: Sequence[int], *, same: bool
+        self,
+        message: Tensor,
+        sent: Sequence[int],
+        result: Tensor | None,
+        received: Sequence[int],
+        *,
+        same: bool,
     ) -> Reading:
         """Starts to give rank p ``sent[p]`` elements of the message, and to get ``received[p]`` of the
-        result.
+        result, which is made when it is waited for, if there is none.
 
         ``same``: every rank gets the message from its beginning; else its next elements.
 
@@ -150,11 +171,19 @@ class HostLink:
         self.sent.append(message)
         while len(self.sent) > num_unread:
             self.sent.popleft()
-        reading = Reading(self, number.value, result, self._sizes(*received))
+        if result is None:
+            result = message.new_empty(0)
+        reading = Reading(self, number.value, result, self._sizes(*received), sum(received))
         if len(self._under_way) >= _MANY:
             self._skip_dropped()
         self._under_way.append((number.value, weakref.ref(reading)))
         return reading
+
+    def release_read(self) -> None:
+        """Lets go of the messages that all ranks have read by now."""
+        num_unread = 0 if self.failure else self.functions["unread"](self.handle)
+        while len(self.sent) > num_unread:
+            self.sent.popleft()
 
     def check(self, deadline: float) -> None:
         """Raises RuntimeError when it is past."""

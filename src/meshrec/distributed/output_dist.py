@@ -41,24 +41,48 @@ class Hop:
     dims: list[int]
     pieces: Tensor
     out_dim: int
-    local_dim: int = 0
+    grad_dims: list[int]
+    grad_pieces: Tensor
+    """As ``dims`` and ``pieces``, of what is sent back; of one rank, where all get the same."""
+    local_dim: int
 
-    def gather(self, received: Tensor, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """[rows, out_dim]: what arrived, summed and in order. ``bags`` divides MEAN tables, where that is
+    @classmethod
+    def of(cls, axis: Axis, sources: Sequence[Sequence[Span]], local: Sequence[Span], out_dim: int) -> "Hop":
+        """``sources``: what each rank of the axis has; ``local``: the columns that need no sending."""
+        kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
+        dims = [sum(span.width for span in spans) for spans in sources]
+        num_kinds = 1 if len(kinds) == 1 else len(sources)
+        return cls(
+            axis=axis,
+            dims=dims,
+            pieces=_pieces(sources, local),
+            out_dim=out_dim,
+            grad_dims=dims[:num_kinds],
+            grad_pieces=_pieces(sources[:num_kinds], local),
+            local_dim=sum(span.width for span in local),
+        )
+
+    def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
+        """[rows, out_dim]: what arrives, summed and in order. ``bags`` divides MEAN tables, where that is
         due.
         """
-        return torch.ops.meshrec.gather_pooled(  # type: ignore[no-any-return]
-            received, local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
-        )
+        arguments = local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
+        gather = torch.ops.meshrec.gather_pooled
+        return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(
         self, grad: Tensor, bags: SourceIds | None, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """The gradient taken apart: what goes to each rank (1-D), and that of the local columns."""
         sent, local = torch.ops.meshrec.scatter_pooled(
-            grad, self.pieces, self.dims, self.local_dim, *_bags(bags), scale, dtype
+            grad, self.grad_pieces, self.grad_dims, self.local_dim, *_bags(bags), scale, dtype
         )
         return sent, local
+
+    def send_back(self, sent: Tensor, splits: Splits, name: str) -> InFlight:
+        """Starts to send what ``scatter`` gave. ``splits``: of the way here."""
+        same = len(self.grad_dims) < len(self.dims)
+        return all_to_all(sent, Splits(splits.received, splits.sent), self.axis, name, same=same)
 
     def splits(self, rows_sent: Sequence[int], rows: int, dim: int) -> Splits:
         """Elements, when every rank p gets ``rows_sent[p]`` rows of ``dim`` columns and gives ``rows`` of
@@ -71,14 +95,7 @@ def flat_hop(routing: Routing, env: ShardingEnv) -> Hop:
     """Results of all ranks at once."""
     num_ranks = env.shard.size
     sources = [rank_spans(routing, rank) for rank in range(num_ranks)]
-    pieces = pieces_of([*sources, local_spans(routing, num_ranks)])
-    return Hop(
-        axis=env.shard,
-        dims=[work.dim for work in routing.work],
-        pieces=as_tensor(pieces),
-        out_dim=routing.columns[-1],
-        local_dim=routing.local.dim,
-    )
+    return Hop.of(env.shard, sources, local_spans(routing), routing.columns[-1])
 
 
 def node_hops(routing: Routing, env: ShardingEnv) -> tuple[Hop, Hop]:
@@ -96,20 +113,8 @@ def node_hops(routing: Routing, env: ShardingEnv) -> tuple[Hop, Hop]:
         ]
         for local in range(size)
     ]
-    first = Hop(
-        axis=env.local,
-        dims=[sum(span.width for span in spans) for spans in inside],
-        pieces=as_tensor(pieces_of(inside)),
-        out_dim=sum(span.width for span in own),
-    )
-    second = Hop(
-        axis=env.node,
-        dims=[sum(span.width for span in spans) for spans in nodes],
-        pieces=as_tensor(pieces_of([*nodes, local_spans(routing, env.node.size)])),
-        out_dim=routing.columns[-1],
-        local_dim=routing.local.dim,
-    )
-    return first, second
+    first = Hop.of(env.local, inside, [], sum(span.width for span in own))
+    return first, Hop.of(env.node, nodes, local_spans(routing), routing.columns[-1])
 
 
 class Asked(NamedTuple):
@@ -146,15 +151,12 @@ class PooledOutput:
     def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
         """[B, D] fp32. ``local``: [B, columns of the tables that every rank holds]."""
         source = asked.source
-        received = in_flight.wait()
         if len(self._hops) == 2:
             first, second = self._hops
-            rows = first.gather(received, None, sum(self._node_rows(asked)), None)
+            rows = first.gather(in_flight, None, sum(self._node_rows(asked)), None)
             sent = rows.to(self._precision.forward).view(-1)
-            received = all_to_all(
-                sent, self._splits(asked)[1], second.axis, "embeddings between nodes"
-            ).wait()
-        return self._hops[-1].gather(received, local, source.batches[0], source)
+            in_flight = all_to_all(sent, self._splits(asked)[1], second.axis, "embeddings between nodes")
+        return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
     def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
         """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local
@@ -164,12 +166,10 @@ class PooledOutput:
         sent, local = self._hops[-1].scatter(grad, asked.source, scale, dtype)
         if len(self._hops) == 2:
             first, second = self._hops
-            back = Splits(splits[1].received, splits[1].sent)
-            received = all_to_all(sent, back, second.axis, "gradients between nodes").wait()
+            received = second.send_back(sent, splits[1], "gradients between nodes").wait()
             rows = received.float().view(-1, first.out_dim)
             sent, _ = first.scatter(rows, None, 1.0, dtype)
-        back = Splits(splits[0].received, splits[0].sent)
-        return all_to_all(sent, back, self._hops[0].axis, "gradients of embeddings"), local
+        return self._hops[0].send_back(sent, splits[0], "gradients of embeddings"), local
 
     def _node_rows(self, asked: Asked) -> list[int]:
         """Rows that the ranks of this local position ask for, by node."""
@@ -258,6 +258,11 @@ class SequenceOutput:
         """Elements of the result that come from split tables."""
         num_ids = source.offsets.cpu()[source.bag_bounds()].diff().tolist()
         return sum(num_ids[key] * dim for key, dim in zip(source.keys, self._dims, strict=True))
+
+
+def _pieces(sources: Sequence[Sequence[Span]], local: Sequence[Span]) -> Tensor:
+    own = [span._replace(source=len(sources)) for span in local]
+    return as_tensor(pieces_of([*sources, own]))
 
 
 def _bags(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, list[int]]:

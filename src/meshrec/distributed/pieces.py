@@ -69,10 +69,10 @@ def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span
     ]
 
 
-def local_spans(routing: Routing, source: int) -> list[Span]:
-    """The columns of the tables that every rank holds."""
+def local_spans(routing: Routing) -> list[Span]:
+    """The columns of the tables that every rank holds: source 0 is this one."""
     return [
-        Span(source, routing.columns[u], routing.dims[u])
+        Span(0, routing.columns[u], routing.dims[u])
         for u, use in enumerate(routing.uses)
         if routing.replicated[use.table]
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshrec.distributed.collected import Collected
-from meshrec.distributed.collectives import InFlight
+from meshrec.distributed.collectives import InFlight, release_read
 from meshrec.distributed.holdings import Holdings
 from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Started
 from meshrec.distributed.lookup import LookupTables
@@ -102,13 +102,10 @@ class ShardedTables:
             step = self._arrived(self._input.finish(exchanging))
         # With it every rank has a backward pass if any has: they exchange gradients.
         anchor = torch.empty(0, requires_grad=step.arrived.wishes.backward)
-        received, local = _send(self, step, anchor, step.arrived.weights, *self._parameters)
-        return Results(self, step, received, local)
+        return Results(self, step, _send(self, step, anchor, step.arrived.weights, *self._parameters))
 
-    def send(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The forward pass up to the wire: what will have arrived, and the rows of the data-parallel
-        tables.
-        """
+    def send(self, step: Step) -> Tensor:
+        """The forward pass up to the wire; gives the rows of the data-parallel tables, fp32, flat."""
         with phase("lookup") if recorders else OFF:
             rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
         with phase("output") if recorders else OFF:
@@ -117,7 +114,7 @@ class ShardedTables:
         if step.local_ids is not None:
             with phase("lookup") if recorders else OFF:
                 local = self.local.forward(step.local_ids, sum(self.local.block_sizes(step.local_ids)))
-        return step.in_flight.tensor, local
+        return local
 
     def receive(self, step: Step, local: Tensor) -> Tensor:
         """The forward pass from the wire on: [B, D], or flat rows per id."""
@@ -130,6 +127,7 @@ class ShardedTables:
         """The backward pass up to the wire; gives the gradient of the data-parallel rows."""
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
+        release_read(self._env.shard)  # the embeddings: all have read them by now
         with phase("gradient") if recorders else OFF:
             step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
         return local
@@ -218,13 +216,12 @@ def _of(
 class Results:
     """Embeddings on their way back; ``wait`` gives them."""
 
-    def __init__(self, tables: ShardedTables, step: Step, received: Tensor, local: Tensor) -> None:
-        self.tables, self.step = tables, step
-        self._received, self._local = received, local
+    def __init__(self, tables: ShardedTables, step: Step, local: Tensor) -> None:
+        self.tables, self.step, self._local = tables, step, local
 
     def wait(self) -> Tensor:
         """[B, D] for pooled tables, else flat rows per id."""
-        out: Tensor = _receive(self.tables, self.step, self._received, self._local)
+        out: Tensor = _receive(self.tables, self.step, self._local)
         return out
 
 
@@ -239,32 +236,29 @@ class _Send(torch.autograd.Function):
         anchor: Tensor,
         sample_weights: Tensor | None,
         *weights: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         ctx.tables, ctx.step = tables, step
         return tables.send(step)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        sample_grad, table_grads = ctx.tables.receive_grad(ctx.step, grads[1])
+        sample_grad, table_grads = ctx.tables.receive_grad(ctx.step, grads[0])
         return (None, None, None, sample_grad if ctx.needs_input_grad[3] else None, *table_grads)
 
 
 class _Receive(torch.autograd.Function):
-    """Arrival and assembly; in the backward pass departure."""
+    """Arrival and assembly; in the backward pass departure. What travels does so in the step: to autograd,
+    ``local`` alone leads from one side to the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tables: ShardedTables, step: Step, received: Tensor, local: Tensor) -> Tensor:
+    def forward(ctx: Any, tables: ShardedTables, step: Step, local: Tensor) -> Tensor:
         ctx.tables, ctx.step = tables, step
-        ctx.shape, ctx.dtype, ctx.device = received.shape, received.dtype, received.device
         return tables.receive(step, local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        local = ctx.tables.send_grad(ctx.step, grads[0].contiguous())
-        # The gradient of what was received travels in the step: it is what the other side's backward waits
-        # for.
-        nothing = torch.zeros((), dtype=ctx.dtype, device=ctx.device).expand(ctx.shape)
-        return None, None, nothing, local
+        return None, None, ctx.tables.send_grad(ctx.step, grads[0].contiguous())
 
 
 # Typed here, because torch's own is not.

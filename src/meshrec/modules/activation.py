@@ -1,9 +1,14 @@
-"""Activations with parameters."""
+"""Activations: one with parameters, and one that keeps its results out of malloc's way."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import meshrec.ops.memory  # noqa: F401 - the op must exist
+
+_LARGE = 1 << 18  # elements
 
 
 class SwishLayerNorm(nn.Module):
@@ -22,3 +27,26 @@ class SwishLayerNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., *input_dims]`` -> the same shape."""
         return input * self.norm(input)  # type: ignore[no-any-return]
+
+
+def relu(input: Tensor) -> Tensor:
+    """``torch.relu``; large results on the CPU lie among the buffers that a training step keeps, see
+    ``meshrec.ops.memory.keep_freed_memory``.
+    """
+    is_plain = type(input) is Tensor and input.is_cpu and input.numel() >= _LARGE
+    if not is_plain or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return torch.relu(input)
+    return _Relu.apply(input)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.meshrec.new_buffer(x, x.numel()).view(x.shape)
+        torch.clamp_min(x, 0, out=out)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.ops.aten.threshold_backward(grads[0], *ctx.saved_tensors, 0)  # type: ignore[no-any-return]

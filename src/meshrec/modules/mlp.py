@@ -7,13 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshrec.modules.activation import SwishLayerNorm
+from meshrec.modules.activation import SwishLayerNorm, relu
 from meshrec.modules.linear import Linear
 
 TensorFunction = Callable[[Tensor], Tensor]
 Activation = str | nn.Module | TensorFunction | Callable[[], nn.Module]
 
-_NAMED: dict[str, TensorFunction] = {"relu": torch.relu, "sigmoid": torch.sigmoid}
+_NAMED: dict[str, TensorFunction] = {"relu": relu, "sigmoid": torch.sigmoid}
 _SWISH = "swish_layernorm"
 
 
@@ -38,7 +38,7 @@ class Perceptron(nn.Module):
     ) -> None:
         super().__init__()
         self._linear = Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
-        self._activation_fn = activation
+        self._activation_fn = relu if activation is torch.relu else activation
 
     def forward(self, input: Tensor) -> Tensor:
         """[B, in_size] -> [B, out_size]."""

@@ -9,12 +9,14 @@ import sys
 import torch
 from torch import Tensor
 
-import meshrec.ops.library  # noqa: F401 - the op must exist before it is implemented
+from meshrec.ops.library import c_entry_points
 
 # Alive as long as the op: huge pages are an advice to the system; where no kernel gives it nothing is lost.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("use_huge_pages", lambda memory: None, "CompositeExplicitAutograd")
 _registration.impl("use_huge_pages", lambda memory: None, "Meta")
+_registration.impl("new_buffer", lambda like, size: like.new_empty(size), "CompositeExplicitAutograd")
+_registration.impl("new_buffer", lambda like, size: like.new_empty(size), "Meta")
 
 
 def use_huge_pages(memory: Tensor) -> None:
@@ -56,7 +58,9 @@ def keep_freed_memory() -> bool:
 
     By itself glibc hands buffers of a few megabytes back to the system as soon as they are free, and every
     step then waits for thousands of page faults while it gets them anew. Blocks above 32 MiB are still handed
-    back. Where the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``,
+    back. The compiled kernels moreover lay their large buffers side by side, apart from malloc's heap, where
+    what one phase of a step frees serves the next one (with torch 2.11 and later); of these, too, up to
+    256 MiB are kept. Where the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``,
     ``GLIBC_TUNABLES``, ...), and with other C libraries, nothing changes.
 
     Returns:
@@ -73,4 +77,6 @@ def keep_freed_memory() -> bool:
         (_M_TRIM_THRESHOLD, _KEPT_BYTES),
         (_M_TOP_PAD, _GROWTH_BYTES),
     )
+    if (library := c_entry_points()) is not None:
+        library.meshrec_keep_buffers()
     return all(mallopt(option, value) == 1 for option, value in wanted)

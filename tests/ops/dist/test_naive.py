@@ -114,7 +114,7 @@ def test_pooled_results_and_gradients(dtype):
     case = Case(False, torch.int64, False)
     routing = case.routing
     spans = [rank_spans(routing, rank) for rank in range(NUM_RANKS)]
-    pieces = as_tensor(pieces_of([*spans, local_spans(routing, NUM_RANKS)]))
+    pieces = as_tensor(pieces_of([*spans, [span._replace(source=NUM_RANKS) for span in local_spans(routing)]]))
     dims, width = [work.dim for work in routing.work], routing.columns[-1]
     received, local = torch.rand(4 * sum(dims)).to(dtype), torch.rand(4, routing.local.dim)
     arguments = received, local, pieces, dims, 4, width, *case.bags()

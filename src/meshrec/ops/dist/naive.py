@@ -181,8 +181,14 @@ def gather_pooled(
     segments: Tensor | None,
     num_keys: int,
     keys: list[int],
+    link: int = 0,
+    exchange: int = 0,
 ) -> Tensor:
-    """[B, out_dim] fp32: the columns of all sources in their places; later sources add to earlier ones."""
+    """[B, out_dim] fp32: the columns of all sources in their places; later sources add to earlier ones.
+
+    ``link``, ``exchange``: the compiled kernel reads what was sent on a link (distributed/host_link.py) where
+    it lies; ``received`` is empty then and only says in which type it travels.
+    """
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
     sources = [
