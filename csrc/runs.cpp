@@ -155,6 +155,7 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
   if (batch.num_ids > int64_t(UINT32_MAX))
     fail("a batch has ", batch.num_ids, " ids; at most 4294967295 fit.");
   make_tables(batch, num_rows);
+  if (use == kInWaves) interleave_tables();
   make_chunks(batch);
   std::atomic<int64_t> bad{int64_t(chunks_.size())};
   parallel_tasks(chunks_.size(), [&](int64_t task) {
@@ -258,6 +259,17 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
     table.pack = strided && table.num_pairs > 2 * table.num_grads;
     table.first_pair = std::exchange(num_pairs, num_pairs + table.num_pairs);
   }
+}
+
+// So that the tables of a wave come from as many places as there are threads: a thread then updates those
+// that it looked up, whose rows are in caches that other threads may be far from.
+void Runs::interleave_tables() {
+  const size_t num_threads = torch::stable::get_num_threads();
+  const size_t step = (tables.size() + num_threads - 1) / num_threads;
+  std::vector<TableRuns> order;
+  for (size_t first = 0; first < step; ++first)
+    for (size_t t = first; t < tables.size(); t += step) order.push_back(std::move(tables[t]));
+  tables = std::move(order);
 }
 
 void Runs::make_chunks(const Batch& batch) {

@@ -117,6 +117,7 @@ class Runs {
     int64_t first_count;  // its streams' parts' entries in positions_
   };
   void make_tables(const Batch& batch, const std::vector<int64_t>& num_rows);
+  void interleave_tables();
   void make_chunks(const Batch& batch);
   bool count(const Batch& batch, const Chunk& chunk);
   std::vector<uint32_t> place_parts(size_t first_chunk, size_t last_chunk);
