@@ -17,7 +17,7 @@ from meshrec.planner.types import Bools, Floats, Ints
 MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
-FEW_CANDIDATES = 2000
+FEW_CANDIDATES, _MOST_CANDIDATES = 2000, 50_000
 _ROUNDS, _CUT_ROUNDS, _SHRUNK = 6, 4, 0.5
 """Most attempts to narrow a box (one that leaves less than this part of it is worth another), and to cut its
 optimum off."""
@@ -93,6 +93,8 @@ class MeanRelaxation:
         for _ in range(_ROUNDS):
             if relaxed is None or not self._narrows:
                 break
+            # Where solutions are dear, only the first box is worth it.
+            self._narrows = len(self._tables_C) <= _MOST_CANDIDATES
             before_K = _freedom(relaxed)
             wide = before_K > MARGIN
             relaxed = self._solve(*self._narrowed(relaxed), cutoff)

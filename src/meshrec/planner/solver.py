@@ -17,8 +17,9 @@ from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_SEARCH = 0.25
-"""The part of the work that goes to better plans, once there is one."""
+_SEARCH, _SEARCH_OF_MANY, _FEW_CANDIDATES = 0.25, 0.45, 500
+"""The part of the work that goes to better plans, once there is one: more where candidates are many, for
+there the first plans are far from the best."""
 _STARTS = 32
 """The most boxes that wait to be started from."""
 _GAPS = (0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.007, 0.005, 0.003, 0.002, 0.001)
@@ -138,6 +139,7 @@ class _Contest:
         self, problem: Problem, ways: Sequence[Way], effort: Effort, cutoff: float, deadline: float
     ) -> None:
         self._entrants = [_Entrant(problem, way, effort, deadline) for way in ways]
+        self._search = _SEARCH if len(problem.type_C) <= _FEW_CANDIDATES else _SEARCH_OF_MANY
         self._effort = effort
         self._cutoff = cutoff
         self._deadline = deadline
@@ -192,7 +194,7 @@ class _Contest:
             return False
         entrant = min(self._entrants, key=lambda entrant: entrant.value)
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
-        if not entrant.is_done and self._bound_work * _SEARCH <= (1 - _SEARCH) * self._late_work:
+        if not entrant.is_done and self._bound_work * self._search <= (1 - self._search) * self._late_work:
             entrant.is_done = not entrant.improve(self.known, self._deadline - time.perf_counter())
             return True
         if entrant.starts:
