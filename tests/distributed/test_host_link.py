@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshrec.distributed import host_link
-from meshrec.distributed.collectives import Splits, all_gather, all_to_all
+from meshrec.distributed.collectives import Splits, all_gather, all_to_all, release_read
 from meshrec.distributed.host_link import add_link, links, open_link
 from meshrec.distributed.mesh import Axis, default_env
 from meshrec.ops.library import has_kernels
@@ -222,3 +222,25 @@ def test_who_waits_for_a_silent_peer_is_told(signal_number, cause):
             pool.run(send_until, signal_number)
     finally:
         pool.close()
+
+
+def fail_after_arrival():
+    """What makes the result of an exchange fails; the next exchange is as if nothing had been."""
+    axis = default_env().world
+    mine = torch.full((2,), axis.rank)
+    splits = Splits([1, 1], [1, 1])
+
+    def fail(*_):
+        raise MemoryError("no memory for the result")
+
+    in_flight = all_to_all(mine, splits, axis, "test")
+    with pytest.raises(MemoryError, match="no memory for the result"):
+        in_flight.use(fail)
+    received = all_to_all(mine, splits, axis, "test").wait().tolist()
+    dist.barrier()
+    release_read(axis)
+    return received, len(links[axis.group].sent)
+
+
+def test_a_result_that_cannot_be_made_keeps_no_message(ranks):
+    assert ranks(2).run(fail_after_arrival) == [([0, 1], 0)] * 2

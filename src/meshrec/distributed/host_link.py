@@ -89,19 +89,25 @@ class Reading:
         if link.failure:
             raise RuntimeError(link.failure)
         arguments: tuple[Any, ...] = self.sizes, self.result.element_size(), link.error
-        if make is None:
-            if self.result.numel() != self.num_elements:
-                self.result = torch.ops.meshrec.new_buffer(self.result, self.num_elements)
-            name, arguments = "wait", (self.result.data_ptr(), *arguments)
-        while (outcome := link.functions[name](link.handle, self.number, *arguments)) == _NOT_YET:
-            deadline = deadline or time.monotonic() + link.timeout_seconds
-            link.check(deadline)
-        if outcome == _FAILED:
-            link.failure = link.error.value.decode()
-            raise RuntimeError(link.failure)
-        if make is not None:
-            self.result = make(self.result, link.handle or 0, self.number)
-            outcome = link.functions["skip"](link.handle, self.number)
+        try:
+            if make is None:
+                if self.result.numel() != self.num_elements:
+                    self.result = torch.ops.meshrec.new_buffer(self.result, self.num_elements)
+                name, arguments = "wait", (self.result.data_ptr(), *arguments)
+            while (outcome := link.functions[name](link.handle, self.number, *arguments)) == _NOT_YET:
+                deadline = deadline or time.monotonic() + link.timeout_seconds
+                link.check(deadline)
+            if outcome == _FAILED:
+                link.failure = link.error.value.decode()
+                raise RuntimeError(link.failure)
+            if make is not None:
+                self.result = make(self.result, link.handle or 0, self.number)
+                outcome = link.functions["skip"](link.handle, self.number)
+        except BaseException:
+            # Such as memory that is not there: the peers need not keep their messages for that.
+            if not link.failure:
+                link.functions["skip"](link.handle, self.number)
+            raise
         while len(link.sent) > outcome:
             link.sent.popleft()
 
