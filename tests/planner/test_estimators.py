@@ -28,7 +28,7 @@ def test_a_whole_table_by_hand(profile):
     wire = (
         0.25 / 1e9 + 0.5 / 2.5e8
     )  # a quarter stays, a quarter goes to the neighbour, half to the other node
-    assert phase(loads, "ids") == pytest.approx((ids * 8 + bags * 4) * wire + ids * 1e-9)
+    assert phase(loads, "ids") == pytest.approx((ids * 4 + bags * 4) * wire + ids * 1e-9)
     assert phase(loads, "lookup") == pytest.approx(ids * (1e-8 + row / 1e10) + bags * row / 2e10)
     passes = bags * row * 2.5 / 2e10  # read and written once; a quarter is copied in place of sent
     assert phase(loads, "output") == phase(loads, "gradient") == pytest.approx(bags * row * wire + passes)
@@ -105,6 +105,19 @@ def test_one_rank_sends_nothing(profile):
     assert model.fixed_seconds(Usage(True, True, True)).sum() == pytest.approx(2e-5)  # two kernels
 
 
+def test_one_table_of_two_billion_rows_makes_all_ids_wide(profile):
+    topology = Topology(world_size=2, hardware=profile)
+    narrow, both = (
+        load(
+            CostModel(
+                [one_table(), Table(name="u", num_embeddings=rows, embedding_dim=4)], topology, batch_size=8
+            )
+        )
+        for rows in (2**31 - 1, 2**31)
+    )
+    assert phase(both, "ids") - phase(narrow, "ids") == pytest.approx(2 * 80 * 4 * 0.5 / 1e9)
+
+
 def test_data_parallel_sends_whichever_gradient_is_smaller(profile):
     topology = Topology(world_size=4, local_world_size=4, hardware=profile)
     table = Table(name="t", num_embeddings=100, embedding_dim=64)
@@ -113,7 +126,7 @@ def test_data_parallel_sends_whichever_gradient_is_smaller(profile):
     assert phase(small, "data_parallel") == pytest.approx(dense)
     large = Table(name="t", num_embeddings=10**8, embedding_dim=64)
     loads = CostModel([large], topology, batch_size=100).replicated_loads(np.array([0]))
-    sent = 100 * (64 * 4 + 8)  # a gradient row for each bag, and its id; packed once, read from 4 ranks
+    sent = 100 * (64 * 4 + 4)  # a gradient row for each bag, and its id; packed once, read from 4 ranks
     assert phase(loads, "data_parallel") == pytest.approx(3 * sent / 2e9 + 2 * 5 * sent / 2e10)
 
 
@@ -122,7 +135,7 @@ def test_replicas_exchange_gradients_and_shrink_the_group(profile):
     model = CostModel([one_table()], topology, batch_size=100, replicas=2)
     assert model.num_ranks == 2
     assert phase(load(model), "replicas") > 0
-    assert phase(load(model), "ids") == pytest.approx((2 * 1000 * 8 + 200 * 4) * 0.5 / 1e9 + 2e-6)
+    assert phase(load(model), "ids") == pytest.approx((2 * 1000 * 4 + 200 * 4) * 0.5 / 1e9 + 2e-6)
     with pytest.raises(ValueError, match="3 replicas do not divide 4 ranks"):
         CostModel([one_table()], topology, batch_size=100, replicas=3)
 
@@ -139,7 +152,7 @@ def test_memory_counts_state_and_buffers(profile):
     topology = Topology(world_size=4, hardware=profile)
     model = CostModel([one_table(optimizer=OptimizerKind.ADAM)], topology, batch_size=100)
     size = model.rectangle_bytes(np.array([0]), np.array([500]), np.array([64]))[0]
-    tables, ids, outputs = 500 * 64 * (4 + 8), 4 * 100 * (10 / 2 * 8 + 4), 4 * 100 * 64 * 8
+    tables, ids, outputs = 500 * 64 * (4 + 8), 4 * 100 * (10 / 2 * 2 * 4 + 4), 4 * 100 * 64 * 8
     assert size == tables + ids + outputs
 
 

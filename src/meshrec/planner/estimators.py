@@ -30,7 +30,9 @@ update: the fused optimizer step.
 NUM_PHASES = len(PHASES)
 _IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDATE = range(NUM_PHASES)
 
-ID_BYTES = 8
+ID_BYTES, WIDE_ID_BYTES = 4, 8
+_WIDE_ROWS = 1 << 31
+"""One table of so many rows makes all ids of its module travel as 64-bit numbers."""
 LENGTH_BYTES = 4
 SAMPLE_WEIGHT_BYTES = 4
 STATE_BYTES = 4
@@ -58,6 +60,7 @@ class TableArrays(NamedTuple):
     pooled_T: Bools
     weight_bytes_T: Floats
     id_bytes_T: Floats
+    """Of an id on the wire, with its per-sample weight."""
     state_per_column_T: Floats
     state_per_row_T: Floats
     row_statistics_bytes_T: Floats
@@ -188,7 +191,8 @@ class CostModel:
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
         parameters = rows * (columns * self._column_bytes(table) + STATE_BYTES * a.state_per_row_T[table])
-        buffers = ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
+        # Ids as they arrived, and unpacked.
+        buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
         return parameters + buffers + outputs * columns * (self.output_bytes + self.gradient_bytes)
 
     def received_bytes(
@@ -321,6 +325,7 @@ def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
     ids = batch * [table.ids_per_sample for table in tables]
     bags = batch * [table.bags_per_sample for table in tables]
     rows = np.array([table.num_embeddings for table in tables], np.int64)
+    id_bytes = WIDE_ID_BYTES if (rows >= _WIDE_ROWS).any() else ID_BYTES
     hot = np.array([table.effective_rows or table.num_embeddings for table in tables], np.float64)
     return TableArrays(
         rows_T=rows,
@@ -331,7 +336,7 @@ def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
         pooled_T=np.array([table.pooled for table in tables], bool),
         weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
         id_bytes_T=np.array(
-            [ID_BYTES + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
+            [id_bytes + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
         ),
         state_per_column_T=np.array([table.optimizer.state_per_row[0] for table in tables], np.float64),
         state_per_row_T=np.array([table.optimizer.state_per_row[1] for table in tables], np.float64),
