@@ -138,7 +138,7 @@ print(plan)
 # row-wise Adagrad, which keeps one number of state for each row.
 
 # %%
-from meshrec.distributed import EmbeddingBagCollectionSharder, LazyAwaitable
+from meshrec.distributed import EmbeddingBagCollectionSharder, LazyAwaitable, leave_process_group
 from meshrec.optim import RowWiseAdagrad
 
 sharder = EmbeddingBagCollectionSharder(fused_params=RowWiseAdagrad(lr=0.02, eps=0.002))
@@ -256,7 +256,7 @@ left_over = dict(in_backward_optimizer_filter(model.named_parameters()))
 print("left over:", list(left_over))
 optimizer = torch.optim.Adam(left_over.values(), lr=0.01)
 optimizer.step()
-dist.destroy_process_group()
+leave_process_group()
 
 # %% [markdown]
 # The user table is among them: it was given no optimizer, so it has an ordinary gradient, and Adam may have

@@ -21,6 +21,7 @@ from meshrec.distributed import (
     ShardingEnv,
     ShardingPlan,
     ShardingType,
+    leave_process_group,
     measure_traffic,
 )
 from meshrec.model_parallel import DistributedModelParallel
@@ -108,7 +109,7 @@ def process(rank: int, world_size: int, sharding_type: ShardingType, folder: str
     torch.save((first.detach(), second.detach(), dict(bytes_sent)), f"{folder}/rank_{rank}.pt")
     if rank == 0:
         plan.save(f"{folder}/plan.json")
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 # %% [markdown]

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import meshrec
-from meshrec.distributed import EmbeddingBagCollectionSharder, ShardingEnv
+from meshrec.distributed import EmbeddingBagCollectionSharder, ShardingEnv, leave_process_group
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import RowWiseAdagrad
 
@@ -28,7 +28,8 @@ NUM_PROCESSES = 2
 # ## Starting processes by hand
 #
 # `spawn` starts functions of this script in new processes; each joins the process group, works, and saves
-# what it saw.
+# what it saw. `leave_process_group` stands where `dist.destroy_process_group` would: it also sees to it that
+# gloo's threads end before Python does.
 
 
 # %%
@@ -38,7 +39,7 @@ def process(rank: int, work: Callable[[], object], folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", NUM_PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
     torch.save(work(), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def on_all(work: Callable[[], object]) -> list:

@@ -90,7 +90,7 @@ def train(rank: int, store: str) -> None:
         optimizer.step()
         if rank == 0 and step in (0, STEPS // 2, STEPS - 1):
             print(f"{RANKS} processes, step {step:2d}: loss {loss.item():.3f}", flush=True)
-    dist.destroy_process_group()
+    md.leave_process_group()
 
 
 if __name__ == "__main__":

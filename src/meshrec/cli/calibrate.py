@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
+from meshrec.distributed.leaving import leave_process_group
 from meshrec.planner.calibrate import Sizes, calibrate
 
 
@@ -47,7 +48,7 @@ def run(options: CalibrateOptions) -> None:
             _print(profile.to_json(), options.out)
     finally:
         if under_torchrun:
-            dist.destroy_process_group()
+            leave_process_group()
 
 
 def _print(values: dict[str, object], path: Path) -> None:

@@ -3,6 +3,7 @@
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.collectives import CollectiveError, measure_traffic
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.distributed.leaving import leave_process_group
 from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.output_dist import CommsPrecision
 from meshrec.distributed.phases import record_phases
@@ -52,6 +53,7 @@ __all__ = [
     "construct_module_sharding_plan",
     "data_parallel",
     "grid_shard",
+    "leave_process_group",
     "measure_traffic",
     "record_phases",
     "row_wise",

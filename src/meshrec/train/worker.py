@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshrec.distributed.leaving import leave_process_group
 from meshrec.planner import save_plan
 from meshrec.planner.report import make_report
 from meshrec.planner.report_html import write_html
@@ -71,7 +72,7 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
             raise
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_process_group()
 
 
 def _folder(job: Job) -> str:

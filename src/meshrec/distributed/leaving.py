@@ -1,0 +1,37 @@
+"""The end of a process group: no thread of its backend may outlive the interpreter.
+
+gloo's threads end with the last reference to their group, not with ``destroy_process_group``. At exit such a
+thread may still hold what it worked on last, say the callback of a DDP communication hook. To let go of it
+the thread needs Python, and that the interpreter is ending then aborts the process: "terminate called without
+an active exception" (pytorch issues 38228 and 190489). Three things keep a group: default arguments of
+functions, DTensor's caches, and reference cycles such as a sharded model.
+"""
+
+import atexit
+import gc
+import sys
+
+import torch.distributed as dist
+
+# Its functions' defaults are the default group of the time of its import, which DDP would do under the group.
+import torch.distributed.nn.functional  # noqa: F401
+
+
+def leave_process_group() -> None:
+    """Destroys all process groups, and sees to it that their threads end before the interpreter does.
+
+    Call it in place of ``torch.distributed.destroy_process_group``, as the last thing that a rank does.
+    Models that are local to functions may still be there: they are let go at exit. ``meshrec.distributed``
+    must have been imported before the groups were made.
+    """
+    dist.destroy_process_group()
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        # Private: torch has no other word for these caches, which FSDP2's parameters fill.
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    gc.collect()
