@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from meshrec.cli.plan import PlanOptions, run
-from meshrec.planner import load_plan
+from meshrec.planner import get_profile, load_plan
 from meshrec.planner.measured import PhaseTime, write_phases
 
 FAST = {"max_work": 1e5, "ranks": 2, "hardware": "cpu"}
@@ -58,3 +58,13 @@ def test_a_recipe_is_planned_without_training(capsys):
     assert [table["name"] for table in report["tables"]] == ["f0", "f1", "f2"]
     with pytest.raises(ValueError, match="100 cannot be divided among 3 ranks"):
         run(PlanOptions(source=Path("tests/train/small.py:small"), ranks=3))
+
+
+@pytest.mark.parametrize(("built_in", "device"), [("cpu", "cpu"), ("h100", "cuda")])
+def test_a_file_of_hardware_says_what_to_plan_for(task, tmp_path, built_in, device):
+    get_profile(built_in).named("mine").save(tmp_path / "hardware.json")
+    for source in (task, Path("tests/train/small.py:small")):
+        options = {**FAST, "hardware": str(tmp_path / "hardware.json"), "out": tmp_path / "plan.json"}
+        run(PlanOptions(source=source, **options))
+        plan = load_plan(tmp_path / "plan.json")
+        assert plan.required_inputs().topology.compute_device == device

@@ -26,6 +26,7 @@ def profile() -> HardwareProfile:
     link = Link(latency=1e-5, all_to_all=1e9, reduce_scatter=2e9, all_reduce=4e9)
     return HardwareProfile(
         name="round",
+        device="cuda",
         read_row_seconds=1e-8,
         read_bandwidth=1e10,
         update_row_seconds=2e-8,
@@ -49,7 +50,7 @@ def cpu_profile(profile: HardwareProfile) -> HardwareProfile:
         "scan_bag_seconds": 1e-8,
         "statistics_seconds": 1e-5,
     }
-    return replace(profile, full_duplex=False, sorts_once=True, **costs)
+    return replace(profile, device="cpu", full_duplex=False, sorts_once=True, **costs)
 
 
 @pytest.fixture(scope="session")

@@ -61,5 +61,10 @@ def test_bad_profiles_are_refused(profile):
         replace(profile, scan_id_seconds=float("nan"))
     with pytest.raises(ValueError, match=r"Link\.all_to_all is 0; it must be positive"):
         Link(latency=0, all_to_all=0, reduce_scatter=1, all_reduce=1)
-    with pytest.raises(ValueError, match="Measure one anew with `meshrec calibrate`"):
-        HardwareProfile.from_json({"name": "x"})
+    with pytest.raises(ValueError, match=r"HardwareProfile\.device is 'tpu'; use 'cpu' or 'cuda'"):
+        replace(profile, device="tpu")
+    old = profile.to_json()
+    old["dvice"] = old.pop("device")
+    message = r"unknown are \['dvice'\], missing are \['device'\]. Measure one anew with `meshrec calibrate`"
+    with pytest.raises(ValueError, match=message):
+        HardwareProfile.from_json(old)

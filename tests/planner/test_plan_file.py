@@ -26,6 +26,13 @@ def test_inputs_survive_json_with_constraints(small_plan):
     assert (again.tables, again.topology) == (inputs.tables, inputs.topology)
 
 
+def test_plans_of_before_profiles_named_their_device_are_read(small_plan):
+    inputs = small_plan.required_inputs()
+    values = inputs.to_json()
+    del values["topology"]["hardware"]["device"]
+    assert PlannerInputs.from_json(values).topology == inputs.topology
+
+
 def test_plans_without_inputs_say_so(small_plan, tmp_path):
     bare = PlannedShardingPlan(small_plan.plan)
     assert bare.gap == 0

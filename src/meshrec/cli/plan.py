@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from meshrec.distributed.sharding_plan import ShardingPlan
-from meshrec.planner import PlannedShardingPlan, Topology, load_plan, plan_tables, save_plan
+from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_plan, plan_tables, save_plan
 from meshrec.planner.measured import compare, read_phases
 from meshrec.planner.report import diff, make_report, what_if
 from meshrec.planner.report_html import write_html
@@ -112,7 +112,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
     hardware = options.hardware or "h100"
     topology = Topology(
         world_size=options.ranks,
-        compute_device="cpu" if hardware == "cpu" else "cuda",
+        compute_device=get_profile(hardware).device,
         local_world_size=options.ranks_per_node,
         hardware=hardware,
         hbm_cap=memory,
@@ -141,7 +141,7 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
         recipe,
         world_size=options.ranks,
         local_size=options.ranks_per_node or options.ranks,
-        device="cpu" if hardware == "cpu" else "cuda",
+        device=get_profile(hardware).device,
     )
     return make_plan(recipe, recipe.model.build(dataset), dataset, topology)
 

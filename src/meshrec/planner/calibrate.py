@@ -51,7 +51,13 @@ def calibrate(
     env, num_ranks = ShardingEnv.single_process(), 1
     link_source = "the built-in profile 'cpu': one process measures no link"
     measured = f"measured on {device.type} with torch {torch.__version__}, {torch.get_num_threads()} threads"
-    known = replace(get_profile("cpu"), name="calibrated", full_duplex=not on_cpu, sorts_once=on_cpu)
+    known = replace(
+        get_profile("cpu"),
+        name="calibrated",
+        device=device.type,
+        full_duplex=not on_cpu,
+        sorts_once=on_cpu,
+    )
     if group is not None and group.size() > 1:
         env, num_ranks = ShardingEnv.from_process_group(group, device_type=device.type), group.size()
         inter = _link(group, device, full_duplex=not on_cpu)

@@ -37,6 +37,7 @@ class HardwareProfile:
 
     Attributes:
         name: what to call it.
+        device: ``cpu`` or ``cuda``: what its ranks compute on.
         read_row_seconds: fixed cost of reading one random row (the id, the wasted part of a memory access).
         read_bandwidth: bytes/s while reading random rows.
         update_row_seconds: fixed cost of updating one distinct row.
@@ -60,6 +61,7 @@ class HardwareProfile:
     """
 
     name: str
+    device: str
     read_row_seconds: float
     read_bandwidth: float
     update_row_seconds: float
@@ -80,6 +82,8 @@ class HardwareProfile:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"HardwareProfile.device is {self.device!r}; use 'cpu' or 'cuda'.")
         for name in ("read_bandwidth", "update_bandwidth", "stream_bandwidth", "memory"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must be positive.")
@@ -111,10 +115,11 @@ class HardwareProfile:
         """The inverse of `to_json`. Raises ValueError for unknown or missing fields."""
         fields = set(cls.__dataclass_fields__)
         optional = {name for name, each in cls.__dataclass_fields__.items() if each.default is not MISSING}
-        if set(values) - fields or fields - set(values) - optional - {"sources"}:
+        unknown, missing = set(values) - fields, fields - set(values) - optional - {"sources"}
+        if unknown or missing:
             raise ValueError(
-                f"a hardware profile has the fields {sorted(fields)}, got {sorted(values)}. "
-                "Measure one anew with `meshrec calibrate`."
+                f"a hardware profile has the fields {sorted(fields)}; unknown are {sorted(unknown)}, missing "
+                f"are {sorted(missing)}. Measure one anew with `meshrec calibrate`."
             )
         return cls(**{**values, "intra": Link(**values["intra"]), "inter": Link(**values["inter"])})
 
@@ -150,6 +155,7 @@ def _gpu(
     assumption = "assumed for all GPUs; run `meshrec calibrate` for your own"
     return HardwareProfile(
         name=name,
+        device="cuda",
         read_row_seconds=64 / rows,
         read_bandwidth=rows,
         update_row_seconds=128 / rows,
@@ -221,6 +227,7 @@ _KERNEL_FIGURES = tuple(
 )
 _CPU = HardwareProfile(
     name="cpu",
+    device="cpu",
     read_row_seconds=2e-9,
     read_bandwidth=21e9,
     update_row_seconds=2e-9,

@@ -38,7 +38,9 @@ class PlannerInputs:
     def from_json(cls, values: Mapping[str, Any]) -> "PlannerInputs":
         """The inverse of `to_json`."""
         topology = dict(values["topology"])
-        topology["hardware"] = HardwareProfile.from_json(topology["hardware"])
+        # Plans from before profiles named their device hold it in the topology alone.
+        device = {"device": topology["compute_device"]}
+        topology["hardware"] = HardwareProfile.from_json(device | topology["hardware"])
         topology["replicate"] = tuple(topology["replicate"])
         tables = tuple(
             Table(
