@@ -70,3 +70,40 @@ def test_cuts_leave_no_parts_of_tables(profile):
         if rows is not None:
             solver.add_rows(rows)
             assert solver.solve() is None
+
+
+def test_a_node_takes_the_whole_of_its_tables(profile):
+    """Two tables by nodes, on two nodes: what varies is each node's own, however unlike their ranks are."""
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(2)]
+    constraints = {table.name: ParameterConstraints(sharding_types=["table_row_wise"]) for table in tables}
+    machine = Topology(world_size=4, local_world_size=2, hardware=profile)
+    problem = build_problem(CostModel(tables, machine, batch_size=64), constraints)
+    scale = 2 * float(problem.load_PK[0].sum())
+    elements = find_elements(problem, np.ones(1, bool), scale)
+    heavy_HG = np.array([[0], [1], [2]])
+    still_K = elements.still_EK[0]
+    classes = Classes(np.array([0]), heavy_HG, heavy_HG * still_K, np.array([4.0, 4.0, 2.0]))
+    box = Box(np.zeros(len(still_K)), np.ones(len(still_K)), 5.0)
+    program = ClassProgram(problem, elements, np.array([0]), classes, box, scale=scale)
+    x = Solver(program.build()).solve().x
+    ranks_H, nodes_S = np.split(x[program.first_class : program.first_light], [3])
+    np.testing.assert_allclose(ranks_H, 2 * nodes_S, atol=1e-6)
+    share_H = x[program.first_light : program.first_load]
+    np.testing.assert_allclose(share_H, nodes_S * [0, 1, 2], atol=1e-6)
+
+
+def test_a_rank_takes_as_much_of_a_table_as_it_has_room_for(profile):
+    """A table in two parts of its rows needs room for half of it on either rank."""
+    constraints = {"t": ParameterConstraints(sharding_types=["row_wise"])}
+    table = Table(name="t", num_embeddings=1000, embedding_dim=32, pooling_factors=(100.0,))
+    machine = Topology(world_size=2, hardware=profile)
+    problem = build_problem(CostModel([table], machine, batch_size=64), constraints)
+    scale = float(problem.load_PK[0].sum())
+    elements = find_elements(problem, np.ones(1, bool), scale)
+    none = Classes(np.zeros(0, int), np.zeros((1, 0), int), 0 * elements.still_EK[:1], np.array([2.0]))
+    for room, fits in ((1.0, True), (0.99, False)):
+        upper_K = room * problem.load_PK[0] / scale
+        program = ClassProgram(
+            problem, elements, np.array([0]), none, Box(0 * upper_K, upper_K, 5.0), scale=scale
+        )
+        assert (Solver(program.build()).solve() is not None) == fits

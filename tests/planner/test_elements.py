@@ -30,7 +30,7 @@ def test_parts_are_what_stays_and_what_varies(profile):
     problem, scale, elements = elements_of(profile, ["table_wise", "row_wise"])
     total_PK = elements.count_P[:, None] * elements.still_EK[elements.element_P]
     split = elements.varying_P >= 0
-    total_PK[split] += elements.varying_VK[elements.varying_P[split]]
+    total_PK[split] += elements.uses_P[split, None] * elements.varying_VK[elements.varying_P[split]]
     np.testing.assert_allclose(scale * total_PK, elements.count_P[:, None] * problem.load_PK, atol=1e-15)
     # The outputs of a part of the rows are those of the whole table; its ids are not.
     assert any(len(grid) > 0 for grid in elements.grid_K)
@@ -59,6 +59,20 @@ def test_parts_summed_in_their_node_are_on_a_finer_grid(profile):
     both = elements_of(profile, ["table_wise", "table_row_wise"], local_world_size=4)[2]
     phase = int(problem.load_PK.max(axis=0).argmax())
     assert len(both.grid_K[phase]) > len(whole.grid_K[phase]) > 0
+
+
+def test_a_node_holds_what_varies_of_its_part(profile):
+    """The ranks of a node share a table's rows, or those of a part of its columns."""
+    kinds = ["table_row_wise", "grid_shard", "row_wise"]
+    problem, scale, elements = elements_of(profile, kinds, local_world_size=4)
+    in_node_P = elements.in_node_E[elements.element_P]
+    one_node_C = np.array([layout.by_nodes and layout.row_parts == 1 for layout in problem.layouts_C])
+    np.testing.assert_array_equal(in_node_P, one_node_C[problem.candidate_P])
+    assert 0 < in_node_P.sum() < len(in_node_P)
+    np.testing.assert_array_equal(elements.uses_P[in_node_P], problem.count_P[in_node_P])
+    for piece in np.flatnonzero(in_node_P):
+        varies_K = problem.load_PK[piece] / scale - elements.still_EK[elements.element_P[piece]]
+        np.testing.assert_allclose(elements.varying_VK[elements.varying_P[piece]], 4 * varies_K)
 
 
 def test_a_box_is_rounded_to_the_grid(profile):

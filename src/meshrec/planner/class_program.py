@@ -42,7 +42,8 @@ class Box(NamedTuple):
 
 class ClassProgram:
     """Builds the program, and knows where its variables are: how many tables use each candidate, ranks per
-    class, lights per class, room per class and phase, T."""
+    class, nodes per kind (what its ranks hold together; S kinds), lights per class, room per class and phase,
+    T."""
 
     def __init__(
         self,
@@ -66,7 +67,11 @@ class ClassProgram:
         self.split = np.unique(self._varying[self._varying >= 0])
         self.num_lights = len(self.light) + len(self.split)
         self.first_class = len(candidates)
-        self.first_light = self.first_class + self.num_classes
+        in_node_HG = classes.heavy_HG * elements.in_node_E[classes.heavy]
+        kinds_SG, self._kind_H = np.unique(in_node_HG, axis=0, return_inverse=True)
+        self._kinds_SG = kinds_SG if in_node_HG.any() else kinds_SG[:0]
+        self.first_node = self.first_class + self.num_classes
+        self.first_light = self.first_node + len(self._kinds_SG)
         self.first_load = self.first_light + self.num_lights * self.num_classes
         self.first_slowest = self.first_load + self.num_classes * self.num_phases
         self.num_columns = self.first_slowest + self.num_phases
@@ -80,7 +85,7 @@ class ClassProgram:
 
     def build(self) -> LinearProgram:
         """Minimises the cost over the relaxation of plans in the box."""
-        for part in (self._count, self._presence, self._loads, self._products):
+        for part in (self._count, self._presence, self._nodes, self._loads, self._products):
             part()
         slowest = self.first_slowest + np.arange(self.num_phases)
         add_largest(self._rows, self.problem, self.candidates, slowest, self.scale)
@@ -107,7 +112,7 @@ class ClassProgram:
         lower, upper = np.zeros(self.num_columns), np.full(self.num_columns, INFINITY)
         lower[self.first_slowest :] = self.box.lower_K
         upper[self.first_slowest :] = self.box.upper_K
-        upper[self.first_class : self.first_light] = classes.most_H
+        upper[self.first_class : self.first_node] = classes.most_H
         least_LK = np.concatenate(
             (elements.still_EK[self.light], elements.still_EK[elements.element_V[self.split]])
         )
@@ -149,13 +154,14 @@ class ClassProgram:
                 np.searchsorted(self.split, self._varying[cut]),
             ),
             np.append(split.ravel(), self._used[cut]),
-            np.append(np.ones(split.size), -np.ones(cut.sum())),
+            np.append(np.ones(split.size), -elements.uses_P[self._groups[cut]]),
             none,
             none,
         )
 
     def _presence(self) -> None:
-        """No more of a table is on a class than the whole of it for every part there."""
+        """What of a split table is on a class is there with its parts, for each of them no more than the
+        whole, and no more than a rank of the class has room for."""
         classes, elements = self.classes, self.elements
         split = self._spread[len(self.light) :]
         row = np.arange(split.size).reshape(split.shape)
@@ -168,12 +174,58 @@ class ClassProgram:
         light = np.flatnonzero(~heavy_V)
         present = self._spread[np.searchsorted(self.light, element_V[light])]
         ranks = np.tile(self.first_class + np.arange(self.num_classes), len(heavy))
+        room_VH = self._room()
         self._rows.add_each(
             np.concatenate((row.ravel(), row[heavy].ravel(), row[light].ravel())),
             np.concatenate((split.ravel(), ranks, present.ravel())),
-            np.concatenate((np.ones(split.size), -count_XH.ravel(), -np.ones(present.size))),
+            -np.concatenate(
+                (
+                    -np.ones(split.size),
+                    np.minimum(count_XH, room_VH[heavy]).ravel(),
+                    np.minimum(1.0, room_VH[light]).ravel(),
+                )
+            ),
             np.full(split.size, -INFINITY),
             np.zeros(split.size),
+        )
+
+    def _room(self) -> Floats:
+        """The largest share [V, H] of what varies of a split table that a rank of a class has room for."""
+        elements = self.elements
+        element_V = elements.element_V[self.split]
+        still_VK = np.where(
+            np.isin(element_V, self.classes.heavy)[:, None], 0.0, elements.still_EK[element_V]
+        )
+        room_VHK = self.box.upper_K * TIGHT - self.classes.load_HK - still_VK[:, None]
+        varying_VK = elements.varying_VK[self.split]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share_VHK = np.where(varying_VK[:, None] > 0, (room_VHK + 1e-9) / varying_VK[:, None], np.inf)
+        share_VH: Floats = share_VHK.min(axis=2, initial=np.inf)
+        return np.maximum(share_VH, 0.0)
+
+    def _nodes(self) -> None:
+        """Ranks that hold the same elements in nodes are whole nodes, with all of what varies with them."""
+        classes, elements = self.classes, self.elements
+        if not len(self._kinds_SG):
+            return
+        ranks = self.first_class + np.arange(self.num_classes)
+        self._in_nodes(ranks[None], np.full(len(self._kinds_SG), float(self.problem.node_size)))
+        element_V = elements.element_V[self.split]
+        for order in np.flatnonzero(self._kinds_SG.any(axis=0)):
+            parts = self._spread[len(self.light) :][element_V == classes.heavy[order]]
+            if len(parts):
+                self._in_nodes(parts, self._kinds_SG[:, order])
+
+    def _in_nodes(self, columns_XH: Ints, per_node_S: Floats | Ints) -> None:
+        """The columns of the classes of a kind of node add up to so much per node."""
+        kind = np.arange(len(self._kinds_SG))
+        none = np.zeros(len(kind))
+        self._rows.add_each(
+            np.append(np.tile(self._kind_H, len(columns_XH)), kind),
+            np.append(columns_XH, self.first_node + kind),
+            np.append(np.ones(columns_XH.size), -per_node_S),
+            none,
+            none,
         )
 
     def _loads(self) -> None:
@@ -213,7 +265,7 @@ class ClassProgram:
             room_H = self.box.upper_K[phase] - self.classes.load_HK[:, phase] + _ROUNDING
             weight_QL = np.floor(factor_Q[:, None] * load_L + 1e-8)
             limit_QH = np.floor(factor_Q[:, None] * room_H + 1e-5)
-            ranks_H = x[self.first_class : self.first_light]
+            ranks_H = x[self.first_class : self.first_node]
             excess_QH = (weight_QL @ x[on_LH] - limit_QH * ranks_H) / factor_Q[:, None]
             for kind, best in enumerate(excess_QH.argmax(axis=0)):
                 if excess_QH[best, kind] > _LEAST_EXCESS:

@@ -38,6 +38,10 @@ class Elements(NamedTuple):
     """The element that every share of it goes with."""
     varying_P: Ints
     """The index in V, or -1."""
+    uses_P: Floats
+    """How often what varies is there when a table uses the candidate."""
+    in_node_E: Bools
+    """Whether the ranks of a node hold the element together, and all of what varies with it."""
     grid_K: list[Floats]
     """All that a rank's load can be, from least to most, in phases where that is little; none in others."""
 
@@ -49,9 +53,12 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
     allowed_P = allowed_C[problem.candidate_P]
     still_PK = np.minimum(problem.least_load_PK() / scale, load_PK)
     count_P = (problem.count_P * problem.ranks_per_piece_C()[problem.candidate_P]).astype(np.float64)
-    varying_PK = count_P[:, None] * (load_PK - still_PK)
+    in_node_C = np.array([layout.by_nodes and layout.row_parts == 1 for layout in problem.layouts_C])
+    in_node_P = in_node_C[problem.candidate_P]
+    uses_P = np.where(in_node_P, problem.count_P, 1.0)
+    varying_PK = (count_P / uses_P)[:, None] * (load_PK - still_PK)
     type_P = problem.type_C[problem.candidate_P]
-    key_P = np.column_stack((type_P, still_PK.round(12)))
+    key_P = np.column_stack((type_P, in_node_P, still_PK.round(12)))
     _, first_E, element_P = np.unique(key_P, axis=0, return_index=True, return_inverse=True)
     element_P = element_P.ravel()
     splits = np.flatnonzero(varying_PK.max(axis=1, initial=0.0) > 1e-12)
@@ -71,6 +78,8 @@ def find_elements(problem: Problem, allowed_C: Bools, scale: float) -> Elements:
         varying_VK=varying_VK,
         element_V=element_P[splits[first_V]],
         varying_P=varying_P,
+        uses_P=uses_P,
+        in_node_E=in_node_P[first_E],
         grid_K=[
             np.zeros(0) if varies else _sums(still_EK[allowed_E, phase])
             for phase, varies in enumerate(varies_K)

@@ -10,7 +10,8 @@ each class. The ranks of a class have room for m_h T together:
 
 The product is not linear: McCormick's envelope takes its place, which is the tighter the narrower the box
 is. In narrow boxes, what counts something is an integer (a class's whole tables, too). What varies may be
-cut anywhere, so every plan, with even cuts or uneven ones, is a solution.
+cut anywhere, so every plan, with even cuts or uneven ones, is a solution. What the ranks of a node hold
+together stays there, so classes are of *kinds* of nodes, which are counted, too.
 
 Whole elements leave gaps on a rank: what the linear program would fill them with, cuts take away (see
 `ClassProgram.cuts`).
@@ -19,7 +20,7 @@ Whole elements leave gaps on a rank: what the linear program would fill them wit
 import numpy as np
 
 from meshrec.planner.class_program import TIGHT, Box, Classes, ClassProgram
-from meshrec.planner.elements import find_elements, on_grid
+from meshrec.planner.elements import Elements, find_elements, on_grid
 from meshrec.planner.highs import Optimum, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
@@ -44,6 +45,7 @@ class ClassRelaxation:
         self._tables_Y = np.bincount(problem.type_T)
         self._elements = find_elements(problem, allowed_C, scale)
         self.grid_K = self._elements.grid_K
+        self._usual_EK = _usual(self._elements, problem.node_size)
         self._work = 0
         self._mean = MeanRelaxation(problem, allowed_C, scale)
 
@@ -125,7 +127,7 @@ class ClassRelaxation:
         elements = self._elements
         admitted_P = admitted_C[self._problem.candidate_P]
         present = np.unique(elements.element_P[admitted_P])
-        weight = (elements.still_EK[present] / np.maximum(upper_K, 1e-12)).max(axis=1)
+        weight = (self._usual_EK[present] / np.maximum(upper_K, 1e-12)).max(axis=1)
         order = np.argsort(-weight, kind="stable")
         heavy = present[order[weight[order] > least]]
         found = None
@@ -166,3 +168,11 @@ class ClassRelaxation:
                     more = (*counts[:index], counts[index] + 1, *counts[index + 1 :])
                     open_sets.append((more, index, more_K))
         return found
+
+
+def _usual(elements: Elements, node_size: int) -> Floats:
+    """The loads [E, K] of a rank that holds an element; a node's ranks share what varies."""
+    usual_EK = elements.still_EK.copy()
+    mine_V = elements.in_node_E[elements.element_V]
+    usual_EK[elements.element_V[mine_V]] += elements.varying_VK[mine_V] / node_size
+    return usual_EK
