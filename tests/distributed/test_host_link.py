@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshrec.distributed import host_link
 from meshrec.distributed.collectives import Splits, all_gather, all_to_all, release_read
-from meshrec.distributed.host_link import add_link, links, open_link
+from meshrec.distributed.host_link import links, open_link
 from meshrec.distributed.mesh import Axis, default_env
 from meshrec.ops.library import has_kernels
 from meshrec.testing import RankError, RankPool
@@ -57,6 +57,16 @@ def test_results_are_those_of_gloo(ranks, world_size):
     ranks(world_size).run(exchange_like_gloo)
 
 
+def open_by_looking():
+    group = new_axis().group
+    first = links.get(group)
+    return first, links[group] is links.get(group) is not None
+
+
+def test_a_link_is_opened_when_it_is_looked_up_first(ranks):
+    assert ranks(2).run(open_by_looking) == [(None, True)] * 2
+
+
 def wait_in_another_order():
     axis = default_env().world
     started = []
@@ -91,7 +101,7 @@ def test_what_nobody_waits_for_holds_up_nobody(ranks):
 
 
 def start_too_many():
-    link, mine, unread = open_link(new_axis()), torch.zeros(1), []
+    link, mine, unread = open_link(new_axis().group), torch.zeros(1), []
     link.timeout_seconds = 0.2
     try:
         while True:
@@ -135,7 +145,7 @@ def test_sizes_that_do_not_fit_are_an_error(ranks):
 
 def use_in_a_child():
     axis = new_axis()
-    link = add_link(axis)
+    link = links[axis.group]
     child = os.fork()
     if child == 0:
         link.close()  # leaves the parent's alone
@@ -203,7 +213,7 @@ def test_one_refusal_leaves_all_with_gloo(how, why):
 
 def send_until(signal_number):
     axis = default_env().world
-    add_link(axis).timeout_seconds = 2.0
+    links[axis.group].timeout_seconds = 2.0
     for number in range(10):
         if axis.rank == 1 and number == 5:
             os.kill(os.getpid(), signal_number)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.distributed.host_link import add_link, links
+from meshrec.distributed.host_link import links
 from meshrec.distributed.mesh import Axis
 from meshrec.distributed.phases import recorders
 
@@ -86,7 +86,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
         _count(name, sent, splits.sent, axis.rank)
     work: Any
     try:
-        if sent.is_cpu and (link := links[group] if group in links else add_link(axis)) is not None:
+        if sent.is_cpu and (link := links[group]) is not None:
             work = link.start(sent, splits.sent, None, splits.received, same=same)
         else:
             sent = sent.repeat(axis.size) if same else sent
@@ -119,7 +119,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
         _count(name, sent, [sent.numel()] * axis.size, axis.rank)
     work: Any
     try:
-        if sent.is_cpu and (link := links[group] if group in links else add_link(axis)) is not None:
+        if sent.is_cpu and (link := links[group]) is not None:
             sizes = [sent.numel()] * axis.size
             work = link.start(sent, sizes, received, sizes, same=True)
         else:

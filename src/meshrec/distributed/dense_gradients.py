@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from meshrec.distributed.collectives import InFlight
-from meshrec.distributed.host_link import HostLink, add_link, links, open_link
+from meshrec.distributed.host_link import HostLink, links, open_link
 from meshrec.distributed.mesh import Axis
 
 # R ranks
@@ -40,10 +40,10 @@ class DenseGradients:
         group = axis.group
         if group is None or axis.size == 1:
             return None
-        if (links[group] if group in links else add_link(axis)) is None:
+        if links[group] is None:
             return None
         # One of its own: buckets and exchanges of tables may take turns differently on each rank.
-        link = open_link(axis)
+        link = open_link(group)
         return None if link is None else cls(link, axis)
 
     def start(self, buffer: Tensor) -> Future[Tensor]:

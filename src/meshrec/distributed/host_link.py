@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.distributed.mesh import Axis
 from meshrec.ops.library import c_entry_points
 
 _logger = logging.getLogger("meshrec")
@@ -220,21 +219,30 @@ class HostLink:
         self._under_way = kept
 
 
+class _OpenedWhenMissed(dict["weakref.ref[dist.ProcessGroup]", HostLink | None]):
+    def __missing__(self, reference: "weakref.ref[dist.ProcessGroup]") -> HostLink | None:
+        group = reference()
+        assert group is not None
+        links[group] = link = open_link(group)
+        return link
+
+
 links: "WeakKeyDictionary[dist.ProcessGroup, HostLink | None]" = WeakKeyDictionary()
-"""By group, for those that had their first collective; None: gloo has to do."""
+"""The link that collectives over a group use; None: gloo has to do. ``links[group]`` opens it when it is
+looked up for the first time, which is collective; ``links.get(group)`` does not.
+"""
+links.data = _OpenedWhenMissed()  # type: ignore[attr-defined]  # no call of ours where there is one
 _open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
-def open_link(axis: Axis) -> HostLink | None:
-    """A new link between the ranks of an axis; None where gloo has to do. Collective.
+def open_link(group: dist.ProcessGroup) -> HostLink | None:
+    """A new link between the ranks of a group; None where gloo has to do. Collective.
 
     Raises:
         RuntimeError: of the backend, where a rank does not answer.
     """
-    group = axis.group
-    assert group is not None
     backend: Any = group._get_backend(torch.device("cpu"))
-    link = _joined(group, axis, backend) if backend.name() == "gloo" else None
+    link = _joined(group, backend) if backend.name() == "gloo" else None
     if link is not None:
         _open_links.add(link)
         # At the end of the group, or of the process.
@@ -242,47 +250,40 @@ def open_link(axis: Axis) -> HostLink | None:
     return link
 
 
-def add_link(axis: Axis) -> HostLink | None:
-    """Opens the link that collectives over the axis' group use, and notes it in ``links``. Collective."""
-    assert axis.group is not None
-    links[axis.group] = link = open_link(axis)
-    return link
-
-
-def _joined(group: dist.ProcessGroup, axis: Axis, backend: Any) -> HostLink | None:
+def _joined(group: dist.ProcessGroup, backend: Any) -> HostLink | None:
     """The link, on all ranks or on none."""
     link, refusal = None, ""
     try:
         if os.environ.get(_SWITCH) == "0":
             raise _Refused(f"{_SWITCH}=0 switches it off")
-        link = HostLink(axis.rank, axis.size, backend.options._timeout.total_seconds())
+        link = HostLink(group.rank(), group.size(), backend.options._timeout.total_seconds())
     except OSError as error:
         refusal = str(error)
-    hosts, addresses, refusals = _gathered(group, axis, (_host(), link and link.address, refusal))
+    hosts, addresses, refusals = _gathered(group, (_host(), link and link.address, refusal))
     is_one_host = len(set(hosts)) == 1
     if link is not None and is_one_host and not any(refusals):
         try:
             link.join(addresses)
         except OSError as error:
             refusal = str(error)
-        (refusals,) = _gathered(group, axis, (refusal,))
+        (refusals,) = _gathered(group, (refusal,))
         if not any(refusals):
             return link
     if link is not None:
         link.close()
-    if axis.rank == 0 and is_one_host:
+    if group.rank() == 0 and is_one_host:
         _logger.warning(
             "the %d ranks of a process group are on one host but send messages through gloo's sockets, which "
             "is slower than reading each other's memory (%s)",
-            axis.size,
+            group.size(),
             ", ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why),
         )
     return None
 
 
-def _gathered(group: dist.ProcessGroup, axis: Axis, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """What all ranks have, item by item."""
-    items: list[Any] = [None] * axis.size
+    items: list[Any] = [None] * group.size()
     dist.all_gather_object(items, mine, group=group)
     return list(zip(*items, strict=True))
 
