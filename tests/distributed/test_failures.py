@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 from datetime import timedelta
 
 import torch
@@ -37,7 +37,12 @@ ebc(features).values().sum().backward()  # a whole step works
 for step in range(3):
     if rank == 1 and when == "forward":
         os._exit(7)
-    output = ebc(features).values()
+    output = ebc(features)
+    if when == "reading":  # what was sent is there, and goes with its sender
+        if rank == 1:
+            os._exit(7)
+        time.sleep(1.0)
+    output = output.values()
     if rank == 1 and when == "backward":
         os._exit(7)
     output.sum().backward()
@@ -48,6 +53,7 @@ for step in range(3):
     ("when", "collectives"),
     [
         ("forward", ("sizes of ids", "ids", "embeddings")),
+        ("reading", ("embeddings",)),
         # Ranks of one host read from each other's memory: what a dead rank sent before may be gone with it.
         ("backward", ("embeddings", "gradients of embeddings", "sizes of ids")),
     ],

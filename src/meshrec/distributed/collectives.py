@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.distributed.host_link import links
+from meshrec.distributed.host_link import Reading, links
 from meshrec.distributed.mesh import Axis
 from meshrec.distributed.phases import recorders
 
@@ -46,6 +46,8 @@ class InFlight:
             try:
                 work.wait()
             except RuntimeError as error:
+                if not _has_failed(work):
+                    raise
                 raise _explained(error, self.name, self.group) from error
             if self.tensor is None:
                 self.tensor = work.result
@@ -54,7 +56,8 @@ class InFlight:
 
     def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         """``make(tensor, 0, 0)``; or, where ranks read each other's memory, what it makes of that, see
-        ``Reading.wait``: the tensor need not be put together then. Raises CollectiveError.
+        ``Reading.wait``: the tensor need not be put together then. Raises CollectiveError, and what ``make``
+        raises.
         """
         if self.tensor is not None:
             return make(self.wait(), 0, 0)
@@ -62,6 +65,8 @@ class InFlight:
         try:
             work.wait(make)
         except RuntimeError as error:
+            if not _has_failed(work):
+                raise
             raise _explained(error, self.name, self.group) from error
         return cast(Tensor, work.result)
 
@@ -181,6 +186,11 @@ def measure_traffic() -> Iterator[Counter[str]]:
 def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:
     for counter in _traffic:
         counter[name] += (sum(elements) - elements[own]) * tensor.element_size()
+
+
+def _has_failed(work: Any) -> bool:
+    """Whether an error is the collective's; else it is that of making the result, and tells of itself."""
+    return not isinstance(work, Reading) or bool(work.link.failure)
 
 
 def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> CollectiveError:

@@ -29,6 +29,7 @@ from meshrec.ops.library import c_entry_points
 _logger = logging.getLogger("meshrec")
 _SWITCH = "MESHREC_HOST_LINK"
 _FAILED, _NOT_YET = -1, -2
+_PEER_LOST = "the memory of a peer could not be read"  # of csrc/gather.cpp, as it begins
 _LEAVING_SECONDS = 5.0
 _ERROR_BYTES = 256
 _MANY = 8  # exchanges under way, from which it is looked whether somebody still waits for them
@@ -81,7 +82,8 @@ class Reading:
         link and the number of the exchange, which it gets beside the empty result.
 
         Raises:
-            RuntimeError: when a peer has ended, or does not answer within the process group's timeout.
+            RuntimeError: when a peer has ended, or does not answer within the process group's timeout. Then,
+                and only then, the link has a ``failure``; other errors are those of making the result.
         """
         link, deadline, name = self.link, 0.0, "arrive"
         self.is_done = True
@@ -102,7 +104,9 @@ class Reading:
             if make is not None:
                 self.result = make(self.result, link.handle or 0, self.number)
                 outcome = link.functions["skip"](link.handle, self.number)
-        except BaseException:
+        except BaseException as error:
+            if _PEER_LOST in str(error):
+                link.failure = _PEER_LOST
             # Such as memory that is not there: the peers need not keep their messages for that.
             if not link.failure:
                 link.functions["skip"](link.handle, self.number)
