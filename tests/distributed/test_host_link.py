@@ -244,7 +244,7 @@ def fail_after_arrival(kind):
         raise kind("no memory for the result")
 
     in_flight = all_to_all(mine, splits, axis, "test")
-    with pytest.raises(kind, match="^no memory for the result"):
+    with pytest.raises(kind, match=r"^no memory for the result"):
         in_flight.use(fail)
     received = all_to_all(mine, splits, axis, "test").wait().tolist()
     dist.barrier()
