@@ -31,10 +31,12 @@ struct PoolArgs {
   const int64_t* offsets;       // absolute positions in ids
   const float* sample_weights;  // by position in ids, or null
   int64_t num_bags;
+  int64_t end;  // of the table's ids: behind those of the bags are some that are looked up soon
   bool mean;
   float* out;
   int64_t out_stride;
   bool past_caches;  // the output is too large to be in a cache when it is read
+  bool to_l1;        // where rows are asked for ahead of their turn; otherwise to L2
 };
 
 // Copies one row per id: out row i is the row of ids[i].
@@ -146,6 +148,10 @@ struct Kernels {
 const Kernels* kernels_baseline();
 const Kernels* kernels_avx2();    // null where not built for
 const Kernels* kernels_avx512();  // null where not built for
+
+// Where rows come soonest on this machine, as measured on one of either kind: with AMD's processors to L1;
+// with others, which have fewer lines on their way there, to L2.
+bool prefetch_to_l1();
 
 // The best set this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
 const Kernels& kernels();

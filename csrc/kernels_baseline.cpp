@@ -26,6 +26,14 @@ static const Kernels* choose() {
   return best;
 }
 
+bool prefetch_to_l1() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 const Kernels& kernels() {
   static const Kernels* chosen = choose();
   return *chosen;

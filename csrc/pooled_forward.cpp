@@ -35,10 +35,11 @@ void look_up(const Batch& batch, const Weights& weights, const Piece& piece, flo
     kernels().gather[type][batch.wide_ids]({weight, lookup.dim, batch.ids(first), last - first, target});
     return;
   }
-  kernels().pool[type][batch.wide_ids]({weight, lookup.dim, batch.ids(0), batch.bags + piece.first_bag,
-                                        batch.sample_weights, piece.num_bags, lookup.pooling == kMean,
-                                        out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
-                                        outgrows_caches(batch.out_size * int64_t(sizeof(float)))});
+  kernels().pool[type][batch.wide_ids](
+      {weight, lookup.dim, batch.ids(0), batch.bags + piece.first_bag, batch.sample_weights, piece.num_bags,
+       lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
+       out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
+       outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
 }
 
 Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
