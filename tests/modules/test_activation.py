@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from meshrec.modules import SwishLayerNorm
 from meshrec.modules.activation import relu
@@ -35,6 +36,23 @@ def test_the_gradient_of_relu_has_a_gradient():
     (first,) = torch.autograd.grad(relu(x), x, grad, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), grad)
     assert torch.equal(second, (x > 0).float())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch itself, in forward mode
+def test_relu_carries_tangents():
+    x, tangent, grad = torch.randn(3, 600, 600)
+    x[0, 0] = 0
+    for turned in (False, True):  # forward mode, and forward over reverse
+        results = []
+        for function in (relu, torch.relu):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(x.clone().requires_grad_(turned), tangent)
+                out = function(dual)
+                if turned:
+                    (out,) = torch.autograd.grad(out.square(), dual, grad, create_graph=True)
+                results.append(forward_ad.unpack_dual(out))
+        for own, expected in zip(*results, strict=True):
+            assert torch.equal(own, expected)
 
 
 def test_relu_compiles_and_maps():

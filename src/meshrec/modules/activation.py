@@ -45,8 +45,11 @@ class _Relu(torch.autograd.Function):
         out: Tensor = torch.ops.meshrec.new_buffer(x, x.numel()).view(x.shape)
         torch.clamp_min(x, 0, out=out)
         ctx.save_for_backward(out)
+        ctx.save_for_forward(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return torch.ops.aten.threshold_backward(grads[0], *ctx.saved_tensors, 0)  # type: ignore[no-any-return]
+
+    jvp = backward  # it is its own transpose
