@@ -10,7 +10,7 @@ from meshrec import distributed as md
 from meshrec.distributed.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel, get_unwrapped_module
 from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
-from meshrec.testing import RankError
+from meshrec.testing import RankError, RankPool, assert_equal_to_unsharded
 
 NAMES = ["ebc.embedding_bags.t0.weight", "ebc.embedding_bags.t1.weight", "over.weight", "over.bias"]
 
@@ -205,6 +205,49 @@ def test_fsdp2_replicates_over_replicas_and_shards_over_the_rest(ranks, sizes, n
     placements = ["Replicate", "Shard"] if "replicate" in names else ["Shard"]
     for found in ranks(4).run(hsdp, sizes, names):
         assert found == (mesh, placements)
+
+
+ON_FOUR_SHARDS = {
+    "rows and copies": {"t0": md.row_wise(), "t1": md.data_parallel()},
+    "rows of a node, and columns": {"t0": md.table_row_wise(node=1), "t1": md.column_wise(ranks=[0, 3])},
+}
+
+
+def hsdp_on_three_axes(kind):
+    env = md.ShardingEnv.from_mesh(
+        init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "node", "local"))
+    )
+    torch.manual_seed(0)
+    plan = md.construct_module_sharding_plan(
+        Model("meta").ebc, ON_FOUR_SHARDS[kind], world_size=4, local_size=2
+    )
+    batches = [[(random_features(),) for _ in range(8)] for _ in range(4)]
+
+    def make_model():
+        torch.manual_seed(1)
+        return Model()
+
+    assert_equal_to_unsharded(
+        make_model,
+        md.ShardingPlan({"ebc": plan}),
+        batches,
+        loss=lambda scores: scores.square().mean(),
+        sharders=[md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1))],
+        env=env,
+        dense="fsdp2",
+    )
+
+
+def random_features():
+    """Three samples, some of them empty."""
+    lengths = torch.randint(0, 3, (6,))
+    return KeyedJaggedTensor(["a", "b"], torch.randint(0, 9, (int(lengths.sum()),)), lengths=lengths)
+
+
+def test_hsdp_on_eight_ranks_learns_what_the_unsharded_model_does():
+    with RankPool(8) as pool:
+        for kind in ON_FOUR_SHARDS:
+            pool.run(hsdp_on_three_axes, kind)
 
 
 def hook_without_ddp():
