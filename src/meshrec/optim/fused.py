@@ -87,6 +87,8 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
                 state[tables[index].weight] = _new_state(group.spec, tables[index].weight)
                 mark_in_backward(tables[index].weight, group.spec)
         trained = {table.name: table.weight for table in tables if table.spec is not None}
+        # By table: a step looks for them in no dict of tensors, whose hashes are made in Python.
+        self._slots = [state.get(table.weight, {}) for table in tables]
         super().__init__(trained, state, [group.options for group in self._groups])
         self.defaults = {}
 
@@ -138,21 +140,20 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
 
     def _apply(self, spec: OptimizerSpec, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
         """One step of some tables with the same spec."""
-        by_step: dict[int, list[tuple[int, Tensor, dict[str, Any]]]] = {}
+        by_step: dict[int, list[int]] = {}
         for table in tables:
-            weight = self._tables[table].weight
-            slots = self.state[weight]
-            by_step.setdefault(slots["step"] + 1, []).append((table, weight, slots))
+            by_step.setdefault(self._slots[table]["step"] + 1, []).append(table)
         names = [slot.name for slot in spec.state_slots()]
         for step, members in by_step.items():
-            weights = [weight for _, weight, _ in members]
-            state = [slots[name] for name in names for _, _, slots in members]
+            weights = [self._tables[table].weight for table in members]
+            members_slots = [self._slots[table] for table in members]
+            state = [slots[name] for name in names for slots in members_slots]
             hyper = spec.hyper(lr=spec.lr, step=step, seed=self.seed)
-            chosen = lookups.of_tables([table for table, _, _ in members])
+            chosen = lookups.of_tables(members)
             with torch._C._AutoDispatchBelowAutograd():
                 torch.ops.meshrec.tbe_update(grad, *chosen, weights, state, spec.code, hyper, None, [])
             torch.autograd.graph.increment_version(weights)
-            for _, _, slots in members:
+            for slots in members_slots:
                 slots["step"] = step
 
     def _collect(self, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:

@@ -11,6 +11,7 @@ with ``True`` ``w *= 1 - lr * weight_decay`` comes before the gradient step, as 
 """
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from array import array
@@ -22,6 +23,7 @@ from torch import Tensor
 from meshrec.ops.tbe import naive_update
 
 _MAX_SEED = 1 << 53
+_UNUSED = [0.0] * (naive_update.HYPER_SIZE - len(naive_update.Hyper._fields))
 DEFAULT_SEED = 1
 """Of stochastic rounding, where the user names none."""
 
@@ -78,10 +80,18 @@ class OptimizerSpec(ABC):
         """
         assert step >= 1, step
         check_seed(seed)
+        # Every step makes one; a tensor around a buffer is made in a fraction of torch.tensor's time.
+        numbers = array("d", (lr, *self._lasting, step, seed, row_dim))
+        numbers.extend(_UNUSED)
+        return torch.frombuffer(numbers, dtype=torch.float64)
+
+    @functools.cached_property
+    def _lasting(self) -> tuple[float, ...]:
+        """Those of ``Hyper`` between ``lr`` and ``step``."""
         decay_mode = naive_update.DECOUPLED_DECAY if self.decoupled_weight_decay else naive_update.L2_DECAY
         own = self._constants().get
         numbers = naive_update.Hyper(
-            lr=lr,
+            lr=self.lr,
             eps=own("eps", 0.0),
             weight_decay=self.weight_decay,
             decay_mode=decay_mode if self.weight_decay else naive_update.NO_DECAY,
@@ -89,13 +99,11 @@ class OptimizerSpec(ABC):
             beta2=own("beta2", 0.0),
             momentum=own("momentum", 0.0),
             trust_coefficient=own("trust_coefficient", 0.0),
-            step=step,
-            seed=seed,
-            row_dim=row_dim,
+            step=0,
+            seed=0,
+            row_dim=0,
         )
-        unused = [0.0] * (naive_update.HYPER_SIZE - len(numbers))
-        # Every step makes one; a tensor around a buffer is made in a fraction of torch.tensor's time.
-        return torch.frombuffer(array("d", [*numbers, *unused]), dtype=torch.float64)
+        return numbers[1:-3]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
