@@ -93,7 +93,7 @@ void dot(const DotArgs& a) {
 // ------------------------------------------------------------------------------------------
 
 constexpr int64_t kPairsAhead = 16;  // their rows and gradients are on their way to the L1 cache
-constexpr int64_t kRowsAhead = 512;  // those rows, mostly of the next range, are on their way to L2
+constexpr int64_t kRowsAhead = 256;  // those rows, partly of the next range, are on their way to L2
 
 inline int64_t rows_announced(const RunArgs& a) {
   return a.num_pairs < kRowsAhead ? a.num_pairs : kRowsAhead;
