@@ -1,6 +1,5 @@
 """What changed since a step, for those who serve the model: the rows of tables that training touched."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from meshrec.checkpoint.agreement import agreed, ranks_of
 from meshrec.checkpoint.blocks import FileWriter, memory_of
 from meshrec.checkpoint.data_file import header_of
-from meshrec.checkpoint.manifest import sync_folder
+from meshrec.checkpoint.manifest import durable_file
 from meshrec.distributed.collectives import gather_objects
 from meshrec.distributed.touched_rows import TouchedRows
 from meshrec.model_parallel import DistributedModelParallel
@@ -108,15 +107,8 @@ def _joined(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(partial, "xb", buffering=0) as file:
-            writer = FileWriter(file.fileno())
-            writer.write(header_of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}))
-            for tensor in tensors.values():
-                writer.write(memory_of(tensor))
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with durable_file(path) as file:
+        writer = FileWriter(file.fileno())
+        writer.write(header_of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}))
+        for tensor in tensors.values():
+            writer.write(memory_of(tensor))

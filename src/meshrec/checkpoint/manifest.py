@@ -7,11 +7,12 @@ Nothing in it is ever executed, and no name in it leads out of the folder.
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -168,17 +169,23 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file under another name, and renames it once it is on the disk."""
+    """Writes a file by way of ``durable_file``."""
+    with durable_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """A file under another name, renamed once it is on the disk; a failure leaves none behind."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 

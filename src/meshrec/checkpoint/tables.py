@@ -5,7 +5,6 @@ Both go through memory block by block, so a table may be larger than it.
 
 import json
 import logging
-import os
 import pickle
 import re
 import secrets
@@ -25,8 +24,8 @@ from meshrec.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     TensorRecord,
+    durable_file,
     read_manifest,
-    sync_folder,
     write_durably,
 )
 from meshrec.checkpoint.storage import open_data, stored_rows
@@ -56,20 +55,12 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
     }
     if target.exists():
         raise ValueError(f"{target} exists. Name another file, or remove it.")
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(partial, "xb", buffering=0) as file:
-            writer = FileWriter(file.fileno())
-            shapes = {name: (record.dtype, record.shape) for name, (_, record) in records.items()}
-            writer.write(header_of(shapes))
-            for full_name, record in records.values():
-                for block in _whole_blocks(folder, manifest, full_name, record):
-                    writer.write(memory_of(block))
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(target.parent)
+    with durable_file(target) as file:
+        writer = FileWriter(file.fileno())
+        writer.write(header_of({name: (record.dtype, record.shape) for name, (_, record) in records.items()}))
+        for full_name, record in records.values():
+            for block in _whole_blocks(folder, manifest, full_name, record):
+                writer.write(memory_of(block))
     return list(records)
 
 

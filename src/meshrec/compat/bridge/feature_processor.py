@@ -9,7 +9,16 @@ from meshrec.modules.feature_processor import PositionWeightedModuleCollection
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 
-class PositionWeightedModule(nn.Module):
+class _PositionWeighted(nn.Module):
+    def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
+        super().__init__()
+        collection = PositionWeightedModuleCollection(max_feature_lengths, device)
+        self.max_feature_lengths = dict(max_feature_lengths)
+        self.position_weights = collection.position_weights
+        self._run = (collection,)  # not a submodule: its parameters are this module's
+
+
+class PositionWeightedModule(_PositionWeighted):
     """Gives the ids of some features learned weights by position; parameters at
     ``position_weights.<feature>``.
 
@@ -17,13 +26,6 @@ class PositionWeightedModule(nn.Module):
         max_feature_lengths: by feature the ids in its longest bag.
         device: where the weights live.
     """
-
-    def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
-        super().__init__()
-        collection = PositionWeightedModuleCollection(max_feature_lengths, device)
-        self.max_feature_lengths = dict(max_feature_lengths)
-        self.position_weights = collection.position_weights
-        self._run = (collection,)  # not a submodule: its parameters are this module's
 
     def reset_parameters(self) -> None:
         """Sets all weights to 1."""
@@ -37,7 +39,7 @@ class PositionWeightedModule(nn.Module):
         return features
 
 
-class PositionWeightedProcessor(nn.Module):
+class PositionWeightedProcessor(_PositionWeighted):
     """Gives the ids of some features learned weights by position; parameters at
     ``position_weights.<feature>``.
 
@@ -45,13 +47,6 @@ class PositionWeightedProcessor(nn.Module):
         max_feature_lengths: by feature the ids in its longest bag.
         device: where the weights live.
     """
-
-    def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
-        super().__init__()
-        collection = PositionWeightedModuleCollection(max_feature_lengths, device)
-        self.max_feature_lengths = dict(max_feature_lengths)
-        self.position_weights = collection.position_weights
-        self._run = (collection,)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The bags of its features with weights, without other keys; all of them unchanged if it has none."""
