@@ -38,12 +38,17 @@ def test_a_rank_each_takes_one_table(solver_of):
     np.testing.assert_allclose(found.x[program.first_class : program.first_light], [0, 3, 0], atol=1e-6)
 
 
-def test_whole_numbers_are_ranks_and_tables(solver_of):
-    program, solver = solver_of((1.5, 3.0, 5.0))
-    assert program.integer()[: program.first_light].all()
-    assert not program.integer()[program.first_load :].any()
-    assert solver.solve_whole(program.integer(), 10.0) == pytest.approx(1.5)
-    assert len(program.integer()) == program.num_columns
+def test_the_error_is_that_of_products(solver_of):
+    """Where T is known, room is ranks times T."""
+    for lower, upper in ((1.5, 1.5), (1.5, 3.0)):
+        program, solver = solver_of((lower, upper, 5.0))
+        x = solver.solve().x
+        error_K = program.error(x)
+        assert (error_K >= 0).all()
+        if lower == upper:
+            np.testing.assert_allclose(error_K, 0, atol=1e-6)
+        x[program.first_load] += 1.0
+        assert program.error(x)[0] == pytest.approx(error_K[0] + 1.0, abs=1e-6) or upper > lower
 
 
 def test_nothing_is_cheaper_than_the_cutoff(solver_of):

@@ -1,3 +1,4 @@
+import highspy
 import numpy as np
 import pytest
 
@@ -63,3 +64,12 @@ def test_rows_can_be_added(program):
     rows.add(np.array([1, 0]), np.array([1.0, 1.0]), -INFINITY, 2.0)
     solver.add_rows(rows)
     assert solver.solve().objective == pytest.approx(-2.0)
+
+
+def test_what_is_not_settled_is_not_infeasible(program, monkeypatch):
+    """A bound must not take a failure for a proof."""
+    monkeypatch.setattr(Solver, "_status", highspy.HighsModelStatus.kUnknown)
+    optimum = Solver(program).solve()
+    assert optimum.objective == -INFINITY
+    np.testing.assert_array_equal(optimum.x, 0.0)
+    assert solve_lp(program) is None

@@ -22,8 +22,9 @@ from meshrec.planner.relaxation import MeanRelaxation, Relaxation
 from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
-_NARROW, _LEAST_WIDTH = 8e-3, 1e-4
-"""The width of boxes that are worth whole numbers, and of those that are not worth a cut."""
+_NARROW, _WIDE, _LEAST_WIDTH = 8e-3, 5e-2, 1e-4
+"""The width of boxes that are worth a closer look, of those that are where most were closed by it, and of
+those that are not worth a cut."""
 _EQUAL = 1 + 1e-6
 _SAME = 1e-7
 
@@ -39,8 +40,9 @@ class Box(NamedTuple):
     cut_at_K: Floats
     admitted_C: Bools
     """The candidates that plans of the box below the goal can use."""
+    error_K: Floats
     is_whole: bool = False
-    """Whether the bound is that of whole numbers."""
+    """Whether the bound is that of a closer look (see `Relaxation.solve_whole`)."""
 
 
 class LowerBound:
@@ -79,6 +81,7 @@ class LowerBound:
         self._closed = INFINITY
         self._goal = INFINITY if coarse else (1.0 if goal is None else goal / seconds) * _EQUAL
         self.num_solves = 0
+        self._num_whole = self._num_closed = 0
         limit = min(self._goal, INFINITY)
         self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit), allowed_C)
 
@@ -118,7 +121,7 @@ class LowerBound:
         no box can be split. Takes not much longer than `seconds`."""
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            if not box.is_whole and (box.upper_K - box.lower_K).max() < _NARROW:
+            if not box.is_whole and self._is_worth_it(float((box.upper_K - box.lower_K).max())):
                 self._solve_whole(box, seconds)
                 return True
             cut = self._cut(box)
@@ -152,12 +155,17 @@ class LowerBound:
         self.num_solves += 1
         if relaxed is not None:
             found = relaxed._replace(bound=max(bound, relaxed.bound))
-            self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4], found.admitted_C))
+            self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4], *found[6:]))
+
+    def _is_worth_it(self, width: float) -> bool:
+        return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self._num_whole)
 
     def _solve_whole(self, box: Box, seconds: float) -> None:
         limits = (box.lower_K, box.upper_K, box.admitted_C)
         bound = self._relaxation.solve_whole(*limits, self._goal, seconds)
         self.num_solves += 1
+        self._num_whole += 1
+        self._num_closed += bound >= self._goal
         if bound < self._goal:
             self._push(box._replace(bound=max(box.bound, bound), is_whole=True))
 
@@ -165,8 +173,8 @@ class LowerBound:
         heapq.heappush(self._heap, (box.bound, next(self._count), box))
 
     def _cut(self, box: Box) -> "_Cut | None":
-        """Between two points of the grid; where the relaxation asks for it; else in the middle of the widest
-        side."""
+        """Between two points of the grid; where the relaxation asks for it; else in the middle of the side
+        where it is most wrong, or of the widest."""
         width_K = box.upper_K - box.lower_K
         for phase, grid in enumerate(self._grid_K):
             limits = (box.lower_K[phase] - _SAME, box.upper_K[phase] + _SAME)
@@ -178,7 +186,8 @@ class LowerBound:
         phase = int(wanted_K.argmax())
         if wanted_K[phase] > _LEAST_CUT:
             return _cut_at(phase, float(box.cut_at_K[phase]))
-        phase = int(width_K.argmax())
+        doubt_K = box.error_K if (box.error_K > 0).any() else width_K
+        phase = int(np.where(width_K < _LEAST_WIDTH, -1.0, doubt_K).argmax())
         if width_K[phase] < _LEAST_WIDTH:
             return None
         return _cut_at(phase, float(box.lower_K[phase] + width_K[phase] / 2))

@@ -11,7 +11,7 @@ from meshrec.planner.elements import Elements
 from meshrec.planner.highs import INFINITY, LinearProgram, Rows
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import add_largest
-from meshrec.planner.types import Bools, Floats, Ints
+from meshrec.planner.types import Floats, Ints
 
 TIGHT = 1 + 1e-9
 _MOST_FACTOR, _MOST_WEIGHT = 8, 200.0
@@ -95,12 +95,6 @@ class ClassProgram:
         self._rows.add(np.flatnonzero(cost), cost[cost != 0], -INFINITY, self.box.cutoff)
         return self._rows.program(cost, *self._bounds())
 
-    def integer(self) -> Bools:
-        """Which variables count something."""
-        whole = np.zeros(self.num_columns, bool)
-        whole[: self.first_light + len(self.light) * self.num_classes] = True
-        return whole
-
     def _cost(self) -> Floats:
         cost = np.zeros(self.num_columns)
         cost[self.first_slowest :] = 1.0
@@ -122,6 +116,13 @@ class ClassProgram:
         full_LH = (classes.load_HK[None] + least_LK[:, None] > self.box.upper_K * TIGHT + 1e-12).any(axis=2)
         upper[self.first_light : self.first_load][full_LH.ravel()] = 0.0
         return lower, upper
+
+    def error(self, x: Floats) -> Floats:
+        """How far room [K] is from numbers of ranks times T, summed over classes."""
+        ranks_H = x[self.first_class : self.first_node]
+        room_HK = x[self.first_load : self.first_slowest].reshape(self.num_classes, self.num_phases)
+        error_K: Floats = np.abs(room_HK - ranks_H[:, None] * x[self.first_slowest :]).sum(axis=0)
+        return error_K
 
     def _count(self) -> None:
         """Each table uses a candidate, each rank is in a class, elements are as many as candidates say."""

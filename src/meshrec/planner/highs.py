@@ -11,8 +11,17 @@ INFINITY = 1e30
 _MOST_NODES = 20
 _WORK_PER_SOLVE, _WORK_PER_ITERATION = 400, 15
 """Per row and column to the power of 0.7, as sparse as larger programs are."""
+_LEAST_ITERATIONS, _ANY = 2000, 2**31 - 1
+"""More iterations than this and twice the rows and columns are a sign of trouble."""
 _WORK_OF_WHOLE = 2
 """The work per iteration where numbers are whole: cuts and propagation come on top of the simplex method."""
+
+_SETTLED = (
+    highspy.HighsModelStatus.kOptimal,
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kUnboundedOrInfeasible,
+)
+"""What is known for sure (no program here is unbounded)."""
 
 
 class Matrix(NamedTuple):
@@ -102,7 +111,8 @@ class Solver:
 
     def __init__(self, program: LinearProgram, *, presolve: bool = True) -> None:
         self.work = 0
-        self._size = (len(program.cost) + program.matrix.num_rows) ** 0.7
+        self._count = len(program.cost) + program.matrix.num_rows
+        self._size = self._count**0.7
         self._last_row = program.matrix.num_rows - 1
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (
@@ -110,6 +120,7 @@ class Solver:
             ("threads", 1),
             ("random_seed", 0),
             ("presolve", "choose" if presolve else "off"),
+            ("simplex_iteration_limit", _LEAST_ITERATIONS + 2 * self._count),
         ):
             self._highs.setOptionValue(option, value)
         model = highspy.HighsLp()
@@ -145,16 +156,21 @@ class Solver:
         self._highs.changeRowBounds(self._last_row + 1 + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
-        """The optimum, or None where there is no feasible point (or no proven optimum)."""
+        """The optimum; None where there is no feasible point. Where neither is proven (HiGHS may fail on
+        numbers that are hard to tell apart), zeros that are known to cost `-INFINITY`."""
         self._run()
-        if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        if self._status not in _SETTLED:
+            self._highs.clearSolver()
+            self._highs.setOptionValue("presolve", "on")
+            self._run()
+        if self._status == highspy.HighsModelStatus.kOptimal:
+            solution = self._highs.getSolution()
+            x, reduced_costs = np.array(solution.col_value), np.array(solution.col_dual)
+            return Optimum(self._highs.getInfo().objective_function_value, x, reduced_costs)
+        if self._status in _SETTLED:
             return None
-        solution = self._highs.getSolution()
-        return Optimum(
-            self._highs.getInfo().objective_function_value,
-            np.array(solution.col_value),
-            np.array(solution.col_dual),
-        )
+        none = np.zeros(self._highs.getNumCol())
+        return Optimum(-INFINITY, none, none)
 
     def solve_whole(self, integer: Bools, seconds: float) -> float:
         """What no solution with whole numbers where `integer` says so can beat: infinite where there is
@@ -169,12 +185,17 @@ class Solver:
             ("mip_heuristic_effort", 0.0),
             ("mip_detect_symmetry", False),
             ("mip_allow_restart", False),
+            ("simplex_iteration_limit", _ANY),
         ):
             self._highs.setOptionValue(option, value)
         self._run(_WORK_OF_WHOLE)
-        if self._highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        if self._status == highspy.HighsModelStatus.kInfeasible:
             return np.inf
         return float(self._highs.getInfo().mip_dual_bound)
+
+    @property
+    def _status(self) -> highspy.HighsModelStatus:
+        return self._highs.getModelStatus()
 
     def _run(self, factor: int = 1) -> None:
         self._highs.run()
@@ -183,5 +204,6 @@ class Solver:
 
 
 def solve_lp(program: LinearProgram) -> Optimum | None:
-    """Solves one linear program."""
-    return Solver(program).solve()
+    """The optimum of one linear program; None where there is none, or none was found."""
+    optimum = Solver(program).solve()
+    return None if optimum is None or optimum.objective == -INFINITY else optimum

@@ -9,7 +9,7 @@ each class. The ranks of a class have room for m_h T together:
     m_h heavy_hk + sum_l piece_lk f_lh <= room_hk = m_h T_k,    sum_h m_h = R,    sum_h room_hk = R T_k.
 
 The product is not linear: McCormick's envelope takes its place, which is the tighter the narrower the box
-is. In narrow boxes, what counts something is an integer (a class's whole tables, too). What varies may be
+is. What varies may be
 cut anywhere, so every plan, with even cuts or uneven ones, is a solution. What the ranks of a node hold
 together stays there, so classes are of *kinds* of nodes, which are counted, too.
 
@@ -23,13 +23,13 @@ from meshrec.planner.class_program import TIGHT, Box, Classes, ClassProgram
 from meshrec.planner.elements import Elements, find_elements, on_grid
 from meshrec.planner.highs import Optimum, Solver
 from meshrec.planner.problem import Problem
-from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
+from meshrec.planner.relaxation import FEW_CANDIDATES, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
 
 _HEAVY, _MOST_CLASSES = 0.3, 16
 """An element is heavy if it takes more than this part of a limit."""
-_HEAVY_IN_WHOLE, _MOST_IN_WHOLE = 0.15, 80
-"""The same where numbers are whole: the boxes are narrow then, and few."""
+_HEAVY_CLOSELY, _MOST_CLOSELY = 0.15, 80
+"""The same for a closer look."""
 _MOST_PIECES = 200
 _ROUNDS, _MOST_CUTS = 3, 30
 """How often cuts are added to a program, and how many."""
@@ -78,7 +78,8 @@ class ClassRelaxation:
         share_C[program.candidates] = optimum.x[: len(program.candidates)]
         slowest_K = optimum.x[program.first_slowest :]
         bound = max(mean.bound, optimum.objective)
-        return Relaxed(bound, share_C, slowest_K, slowest_K, lower_K, upper_K, mean.admitted_C)
+        limits = (lower_K, upper_K, mean.admitted_C)
+        return Relaxed(bound, share_C, slowest_K, slowest_K, *limits, program.error(optimum.x))
 
     def _optimum(self, program: ClassProgram, solver: Solver) -> Optimum | None:
         """With cuts, as long as they help."""
@@ -94,17 +95,17 @@ class ClassRelaxation:
     def solve_whole(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
     ) -> float:
-        """See `Relaxation`."""
+        """See `Relaxation`: with more classes."""
         if not self._are_few(admitted_C):
             return self._mean.solve_whole(lower_K, upper_K, admitted_C, cutoff, seconds)
         box = Box(lower_K, upper_K, cutoff)
-        program = self._program(box, admitted_C, _HEAVY_IN_WHOLE, _MOST_IN_WHOLE)
+        program = self._program(box, admitted_C, _HEAVY_CLOSELY, _MOST_CLOSELY)
         if program is None:
             return np.inf
-        solver = Solver(program.build())
-        bound = solver.solve_whole(program.integer(), seconds)
+        solver = Solver(program.build(), presolve=False)
+        optimum = self._optimum(program, solver)
         self._work += solver.work
-        return bound - MARGIN
+        return np.inf if optimum is None else optimum.objective
 
     def _are_few(self, admitted_C: Bools) -> bool:
         """Whether the classes' program is small enough for a box of these candidates."""

@@ -29,7 +29,7 @@ class Relaxed(NamedTuple):
     `share_C`: how many tables use each candidate. `slowest_K`: T. `cut_at_K`: where T has to be told apart,
     below or above, for the relaxation to be more like a plan; equal to T where there is nothing to tell.
     `lower_K`, `upper_K`: the part of the box that all plans in it that cost no more than the cutoff are in;
-    `admitted_C`: the candidates that such plans can use.
+    `admitted_C`: the candidates that such plans can use. `error_K`: how far off products with T are.
     """
 
     bound: float
@@ -39,6 +39,7 @@ class Relaxed(NamedTuple):
     lower_K: Floats
     upper_K: Floats
     admitted_C: Bools
+    error_K: Floats
 
 
 class Relaxation(Protocol):
@@ -57,8 +58,8 @@ class Relaxation(Protocol):
     def solve_whole(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
     ) -> float:
-        """A bound for the same plans, with whole numbers where something is counted; infinite where there
-        are none. Takes `seconds` at most."""
+        """A better bound for the same plans, at a higher price (with whole numbers where something is
+        counted, or more told apart); infinite where there are none. Takes not much longer than `seconds`."""
         ...
 
 
@@ -136,7 +137,8 @@ class MeanRelaxation:
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         cut_at_K = self._cut_at(share_C, slowest_K)
         admitted_C &= self._within(optimum, cutoff)
-        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, lower_K, upper_K, admitted_C)
+        limits = (lower_K, upper_K, admitted_C)
+        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, *limits, 0 * slowest_K)
 
     def _set_cuts(self, upper_K: Floats) -> None:
         """Only cuts that hold in the box count."""
