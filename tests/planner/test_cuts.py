@@ -24,8 +24,8 @@ def test_half_a_unit_of_room_is_none(profile):
     rounding = Rounding(problem, 1e-3)
     found = rounding.violated(np.array([5.0]), 2.6 * one_K / 1e-3, everything)
     assert {cut.phase for cut in found} == set(np.flatnonzero(one_K))
-    assert all(5.0 * cut.value_C[0] > cut.limit for cut in found)
-    assert all(4.0 * cut.value_C[0] <= cut.limit + 1e-9 for cut in found)
+    assert all(5.0 * cut.value_N[0] > cut.limit for cut in found)
+    assert all(4.0 * cut.value_N[0] <= cut.limit + 1e-9 for cut in found)
     assert not rounding.violated(np.array([4.0]), 2.6 * one_K / 1e-3, everything)
     assert not rounding.violated(np.array([5.0]), 3.0 * one_K / 1e-3, everything)
 
@@ -72,7 +72,7 @@ def test_no_plan_violates_a_cut_of_its_box(make_tables, profile, seed, num_table
     share_C = np.bincount(candidate_T, minlength=len(problem.type_C)).astype(float)
     other_C = generator.uniform(0, 3, len(share_C))
     for cut in Rounding(problem, scale).violated(other_C, upper_K, np.ones(len(share_C), bool)):
-        assert cut.value_C @ share_C <= cut.limit * (1 + 1e-6)
+        assert cut.value_N @ share_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
 
 
 def test_least_loads_keep_the_least_columns(profile):

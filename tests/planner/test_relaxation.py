@@ -24,12 +24,12 @@ def limits(problem, upper=1e3):
     return np.zeros(num_phases), np.full(num_phases, upper), np.ones(len(problem.type_C), bool)
 
 
-def test_each_table_takes_its_cheapest_candidate(problem, relaxation):
+def test_all_tables_cost_more_than_the_cheapest_candidates(problem, relaxation):
     found = relaxation.solve(*limits(problem), np.inf)
     total_C = problem.common_C + problem.mean_load_CK().sum(axis=1)
     cheapest = sum(total_C[problem.type_C == kind].min() for kind in problem.type_T)
-    assert found.bound == pytest.approx(cheapest)
-    np.testing.assert_allclose(found.share_C @ problem.mean_load_CK(), found.slowest_K, atol=1e-9)
+    assert found.bound >= cheapest * (1 - 1e-9)
+    assert (found.share_C @ problem.mean_load_CK() <= found.slowest_K + 1e-9).all()
     assert (found.cut_at_K >= found.slowest_K - 1e-12).all()
 
 

@@ -53,7 +53,7 @@ class LowerBound:
         allowed_C: the candidates that plans may use.
         seconds: a plan's time: it scales the numbers.
         goal: seconds that are to be proven: boxes without anything faster are closed.
-        coarse: whether the mean over ranks is good enough; there is no goal then.
+        coarse: whether one relaxation is good enough; there is no goal then.
     """
 
     def __init__(

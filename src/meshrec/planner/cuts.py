@@ -27,12 +27,19 @@ _LEAST_EXCESS = 1e-4
 
 
 class Cut(NamedTuple):
-    """sum_c value_c x_c <= limit, while T of `phase` is at most `upper`."""
+    """sum_n value_n x_(candidate n) + slope T <= limit, where T, of `phase`, is in [lower, upper]."""
 
     phase: int
+    lower: float
     upper: float
-    value_C: Floats
+    candidate_N: Ints
+    value_N: Floats
+    slope: float
     limit: float
+
+    def holds(self, lower_K: Floats, upper_K: Floats) -> bool:
+        """Whether it does in a box."""
+        return bool(self.lower <= lower_K[self.phase] and upper_K[self.phase] <= self.upper)
 
 
 class Rounding:
@@ -63,36 +70,32 @@ class Rounding:
         found = []
         used = np.flatnonzero(share_C > 0)
         for phase, upper in enumerate(upper_K):
-            factors = self._factors(phase, float(upper))
-            excess = [
-                float((share_C[used] * self._rounded(used, phase, factor, upper)).sum())
-                / _limit(factor, upper)
-                for factor in factors
-            ]
-            best = int(np.argmax(excess)) if excess else 0
-            if excess and excess[best] > self._ranks * (1 + _LEAST_EXCESS):
+            factor_Q = self._factors(phase, float(upper))
+            if not len(factor_Q):
+                continue
+            limit_Q = self._ranks * np.floor(factor_Q * upper + _NEAR)
+            excess_Q = self._rounded(used, phase, factor_Q, float(upper)) @ share_C[used] / limit_Q
+            best = slice(int(excess_Q.argmax()), int(excess_Q.argmax()) + 1)
+            if excess_Q[best] > 1 + _LEAST_EXCESS:
                 some = np.flatnonzero(admitted_C)
-                value_C = np.zeros(len(share_C))
-                value_C[some] = self._rounded(some, phase, factors[best], upper)
-                found.append(Cut(phase, float(upper), value_C, self._ranks * _limit(factors[best], upper)))
+                value_N = self._rounded(some, phase, factor_Q[best], float(upper))[0]
+                found.append(Cut(phase, 0.0, float(upper), some, value_N, 0.0, float(limit_Q[best][0])))
         return found
 
-    def _factors(self, phase: int, upper: float) -> list[float]:
+    def _factors(self, phase: int, upper: float) -> Floats:
         sizes = self._sizes_K[phase]
         multiples = (np.arange(1, _MOST_MULTIPLE + 1)[:, None] / sizes).ravel()
         rooms = multiples * upper
         rest = rooms - np.floor(rooms + _NEAR)
         fits = (rooms >= 1) & (rooms < _MOST_ROUNDED) & (rest > _LEAST_REST) & (rest < _MOST_REST)
-        return [float(factor) for factor in multiples[fits]]
+        return np.asarray(multiples[fits])
 
-    def _rounded(self, candidates: Ints, phase: int, factor: float, upper: float) -> Floats:
-        rest = factor * upper - _limit(factor, upper)
-        least, mean = factor * self._least_CK[candidates, phase], factor * self._mean_CK[candidates, phase]
+    def _rounded(self, candidates: Ints, phase: int, factor_Q: Floats, upper: float) -> Floats:
+        """What the candidates count [Q, candidates]."""
+        rest_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
+        least = factor_Q[:, None] * self._least_CK[candidates, phase]
+        mean = factor_Q[:, None] * self._mean_CK[candidates, phase]
         whole = np.floor(least)
-        rounded = whole + np.maximum(0.0, least - whole - rest) / (1 - rest)
-        result: Floats = self._count_C[candidates] * np.maximum(rounded, mean - rest)
+        rounded = whole + np.maximum(0.0, least - whole - rest_Q) / (1 - rest_Q)
+        result: Floats = self._count_C[candidates] * np.maximum(rounded, mean - rest_Q)
         return result
-
-
-def _limit(factor: float, upper: float) -> float:
-    return float(np.floor(factor * upper + _NEAR))

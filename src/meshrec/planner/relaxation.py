@@ -1,8 +1,9 @@
 """Relaxations of the planning problem within a box lower <= T <= upper of the slowest ranks' loads T.
 
 This file's is for many types of tables: T_k is at least the mean load, which is linear in how often each
-candidate is chosen. Types of identical tables are one variable per candidate and ranks need no variable at
-all, so the program is small whatever the cluster. Candidates with a piece above `upper` are out.
+candidate is chosen; cuts say more of whole pieces (`cuts`, `largest`). Types of identical tables are one
+variable per candidate and ranks need no variable at all, so the program is small whatever the cluster.
+Candidates with a piece above `upper` are out.
 """
 
 from typing import NamedTuple, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 
 from meshrec.planner.cuts import Cut, Rounding
 from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
+from meshrec.planner.largest import LargestPieces
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
@@ -18,9 +20,11 @@ MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
 FEW_CANDIDATES, _MOST_CANDIDATES = 2000, 50_000
-_ROUNDS, _CUT_ROUNDS, _SHRUNK = 6, 4, 0.5
-"""Most attempts to narrow a box (one that leaves less than this part of it is worth another), and to cut its
-optimum off."""
+_ROUNDS, _SHRUNK = 6, 0.5
+"""Most attempts to narrow a box (one that leaves less than this part of it is worth another)."""
+_CUT_ROUNDS, _FEW_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 20, 6, 1e-4, 3000
+"""Most attempts to cut a box's optimum off, where candidates are few and where they are many; what one has to
+gain for another; the cuts that are kept at most."""
 
 
 class Relaxed(NamedTuple):
@@ -76,10 +80,14 @@ class MeanRelaxation:
         self._num_phases = problem.load_PK.shape[1]
         self._cost = np.concatenate((problem.common_C / scale, np.ones(self._num_phases)))
         self._is_small = len(self._tables_C) <= FEW_CANDIDATES
-        self._narrows = not root
+        # Where solutions are dear, only the first box is worth narrowing, and many boxes more than many cuts.
+        self._is_large = len(self._tables_C) > _MOST_CANDIDATES
+        self._rounds = 0 if root else _ROUNDS
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
         self._solver = Solver(self._linear)
-        self._rounding = None if root else Rounding(problem, scale)
+        self._rounding = Rounding(problem, scale)
+        self._largest = LargestPieces(problem, scale) if root or not self._is_large else None
+        self._cut_rounds = _CUT_ROUNDS if self._is_small else _FEW_CUT_ROUNDS
         self._cuts: list[Cut] = []
 
     @property
@@ -89,18 +97,20 @@ class MeanRelaxation:
 
     def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
         """See `Relaxation`."""
+        if len(self._cuts) > _MOST_CUTS:
+            self._solver, self._cuts = Solver(self._linear), []
         before = self._solver.work
         relaxed = self._solve(lower_K, upper_K, admitted_C, cutoff)
-        for _ in range(_ROUNDS):
-            if relaxed is None or not self._narrows:
+        for _ in range(self._rounds):
+            if relaxed is None:
                 break
-            # Where solutions are dear, only the first box is worth it.
-            self._narrows = len(self._tables_C) <= _MOST_CANDIDATES
             before_K = _freedom(relaxed)
             wide = before_K > MARGIN
             relaxed = self._solve(*self._narrowed(relaxed), cutoff)
             if relaxed is None or (_freedom(relaxed)[wide] / before_K[wide]).prod() > _SHRUNK:
                 break
+        if self._is_large:
+            self._rounds = 0
         self._work += self._solver.work - before
         return relaxed
 
@@ -126,12 +136,14 @@ class MeanRelaxation:
         self._solver.set_bounds(*self._bounds(lower_K, upper_K, admitted_C))
         self._solver.set_cost(self._cost)
         self._solver.set_last_row(cutoff)
-        self._set_cuts(upper_K)
+        self._set_cuts(lower_K, upper_K)
         optimum = self._solver.solve()
-        for _ in range(_CUT_ROUNDS):
-            if optimum is None or not self._add_cuts(optimum, upper_K, admitted_C):
+        for _ in range(self._cut_rounds):
+            if optimum is None or not self._add_cuts(optimum, lower_K, upper_K, admitted_C):
                 break
-            optimum = self._solver.solve()
+            before, optimum = optimum.objective, self._solver.solve()
+            if optimum is not None and optimum.objective < before * (1 + _LEAST_GAIN):
+                break
         if optimum is None:
             return None
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
@@ -140,18 +152,22 @@ class MeanRelaxation:
         limits = (lower_K, upper_K, admitted_C)
         return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, *limits, 0 * slowest_K)
 
-    def _set_cuts(self, upper_K: Floats) -> None:
+    def _set_cuts(self, lower_K: Floats, upper_K: Floats) -> None:
         """Only cuts that hold in the box count."""
         for index, cut in enumerate(self._cuts):
-            holds = upper_K[cut.phase] <= cut.upper
-            self._solver.set_added_row(index, cut.limit if holds else INFINITY)
+            self._solver.set_added_row(index, cut.limit if cut.holds(lower_K, upper_K) else INFINITY)
 
-    def _add_cuts(self, optimum: Optimum, upper_K: Floats, admitted_C: Bools) -> bool:
-        share_C = np.where(admitted_C, optimum.x[: len(self._tables_C)], 0.0)
-        found = self._rounding.violated(share_C, upper_K, admitted_C) if self._rounding else []
-        for cut in found:
+    def _add_cuts(self, optimum: Optimum, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> bool:
+        share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
+        share_C = np.where(admitted_C, share_C, 0.0)
+        found = self._rounding.violated(share_C, upper_K, admitted_C)
+        if self._largest is not None:
+            found += self._largest.violated(share_C, slowest_K, lower_K, admitted_C)
+        if found:
             rows = Rows(len(self._cost))
-            rows.add(np.flatnonzero(cut.value_C), cut.value_C[cut.value_C != 0], -INFINITY, cut.limit)
+            for cut in found:
+                columns = np.append(cut.candidate_N, len(share_C) + cut.phase)
+                rows.add(columns, np.append(cut.value_N, cut.slope), -INFINITY, cut.limit)
             self._solver.add_rows(rows)
         self._cuts += found
         return bool(found)
