@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "memory.h"
+#include "row_sort.h"
 
 namespace meshrec {
 
@@ -15,8 +16,7 @@ constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kSpareBytes = size_t(64) << 20;
 constexpr int64_t kChunkIds = 1 << 12;
 constexpr int64_t kStreams = 4;
-constexpr int64_t kRowsAhead = 8;  // of the gradient, while it is packed
-constexpr int kMaxDigitBits = 11;
+constexpr int64_t kRowsAhead = 8;   // of the gradient, while it is packed
 constexpr int64_t kMaxParts = 256;  // as many places are written at a time
 constexpr size_t kRangeBytes = size_t(128)
                                << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
@@ -67,64 +67,6 @@ void deal(const void* values, int64_t count, const TableRuns& table, const Slot&
     *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot(i)) << 32);  // as one store
     __builtin_prefetch(pair + 8, 1);                                       // the part's next line
   });
-}
-
-void insertion_sort(Pair* pairs, int64_t count) {
-  for (int64_t i = 1; i < count; ++i) {
-    const Pair pair = pairs[i];
-    int64_t j = i;
-    for (; j > 0 && pairs[j - 1].row > pair.row; --j) pairs[j] = pairs[j - 1];
-    pairs[j] = pair;
-  }
-}
-
-// Least significant digit first; the digits' histograms are taken in one pass over the pairs. Gives where the
-// sorted pairs are: in one of the two.
-template <int kPasses>
-const Pair* radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, int digit_bits) {
-  const uint32_t mask = (1u << digit_bits) - 1;
-  uint32_t counts[kPasses][1 << kMaxDigitBits];
-  for (int pass = 0; pass < kPasses; ++pass) std::memset(counts[pass], 0, sizeof(uint32_t) << digit_bits);
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t key = pairs[i].row - first_row;
-    for (int pass = 0; pass < kPasses; ++pass) ++counts[pass][key >> (pass * digit_bits) & mask];
-  }
-  Pair* from = pairs;
-  Pair* to = spare;
-  for (int pass = 0; pass < kPasses; ++pass) {
-    uint32_t position = 0;
-    for (uint32_t digit = 0; digit <= mask; ++digit) position += std::exchange(counts[pass][digit], position);
-    const int shift = pass * digit_bits;
-    for (int64_t i = 0; i < count; ++i) {
-      const Pair pair = from[i];
-      to[counts[pass][(pair.row - first_row) >> shift & mask]++] = pair;
-    }
-    std::swap(from, to);
-  }
-  return from;
-}
-
-const Pair* radix_sort(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uint32_t num_rows) {
-  if (count < 48) {
-    insertion_sort(pairs, count);
-    return pairs;
-  }
-  const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);
-  // About as many counters as pairs.
-  const int most_bits = std::clamp<int>(std::bit_width(uint64_t(count)) - 1, 8, kMaxDigitBits);
-  const int passes = (bits + most_bits - 1) / most_bits;
-  if (passes == 0) return pairs;
-  const int digit_bits = (bits + passes - 1) / passes;
-  switch (passes) {
-    case 1:
-      return radix_sort_in<1>(pairs, spare, count, first_row, digit_bits);
-    case 2:
-      return radix_sort_in<2>(pairs, spare, count, first_row, digit_bits);
-    case 3:
-      return radix_sort_in<3>(pairs, spare, count, first_row, digit_bits);
-    default:
-      return radix_sort_in<4>(pairs, spare, count, first_row, digit_bits);
-  }
 }
 
 }  // namespace
@@ -497,8 +439,8 @@ const Pair* Runs::sorted(const Range& range) const {
   std::vector<Pair>& spare = count <= kKeptPairs ? kept : fresh;
   if (spare.size() < count) spare.resize(count);
   Pair* pairs = tables[range.table].pairs + range.begin;
-  const Pair* found = radix_sort(pairs, spare.data(), count, uint32_t(range.first_row),
-                                 uint32_t(range.end_row - range.first_row));
+  const Pair* found = sort_by_row(pairs, spare.data(), count, uint32_t(range.first_row),
+                                  uint32_t(range.end_row - range.first_row));
   if (&spare == &kept || found == pairs) return found;
   std::copy_n(found, count, pairs);
   return pairs;

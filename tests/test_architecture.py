@@ -64,6 +64,7 @@ CPP_TESTS = {
     "pooled_forward.cpp": TBE_TESTS,
     "register.cpp": ["tests/test_architecture.py"],
     "route.cpp": DIST_TESTS,
+    "row_sort.cpp": TBE_TESTS,
     "runs.cpp": TBE_TESTS,
 }
 
