@@ -20,7 +20,7 @@ namespace {
 using namespace planning;
 
 constexpr int kLevels = 64;                        // temperatures
-constexpr int kLeastExponent = 8, kExponents = 4;  // of the norm: doubled as it cools
+constexpr int kLeastExponent = 4, kExponents = 5;  // of the norm: doubled as it cools
 constexpr int kMostRemoved = 5;                    // tables that are placed anew together
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 using Load = std::array<double, kPhases>;

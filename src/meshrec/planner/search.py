@@ -20,13 +20,15 @@ _WORSE = 1.002
 """A disturbed plan that is this much slower than the best may still be the next one to disturb."""
 _PATIENCE = 40
 """Disturbances in a row without a better plan before the search returns to the best one."""
-_MOVES_PER_PIECE = 6000
-_LEAST_MOVES = 200_000
+_MOVES_PER_PIECE, _MOVES_PER_PIECE_OF_MANY = 4000, 12_000
+_LEAST_MOVES = 300_000
 _WORK_PER_MOVE = 5
 _CLOSE = 1.02
 """Plans that are this much slower than the best are worth exact sizes."""
-_HOTS = (0.01, 0.1, 0.003, 0.03)
-"""Temperatures to start from, in turn: which one serves best depends on the tables."""
+_HOTS, _HOTS_OF_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015)
+"""Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
+tables go together in few ways, and short hot attempts find them; many kinds need patience."""
+_FEW_CANDIDATES = 2000
 
 
 class Effort(NamedTuple):
@@ -61,6 +63,11 @@ class Search:
         self._deadline = time.perf_counter() + effort.time_limit if deadline is None else deadline
         self._annealer = Annealer(problem, self._candidates_Y) if Annealer.serves(problem) else None
         self._seed = 0
+        few = len(problem.type_C) <= _FEW_CANDIDATES
+        self._hots = _HOTS if few else _HOTS_OF_MANY
+        self._moves_per_piece = _MOVES_PER_PIECE if few else _MOVES_PER_PIECE_OF_MANY
+        self._first_T: list[Parts] = []
+        self._seconds_by_hot: dict[float, float] = {}
         self._random = np.random.default_rng(0)
         self._current: State | None = None
         self._failures = 0
@@ -74,10 +81,11 @@ class Search:
         """A plan from a box's relaxation, improved with the candidates that the box admits."""
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = self.construct_from(box, admitted_C)
-        if state is None:
+        if state is None or self.is_spent:
             return
         if self._annealer is not None:
             parts_T = [parts for parts in state.parts_T if parts is not None]
+            self._first_T = self._first_T or parts_T
             self._anneal(Annealer(self.problem, candidates_Y), parts_T, self._next_hot())
             return
         for exponent in _EXPONENTS:
@@ -101,16 +109,22 @@ class Search:
         if self._annealer is None:
             self.disturb()
             return
-        self._anneal(self._annealer, self.parts_T, self._next_hot())
+        starts = (self._first_T or self.parts_T, self.parts_T)
+        self._anneal(self._annealer, starts[self._seed // len(self._hots) % 2], self._next_hot())
 
     def _next_hot(self) -> float:
-        return _HOTS[self._seed % len(_HOTS)]
+        """In turn; then every other time the temperature that has led to the best plan."""
+        hots, seconds_by_hot = self._hots, self._seconds_by_hot
+        if len(seconds_by_hot) < len(hots):
+            return hots[self._seed % len(hots)]
+        turn, again = divmod(self._seed, 2)
+        return min(seconds_by_hot, key=lambda hot: seconds_by_hot[hot]) if again else hots[turn % len(hots)]
 
     def _anneal(self, annealer: Annealer, parts_T: list[Parts], hot: float) -> State:
         """Improves a plan, then its sizes exactly; returns it, and keeps it if it is the best."""
         pieces = sum(len(parts.rank_N) for parts in parts_T)
         left = max(0.0, self.effort.max_work - self.work) / _WORK_PER_MOVE
-        moves = min(max(_LEAST_MOVES, _MOVES_PER_PIECE * pieces), int(left))
+        moves = min(max(_LEAST_MOVES, self._moves_per_piece * pieces), int(left))
         seconds = max(0.0, self._deadline - time.perf_counter())
         self._seed += 1
         found, work = annealer.improve(parts_T, max_work=moves, seconds=seconds, hot=hot, seed=self._seed)
@@ -118,6 +132,7 @@ class Search:
         state = self._state_of(found)
         if state.seconds < self.seconds * _CLOSE and not self.is_spent:
             polish(state)
+        self._seconds_by_hot[hot] = min(state.seconds, self._seconds_by_hot.get(hot, np.inf))
         self._keep(state)
         return state
 

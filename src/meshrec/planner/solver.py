@@ -4,6 +4,7 @@ Anytime and deterministic: effort is counted in work, so the result depends on t
 alone, unless the clock runs out first.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ _GAPS = (0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.007, 0.005, 0.003, 0.002, 0.001)
 """Goals of the bound, one after the other: how far below the best known plan."""
 _SAFELY, _NEXT = 0.99, 0.8
 _LEAST_SECONDS = 1e-12
+_EARLY_WORK, _EARLY = 3e7, 0.1
+"""The most work, and part of all work, that goes to better plans before the bound."""
+_CLOSE = 1.05
 
 
 class Way(NamedTuple):
@@ -183,10 +187,21 @@ class _Contest:
                 or (self._is_spent and self.known < np.inf)
             ):
                 continue
-            entrant.search.construct_from(entrant.root, entrant.way.allowed_C)
-            if not self._is_spent:
-                entrant.search.start_from(entrant.root, entrant.way.allowed_C)
+            entrant.search.start_from(entrant.root, entrant.way.allowed_C)
+        self._explore(min(_EARLY_WORK, _EARLY * self._effort.max_work))
         self._first_work = self._search_work
+
+    def _explore(self, max_work: float) -> None:
+        """Many short attempts at better plans, half of them of the best way, half of those not far behind: a
+        good plan early makes all goals of the bound better."""
+        end = self._search_work + max_work
+        for turn in itertools.count():
+            close = [e for e in self._entrants if e.search.parts_T and e.seconds < _CLOSE * self.known]
+            if not close or self._search_work >= end or self._is_spent or self._is_proven:
+                break
+            best = min(close, key=lambda entrant: entrant.seconds)
+            least_tried = min(close, key=lambda entrant: entrant.search.work)
+            (least_tried if turn % 2 else best).search.refine()
 
     def step(self) -> bool:
         """One piece of work; False when there is nothing to do, or no time to do it."""
