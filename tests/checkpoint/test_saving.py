@@ -13,6 +13,7 @@ from meshrec.checkpoint import (
     read_manifest,
     save,
     saving,
+    snapshot,
 )
 from meshrec.distributed.mesh import default_env
 from meshrec.testing import RankError
@@ -84,8 +85,12 @@ def test_a_save_in_the_background_is_of_the_moment_it_began(ranks, tmp_path):
 
 def a_writer_is_killed(folder):
     state = {"a": torch.ones(3_000_000), "b": torch.ones(3_000_000)}
-    pending = async_save(folder, state)
-    if default_env().world.rank == 1:
+    is_killed = default_env().world.rank == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if is_killed:  # not before the signal comes does it end
+            patch.setattr(snapshot, "write_data_file", lambda *_: signal.pause())
+        pending = async_save(folder, state)
+    if is_killed:
         os.kill(pending._job.writer.snapshot._pid, signal.SIGKILL)
     pending.wait()
 
