@@ -155,11 +155,15 @@ class Solver:
         """Replaces the upper limit of one of the rows that were added."""
         self._highs.changeRowBounds(self._last_row + 1 + index, -INFINITY, min(upper, INFINITY))
 
+    def set_time(self, seconds: float) -> None:
+        """Limits the time of all solutions together."""
+        self._highs.setOptionValue("time_limit", max(seconds, 0.01))
+
     def solve(self) -> Optimum | None:
         """The optimum; None where there is no feasible point. Where neither is proven (HiGHS may fail on
-        numbers that are hard to tell apart), zeros that are known to cost `-INFINITY`."""
+        numbers that are hard to tell apart, or the time is up), zeros that are known to cost `-INFINITY`."""
         self._run()
-        if self._status not in _SETTLED:
+        if self._status not in (*_SETTLED, highspy.HighsModelStatus.kTimeLimit):
             self._highs.clearSolver()
             self._highs.setOptionValue("presolve", "on")
             self._run()
@@ -178,9 +182,9 @@ class Solver:
         columns = np.flatnonzero(integer).astype(np.int32)
         kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), np.uint8)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
+        self.set_time(seconds)
         # Plans come from elsewhere: only the bound counts.
         for option, value in (
-            ("time_limit", max(seconds, 0.01)),
             ("mip_max_nodes", _MOST_NODES),
             ("mip_heuristic_effort", 0.0),
             ("mip_detect_symmetry", False),

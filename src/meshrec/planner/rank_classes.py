@@ -26,11 +26,11 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import FEW_CANDIDATES, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
 
-_HEAVY, _MOST_CLASSES = 0.3, 16
+_HEAVY, _MOST_CLASSES = 0.3, 10
 """An element is heavy if it takes more than this part of a limit."""
-_HEAVY_CLOSELY, _MOST_CLOSELY = 0.15, 80
+_HEAVY_CLOSELY, _MOST_CLOSELY = 0.15, 40
 """The same for a closer look."""
-_MOST_PIECES = 200
+_MOST_PIECES = 120
 _ROUNDS, _MOST_CUTS = 3, 30
 """How often cuts are added to a program, and how many."""
 
@@ -103,6 +103,7 @@ class ClassRelaxation:
         if program is None:
             return np.inf
         solver = Solver(program.build(), presolve=False)
+        solver.set_time(seconds)
         optimum = self._optimum(program, solver)
         self._work += solver.work
         return np.inf if optimum is None else optimum.objective

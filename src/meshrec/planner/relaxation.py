@@ -30,8 +30,9 @@ gain for another; the cuts that are kept at most."""
 class Relaxed(NamedTuple):
     """A relaxation's optimum: no plan in the box costs less than `bound`.
 
-    `share_C`: how many tables use each candidate. `slowest_K`: T. `cut_at_K`: where T has to be told apart,
-    below or above, for the relaxation to be more like a plan; equal to T where there is nothing to tell.
+    `share_C`: how many tables use each candidate (a root's: before cuts, for plans begin better with what
+    they leave out). `slowest_K`: T. `cut_at_K`: where T has to be told apart, below or above, for the
+    relaxation to be more like a plan; equal to T where there is nothing to tell.
     `lower_K`, `upper_K`: the part of the box that all plans in it that cost no more than the cutoff are in;
     `admitted_C`: the candidates that such plans can use. `error_K`: how far off products with T are.
     """
@@ -70,7 +71,7 @@ class Relaxation(Protocol):
 class MeanRelaxation:
     """T is at least the mean load of each phase, and the largest piece of what a single table uses.
 
-    `root`: whether one optimum is all that is wanted.
+    `root`: whether one optimum is all that is wanted, to begin plans with.
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, scale: float, *, root: bool = False) -> None:
@@ -82,6 +83,7 @@ class MeanRelaxation:
         self._is_small = len(self._tables_C) <= FEW_CANDIDATES
         # Where solutions are dear, only the first box is worth narrowing, and many boxes more than many cuts.
         self._is_large = len(self._tables_C) > _MOST_CANDIDATES
+        self._is_root = root
         self._rounds = 0 if root else _ROUNDS
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
         self._solver = Solver(self._linear)
@@ -137,7 +139,7 @@ class MeanRelaxation:
         self._solver.set_cost(self._cost)
         self._solver.set_last_row(cutoff)
         self._set_cuts(lower_K, upper_K)
-        optimum = self._solver.solve()
+        optimum = first = self._solver.solve()
         for _ in range(self._cut_rounds):
             if optimum is None or not self._add_cuts(optimum, lower_K, upper_K, admitted_C):
                 break
@@ -149,6 +151,8 @@ class MeanRelaxation:
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         cut_at_K = self._cut_at(share_C, slowest_K)
         admitted_C &= self._within(optimum, cutoff)
+        if self._is_root and first is not None:
+            share_C = first.x[: len(self._tables_C)]
         limits = (lower_K, upper_K, admitted_C)
         return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, *limits, 0 * slowest_K)
 

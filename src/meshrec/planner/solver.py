@@ -23,7 +23,10 @@ _SEARCH, _SEARCH_OF_MANY, _FEW_CANDIDATES = 0.25, 0.45, 500
 there the first plans are far from the best."""
 _STARTS = 32
 """The most boxes that wait to be started from."""
-_GAPS = (0.2, 0.1, 0.07, 0.05, 0.03, 0.025, 0.02, 0.01, 0.007, 0.005, 0.003, 0.002, 0.001)
+_GAPS = (
+    *(0.2, 0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.016, 0.013, 0.01),
+    *(0.007, 0.005, 0.003, 0.002, 0.001),
+)
 """Goals of the bound, one after the other: how far below the best known plan."""
 _SAFELY, _NEXT = 0.99, 0.8
 _LEAST_SECONDS = 1e-12
