@@ -96,7 +96,7 @@ def _run_case(case: Case) -> dict[str, object]:
         task = load_task(TASKS / f"{case.task}.json")
     topology = Topology(world_size=case.world_size, hardware="h100")
     batch_size = task.batch_size(case.world_size)
-    limits = PlannerEffort(time_limit=0.9 * case.seconds, max_work=1e10, gap=0.1 * case.gap)
+    limits = PlannerEffort(time_limit=0.95 * case.seconds, max_work=1e10, gap=0.1 * case.gap)
     started = time.perf_counter()
     plan = plan_tables(task.tables, topology, batch_size=batch_size, effort=limits)
     seconds = time.perf_counter() - started

@@ -18,9 +18,9 @@ from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_SEARCH, _SEARCH_OF_MANY, _FEW_CANDIDATES = 0.25, 0.45, 500
-"""The part of the work that goes to better plans, once there is one: more where candidates are many, for
-there the first plans are far from the best."""
+_SEARCH = ((500, 0.25), (50_000, 0.35), (np.inf, 0.65))
+"""Up to how many candidates, which part of the work goes to better plans, once there is one: more where they
+are many, for there the first plans are far from the best, and a box of the bound is dear."""
 _STARTS = 32
 """The most boxes that wait to be started from."""
 _GAPS = (
@@ -79,6 +79,7 @@ class _Entrant:
         self._problem = problem
         self.bound: LowerBound | None = None
         self._proven = -np.inf
+        self._deadline, self._longest = deadline, 0.0
         self._work = 0
         self._num_solves = 0
         self.starts: deque[tuple[Box, Bools]] = deque(maxlen=_STARTS)
@@ -109,9 +110,20 @@ class _Entrant:
         """The work on the bound."""
         return self._work + (0 if self.bound is None else self.bound.work)
 
-    def improve(self, known: float, seconds: float) -> bool:
+    @property
+    def has_time(self) -> bool:
+        """Whether a step as long as the bound's longest one ends in time."""
+        return time.perf_counter() + self._longest <= self._deadline
+
+    def improve(self, known: float) -> bool:
         """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
-        yet; False where there is none. Takes not much longer than `seconds`."""
+        yet; False where there is none."""
+        started = time.perf_counter()
+        is_worth_more = self._improve(known, self._deadline - started)
+        self._longest = max(self._longest, time.perf_counter() - started)
+        return is_worth_more
+
+    def _improve(self, known: float, seconds: float) -> bool:
         if self.bound is not None:
             self._note_start(self.bound)
             if self.bound.branch(seconds):
@@ -146,7 +158,7 @@ class _Contest:
         self, problem: Problem, ways: Sequence[Way], effort: Effort, cutoff: float, deadline: float
     ) -> None:
         self._entrants = [_Entrant(problem, way, effort, deadline) for way in ways]
-        self._search = _SEARCH if len(problem.type_C) <= _FEW_CANDIDATES else _SEARCH_OF_MANY
+        self._search = next(part for most, part in _SEARCH if len(problem.type_C) <= most)
         self._effort = effort
         self._cutoff = cutoff
         self._deadline = deadline
@@ -212,8 +224,9 @@ class _Contest:
             return False
         entrant = min(self._entrants, key=lambda entrant: entrant.value)
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
-        if not entrant.is_done and self._bound_work * self._search <= (1 - self._search) * self._late_work:
-            entrant.is_done = not entrant.improve(self.known, self._deadline - time.perf_counter())
+        is_bounds_turn = self._bound_work * self._search <= (1 - self._search) * self._late_work
+        if is_bounds_turn and not entrant.is_done and entrant.has_time:
+            entrant.is_done = not entrant.improve(self.known)
             return True
         if entrant.starts:
             entrant.search.start_from(*entrant.starts.pop())
