@@ -9,9 +9,8 @@ each class. The ranks of a class have room for m_h T together:
     m_h heavy_hk + sum_l piece_lk f_lh <= room_hk = m_h T_k,    sum_h m_h = R,    sum_h room_hk = R T_k.
 
 The product is not linear: McCormick's envelope takes its place, which is the tighter the narrower the box
-is. What varies may be
-cut anywhere, so every plan, with even cuts or uneven ones, is a solution. What the ranks of a node hold
-together stays there, so classes are of *kinds* of nodes, which are counted, too.
+is. What varies may be cut anywhere, so every plan, with even cuts or uneven ones, is a solution. What the
+ranks of a node hold together stays there, so classes are of *kinds* of nodes, which are counted, too.
 
 Whole elements leave gaps on a rank: what the linear program would fill them with, cuts take away (see
 `ClassProgram.cuts`).
