@@ -26,6 +26,14 @@ def test_rounding_keeps_the_number_of_tables(problem):
     assert problem.type_C[choice_T].tolist() == problem.type_T.tolist()
 
 
+def test_without_shares_every_table_still_has_a_choice(profile):
+    """As where the relaxation could not be solved."""
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=32) for i in range(40)]
+    problem = build_problem(CostModel(tables, Topology(world_size=2, hardware=profile), batch_size=64), {})
+    choice_T = round_choice(problem, np.zeros(len(problem.type_C)))
+    assert problem.type_C[choice_T].tolist() == problem.type_T.tolist()
+
+
 def test_the_largest_table_goes_first(problem):
     choice_T = np.array([np.flatnonzero(problem.type_C == kind)[1] for kind in problem.type_T])
     assert table_order(problem, choice_T)[0] == 5

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
+from meshrec.planner.highs import INFINITY, Optimum
 from meshrec.planner.problem import Scope
 from meshrec.planner.rank_classes import ClassRelaxation
 from meshrec.planner.relaxation import MeanRelaxation
@@ -47,6 +48,16 @@ def test_a_rank_with_a_heavy_table_has_little_room(profile):
     classes, mean = both(problem, 0 * upper_K, upper_K)
     assert classes.bound >= mean.bound - 1e-12
     assert classes.share_C.sum() == pytest.approx(4)
+
+
+def test_a_program_that_cannot_be_solved_leaves_the_mean(make_tables, profile, monkeypatch):
+    problem = problem_of(make_tables(5, 0), profile, ["table_wise", "row_wise"], 4)
+    upper_K = np.maximum(1.2 * problem.largest_load_CK().max(axis=0), 1e-9)
+    failed = Optimum(-INFINITY, np.zeros(1), np.zeros(1))
+    monkeypatch.setattr(ClassRelaxation, "_optimum", lambda *_: failed)
+    classes, _ = both(problem, np.zeros(len(upper_K)), upper_K)
+    assert classes.bound > 0
+    assert classes.share_C.sum() == pytest.approx(5)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -33,6 +33,8 @@ def round_choice(problem: Problem, share_C: Floats) -> Ints:
         rest = share_C[candidates] - counts
         for index in np.argsort(-rest, kind="stable")[: max(len(tables) - counts.sum(), 0)]:
             counts[index] += 1
+        # A relaxation that could not be solved has no shares.
+        counts[int(np.argmax(share_C[candidates]))] += max(len(tables) - counts.sum(), 0)
         choice_T[tables] = np.repeat(candidates, counts)[: len(tables)]
     return choice_T
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshrec.planner.class_program import TIGHT, Box, Classes, ClassProgram
 from meshrec.planner.elements import Elements, find_elements, on_grid
-from meshrec.planner.highs import Optimum, Solver
+from meshrec.planner.highs import INFINITY, Optimum, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import FEW_CANDIDATES, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
@@ -73,6 +73,8 @@ class ClassRelaxation:
         self._work += solver.work
         if optimum is None:
             return None
+        if optimum.objective == -INFINITY:
+            return mean
         share_C = np.zeros(len(admitted_C))
         share_C[program.candidates] = optimum.x[: len(program.candidates)]
         slowest_K = optimum.x[program.first_slowest :]
