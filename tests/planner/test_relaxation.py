@@ -42,6 +42,9 @@ def test_large_pieces_are_out_of_small_boxes(problem, relaxation):
     used = cut.share_C > 1e-7
     assert (problem.largest_load_CK()[used, phase] <= upper_K[phase] * (1 + 1e-9)).all()
     assert cut.bound >= whole.bound
+    upper_K[phase] = 0.95 * whole.slowest_K[phase]
+    below = relaxation.solve(lower_K, upper_K, everything, np.inf)
+    assert below is None or below.bound > whole.bound
 
 
 def test_nothing_is_cheaper_than_the_cutoff(problem, relaxation):

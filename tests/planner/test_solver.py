@@ -9,8 +9,8 @@ from meshrec.planner.construct import fitting_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.problem import Problem, Scope
-from meshrec.planner.search import Effort
-from meshrec.planner.solver import Way, solve
+from meshrec.planner.search import Effort, Search
+from meshrec.planner.solver import Way, _Contest, solve
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 EFFORT = Effort(time_limit=60.0, max_work=1e8, gap=0.0)
@@ -132,6 +132,23 @@ def test_more_work_is_never_worse(make_tables, profile):
     problem = problem_of(make_tables(12, 3), profile, 4)
     results = [solve(problem, everyway(problem), EFFORT._replace(max_work=work)) for work in (1e5, 5e7)]
     assert results[1].seconds <= results[0].seconds * (1 + 1e-9)
+
+
+def test_better_plans_are_tried_before_the_bound(make_tables, profile, monkeypatch):
+    """Until a tenth of the work is done, half of the times the way's that was tried least."""
+    problem, tried = problem_of(make_tables(5, 0), profile, 4), []
+
+    def refine(search):
+        tried.append(search)
+        search.work += 1e6
+
+    monkeypatch.setattr(Search, "refine", refine)
+    everything = np.ones(len(problem.type_C), bool)
+    ways = [Way(everything, 0.0), Way(everything, 1e-9)]
+    contest = _Contest(problem, ways, EFFORT._replace(max_work=1e8), np.inf, np.inf)
+    contest.start()
+    assert 10 <= len(tried) <= 11
+    assert len(set(map(id, tried))) == 2
 
 
 def test_the_clock_stops_the_search(make_tables, profile):

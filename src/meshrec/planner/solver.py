@@ -225,14 +225,15 @@ class _Contest:
         entrant = min(self._entrants, key=lambda entrant: entrant.value)
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
         is_bounds_turn = self._bound_work * self._search <= (1 - self._search) * self._late_work
-        if is_bounds_turn and not entrant.is_done and entrant.has_time:
+        can_search = bool(entrant.starts) or bool(best.search.parts_T)
+        if (is_bounds_turn or not can_search) and not entrant.is_done and entrant.has_time:
             entrant.is_done = not entrant.improve(self.known)
             return True
         if entrant.starts:
             entrant.search.start_from(*entrant.starts.pop())
-        elif best.search.parts_T:
+        elif can_search:
             best.search.refine()
-        return bool(best.search.parts_T) or not entrant.is_done
+        return can_search
 
     @property
     def _late_work(self) -> int:
