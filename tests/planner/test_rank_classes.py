@@ -150,7 +150,7 @@ def test_no_plan_of_the_box_is_left_out(make_tables, profile, seed, num_tables, 
         assert (slowest_K <= found.upper_K + 1e-6).all()
         assert found.admitted_C[[parts.candidate for parts in state.parts_T]].all()
         limits = (found.lower_K, found.upper_K, found.admitted_C)
-        assert relaxation.solve_whole(*limits, 1 + 1e-6, 10.0) <= 1 + 1e-6
+        assert relaxation.solve_closely(*limits, 1 + 1e-6, 10.0) <= 1 + 1e-6
 
 
 def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
@@ -162,6 +162,6 @@ def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
     everything = np.ones(len(problem.type_C), bool)
     relaxation = ClassRelaxation(problem, everything, scale)
     lower_K, upper_K = one_K / scale, 1.99 * one_K / scale
-    assert relaxation.solve_whole(lower_K, upper_K, everything, 1.0, 10.0) == np.inf
-    assert relaxation.solve_whole(lower_K, 2 * one_K / scale, everything, 1.0, 10.0) <= 1.0
+    assert relaxation.solve_closely(lower_K, upper_K, everything, 1.0, 10.0) == np.inf
+    assert relaxation.solve_closely(lower_K, 2 * one_K / scale, everything, 1.0, 10.0) <= 1.0
     assert relaxation.work > 0

@@ -73,7 +73,7 @@ def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
     assert (tight.slowest_K <= tight.upper_K + 1e-6).all()
     assert tight.upper_K.sum() < len(lower_K)
     limits = (tight.lower_K, tight.upper_K, tight.admitted_C)
-    whole = relaxation.solve_whole(*limits, 1.2 * mean.bound + 0.01, 10.0)
+    whole = relaxation.solve_closely(*limits, 1.2 * mean.bound + 0.01, 10.0)
     assert whole >= tight.bound - 1e-5
 
 

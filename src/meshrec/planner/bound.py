@@ -41,8 +41,8 @@ class Box(NamedTuple):
     admitted_C: Bools
     """The candidates that plans of the box below the goal can use."""
     error_K: Floats
-    is_whole: bool = False
-    """Whether the bound is that of a closer look (see `Relaxation.solve_whole`)."""
+    is_closer: bool = False
+    """Whether the bound is that of a closer look (see `Relaxation.solve_closely`)."""
 
 
 class LowerBound:
@@ -81,7 +81,7 @@ class LowerBound:
         self._closed = INFINITY
         self._goal = INFINITY if coarse else (1.0 if goal is None else goal / seconds) * _EQUAL
         self.num_solves = 0
-        self._num_whole = self._num_closed = 0
+        self._num_closer = self._num_closed = 0
         limit = min(self._goal, INFINITY)
         self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit), allowed_C)
 
@@ -121,8 +121,8 @@ class LowerBound:
         no box can be split. Takes not much longer than `seconds`."""
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            if not box.is_whole and self._is_worth_it(float((box.upper_K - box.lower_K).max())):
-                self._solve_whole(box, seconds)
+            if not box.is_closer and self._is_worth_it(float((box.upper_K - box.lower_K).max())):
+                self._look_closer(box, seconds)
                 return True
             cut = self._cut(box)
             if cut is None:
@@ -158,16 +158,16 @@ class LowerBound:
             self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4], *found[6:]))
 
     def _is_worth_it(self, width: float) -> bool:
-        return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self._num_whole)
+        return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self._num_closer)
 
-    def _solve_whole(self, box: Box, seconds: float) -> None:
+    def _look_closer(self, box: Box, seconds: float) -> None:
         limits = (box.lower_K, box.upper_K, box.admitted_C)
-        bound = self._relaxation.solve_whole(*limits, self._goal, seconds)
+        bound = self._relaxation.solve_closely(*limits, self._goal, seconds)
         self.num_solves += 1
-        self._num_whole += 1
+        self._num_closer += 1
         self._num_closed += bound >= self._goal
         if bound < self._goal:
-            self._push(box._replace(bound=max(box.bound, bound), is_whole=True))
+            self._push(box._replace(bound=max(box.bound, bound), is_closer=True))
 
     def _push(self, box: Box) -> None:
         heapq.heappush(self._heap, (box.bound, next(self._count), box))

@@ -93,12 +93,12 @@ class ClassRelaxation:
             optimum = solver.solve()
         return optimum
 
-    def solve_whole(
+    def solve_closely(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
     ) -> float:
         """See `Relaxation`: with more classes."""
         if not self._are_few(admitted_C):
-            return self._mean.solve_whole(lower_K, upper_K, admitted_C, cutoff, seconds)
+            return self._mean.solve_closely(lower_K, upper_K, admitted_C, cutoff, seconds)
         box = Box(lower_K, upper_K, cutoff)
         program = self._program(box, admitted_C, _HEAVY_CLOSELY, _MOST_CLOSELY)
         if program is None:

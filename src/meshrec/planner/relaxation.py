@@ -60,7 +60,7 @@ class Relaxation(Protocol):
         at most; None where there are none."""
         ...
 
-    def solve_whole(
+    def solve_closely(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
     ) -> float:
         """A better bound for the same plans, at a higher price (with whole numbers where something is
@@ -116,7 +116,7 @@ class MeanRelaxation:
         self._work += self._solver.work - before
         return relaxed
 
-    def solve_whole(
+    def solve_closely(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
     ) -> float:
         """See `Relaxation`."""
