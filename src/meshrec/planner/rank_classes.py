@@ -74,7 +74,7 @@ class ClassRelaxation:
         if optimum is None:
             return None
         if optimum.objective == -INFINITY:
-            return mean
+            return mean._replace(lower_K=lower_K, upper_K=upper_K)
         share_C = np.zeros(len(admitted_C))
         share_C[program.candidates] = optimum.x[: len(program.candidates)]
         slowest_K = optimum.x[program.first_slowest :]
