@@ -69,6 +69,12 @@ void deal(const void* values, int64_t count, const TableRuns& table, const Slot&
   });
 }
 
+// Of what an update needs that takes up what another call began.
+size_t lasting_bytes_of(const TableRuns& table) {
+  return Arena::bytes<Pair>(table.num_pairs) +
+         (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0);
+}
+
 }  // namespace
 
 Arena::Arena(size_t bytes) {
@@ -97,7 +103,7 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
   if (batch.num_ids > int64_t(UINT32_MAX))
     fail("a batch has ", batch.num_ids, " ids; at most 4294967295 fit.");
   make_tables(batch, num_rows);
-  if (use == kInWaves) interleave_tables();
+  if (use == kInWaves) make_waves();
   make_chunks(batch);
   std::atomic<int64_t> bad{int64_t(chunks_.size())};
   parallel_tasks(chunks_.size(), [&](int64_t task) {
@@ -107,7 +113,7 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
     const Chunk& chunk = chunks_[bad];
     fail_for_id(batch, chunk.lookup, tables[chunk.table].num_rows, nullptr);
   }
-  make_ranges(use);
+  make_ranges();
   if (use == kSaved) saved_ = empty_buffer({saved_words(ranges.size())}, ScalarType::Long);
   allocate(row_stats != nullptr, use == kSaved);
   if (use != kInWaves) fill(waves.front(), batch, grad, row_stats);
@@ -203,15 +209,23 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
   }
 }
 
-// So that the tables of a wave come from as many places as there are threads: a thread then updates those
-// that it looked up, whose rows are in caches that other threads may be far from.
-void Runs::interleave_tables() {
+// The tables of a wave come from as many places as there are threads, and lie in it in their order: a thread
+// then updates those that it looked up, whose rows are in caches that other threads may be far from.
+void Runs::make_waves() {
   const size_t num_threads = torch::stable::get_num_threads();
   const size_t step = (tables.size() + num_threads - 1) / num_threads;
-  std::vector<TableRuns> order;
-  for (size_t first = 0; first < step; ++first)
-    for (size_t t = first; t < tables.size(); t += step) order.push_back(std::move(tables[t]));
-  tables = std::move(order);
+  size_t bytes = 0;
+  int64_t wave = 0;
+  for (size_t first = 0; first < step; ++first) {
+    for (size_t t = first; t < tables.size(); t += step) {
+      const size_t own_bytes = lasting_bytes_of(tables[t]);
+      if (bytes > 0 && bytes + own_bytes > kWaveBytes * num_threads) ++wave, bytes = 0;
+      bytes += own_bytes;
+      tables[t].wave = wave;
+    }
+  }
+  std::stable_sort(tables.begin(), tables.end(),
+                   [](const TableRuns& a, const TableRuns& b) { return a.wave < b.wave; });
 }
 
 void Runs::make_chunks(const Batch& batch) {
@@ -269,12 +283,6 @@ std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
 
 namespace {
 
-// Of what an update needs that takes up what another call began.
-size_t lasting_bytes_of(const TableRuns& table) {
-  return Arena::bytes<Pair>(table.num_pairs) +
-         (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0);
-}
-
 // How many pairs a range has at least; one with more than four times as many is large.
 int64_t least_pairs(const TableRuns& table) {
   return std::clamp<int64_t>(kRangeBytes / (table.dim * sizeof(float)), 256, 2048);
@@ -304,9 +312,7 @@ void Runs::cut(size_t first_chunk, size_t last_chunk, std::vector<Range>& large,
   }
 }
 
-void Runs::make_ranges(Use use) {
-  const size_t most_bytes = use == kInWaves ? kWaveBytes * torch::stable::get_num_threads() : SIZE_MAX;
-  size_t bytes = 0;
+void Runs::make_ranges() {
   std::vector<Range> large, small;
   Wave wave;
   const auto end_wave = [&] {
@@ -318,15 +324,12 @@ void Runs::make_ranges(Use use) {
     waves.push_back(wave);
     wave.first_table = wave.end_table, wave.first_chunk = wave.end_chunk, wave.first_range = wave.end_range;
     large.clear(), small.clear();
-    bytes = 0;
   };
   for (size_t first = 0, last; first < chunks_.size(); first = last) {
     const int64_t t = chunks_[first].table;
     for (last = first; last < chunks_.size() && chunks_[last].table == t; ++last) {
     }
-    const size_t own_bytes = lasting_bytes_of(tables[t]);
-    if (bytes > 0 && bytes + own_bytes > most_bytes) end_wave();
-    bytes += own_bytes;
+    if (t > wave.first_table && tables[t].wave != tables[t - 1].wave) end_wave();
     wave.end_table = t + 1;
     wave.end_chunk = last;
     cut(first, last, large, small);

@@ -47,6 +47,7 @@ struct TableRuns {
   int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
   int64_t first_pair = 0;            // among those of all tables
   int64_t num_parts = 1, shift = 0;  // a row's part is row >> shift
+  int64_t wave = 0;
   bool slot_per_id = false, scaled = false, pack = false;
   Pair* pairs = nullptr;          // by range; sorted once the range is done
   const float** grads = nullptr;  // by slot
@@ -117,11 +118,11 @@ class Runs {
     int64_t first_count;  // its streams' parts' entries in positions_
   };
   void make_tables(const Batch& batch, const std::vector<int64_t>& num_rows);
-  void interleave_tables();
+  void make_waves();
   void make_chunks(const Batch& batch);
   bool count(const Batch& batch, const Chunk& chunk);
   std::vector<uint32_t> place_parts(size_t first_chunk, size_t last_chunk);
-  void make_ranges(Use use);
+  void make_ranges();
   void cut(size_t first_chunk, size_t last_chunk, std::vector<Range>& large, std::vector<Range>& small);
   const Pair* sorted(const Range& range) const;
   size_t lasting_bytes() const;
