@@ -8,6 +8,7 @@ from meshrec.planner.estimators import CostModel
 from meshrec.planner.highs import INFINITY, Optimum
 from meshrec.planner.problem import Scope
 from meshrec.planner.rank_classes import ClassRelaxation
+from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import MeanRelaxation
 from meshrec.planner.state import Parts, State
 from meshrec.planner.types import ParameterConstraints, Table, Topology
@@ -151,6 +152,9 @@ def test_no_plan_of_the_box_is_left_out(make_tables, profile, seed, num_tables, 
         assert found.admitted_C[[parts.candidate for parts in state.parts_T]].all()
         limits = (found.lower_K, found.upper_K, found.admitted_C)
         assert relaxation.solve_closely(*limits, 1 + 1e-6, 10.0) <= 1 + 1e-6
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RankProgram, "serves", lambda *_: False)
+            assert relaxation.solve_closely(*limits, 1 + 1e-6, 10.0) <= 1 + 1e-6
 
 
 def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):

@@ -121,7 +121,7 @@ class LowerBound:
         no box can be split. Takes not much longer than `seconds`."""
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            if not box.is_closer and self._is_worth_it(float((box.upper_K - box.lower_K).max())):
+            if not box.is_closer and self._is_worth_it(box):
                 self._look_closer(box, seconds)
                 return True
             cut = self._cut(box)
@@ -157,7 +157,10 @@ class LowerBound:
             found = relaxed._replace(bound=max(bound, relaxed.bound))
             self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4], *found[6:]))
 
-    def _is_worth_it(self, width: float) -> bool:
+    def _is_worth_it(self, box: Box) -> bool:
+        if self._relaxation.is_settled_closely(box.admitted_C):
+            return True
+        width = float((box.upper_K - box.lower_K).max())
         return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self._num_closer)
 
     def _look_closer(self, box: Box, seconds: float) -> None:

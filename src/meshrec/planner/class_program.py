@@ -83,6 +83,12 @@ class ClassProgram:
         self._rows = Rows(self.num_columns)
         self._tables_Y = np.bincount(problem.type_T).astype(np.float64)
 
+    @property
+    def on_light_LH(self) -> Ints:
+        """The columns that say how many of each light element are on a class."""
+        on_light_LH: Ints = self._spread[: len(self.light)]
+        return on_light_LH
+
     def build(self) -> LinearProgram:
         """Minimises the cost over the relaxation of plans in the box."""
         for part in (self._count, self._presence, self._nodes, self._loads, self._products):
@@ -256,7 +262,7 @@ class ClassProgram:
         holds as well (Chvatal and Gomory's cuts; see Conforti, Cornuejols and Zambelli, Integer Programming,
         5.2).
         """
-        on_LH = self._spread[: len(self.light)]
+        on_LH = self.on_light_LH
         found: list[tuple[float, int, Floats, float]] = []
         for phase in range(self.num_phases):
             load_L = self.elements.still_EK[self.light, phase]

@@ -176,18 +176,18 @@ class Solver:
         none = np.zeros(self._highs.getNumCol())
         return Optimum(-INFINITY, none, none)
 
-    def solve_whole(self, integer: Bools, seconds: float) -> float:
+    def solve_whole(self, integer: Bools, seconds: float, *, most_nodes: int = _MOST_NODES) -> float:
         """What no solution with whole numbers where `integer` says so can beat: infinite where there is
-        none. Ends after a few nodes of the search, or `seconds`."""
+        none. Ends after `most_nodes` of the search, or `seconds`."""
         columns = np.flatnonzero(integer).astype(np.int32)
         kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), np.uint8)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
         self.set_time(seconds)
         # Plans come from elsewhere: only the bound counts.
         for option, value in (
-            ("mip_max_nodes", _MOST_NODES),
+            ("mip_max_nodes", most_nodes),
             ("mip_heuristic_effort", 0.0),
-            ("mip_detect_symmetry", False),
+            ("mip_detect_symmetry", most_nodes > _MOST_NODES),
             ("mip_allow_restart", False),
             ("simplex_iteration_limit", _ANY),
         ):

@@ -22,6 +22,7 @@ from meshrec.planner.class_program import TIGHT, Box, Classes, ClassProgram
 from meshrec.planner.elements import Elements, find_elements, on_grid
 from meshrec.planner.highs import INFINITY, Optimum, Solver
 from meshrec.planner.problem import Problem
+from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
 
@@ -96,7 +97,9 @@ class ClassRelaxation:
     def solve_closely(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
     ) -> float:
-        """See `Relaxation`: with more classes."""
+        """See `Relaxation`: with each rank told apart, or with more classes."""
+        if self.is_settled_closely(admitted_C):
+            return self._solve_ranks(lower_K, upper_K, admitted_C, cutoff, seconds)
         if not self._are_few(admitted_C):
             return self._mean.solve_closely(lower_K, upper_K, admitted_C, cutoff, seconds)
         box = Box(lower_K, upper_K, cutoff)
@@ -108,6 +111,22 @@ class ClassRelaxation:
         optimum = self._optimum(program, solver)
         self._work += solver.work
         return np.inf if optimum is None else optimum.objective
+
+    def is_settled_closely(self, admitted_C: Bools) -> bool:
+        """See `Relaxation`."""
+        return RankProgram.serves(self._problem, admitted_C)
+
+    def _solve_ranks(
+        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
+    ) -> float:
+        relaxed = self.solve(lower_K, upper_K, admitted_C, cutoff)
+        if relaxed is None:
+            return np.inf
+        candidates, box = np.flatnonzero(relaxed.admitted_C), Box(relaxed.lower_K, relaxed.upper_K, cutoff)
+        program = RankProgram(self._problem, self._elements, candidates, box, scale=self._scale)
+        bound = np.inf if program.is_impossible(seconds) else relaxed.bound
+        self._work += program.work
+        return bound
 
     def _are_few(self, admitted_C: Bools) -> bool:
         """Whether the classes' program is small enough for a box of these candidates."""

@@ -67,6 +67,10 @@ class Relaxation(Protocol):
         counted, or more told apart); infinite where there are none. Takes not much longer than `seconds`."""
         ...
 
+    def is_settled_closely(self, admitted_C: Bools) -> bool:
+        """Whether a closer look at a box of these candidates leaves little to doubt, however wide it is."""
+        ...
+
 
 class MeanRelaxation:
     """T is at least the mean load of each phase, and the largest piece of what a single table uses.
@@ -128,6 +132,10 @@ class MeanRelaxation:
         bound = solver.solve_whole(np.arange(len(self._cost)) < len(self._tables_C), seconds)
         self._work += solver.work
         return bound - MARGIN
+
+    def is_settled_closely(self, admitted_C: Bools) -> bool:
+        """See `Relaxation`."""
+        return False
 
     def _bounds(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> tuple[Floats, Floats]:
         most_C = np.where(admitted_C, self._tables_C, 0.0)
