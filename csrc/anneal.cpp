@@ -108,15 +108,19 @@ class Annealer {
     return p_.fixed_bytes[group] + amount * (p_.bytes[group] - p_.fixed_bytes[group]);
   }
 
-  double norm(int k, double sum) const {
-    return std::pow(std::max(sum, 0.0) / num_ranks_, 1.0 / exponent_) / scale_[k];
+  // The exponent is a power of two, so its root is some square roots.
+  Load norms(const Load& sum) const {
+    Load value;
+    for (int k = 0; k < kPhases; ++k) value[k] = std::max(sum[k], 0.0) / num_ranks_;
+    for (int doubled = 1; doubled < exponent_; doubled *= 2)
+      for (int k = 0; k < kPhases; ++k) value[k] = std::sqrt(value[k]);
+    for (int k = 0; k < kPhases; ++k) value[k] *= size_[k];
+    return value;
   }
 
   void update_weights() {
-    for (int k = 0; k < p_.num_phases; ++k) {
-      norm_[k] = norm(k, sum_[k]);
-      weight_[k] = norm_[k] / std::max(sum_[k], 1e-9) / exponent_;
-    }
+    norm_ = norms(sum_);
+    for (int k = 0; k < kPhases; ++k) weight_[k] = norm_[k] / (std::max(sum_[k], 1e-9) * exponent_);
   }
 
   double weighed(const Load& load) const {
@@ -141,7 +145,8 @@ class Annealer {
       double most = 0, largest = 0;
       for (const auto& load : load_) most = std::max(most, load[k]);
       for (const auto& load : group_load_) largest = std::max(largest, load[k]);
-      scale_[k] = 1 / std::max(most, 1e-3 * largest + 1e-30);
+      size_[k] = std::max(most, 1e-3 * largest + 1e-30);
+      scale_[k] = 1 / size_[k];
     }
     refresh();
   }
@@ -373,7 +378,7 @@ class Annealer {
 
   double smooth() const {
     double total = common_;
-    for (int k = 0; k < p_.num_phases; ++k) total += norm(k, sum_[k]);
+    for (double norm : norms(sum_)) total += norm;
     return total;
   }
 
@@ -505,7 +510,7 @@ class Annealer {
       }
     }
     trial.objective = common_ + p_.common[candidate];
-    for (int k = 0; k < p_.num_phases; ++k) trial.objective += norm(k, sum[k]);
+    for (double norm : norms(sum)) trial.objective += norm;
     return trial;
   }
 
@@ -536,7 +541,7 @@ class Annealer {
   std::vector<uint8_t> holds_, taken_ = std::vector<uint8_t>(num_ranks_, 0);
   std::vector<Load> group_load_, group_fixed_;
   std::vector<Shifted> new_;
-  Load scale_{}, sum_{}, norm_{}, weight_{};
+  Load scale_{}, size_{}, sum_{}, norm_{}, weight_{};
   std::array<int64_t, kPhases> hot_{}, hot_age_{};
   double common_ = 0, common_bytes_ = 0, temperature_ = 0, best_ = 0;
   int exponent_ = kLeastExponent;
