@@ -27,8 +27,14 @@ using Load = std::array<double, kPhases>;
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, int64_t num_ranks, int64_t node_size, double memory_cap, uint64_t seed)
-      : p_(problem), num_ranks_(num_ranks), node_size_(node_size), cap_(memory_cap), random_(seed) {
+  Annealer(const Problem& problem, int64_t num_ranks, int64_t node_size, double memory_cap,
+           double place_share, uint64_t seed)
+      : p_(problem),
+        num_ranks_(num_ranks),
+        node_size_(node_size),
+        cap_(memory_cap),
+        place_share_(place_share),
+        random_(seed) {
     holds_.assign(tables_.size() * num_ranks, 0);
     for (int64_t group = 0; group < p_.count.tensor.numel(); ++group) {
       Load whole{}, still{};
@@ -251,9 +257,11 @@ class Annealer {
 
   void move() {
     const int64_t kind = random_.below(16);
-    if (kind == 0)
-      2 * few_work_ < work_ ? place_few_anew() : place_anew();
-    else if (kind <= 3)
+    if (kind == 0 && place_work_ < place_share_ * work_) {
+      place_work_ -= work_;
+      2 * few_work_ < place_share_* work_ ? place_few_anew() : place_anew();
+      place_work_ += work_;
+    } else if (kind <= 3)
       transfer();
     else
       exchange(kind <= 7);
@@ -531,7 +539,7 @@ class Annealer {
 
   const Problem& p_;
   const int64_t num_ranks_, node_size_;
-  const double cap_;
+  const double cap_, place_share_;
   Random random_;
   std::vector<Load> load_ = std::vector<Load>(num_ranks_, Load{}), power_ = load_;
   std::vector<double> bytes_ = std::vector<double>(num_ranks_, 0.0), cost_ = bytes_;
@@ -545,7 +553,7 @@ class Annealer {
   std::array<int64_t, kPhases> hot_{}, hot_age_{};
   double common_ = 0, common_bytes_ = 0, temperature_ = 0, best_ = 0;
   int exponent_ = kLeastExponent;
-  int64_t work_ = 0, few_work_ = 0;
+  int64_t work_ = 0, few_work_ = 0, place_work_ = 0;
 };
 
 template <class T>
@@ -559,11 +567,11 @@ Tensor vector_to_tensor(const std::vector<T>& values, ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
     std::vector<Tensor> problem_tensors, const Tensor& candidates, const Tensor& starts, const Tensor& groups,
     const Tensor& ranks, const Tensor& amounts, int64_t num_ranks, int64_t node_size, double memory_cap,
-    int64_t max_work, double seconds, double hot, double cold, int64_t seed) {
+    int64_t max_work, double seconds, double hot, double cold, double place_share, int64_t seed) {
   if (problem_tensors.size() != 15)
     fail("plan_anneal: the problem has 15 tensors, got ", problem_tensors.size());
   const Problem problem(problem_tensors);
-  Annealer annealer(problem, num_ranks, node_size, memory_cap, seed);
+  Annealer annealer(problem, num_ranks, node_size, memory_cap, place_share, seed);
   const Ints candidate(candidates), start(starts), group(groups), rank(ranks);
   const Doubles amount(amounts);
   for (int64_t table = 0; table < candidates.numel(); ++table) {

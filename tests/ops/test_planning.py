@@ -38,7 +38,9 @@ def all_on(rank, count):
     return Assignment(index, np.arange(count + 1), index, np.full(count, rank), np.ones(count))
 
 
-def run(problem, assignment, num_ranks, *, node_size=1, memory_cap=1e9, max_work=200_000, seed=0):
+def run(
+    problem, assignment, num_ranks, *, node_size=1, memory_cap=1e9, max_work=200_000, seed=0, place_share=1.0
+):
     return anneal(
         problem,
         assignment,
@@ -47,6 +49,7 @@ def run(problem, assignment, num_ranks, *, node_size=1, memory_cap=1e9, max_work
         memory_cap=memory_cap,
         max_work=max_work,
         seconds=60.0,
+        place_share=place_share,
         seed=seed,
     )
 
@@ -86,6 +89,9 @@ def test_a_better_split_is_found():
     assert found.assignment.candidate_T.tolist() == [1]
     assert sorted(found.assignment.rank_N.tolist()) == [0, 1, 2, 3]
     assert found.seconds == pytest.approx(1.0)
+    still_whole = run(problem, start, 4, place_share=0.0)
+    assert still_whole.assignment.candidate_T.tolist() == [0]
+    assert still_whole.work > 0
 
 
 def test_parts_of_whole_nodes_stay_whole():
@@ -143,5 +149,5 @@ def test_a_problem_has_fifteen_arrays():
     tensors = [torch.zeros(1)] * 3
     with pytest.raises(ValueError, match="plan_anneal: the problem has 15 tensors, got 3"):
         torch.ops.meshrec.plan_anneal(
-            tensors, *tensors, tensors[0], tensors[0], 1, 1, 1.0, 1, 1.0, 0.1, 0.01, 0
+            tensors, *tensors, tensors[0], tensors[0], 1, 1, 1.0, 1, 1.0, 0.1, 0.01, 1.0, 0
         )

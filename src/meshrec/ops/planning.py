@@ -74,11 +74,13 @@ def anneal(
     seconds: float,
     hot: float = 0.3,
     cold: float = 3e-4,
+    place_share: float = 1.0,
     seed: int = 0,
 ) -> Annealed:
     """Moves, exchanges, resizes and re-splits pieces at a falling temperature, from `hot` to `cold` (in mean
     loads of a rank), and returns the best plan seen; never one that is slower than `assignment`, which must
-    fit into `memory_cap` bytes per rank.
+    fit into `memory_cap` bytes per rank. `place_share`: the largest part of the work that looks at all ranks,
+    to place or split a table anew; the rest moves one piece or exchanges two.
 
     The same input gives the same plan unless `seconds` run out before `max_work`. Without compiled kernels
     the plan comes back as it is.
@@ -93,6 +95,7 @@ def anneal(
         seconds,
         hot,
         cold,
+        place_share,
         seed,
     )
     *arrays, figures = (tensor.numpy() for tensor in result)

@@ -25,9 +25,16 @@ class Annealer:
         return can_anneal and problem.load_PK.shape[1] <= MOST_PHASES
 
     def improve(
-        self, parts_T: Sequence[Parts], *, max_work: int, seconds: float, hot: float, seed: int
+        self,
+        parts_T: Sequence[Parts],
+        *,
+        max_work: int,
+        seconds: float,
+        hot: float,
+        seed: int,
+        place_share: float = 1.0,
     ) -> tuple[list[Parts], int]:
-        """A plan that is no slower than `parts_T`, and the work it took."""
+        """A plan that is no slower than `parts_T`, and the work it took; see `anneal`."""
         found: Annealed = anneal(
             self._arrays,
             _assignment(parts_T),
@@ -37,6 +44,7 @@ class Annealer:
             max_work=max_work,
             seconds=seconds,
             hot=hot,
+            place_share=place_share,
             seed=seed,
         )
         return _parts(found.assignment), found.work

@@ -28,6 +28,9 @@ _CLOSE = 1.02
 _HOTS, _HOTS_OF_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015)
 """Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
 tables go together in few ways, and short hot attempts find them; many kinds need patience."""
+_PLACE_SHARE, _PLACE_SHARE_OF_MANY = 1.0, 0.05
+"""The most of the annealing's work that places tables anew. With many ranks one such move costs as much as
+hundreds of exchanges, and it is these that pack many kinds of tables."""
 _FEW_CANDIDATES = 2000
 
 
@@ -66,6 +69,7 @@ class Search:
         few = len(problem.type_C) <= _FEW_CANDIDATES
         self._hots = _HOTS if few else _HOTS_OF_MANY
         self._moves_per_piece = _MOVES_PER_PIECE if few else _MOVES_PER_PIECE_OF_MANY
+        self._place_share = _PLACE_SHARE if few else _PLACE_SHARE_OF_MANY
         self._first_T: list[Parts] = []
         self._seconds_by_hot: dict[float, float] = {}
         self._random = np.random.default_rng(0)
@@ -127,7 +131,14 @@ class Search:
         moves = min(max(_LEAST_MOVES, self._moves_per_piece * pieces), int(left))
         seconds = max(0.0, self._deadline - time.perf_counter())
         self._seed += 1
-        found, work = annealer.improve(parts_T, max_work=moves, seconds=seconds, hot=hot, seed=self._seed)
+        found, work = annealer.improve(
+            parts_T,
+            max_work=moves,
+            seconds=seconds,
+            hot=hot,
+            seed=self._seed,
+            place_share=self._place_share,
+        )
         self.work += _WORK_PER_MOVE * work
         state = self._state_of(found)
         if state.seconds < self.seconds * _CLOSE and not self.is_spent:
