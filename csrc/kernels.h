@@ -85,7 +85,8 @@ struct RunArgs {
   const float* const* grads;  // by slot
   const float* scales;        // by slot, or null for 1
   int64_t dim;
-  float* scratch;  // kScratchRows * padded(dim) floats
+  bool from_memory;  // more rows than the caches hold
+  float* scratch;    // kScratchRows * padded(dim) floats
 };
 
 struct UpdateArgs {

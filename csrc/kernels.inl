@@ -96,11 +96,13 @@ constexpr int64_t kPairsAhead = 16;  // their rows and gradients are on their wa
 constexpr int64_t kRowsAhead = 256;  // those rows, partly of the next range, are on their way to L2
 
 inline int64_t rows_announced(const RunArgs& a) {
+  if (!a.from_memory) return INT32_MAX;
   return a.num_pairs < kRowsAhead ? a.num_pairs : kRowsAhead;
 }
-// Calls touch(row, locality) for the rows of the pairs that come: well before their turn to L2, then to L1.
-// The rows of the next range arrive while this one is worked on and that one is sorted: the memory is never
-// idle. Another thread may be sorting it already; what is read of it only says what to prefetch.
+// Calls touch(row, locality) for the rows of the pairs that come: to L1, and where they come from memory well
+// before that to L2. The rows of the next range then arrive while this one is worked on and that one is
+// sorted: the memory is never idle. Another thread may be sorting it already; what is read of it only says
+// what to prefetch.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
   const int64_t far = i + rows_announced(a);

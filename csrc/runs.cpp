@@ -192,6 +192,7 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
     table.num_pairs += lookup.num_ids;
     table.slot_per_id |= lookup.pooling == kNone || batch.sample_weights != nullptr;
   }
+  int64_t row_bytes = 0;
   for (TableRuns& table : tables) {
     table.scaled = batch.sample_weights != nullptr;
     bool strided = false;
@@ -206,7 +207,9 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
     // sets.
     table.pack = strided && table.num_pairs > 2 * table.num_grads;
     table.first_pair = std::exchange(num_pairs, num_pairs + table.num_pairs);
+    row_bytes += std::min(table.num_pairs, table.num_rows) * table.dim * int64_t(sizeof(float));
   }
+  rows_from_memory_ = !prefetch_to_l1() || outgrows_caches(row_bytes / 2);
 }
 
 // The tables of a wave come from as many places as there are threads, and lie in it in their order: a thread
@@ -469,6 +472,7 @@ RunArgs Runs::arguments(int64_t index, float* scratch, bool sort_now) const {
           table.grads,
           table.scales,
           table.dim,
+          rows_from_memory_,
           scratch};
 }
 

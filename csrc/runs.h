@@ -138,6 +138,7 @@ class Runs {
   std::unique_ptr<Arena> arena_;
   std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][three numbers][ranges]
   bool is_loaded_ = false;
+  bool rows_from_memory_ = false;
 };
 
 // Scratch rows for one task, kept by its thread.
