@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kSpareBytes = size_t(64) << 20;
-constexpr int64_t kChunkIds = 1 << 12;
+constexpr int64_t kLeastChunk = 1 << 12, kMostChunk = 1 << 14;  // ids
 constexpr int64_t kStreams = 4;
 constexpr int64_t kRowsAhead = 8;   // of the gradient, while it is packed
 constexpr int64_t kMaxParts = 256;  // as many places are written at a time
@@ -23,7 +23,7 @@ constexpr size_t kRangeBytes = size_t(128)
 constexpr size_t kWaveBytes = size_t(1)
                               << 20;  // per thread, of pairs and packed gradients: about an L2 cache
 constexpr size_t kKeptPairs = size_t(1) << 20;
-constexpr int64_t kSavedNumbers = 3;  // of ranges, of large ones, and of runs
+constexpr int64_t kSavedNumbers = 2;  // of ranges and of runs
 
 // Of the thread, where a step's buffers are not kept.
 thread_local Memory spare_memory;
@@ -152,7 +152,6 @@ int64_t Runs::saved_words(int64_t num_ranges) const {
 Tensor Runs::save() {
   auto* word = static_cast<int64_t*>(saved_->mutable_data_ptr()) + lasting_bytes() / sizeof(int64_t);
   *word++ = ranges.size();
-  *word++ = waves.front().num_large;
   *word++ = num_runs;
   std::copy(ranges.begin(), ranges.end(), reinterpret_cast<Range*>(word));
   return *saved_;
@@ -169,9 +168,8 @@ void Runs::load(const Tensor& saved) {
   ranges.resize(word[0]);
   waves = {{.end_table = int64_t(tables.size()),
             .end_chunk = int64_t(chunks_.size()),
-            .end_range = int64_t(ranges.size()),
-            .num_large = word[1]}};
-  num_runs = word[2];
+            .end_range = int64_t(ranges.size())}};
+  num_runs = word[1];
   std::copy_n(reinterpret_cast<const Range*>(word + kSavedNumbers), ranges.size(), ranges.begin());
 }
 
@@ -233,6 +231,8 @@ void Runs::make_waves() {
 
 void Runs::make_chunks(const Batch& batch) {
   int64_t num_counts = 0;
+  const int64_t chunk_ids =
+      std::clamp(batch.num_ids / (4 * torch::stable::get_num_threads()), kLeastChunk, kMostChunk);
   for (size_t t = 0; t < tables.size(); ++t) {
     TableRuns& table = tables[t];
     const size_t first_chunk = chunks_.size();
@@ -240,7 +240,7 @@ void Runs::make_chunks(const Batch& batch) {
     for (int64_t l : table.lookups) {
       const Lookup& lookup = batch.lookups[l];
       const int64_t parts =
-          std::clamp<int64_t>(lookup.num_ids / kChunkIds, 1, std::max<int64_t>(1, lookup.num_bags));
+          std::clamp<int64_t>(lookup.num_ids / chunk_ids, 1, std::max<int64_t>(1, lookup.num_bags));
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t first = lookup.first_bag + lookup.num_bags * part / parts;
         const int64_t last = lookup.first_bag + lookup.num_bags * (part + 1) / parts;
@@ -299,7 +299,7 @@ bool is_large(const Range& range, const TableRuns& table) {
 
 // The ranges of one table's chunks. Parts lie in order, in a part the chunks' streams in order; neighbouring
 // parts make a range. A part with many pairs, of hot rows, is a range of its own.
-void Runs::cut(size_t first_chunk, size_t last_chunk, std::vector<Range>& large, std::vector<Range>& small) {
+void Runs::cut(size_t first_chunk, size_t last_chunk) {
   const int64_t t = chunks_[first_chunk].table;
   const TableRuns& table = tables[t];
   const std::vector<uint32_t> ends = place_parts(first_chunk, last_chunk);
@@ -308,25 +308,26 @@ void Runs::cut(size_t first_chunk, size_t last_chunk, std::vector<Range>& large,
     const int64_t position = ends[part];
     if (position - begin < least_pairs(table) && (part + 1 < table.num_parts || position == begin)) continue;
     const int64_t end_row = std::min(table.num_rows, (part + 1) << table.shift);
-    const Range range{t, begin, position, first_part << table.shift, end_row, 0};
-    (is_large(range, table) ? large : small).push_back(range);
+    ranges.push_back({t, begin, position, first_part << table.shift, end_row, 0});
     begin = position;
     first_part = part + 1;
   }
 }
 
 void Runs::make_ranges() {
-  std::vector<Range> large, small;
   Wave wave;
   const auto end_wave = [&] {
-    std::stable_sort(large.begin(), large.end(),
-                     [](const Range& a, const Range& b) { return a.end - a.begin > b.end - b.begin; });
-    for (const auto* part : {&large, &small}) ranges.insert(ranges.end(), part->begin(), part->end());
-    wave.num_large = large.size();
     wave.end_range = ranges.size();
+    const std::vector<int64_t> begins = sections(wave.first_range, wave.end_range);
+    for (size_t s = 0; s + 1 < begins.size(); ++s) {
+      const auto small =
+          std::stable_partition(ranges.begin() + begins[s], ranges.begin() + begins[s + 1],
+                                [&](const Range& range) { return is_large(range, tables[range.table]); });
+      std::stable_sort(ranges.begin() + begins[s], small,
+                       [](const Range& a, const Range& b) { return a.end - a.begin > b.end - b.begin; });
+    }
     waves.push_back(wave);
     wave.first_table = wave.end_table, wave.first_chunk = wave.end_chunk, wave.first_range = wave.end_range;
-    large.clear(), small.clear();
   };
   for (size_t first = 0, last; first < chunks_.size(); first = last) {
     const int64_t t = chunks_[first].table;
@@ -335,9 +336,25 @@ void Runs::make_ranges() {
     if (t > wave.first_table && tables[t].wave != tables[t - 1].wave) end_wave();
     wave.end_table = t + 1;
     wave.end_chunk = last;
-    cut(first, last, large, small);
+    cut(first, last);
   }
   end_wave();
+}
+
+// Where each thread's share of the ranges begins, by their pairs, and where the last one ends.
+std::vector<int64_t> Runs::sections(int64_t first_range, int64_t end_range) const {
+  const auto pairs_of = [](const Range& range) { return range.end - range.begin; };
+  int64_t num_left = 0;
+  for (int64_t k = first_range; k < end_range; ++k) num_left += pairs_of(ranges[k]);
+  std::vector<int64_t> begins{first_range};
+  int64_t range = first_range;
+  const int64_t num_threads = std::min<int64_t>(torch::stable::get_num_threads(), end_range - first_range);
+  for (int64_t thread = std::max<int64_t>(1, num_threads); thread > 0; --thread) {
+    const int64_t rest = num_left - num_left / thread;
+    for (; range < end_range && num_left > rest; ++range) num_left -= pairs_of(ranges[range]);
+    begins.push_back(range);
+  }
+  return begins;
 }
 
 size_t Runs::lasting_bytes() const {

@@ -70,7 +70,6 @@ struct Wave {
   int64_t first_table = 0, end_table = 0;
   int64_t first_chunk = 0, end_chunk = 0;
   int64_t first_range = 0, end_range = 0;
-  int64_t num_large = 0;  // of its ranges: its first
 };
 
 class Runs {
@@ -96,8 +95,7 @@ class Runs {
   // Runs work(index) for the wave's ranges, in parallel.
   template <typename Work>
   void for_ranges(const Wave& wave, const Work& work) const {
-    parallel_tasks(wave.end_range - wave.first_range, wave.num_large,
-                   [&](int64_t task) { work(wave.first_range + task); });
+    parallel_sections(sections(wave.first_range, wave.end_range), work);
   }
   // Sorts the range's pairs by row, stably.
   void sort(const Range& range) const;
@@ -106,7 +104,7 @@ class Runs {
   RunArgs arguments(int64_t range, float* scratch, bool sort_now = false) const;
 
   std::vector<TableRuns> tables;
-  std::vector<Range> ranges;  // wave by wave: the large ones first, then table by table
+  std::vector<Range> ranges;  // wave by wave, table by table; of a thread's share the large ones first
   std::vector<Wave> waves;
   int64_t num_pairs = 0;
   int64_t num_runs = 0;  // once they are counted
@@ -123,7 +121,8 @@ class Runs {
   bool count(const Batch& batch, const Chunk& chunk);
   std::vector<uint32_t> place_parts(size_t first_chunk, size_t last_chunk);
   void make_ranges();
-  void cut(size_t first_chunk, size_t last_chunk, std::vector<Range>& large, std::vector<Range>& small);
+  void cut(size_t first_chunk, size_t last_chunk);
+  std::vector<int64_t> sections(int64_t first_range, int64_t end_range) const;
   const Pair* sorted(const Range& range) const;
   size_t lasting_bytes() const;
   int64_t saved_words(int64_t num_ranges) const;

@@ -30,61 +30,55 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Hands out the tasks [0, num_tasks): the first num_large of them one by one to whoever comes, the others in
-// sections. A thread begins with a section of its own, so that neighbouring tasks, and the same tasks of two
-// loops, tend to meet the same caches; then it helps with the others' sections.
+// Hands out tasks in sections. A thread begins with a section of its own, so that neighbouring tasks, and the
+// same tasks of two loops, tend to meet the same caches; then it helps with the others' sections.
 class Dealer {
  public:
-  Dealer(int64_t num_tasks, int64_t num_large, int64_t num_threads)
-      : num_large_(num_large), num_small_(num_tasks - num_large), next_(num_threads + 1) {
-    for (int64_t s = 0; s < num_threads; ++s) next_[s].task = first(s);
-    next_.back().task = 0;
+  // begins: each section's first task, and where the last section ends.
+  explicit Dealer(const std::vector<int64_t>& begins) : next_(begins.size() - 1) {
+    for (size_t s = 0; s < next_.size(); ++s) next_[s].task = begins[s], next_[s].end = begins[s + 1];
   }
 
   // The next task for a thread, or -1.
-  int64_t take(int64_t thread) {
-    const int64_t num_threads = next_.size() - 1;
-    int64_t task = take_from(num_threads, num_large_);
-    for (int64_t k = 0; task < 0 && k < num_threads; ++k) {
-      const int64_t section = (thread + k) % num_threads;
-      task = take_from(section, first(section + 1));
+  int64_t take(size_t thread) {
+    for (size_t k = 0; k < next_.size(); ++k) {
+      Next& next = next_[(thread + k) % next_.size()];
+      if (next.task.load() >= next.end) continue;
+      const int64_t task = next.task.fetch_add(1);
+      if (task < next.end) return task;
     }
-    return task;
+    return -1;
   }
 
  private:
   struct alignas(64) Next {
     std::atomic<int64_t> task;
+    int64_t end;
   };
-  int64_t first(int64_t section) const {
-    return num_large_ + num_small_ * section / (int64_t(next_.size()) - 1);
-  }
-  int64_t take_from(int64_t section, int64_t end) {
-    if (next_[section].task.load() >= end) return -1;
-    const int64_t task = next_[section].task.fetch_add(1);
-    return task < end ? task : -1;
-  }
-
-  int64_t num_large_, num_small_;
-  std::vector<Next> next_;  // of each section, and of the large tasks
+  std::vector<Next> next_;
 };
 
-// Runs work(task) for every task in [0, num_tasks); results must not depend on who runs what.
+// Runs work(task) for every task of the sections that begin so (see Dealer), with a thread for each; results
+// must not depend on who runs what.
 template <typename Work>
-void parallel_tasks(int64_t num_tasks, int64_t num_large, const Work& work) {
-  const int64_t num_threads =
-      std::max<int64_t>(1, std::min<int64_t>(torch::stable::get_num_threads(), num_tasks));
-  Dealer dealer(num_tasks, num_large, num_threads);
+void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {
+  Dealer dealer(begins);
   const auto serve = [&](int64_t thread) {
     for (int64_t task = dealer.take(thread); task >= 0; task = dealer.take(thread)) work(task);
   };
+  const int64_t num_threads = begins.size() - 1;
   if (num_threads == 1) return serve(0);
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) { serve(thread); });
 }
 
+// So for the tasks [0, num_tasks), in sections of one length.
 template <typename Work>
 void parallel_tasks(int64_t num_tasks, const Work& work) {
-  parallel_tasks(num_tasks, 0, work);
+  const int64_t num_threads =
+      std::max<int64_t>(1, std::min<int64_t>(torch::stable::get_num_threads(), num_tasks));
+  std::vector<int64_t> begins;
+  for (int64_t s = 0; s <= num_threads; ++s) begins.push_back(num_tasks * s / num_threads);
+  parallel_sections(begins, work);
 }
 
 inline void atomic_min(std::atomic<int64_t>& target, int64_t value) {
