@@ -70,11 +70,21 @@ def test_cuts_leave_no_parts_of_tables(profile):
         box = Box(0 * one_K, room * one_K, 5.0)
         program = ClassProgram(problem, elements, np.array([0]), classes, box, scale=scale)
         solver = Solver(program.build())
-        rows = program.cuts(solver.solve().x, 10)
-        assert (rows is not None) == is_cut
-        if rows is not None:
+        cuts = program.cuts(solver.solve().x, 10)
+        assert bool(cuts) == is_cut
+        if cuts:
+            rows, found = program.rows([*cuts, cuts[0]._replace(name=1)])
+            assert found == cuts
             solver.add_rows(rows)
             assert solver.solve() is None
+
+
+def test_variables_and_rows_have_their_own_keys(solver_of):
+    program, solver = solver_of((1.5, 2.0, 5.0))
+    key_N = program.keys([])
+    assert len(np.unique(key_N)) == len(key_N)
+    solver.solve()
+    assert len(key_N) == len(solver.basis())
 
 
 def test_a_node_takes_the_whole_of_its_tables(profile):

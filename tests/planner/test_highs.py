@@ -58,12 +58,21 @@ def test_rows_add_up_what_shares_a_place():
 
 
 def test_rows_can_be_added(program):
-    solver = Solver(program, presolve=False)
+    solver = Solver(program, as_is=True)
     assert solver.solve().objective == pytest.approx(-3.5)
     rows = Rows(2)
     rows.add(np.array([1, 0]), np.array([1.0, 1.0]), -INFINITY, 2.0)
     solver.add_rows(rows)
     assert solver.solve().objective == pytest.approx(-2.0)
+
+
+def test_a_basis_is_where_another_solution_starts(program):
+    first = Solver(program, as_is=True)
+    optimum = first.solve()
+    again = Solver(program, as_is=True)
+    again.set_basis(first.basis())
+    assert again.solve().objective == optimum.objective
+    assert again.work < first.work
 
 
 def test_what_is_not_settled_is_not_infeasible(program, monkeypatch):

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshrec.planner.enumerators import build_problem
@@ -55,7 +55,7 @@ def test_a_program_that_cannot_be_solved_leaves_the_mean(make_tables, profile, m
     problem = problem_of(make_tables(5, 0), profile, ["table_wise", "row_wise"], 4)
     upper_K = np.maximum(1.2 * problem.largest_load_CK().max(axis=0), 1e-9)
     failed = Optimum(-INFINITY, np.zeros(1), np.zeros(1))
-    monkeypatch.setattr(ClassRelaxation, "_optimum", lambda *_: failed)
+    monkeypatch.setattr(ClassRelaxation, "_optimum", lambda *_: (failed, None))
     classes, _ = both(problem, np.zeros(len(upper_K)), upper_K)
     assert classes.bound > 0
     assert classes.share_C.sum() == pytest.approx(5)
@@ -122,6 +122,7 @@ def any_parts(problem, kind, generator):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 5), st.sampled_from([(4, 4), (4, 2), (6, 3)]), st.booleans())
+@example(4552, 2, (4, 4), False)
 def test_no_plan_of_the_box_is_left_out(make_tables, profile, seed, num_tables, ranks, twins):
     """Any plan, uneven cuts and all, costs the bound at least, and stays in the narrowed box."""
     generator = np.random.default_rng(seed)
@@ -150,11 +151,21 @@ def test_no_plan_of_the_box_is_left_out(make_tables, profile, seed, num_tables, 
         assert (found.lower_K <= slowest_K + 1e-6).all()
         assert (slowest_K <= found.upper_K + 1e-6).all()
         assert found.admitted_C[[parts.candidate for parts in state.parts_T]].all()
-        limits = (found.lower_K, found.upper_K, found.admitted_C)
-        assert relaxation.solve_closely(*limits, 1 + 1e-6, 10.0) <= 1 + 1e-6
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RankProgram, "serves", lambda *_: False)
-            assert relaxation.solve_closely(*limits, 1 + 1e-6, 10.0) <= 1 + 1e-6
+        for serves in (RankProgram.serves, lambda *_: False):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(RankProgram, "serves", serves)
+                closer = relaxation.solve_closely(found, 1 + 1e-6, 10.0)
+            assert closer is not None
+            assert closer.bound <= 1 + 1e-6
+        # What a box's program left over makes its parts neither better nor worse.
+        middle_K = (found.lower_K + found.upper_K) / 2
+        for limits in ((found.lower_K, middle_K), (middle_K, found.upper_K)):
+            parts = [
+                relaxation.solve(*limits, found.admitted_C, 1 + 1e-6, start) for start in (None, found.start)
+            ]
+            assert (parts[0] is None) == (parts[1] is None)
+            if parts[0] is not None:
+                assert parts[0].bound == pytest.approx(parts[1].bound, rel=1e-5)
 
 
 def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
@@ -166,6 +177,6 @@ def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
     everything = np.ones(len(problem.type_C), bool)
     relaxation = ClassRelaxation(problem, everything, scale)
     lower_K, upper_K = one_K / scale, 1.99 * one_K / scale
-    assert relaxation.solve_closely(lower_K, upper_K, everything, 1.0, 10.0) == np.inf
-    assert relaxation.solve_closely(lower_K, 2 * one_K / scale, everything, 1.0, 10.0) <= 1.0
+    assert relaxation.solve(lower_K, upper_K, everything, 1.0) is None
+    assert relaxation.solve(lower_K, 2 * one_K / scale, everything, 1.0 + 1e-6).bound <= 1.0 + 1e-6
     assert relaxation.work > 0

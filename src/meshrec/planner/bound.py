@@ -18,8 +18,9 @@ import numpy as np
 from meshrec.planner.highs import INFINITY
 from meshrec.planner.problem import Problem
 from meshrec.planner.rank_classes import ClassRelaxation
-from meshrec.planner.relaxation import MeanRelaxation, Relaxation
+from meshrec.planner.relaxation import MeanRelaxation, Relaxation, Relaxed
 from meshrec.planner.types import Bools, Floats
+from meshrec.planner.warm_start import WarmStart
 
 _LEAST_CUT = 1e-4
 _NARROW, _WIDE, _LEAST_WIDTH = 8e-3, 5e-2, 1e-4
@@ -30,17 +31,17 @@ _SAME = 1e-7
 
 
 class Box(NamedTuple):
-    """A node of the search: limits of T, and the relaxation's solution within them."""
+    """A node of the search: limits of T, and the relaxation's solution within them; see `Relaxed`."""
 
     bound: float
-    lower_K: Floats
-    upper_K: Floats
     share_C: Floats
     slowest_K: Floats
     cut_at_K: Floats
+    lower_K: Floats
+    upper_K: Floats
     admitted_C: Bools
-    """The candidates that plans of the box below the goal can use."""
     error_K: Floats
+    start: WarmStart | None
     is_closer: bool = False
     """Whether the bound is that of a closer look (see `Relaxation.solve_closely`)."""
 
@@ -131,8 +132,8 @@ class LowerBound:
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
             upper_K[cut.phase] = cut.at_most
             lower_K[cut.phase] = cut.at_least
-            self._open(box.bound, box.lower_K, upper_K, box.admitted_C)
-            self._open(box.bound, lower_K, box.upper_K, box.admitted_C)
+            self._open(box.bound, box.lower_K, upper_K, box.admitted_C, box.start)
+            self._open(box.bound, lower_K, box.upper_K, box.admitted_C, box.start)
             return True
         return False
 
@@ -146,16 +147,22 @@ class LowerBound:
             cut_at_K=box.cut_at_K * scale,
         )
 
-    def _open(self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> None:
+    def _open(
+        self,
+        bound: float,
+        lower_K: Floats,
+        upper_K: Floats,
+        admitted_C: Bools,
+        start: WarmStart | None = None,
+    ) -> None:
         # No phase can take what all others leave of the goal.
         upper_K = np.minimum(upper_K, self._goal - lower_K.sum() + lower_K)
         if (lower_K > upper_K).any():
             return
-        relaxed = self._relaxation.solve(lower_K, upper_K, admitted_C, self._goal)
+        relaxed = self._relaxation.solve(lower_K, upper_K, admitted_C, self._goal, start)
         self.num_solves += 1
         if relaxed is not None:
-            found = relaxed._replace(bound=max(bound, relaxed.bound))
-            self._push(Box(found.bound, found.lower_K, found.upper_K, *found[1:4], *found[6:]))
+            self._push(Box(*relaxed._replace(bound=max(bound, relaxed.bound))))
 
     def _is_worth_it(self, box: Box) -> bool:
         if self._relaxation.is_settled_closely(box.admitted_C):
@@ -164,13 +171,13 @@ class LowerBound:
         return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self._num_closer)
 
     def _look_closer(self, box: Box, seconds: float) -> None:
-        limits = (box.lower_K, box.upper_K, box.admitted_C)
-        bound = self._relaxation.solve_closely(*limits, self._goal, seconds)
+        relaxed = self._relaxation.solve_closely(Relaxed(*box[:-1]), self._goal, seconds)
         self.num_solves += 1
         self._num_closer += 1
-        self._num_closed += bound >= self._goal
-        if bound < self._goal:
-            self._push(box._replace(bound=max(box.bound, bound), is_closer=True))
+        if relaxed is None or relaxed.bound >= self._goal:
+            self._num_closed += 1
+        else:
+            self._push(Box(*relaxed, is_closer=True))
 
     def _push(self, box: Box) -> None:
         heapq.heappush(self._heap, (box.bound, next(self._count), box))

@@ -3,6 +3,7 @@
 C candidates, H classes, E light elements and V splits (L = E + V of what is spread over classes), K phases.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +13,15 @@ from meshrec.planner.highs import INFINITY, LinearProgram, Rows
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import add_largest
 from meshrec.planner.types import Floats, Ints
+from meshrec.planner.warm_start import FIRST_ROW, ClassCut, key
 
 TIGHT = 1 + 1e-9
 _MOST_FACTOR, _MOST_WEIGHT = 8, 200.0
 """Of cuts: what an element counts for that they are made for, and a whole rank."""
 _LEAST_EXCESS = 1e-4
 _ROUNDING = 1e-7
+_NAMES, _CODE = 1 << 24, 7_920_007
+"""Of classes: two that have the same by chance only begin badly."""
 
 
 class Classes(NamedTuple):
@@ -81,6 +85,10 @@ class ClassProgram:
             + np.arange(self.num_classes)
         )
         self._rows = Rows(self.num_columns)
+        code_G = (classes.heavy + 1) ** 5 * _CODE % _NAMES
+        self._name_H = classes.heavy_HG @ code_G % _NAMES
+        self._name_S = self._kinds_SG @ code_G % _NAMES
+        self._in_node = classes.heavy[self._kinds_SG.any(axis=0)]
         self._tables_Y = np.bincount(problem.type_T).astype(np.float64)
 
     @property
@@ -100,6 +108,27 @@ class ClassProgram:
         self._rows.add(np.arange(len(self.candidates)), bytes_C, -INFINITY, 1.0)
         self._rows.add(np.flatnonzero(cost), cost[cost != 0], -INFINITY, self.box.cutoff)
         return self._rows.program(cost, *self._bounds())
+
+    def keys(self, cuts: Sequence[ClassCut]) -> Ints:
+        """What tells the variables and the rows, those of `cuts` last, apart in all programs of a way."""
+        names, nodes, phases = self._name_H[:, None], self._name_S, np.arange(self.num_phases)
+        split = self.split[:, None]
+        element_V = self.elements.element_V[self.split]
+        heavy = [element for element in self._in_node if (element_V == element).any()]
+        num_largest = int((self._tables_Y == 1).sum()) * self.num_phases
+        parts: tuple[tuple[int, Ints | int, Ints | int], ...] = (
+            *((0, self.candidates, 0), (1, self._name_H, 0), (2, nodes, 0)),
+            *((3, self.light[:, None], self._name_H), (4, split, self._name_H)),
+            *((5, names, phases), (6, phases, 0)),
+            *((FIRST_ROW, np.arange(len(self._tables_Y)), 0), (17, 0, 0)),
+            *((18, self.classes.heavy, 0), (18, self.light, 0), (19, self.split, 0)),
+            *((20, split, self._name_H), (21, nodes, 0)),
+            *((22, nodes, element) for element in heavy),
+            *((kind, names, phases) for kind in range(23, 28)),
+            *((28, phases, 0), (29, np.arange(num_largest), 0), (30, np.arange(2), 0)),
+            *((31, cut.name, int(1e3 * cut.factor) * self.num_phases + cut.phase) for cut in cuts),
+        )
+        return np.concatenate([key(kind, first, second) for kind, first, second in parts])
 
     def _cost(self) -> Floats:
         cost = np.zeros(self.num_columns)
@@ -254,8 +283,8 @@ class ClassProgram:
             np.zeros(len(hk)),
         )
 
-    def cuts(self, x: Floats, most: int) -> Rows | None:
-        """The rows, `most` of them, that `x` violates most, and no plan does; None where there are none.
+    def cuts(self, x: Floats, most: int) -> list[ClassCut]:
+        """The rows, `most` of them, that `x` violates most, and no plan does.
 
         What lies on a rank as one fits: sum_e load_e n_e <= room = upper - load of the class. So for any
         factor, sum_e floor(factor load_e) n_e <= floor(factor room), and the sum over the ranks of the class
@@ -263,27 +292,39 @@ class ClassProgram:
         5.2).
         """
         on_LH = self.on_light_LH
-        found: list[tuple[float, int, Floats, float]] = []
+        used = x[on_LH].sum(axis=1) > _LEAST_EXCESS
+        ranks_H = x[self.first_class : self.first_node]
+        found: list[tuple[float, ClassCut]] = []
         for phase in range(self.num_phases):
-            load_L = self.elements.still_EK[self.light, phase]
-            factor_Q = _factors(load_L[x[on_LH].sum(axis=1) > _LEAST_EXCESS], float(self.box.upper_K[phase]))
+            load_L = self.elements.still_EK[self.light[used], phase]
+            factor_Q = _factors(load_L, float(self.box.upper_K[phase]))
             if not len(factor_Q):
                 continue
-            room_H = self.box.upper_K[phase] - self.classes.load_HK[:, phase] + _ROUNDING
-            weight_QL = np.floor(factor_Q[:, None] * load_L + 1e-8)
-            limit_QH = np.floor(factor_Q[:, None] * room_H + 1e-5)
-            ranks_H = x[self.first_class : self.first_node]
-            excess_QH = (weight_QL @ x[on_LH] - limit_QH * ranks_H) / factor_Q[:, None]
+            weight_QL, limit_QH = self._rounded(phase, factor_Q, load_L)
+            excess_QH = (weight_QL @ x[on_LH[used]] - limit_QH * ranks_H) / factor_Q[:, None]
             for kind, best in enumerate(excess_QH.argmax(axis=0)):
                 if excess_QH[best, kind] > _LEAST_EXCESS:
-                    limit = float(limit_QH[best, kind])
-                    found.append((float(excess_QH[best, kind]), kind, weight_QL[best], limit))
-        found.sort(key=lambda cut: -cut[0])
-        rows = Rows(self.num_columns)
-        for _, kind, weight_L, limit in found[:most]:
-            columns = np.append(on_LH[:, kind], self.first_class + kind)
-            rows.add(columns, np.append(weight_L, -limit), -INFINITY, 0.0)
-        return rows if found else None
+                    cut = ClassCut(int(self._name_H[kind]), phase, float(factor_Q[best]))
+                    found.append((-float(excess_QH[best, kind]), cut))
+        return [cut for _, cut in sorted(found)[:most]]
+
+    def rows(self, cuts: Sequence[ClassCut]) -> tuple[Rows, list[ClassCut]]:
+        """The rows of the cuts of classes that there are, and these."""
+        rows, mine = Rows(self.num_columns), []
+        for cut in cuts:
+            for kind in np.flatnonzero(self._name_H == cut.name)[:1]:
+                load_L = self.elements.still_EK[self.light, cut.phase]
+                weight_QL, limit_QH = self._rounded(cut.phase, np.array([cut.factor]), load_L)
+                columns = np.append(self._spread[: len(self.light), kind], self.first_class + kind)
+                rows.add(columns, np.append(weight_QL[0], -limit_QH[0, kind]), -INFINITY, 0.0)
+                mine.append(cut)
+        return rows, mine
+
+    def _rounded(self, phase: int, factor_Q: Floats, load_L: Floats) -> tuple[Floats, Floats]:
+        """What elements count [Q, L], and what a rank of a class has room for [Q, H]."""
+        room_H = self.box.upper_K[phase] - self.classes.load_HK[:, phase] + _ROUNDING
+        weight_QL = np.floor(factor_Q[:, None] * load_L + 1e-8)
+        return weight_QL, np.floor(factor_Q[:, None] * room_H + 1e-5)
 
     def _products(self) -> None:
         """McCormick's envelope of a class's room, its number of ranks times T; all classes together have

@@ -1,6 +1,6 @@
 """A thin layer over HiGHS: linear programs as arrays, one thread, so that results repeat."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import highspy
 import numpy as np
@@ -15,6 +15,17 @@ _LEAST_ITERATIONS, _ANY = 2000, 2**31 - 1
 """More iterations than this and twice the rows and columns are a sign of trouble."""
 _WORK_OF_WHOLE = 2
 """The work per iteration where numbers are whole: cuts and propagation come on top of the simplex method."""
+
+Basis: TypeAlias = Ints
+"""Where each variable is, and after them each row: at its lower limit, in the basis, at its upper limit."""
+AT_LOWER, BASIC, AT_UPPER = 0, 1, 2
+_STATUSES = np.array(
+    [
+        highspy.HighsBasisStatus.kLower,
+        highspy.HighsBasisStatus.kBasic,
+        highspy.HighsBasisStatus.kUpper,
+    ]
+)
 
 _SETTLED = (
     highspy.HighsModelStatus.kOptimal,
@@ -105,11 +116,14 @@ class Rows:
 class Solver:
     """One linear program whose bounds and cost may change; each solve starts from the last basis.
 
+    `as_is`: whether to solve it without presolving and scaling it, which small programs of numbers that are
+    alike do not repay.
+
     Attributes:
         work: what the solutions cost, by rows, columns and iterations of the simplex method; see `Effort`.
     """
 
-    def __init__(self, program: LinearProgram, *, presolve: bool = True) -> None:
+    def __init__(self, program: LinearProgram, *, as_is: bool = False) -> None:
         self.work = 0
         self._count = len(program.cost) + program.matrix.num_rows
         self._size = self._count**0.7
@@ -119,7 +133,8 @@ class Solver:
             ("output_flag", False),
             ("threads", 1),
             ("random_seed", 0),
-            ("presolve", "choose" if presolve else "off"),
+            ("presolve", "off" if as_is else "choose"),
+            ("simplex_scale_strategy", 0 if as_is else 2),
             ("simplex_iteration_limit", _LEAST_ITERATIONS + 2 * self._count),
         ):
             self._highs.setOptionValue(option, value)
@@ -138,6 +153,23 @@ class Solver:
         """Adds rows; what is known of the last solution stays."""
         lower, upper, start, column, value = rows.by_rows()
         self._highs.addRows(len(lower), lower, upper, len(value), start, column, value)
+
+    def basis(self) -> Basis:
+        """That of the optimum just found."""
+        solution = self._highs.getSolution()
+        at = np.where(np.append(solution.col_dual, solution.row_dual) < 0, AT_UPPER, AT_LOWER)
+        _, basic = self._highs.getBasicVariables()  # type: ignore[attr-defined]
+        at[np.where(basic >= 0, basic, len(solution.col_dual) - 1 - basic)] = BASIC
+        return at
+
+    def set_basis(self, at: Basis) -> None:
+        """The next solution starts from a basis like this one."""
+        basis = highspy.HighsBasis()
+        statuses = _STATUSES[at].tolist()
+        num_columns = self._highs.getNumCol()
+        basis.col_status, basis.row_status = statuses[:num_columns], statuses[num_columns:]
+        basis.valid = basis.alien = True
+        self._highs.setBasis(basis)
 
     def set_bounds(self, lower: Floats, upper: Floats) -> None:
         """Replaces the bounds of all variables."""

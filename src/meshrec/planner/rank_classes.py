@@ -20,16 +20,16 @@ import numpy as np
 
 from meshrec.planner.class_program import TIGHT, Box, Classes, ClassProgram
 from meshrec.planner.elements import Elements, find_elements, on_grid
-from meshrec.planner.highs import INFINITY, Optimum, Solver
+from meshrec.planner.highs import BASIC, INFINITY, Optimum, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
-from meshrec.planner.relaxation import FEW_CANDIDATES, MeanRelaxation, Relaxed
+from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats, Ints
+from meshrec.planner.warm_start import WarmStart
 
-_HEAVY, _MOST_CLASSES = 0.3, 10
-"""An element is heavy if it takes more than this part of a limit."""
-_HEAVY_CLOSELY, _MOST_CLOSELY = 0.15, 40
-"""The same for a closer look."""
+_COARSE, _FINER = (0.3, 10), (0.15, 40)
+"""An element is heavy if it takes more than this part of a limit; the most classes. Finer is for a closer
+look."""
 _MOST_PIECES = 120
 _ROUNDS, _MOST_CUTS = 3, 30
 """How often cuts are added to a program, and how many."""
@@ -59,74 +59,98 @@ class ClassRelaxation:
         """See `Relaxation`."""
         return self._work + self._mean.work
 
-    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
+    def solve(
+        self,
+        lower_K: Floats,
+        upper_K: Floats,
+        admitted_C: Bools,
+        cutoff: float,
+        start: WarmStart | None = None,
+    ) -> Relaxed | None:
         """See `Relaxation`."""
         lower_K, upper_K = on_grid(self._elements, lower_K, upper_K)
-        mean = self._mean.solve(lower_K, upper_K, admitted_C, cutoff)
+        mean = self._mean.solve(lower_K, upper_K, admitted_C, cutoff, start)
         if mean is None or not self._are_few(mean.admitted_C):
             return mean
         lower_K, upper_K = on_grid(self._elements, mean.lower_K, mean.upper_K)
-        program = self._program(Box(lower_K, upper_K, cutoff), mean.admitted_C, _HEAVY, _MOST_CLASSES)
+        mean = mean._replace(lower_K=lower_K, upper_K=upper_K)
+        return self._in_classes(mean, cutoff, *_COARSE)
+
+    def _in_classes(self, known: Relaxed, cutoff: float, heavy: float, most: int) -> Relaxed | None:
+        """What the classes' program adds to what is known of a box."""
+        program = self._program(Box(known.lower_K, known.upper_K, cutoff), known.admitted_C, heavy, most)
         if program is None:
             return None
-        solver = Solver(program.build(), presolve=False)
-        optimum = self._optimum(program, solver)
+        solver = Solver(program.build(), as_is=True)
+        optimum, start = self._optimum(program, solver, known.start)
         self._work += solver.work
-        if optimum is None:
-            return None
-        if optimum.objective == -INFINITY:
-            return mean._replace(lower_K=lower_K, upper_K=upper_K)
-        share_C = np.zeros(len(admitted_C))
+        if optimum is None or optimum.objective == -INFINITY:
+            return None if optimum is None else known
+        share_C = np.zeros(len(known.share_C))
         share_C[program.candidates] = optimum.x[: len(program.candidates)]
         slowest_K = optimum.x[program.first_slowest :]
-        bound = max(mean.bound, optimum.objective)
-        limits = (lower_K, upper_K, mean.admitted_C)
-        return Relaxed(bound, share_C, slowest_K, slowest_K, *limits, program.error(optimum.x))
+        lower_K, upper_K, admitted_C = _within(program, optimum, known.admitted_C)
+        return Relaxed(
+            bound=max(known.bound, optimum.objective),
+            share_C=share_C,
+            slowest_K=slowest_K,
+            cut_at_K=slowest_K,
+            lower_K=lower_K,
+            upper_K=upper_K,
+            admitted_C=admitted_C,
+            error_K=program.error(optimum.x),
+            start=start,
+        )
 
-    def _optimum(self, program: ClassProgram, solver: Solver) -> Optimum | None:
-        """With cuts, as long as they help."""
+    def _optimum(
+        self, program: ClassProgram, solver: Solver, start: WarmStart | None = None
+    ) -> tuple[Optimum | None, WarmStart | None]:
+        """With cuts, as long as they help; and what the next program may start from."""
+        rows, cuts = program.rows([] if start is None else start.cuts)
+        if cuts:
+            solver.add_rows(rows)
+        if start is not None:
+            solver.set_basis(start.basis(program.keys(cuts)))
         optimum = solver.solve()
         for _ in range(_ROUNDS):
-            rows = None if optimum is None else program.cuts(optimum.x, _MOST_CUTS)
-            if rows is None:
+            found = [] if optimum is None else program.cuts(optimum.x, _MOST_CUTS)
+            if not found:
                 break
-            solver.add_rows(rows)
+            cuts += found
+            solver.add_rows(program.rows(found)[0])
             optimum = solver.solve()
-        return optimum
+        if optimum is None or optimum.objective == -INFINITY:
+            return optimum, start
+        keys, at = program.keys(cuts), solver.basis()
+        in_force = [
+            cut for cut, at_cut in zip(cuts, at[len(at) - len(cuts) :], strict=True) if at_cut != BASIC
+        ]
+        return optimum, WarmStart.of(keys, at, in_force)
 
-    def solve_closely(
-        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
-    ) -> float:
+    def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
         """See `Relaxation`: with each rank told apart, or with more classes."""
-        if self.is_settled_closely(admitted_C):
-            return self._solve_ranks(lower_K, upper_K, admitted_C, cutoff, seconds)
-        if not self._are_few(admitted_C):
-            return self._mean.solve_closely(lower_K, upper_K, admitted_C, cutoff, seconds)
-        box = Box(lower_K, upper_K, cutoff)
-        program = self._program(box, admitted_C, _HEAVY_CLOSELY, _MOST_CLOSELY)
-        if program is None:
-            return np.inf
-        solver = Solver(program.build(), presolve=False)
-        solver.set_time(seconds)
-        optimum = self._optimum(program, solver)
-        self._work += solver.work
-        return np.inf if optimum is None else optimum.objective
+        if self.is_settled_closely(known.admitted_C):
+            return self._solve_ranks(known, cutoff, seconds)
+        if not self._are_few(known.admitted_C):
+            return self._mean.solve_closely(known, cutoff, seconds)
+        return self._in_classes(known, cutoff, *_FINER)
 
     def is_settled_closely(self, admitted_C: Bools) -> bool:
         """See `Relaxation`."""
         return RankProgram.serves(self._problem, admitted_C)
 
-    def _solve_ranks(
-        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
-    ) -> float:
-        relaxed = self.solve(lower_K, upper_K, admitted_C, cutoff)
+    def _solve_ranks(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
+        relaxed = self.solve(known.lower_K, known.upper_K, known.admitted_C, cutoff, known.start)
         if relaxed is None:
-            return np.inf
-        candidates, box = np.flatnonzero(relaxed.admitted_C), Box(relaxed.lower_K, relaxed.upper_K, cutoff)
+            return None
+        candidates = np.flatnonzero(relaxed.admitted_C)
+        # A box may be as narrow as what counts as equal.
+        lower_K = np.maximum(relaxed.lower_K - MARGIN, 0.0)
+        box = Box(lower_K, relaxed.upper_K + MARGIN, cutoff + MARGIN)
         program = RankProgram(self._problem, self._elements, candidates, box, scale=self._scale)
-        bound = np.inf if program.is_impossible(seconds) else relaxed.bound
+        is_impossible = program.is_impossible(seconds)
         self._work += program.work
-        return bound
+        return None if is_impossible else relaxed
 
     def _are_few(self, admitted_C: Bools) -> bool:
         """Whether the classes' program is small enough for a box of these candidates."""
@@ -152,11 +176,8 @@ class ClassRelaxation:
         weight = (self._usual_EK[present] / np.maximum(upper_K, 1e-12)).max(axis=1)
         order = np.argsort(-weight, kind="stable")
         heavy = present[order[weight[order] > least]]
-        found = None
-        while found is None:
-            found = self._sets(heavy, upper_K, most)
-            heavy = heavy if found is not None else heavy[:-1]
-        heavy_HG = np.array(found, np.int64).reshape(len(found), len(heavy))
+        heavy_HG = self._sets(heavy, upper_K, most)
+        heavy = heavy[: heavy_HG.shape[1]]
         most_G = self._most_ranks(heavy, admitted_P)
         with np.errstate(divide="ignore"):
             most_HG = np.where(heavy_HG > 0, np.floor(most_G / np.maximum(heavy_HG, 1)), np.inf)
@@ -172,24 +193,43 @@ class ClassRelaxation:
         most: Floats = self._tables_Y[elements.type_E[heavy]] * parts_E[heavy]
         return most
 
-    def _sets(self, heavy: Ints, upper_K: Floats, most: int) -> list[tuple[int, ...]] | None:
-        """All multisets of heavy elements that one rank can hold; None where they are more than `most`."""
-        found: list[tuple[int, ...]] = []
+    def _sets(self, heavy: Ints, upper_K: Floats, most: int) -> Ints:
+        """All multisets [H, G] of the first G heavy elements that one rank can hold, for the most elements
+        that have `most` sets or fewer."""
+        sets_HG = np.zeros((1, 0), np.int64)
+        load_HK = np.zeros((1, len(upper_K)))
         type_G = self._elements.type_E[heavy]
-        open_sets = [((0,) * len(heavy), 0, np.zeros(len(upper_K)))]
-        while open_sets:
-            counts, first, load_K = open_sets.pop()
-            found.append(counts)
-            if len(found) > most and len(heavy):
-                return None
-            for index in range(first, len(heavy)):
-                more_K = load_K + self._elements.still_EK[heavy[index]]
-                # A rank holds one part of a table at most.
-                same = sum(n for n, kind in zip(counts, type_G, strict=True) if kind == type_G[index])
-                if same < self._tables_Y[type_G[index]] and (more_K <= upper_K * TIGHT).all():
-                    more = (*counts[:index], counts[index] + 1, *counts[index + 1 :])
-                    open_sets.append((more, index, more_K))
-        return found
+        for order, element in enumerate(heavy):
+            # A rank holds one part of a table at most.
+            tables = self._tables_Y[type_G[order]]
+            same_H = sets_HG[:, type_G[:order] == type_G[order]].sum(axis=1)
+            each_K = self._elements.still_EK[element]
+            loads = each_K > 0
+            fits_HK = np.floor((upper_K[loads] * TIGHT - load_HK[:, loads]) / each_K[loads])
+            number_H = np.clip(fits_HK.min(axis=1), 0, tables - same_H).astype(np.int64)
+            if number_H.sum() + len(sets_HG) > most:
+                break
+            index = np.repeat(np.arange(len(sets_HG)), number_H + 1)
+            count = np.arange(len(index)) - np.repeat(np.cumsum(number_H + 1) - number_H - 1, number_H + 1)
+            sets_HG = np.column_stack((sets_HG[index], count))
+            load_HK = load_HK[index] + count[:, None] * each_K
+        return sets_HG
+
+
+def _within(program: ClassProgram, optimum: Optimum, admitted_C: Bools) -> tuple[Floats, Floats, Bools]:
+    """The part of the box with the plans that cost no more than the cutoff, and the candidates that they can
+    use, by what the optimum's reduced costs say."""
+    box = program.box
+    room = box.cutoff + MARGIN - optimum.objective
+    num_candidates = len(program.candidates)
+    admitted_C = admitted_C.copy()
+    admitted_C[program.candidates] &= optimum.reduced_costs[:num_candidates] <= room
+    cost_K = optimum.reduced_costs[program.first_slowest :]
+    with np.errstate(divide="ignore"):
+        step_K = room / np.abs(cost_K) + MARGIN
+    upper_K = np.where(cost_K > 0, np.minimum(box.upper_K, box.lower_K + step_K), box.upper_K)
+    lower_K = np.where(cost_K < 0, np.maximum(box.lower_K, box.upper_K - step_K), box.lower_K)
+    return lower_K, upper_K, admitted_C
 
 
 def _usual(elements: Elements, node_size: int) -> Floats:

@@ -15,6 +15,7 @@ from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
 from meshrec.planner.largest import LargestPieces
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
+from meshrec.planner.warm_start import WarmStart
 
 MARGIN = 1e-6
 """What an optimum may be off by."""
@@ -45,6 +46,8 @@ class Relaxed(NamedTuple):
     upper_K: Floats
     admitted_C: Bools
     error_K: Floats
+    start: WarmStart | None
+    """What the next program may start from."""
 
 
 class Relaxation(Protocol):
@@ -55,16 +58,21 @@ class Relaxation(Protocol):
         """What the solutions have cost so far; see `Effort`."""
         ...
 
-    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
+    def solve(
+        self,
+        lower_K: Floats,
+        upper_K: Floats,
+        admitted_C: Bools,
+        cutoff: float,
+        start: WarmStart | None = None,
+    ) -> Relaxed | None:
         """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff`
         at most; None where there are none."""
         ...
 
-    def solve_closely(
-        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
-    ) -> float:
-        """A better bound for the same plans, at a higher price (with whole numbers where something is
-        counted, or more told apart); infinite where there are none. Takes not much longer than `seconds`."""
+    def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
+        """More about the plans of a box that is solved, at a higher price (with whole numbers where something
+        is counted, or more told apart); None where there are none. Takes not much longer than `seconds`."""
         ...
 
     def is_settled_closely(self, admitted_C: Bools) -> bool:
@@ -101,7 +109,14 @@ class MeanRelaxation:
         """See `Relaxation`."""
         return self._work
 
-    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
+    def solve(
+        self,
+        lower_K: Floats,
+        upper_K: Floats,
+        admitted_C: Bools,
+        cutoff: float,
+        start: WarmStart | None = None,
+    ) -> Relaxed | None:
         """See `Relaxation`."""
         if len(self._cuts) > _MOST_CUTS:
             self._solver, self._cuts = Solver(self._linear), []
@@ -118,20 +133,18 @@ class MeanRelaxation:
         if self._is_large:
             self._rounds = 0
         self._work += self._solver.work - before
-        return relaxed
+        return None if relaxed is None else relaxed._replace(start=start)
 
-    def solve_closely(
-        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, seconds: float
-    ) -> float:
+    def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
         """See `Relaxation`."""
         if not self._is_small:
-            return 0.0
+            return known
         solver = Solver(self._linear)
-        solver.set_bounds(*self._bounds(lower_K, upper_K, admitted_C))
+        solver.set_bounds(*self._bounds(known.lower_K, known.upper_K, known.admitted_C))
         solver.set_last_row(cutoff)
         bound = solver.solve_whole(np.arange(len(self._cost)) < len(self._tables_C), seconds)
         self._work += solver.work
-        return bound - MARGIN
+        return known._replace(bound=max(known.bound, bound - MARGIN)) if bound < np.inf else None
 
     def is_settled_closely(self, admitted_C: Bools) -> bool:
         """See `Relaxation`."""
@@ -162,7 +175,7 @@ class MeanRelaxation:
         if self._is_root and first is not None:
             share_C = first.x[: len(self._tables_C)]
         limits = (lower_K, upper_K, admitted_C)
-        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, *limits, 0 * slowest_K)
+        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, *limits, 0 * slowest_K, None)
 
     def _set_cuts(self, lower_K: Floats, upper_K: Floats) -> None:
         """Only cuts that hold in the box count."""
