@@ -95,7 +95,23 @@ class Rounding:
         rest_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
         least = factor_Q[:, None] * self._least_CK[candidates, phase]
         mean = factor_Q[:, None] * self._mean_CK[candidates, phase]
+        count_C = self._count_C[candidates]
         whole = np.floor(least)
         rounded = whole + np.maximum(0.0, least - whole - rest_Q) / (1 - rest_Q)
-        result: Floats = self._count_C[candidates] * np.maximum(rounded, mean - rest_Q)
-        return result
+        return np.asarray(np.maximum(count_C * rounded, count_C * mean - _most_lost(count_C, mean, rest_Q)))
+
+
+def _most_lost(count_C: Floats, mean: Floats, rest_Q: Floats) -> Floats:
+    """The largest sum of x - F(x) over `count` pieces, in proportion to the mean [Q, C].
+
+    It depends on the piece's fraction alone, and is concave there: it grows up to `rest`, and then falls to
+    0. All fractions add up to that of the sum and some whole number, and are best when equal.
+    """
+    count_C = np.maximum(count_C, 1.0)
+    fraction = count_C * mean % 1.0
+    lower = np.floor(np.maximum(count_C * rest_Q - fraction, 0.0))
+    lost = [
+        np.minimum(part, rest_Q * (1 - part) / (1 - rest_Q))
+        for part in ((fraction + lower) / count_C, (fraction + lower + 1) / count_C)
+    ]
+    return np.asarray(count_C * np.maximum(*lost))
