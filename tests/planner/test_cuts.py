@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from meshrec.planner.cuts import Rounding
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.problem import Scope
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 
@@ -30,48 +29,33 @@ def test_half_a_unit_of_room_is_none(profile):
     assert not rounding.violated(np.array([5.0]), 3.0 * one_K / 1e-3, everything)
 
 
-def placed(problem, candidate, generator):
-    """Loads [R, K] of a table on random places, its rows or columns cut unevenly."""
-    load_RK = np.zeros((problem.num_ranks, problem.load_PK.shape[1]))
-    layout = problem.layouts_C[candidate]
-    span = problem.node_size if layout.scope is Scope.NODES else 1
-    pieces = problem.pieces(candidate)
-    groups = np.repeat(np.arange(pieces.start, pieces.stop), problem.count_P[pieces])
-    places = generator.permutation(problem.num_ranks // span)[: len(groups)]
-    rank_N = (places[:, None] * span + np.arange(span)).ravel()
-    group_N = np.repeat(groups, span)
-    amount_N = np.ones(len(rank_N))
-    if layout.row_parts * span > 1:
-        amount_N = generator.dirichlet(np.ones(len(rank_N))) * len(rank_N)
-        amount_N = amount_N.reshape(len(layout.widths), -1)
-        amount_N = (amount_N / amount_N.mean(axis=1, keepdims=True)).ravel()
-        order = np.argsort(np.repeat(np.arange(len(layout.widths)), layout.row_parts * span), kind="stable")
-        amount_N = amount_N[order]
-    elif len(layout.widths) > 1:
-        width_N = problem.width_P[group_N].astype(float)
-        least = problem.min_partition_Y[problem.type_C[candidate]]
-        spare = width_N.sum() - least * len(width_N)
-        amount_N = (least + generator.dirichlet(np.ones(len(width_N))) * spare) / width_N
-    fixed_NK = problem.fixed_PK[group_N]
-    np.add.at(load_RK, rank_N, fixed_NK + amount_N[:, None] * (problem.load_PK[group_N] - fixed_NK))
-    return load_RK
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12), st.sampled_from([(4, 4), (4, 2), (6, 3)]))
-def test_no_plan_violates_a_cut_of_its_box(make_tables, profile, seed, num_tables, ranks):
+def test_no_plan_violates_a_cut_of_its_box(make_tables, profile, placed_unevenly, seed, num_tables, ranks):
     """Cuts that some other choice of candidates violates hold for any plan, uneven cuts and all."""
     generator = np.random.default_rng(seed)
     problem = problem_of(
         make_tables(num_tables, seed % 997), profile, None, ranks[0], local_world_size=ranks[1]
     )
     candidate_T = [generator.choice(np.flatnonzero(problem.type_C == kind)) for kind in problem.type_T]
-    load_RK = sum(placed(problem, candidate, generator) for candidate in candidate_T)
+    load_RK = sum(placed_unevenly(problem, candidate, generator) for candidate in candidate_T)
     scale = load_RK.max(axis=0).sum() + 1e-9
     upper_K = load_RK.max(axis=0) / scale * generator.uniform(1.0, 1.1)
     share_C = np.bincount(candidate_T, minlength=len(problem.type_C)).astype(float)
     other_C = generator.uniform(0, 3, len(share_C))
-    for cut in Rounding(problem, scale).violated(other_C, upper_K, np.ones(len(share_C), bool)):
+    rounding = Rounding(problem, scale)
+    for cut in rounding.violated(other_C, upper_K, np.ones(len(share_C), bool)):
+        assert cut.value_N @ share_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
+    # Neither where some candidates stand for others: twice, one after the other.
+    keep_C, place_C = np.arange(len(share_C)), np.arange(len(share_C))
+    for step in (2, 3):
+        first_C = np.searchsorted(problem.type_C[keep_C], problem.type_C[keep_C])
+        stands_C = first_C + (np.arange(len(keep_C)) - first_C) // step * step
+        rounding = rounding.restricted(stands_C)
+        keep, place = np.unique(stands_C, return_inverse=True)
+        keep_C, place_C = keep_C[keep], place[place_C]
+    share_C = np.bincount(place_C[candidate_T], minlength=len(keep_C)).astype(float)
+    for cut in rounding.violated(other_C[keep_C], upper_K, np.ones(len(share_C), bool)):
         assert cut.value_N @ share_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
 
 

@@ -92,3 +92,33 @@ def test_candidates_that_cost_too_much_are_out(make_tables, profile, seed):
         only_C = (problem.type_C != problem.type_C[candidate]) | (np.arange(len(everything)) == candidate)
         alone = relaxation.solve(lower_K, upper_K, only_C, 1.0)
         assert alone is None or alone.bound >= cutoff - 1e-5
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_left_out_of_its_box(make_tables, profile, placed_unevenly, monkeypatch, seed, drops):
+    """Also where dominated candidates are dropped, and those of the first box for the boxes within."""
+    if drops:
+        monkeypatch.setattr("meshrec.planner.relaxation._MOST_CANDIDATES", 0)
+        monkeypatch.setattr("meshrec.planner.relaxation._DROPPED", 1.0)
+    generator = np.random.default_rng(seed)
+    machine = Topology(world_size=8, hardware=profile, local_world_size=4)
+    problem = build_problem(CostModel(make_tables(7, seed), machine, batch_size=64), {})
+    for _ in range(4):
+        candidate_T = [generator.choice(np.flatnonzero(problem.type_C == kind)) for kind in problem.type_T]
+        slowest_K = sum(placed_unevenly(problem, index, generator) for index in candidate_T).max(axis=0)
+        common = float(problem.common_C[candidate_T].sum())
+        scale = common + float(slowest_K.sum())
+        everything = np.ones(len(problem.type_C), bool)
+        relaxation = MeanRelaxation(problem, everything, scale)
+        slowest_K = slowest_K / scale
+        lower_K, upper_K = 0.9 * slowest_K, np.ones(len(slowest_K))
+        admitted_C = everything
+        for _ in range(3):
+            found = relaxation.solve(lower_K, upper_K, admitted_C, 1.0001)
+            assert found.bound <= 1 + 1e-6
+            assert (found.lower_K <= slowest_K + 1e-6).all()
+            assert (slowest_K <= found.upper_K + 1e-6).all()
+            lower_K = np.maximum(found.lower_K, generator.uniform(0.9, 1.0, len(slowest_K)) * slowest_K)
+            upper_K = np.minimum(found.upper_K, generator.uniform(1.0, 1.2, len(slowest_K)) * slowest_K)
+            admitted_C = found.admitted_C

@@ -11,6 +11,7 @@ With whole tables of 32, 64, ... columns and room for 31.5 units of 32 columns, 
 units, unless something else fills the half.
 """
 
+import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -52,18 +53,33 @@ class Rounding:
     def __init__(self, problem: Problem, scale: float) -> None:
         count_P = (problem.count_P * problem.ranks_per_piece_C()[problem.candidate_P]).astype(np.float64)
         num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
-        self._count_C = np.bincount(problem.candidate_P, count_P, num_candidates)
+        self._count_N = np.bincount(problem.candidate_P, count_P, num_candidates)
         total_CK = problem.mean_load_CK() * problem.num_ranks / scale
-        self._mean_CK = total_CK / np.maximum(self._count_C, 1.0)[:, None]
-        self._least_CK = np.full((num_candidates, num_phases), np.inf)
-        np.minimum.at(self._least_CK, problem.candidate_P, problem.least_load_PK() / scale)
-        self._least_CK = np.minimum(self._least_CK, self._mean_CK)
+        self._mean_NK = total_CK / np.maximum(self._count_N, 1.0)[:, None]
+        self._least_NK = np.full((num_candidates, num_phases), np.inf)
+        np.minimum.at(self._least_NK, problem.candidate_P, problem.least_load_PK() / scale)
+        self._least_NK = np.minimum(self._least_NK, self._mean_NK)
+        self._first_C = np.arange(num_candidates + 1)
+        """What a candidate stands for: [N] from here to the next one's."""
         self._ranks = float(problem.num_ranks)
         whole_K = [
-            self._mean_CK[(self._count_C == 1) & (row > _NEAR), k] for k, row in enumerate(self._mean_CK.T)
+            self._mean_NK[(self._count_N == 1) & (row > _NEAR), k] for k, row in enumerate(self._mean_NK.T)
         ]
         sizes_K = [np.unique(whole.round(9)) for whole in whole_K]
         self._sizes_K = [sizes if len(sizes) <= _MOST_SIZES else np.zeros(0) for sizes in sizes_K]
+
+    def restricted(self, stands_C: Ints) -> "Rounding":
+        """The cuts of those candidates that stand for themselves; each counts what the least of those that
+        it stands for would."""
+        owner_N = np.repeat(np.arange(len(self._first_C) - 1), np.diff(self._first_C))
+        member_N = np.flatnonzero(stands_C[owner_N] >= 0)
+        member_N = member_N[np.argsort(stands_C[owner_N[member_N]], kind="stable")]
+        kept = np.flatnonzero(stands_C == np.arange(len(stands_C)))
+        other = copy.copy(self)
+        other._count_N = self._count_N[member_N]
+        other._mean_NK, other._least_NK = self._mean_NK[member_N], self._least_NK[member_N]
+        other._first_C = np.searchsorted(stands_C[owner_N[member_N]], np.append(kept, len(stands_C)))
+        return other
 
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
         """The cut of each phase that `share_C` violates most, over the candidates `admitted_C`."""
@@ -93,12 +109,16 @@ class Rounding:
     def _rounded(self, candidates: Ints, phase: int, factor_Q: Floats, upper: float) -> Floats:
         """What the candidates count [Q, candidates]."""
         rest_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
-        least = factor_Q[:, None] * self._least_CK[candidates, phase]
-        mean = factor_Q[:, None] * self._mean_CK[candidates, phase]
-        count_C = self._count_C[candidates]
+        length_C = self._first_C[candidates + 1] - self._first_C[candidates]
+        start_C = np.cumsum(length_C) - length_C
+        member = np.repeat(self._first_C[candidates] - start_C, length_C) + np.arange(length_C.sum())
+        least = factor_Q[:, None] * self._least_NK[member, phase]
+        mean = factor_Q[:, None] * self._mean_NK[member, phase]
+        count = self._count_N[member]
         whole = np.floor(least)
         rounded = whole + np.maximum(0.0, least - whole - rest_Q) / (1 - rest_Q)
-        return np.asarray(np.maximum(count_C * rounded, count_C * mean - _most_lost(count_C, mean, rest_Q)))
+        value = np.maximum(count * rounded, count * mean - _most_lost(count, mean, rest_Q))
+        return np.asarray(np.minimum.reduceat(value, start_C, axis=1))
 
 
 def _most_lost(count_C: Floats, mean: Floats, rest_Q: Floats) -> Floats:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from meshrec.planner.cuts import Cut, Rounding
+from meshrec.planner.dominated import representatives, restricted
 from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
 from meshrec.planner.largest import LargestPieces
 from meshrec.planner.problem import Problem
@@ -21,8 +22,9 @@ MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
 FEW_CANDIDATES, _MOST_CANDIDATES = 2000, 50_000
-_ROUNDS, _SHRUNK = 6, 0.5
-"""Most attempts to narrow a box (one that leaves less than this part of it is worth another)."""
+_ROUNDS, _SHRUNK, _DROPPED = 6, 0.5, 0.7
+"""Most attempts to narrow a box (one that leaves less than this part of it is worth another); the part of the
+candidates that may be left where those that others dominate are dropped."""
 _CUT_ROUNDS, _FEW_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 20, 6, 1e-4, 3000
 """Most attempts to cut a box's optimum off, where candidates are few and where they are many; what one has to
 gain for another; the cuts that are kept at most."""
@@ -35,7 +37,8 @@ class Relaxed(NamedTuple):
     they leave out). `slowest_K`: T. `cut_at_K`: where T has to be told apart, below or above, for the
     relaxation to be more like a plan; equal to T where there is nothing to tell.
     `lower_K`, `upper_K`: the part of the box that all plans in it that cost no more than the cutoff are in;
-    `admitted_C`: the candidates that such plans can use. `error_K`: how far off products with T are.
+    `admitted_C`: the candidates that such plans can use, or what stands for them in every box within (see
+    `dominated`). `error_K`: how far off products with T are.
     """
 
     bound: float
@@ -86,8 +89,17 @@ class MeanRelaxation:
     `root`: whether one optimum is all that is wanted, to begin plans with.
     """
 
-    def __init__(self, problem: Problem, allowed_C: Bools, scale: float, *, root: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        allowed_C: Bools,
+        scale: float,
+        *,
+        root: bool = False,
+        rounding: Rounding | None = None,
+    ) -> None:
         self._work = 0
+        self._problem, self._scale = problem, scale
         self._largest_CK = problem.largest_load_CK() / scale
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         self._num_phases = problem.load_PK.shape[1]
@@ -99,15 +111,17 @@ class MeanRelaxation:
         self._rounds = 0 if root else _ROUNDS
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
         self._solver = Solver(self._linear)
-        self._rounding = Rounding(problem, scale)
+        self._rounding = Rounding(problem, scale) if rounding is None else rounding
         self._largest = LargestPieces(problem, scale) if root or not self._is_large else None
         self._cut_rounds = _CUT_ROUNDS if self._is_small else _FEW_CUT_ROUNDS
         self._cuts: list[Cut] = []
+        self._undominated: _Undominated | None = None
+        self._may_drop = (self._is_large and not root) or rounding is not None
 
     @property
     def work(self) -> int:
         """See `Relaxation`."""
-        return self._work
+        return self._work + (0 if self._undominated is None else self._undominated.relaxation.work)
 
     def solve(
         self,
@@ -120,9 +134,27 @@ class MeanRelaxation:
         """See `Relaxation`."""
         if len(self._cuts) > _MOST_CUTS:
             self._solver, self._cuts = Solver(self._linear), []
+        if self._undominated is not None and self._undominated.serves(lower_K, admitted_C):
+            return self._undominated.solve(lower_K, upper_K, admitted_C, cutoff)
         before = self._solver.work
         relaxed = self._solve(lower_K, upper_K, admitted_C, cutoff)
-        for _ in range(self._rounds):
+        first = 1 if self._may_drop else self._rounds
+        relaxed = self._narrowed_often(relaxed, cutoff, first)
+        if relaxed is not None and self._may_drop:
+            self._may_drop = False
+            self._undominated = self._without_dominated(relaxed)
+            if self._undominated is None:
+                relaxed = self._narrowed_often(relaxed, cutoff, self._rounds - first)
+            else:
+                better = self._undominated.solve(relaxed.lower_K, relaxed.upper_K, relaxed.admitted_C, cutoff)
+                relaxed = better and better._replace(bound=max(relaxed.bound, better.bound))
+        if self._is_large:
+            self._rounds = 0
+        self._work += self._solver.work - before
+        return None if relaxed is None else relaxed._replace(start=start)
+
+    def _narrowed_often(self, relaxed: Relaxed | None, cutoff: float, rounds: int) -> Relaxed | None:
+        for _ in range(rounds):
             if relaxed is None:
                 break
             before_K = _freedom(relaxed)
@@ -130,10 +162,19 @@ class MeanRelaxation:
             relaxed = self._solve(*self._narrowed(relaxed), cutoff)
             if relaxed is None or (_freedom(relaxed)[wide] / before_K[wide]).prod() > _SHRUNK:
                 break
-        if self._is_large:
-            self._rounds = 0
-        self._work += self._solver.work - before
-        return None if relaxed is None else relaxed._replace(start=start)
+        return relaxed
+
+    def _without_dominated(self, relaxed: Relaxed) -> "_Undominated | None":
+        """The program of the candidates that are left in a box, and in all boxes within; None where most
+        are."""
+        stands_C = representatives(self._problem, relaxed.lower_K * self._scale, relaxed.admitted_C)
+        keep_C = stands_C == np.arange(len(stands_C))
+        if keep_C.sum() >= _DROPPED * relaxed.admitted_C.sum():
+            return None
+        problem = restricted(self._problem, keep_C)
+        rounding = self._rounding.restricted(stands_C)
+        relaxation = MeanRelaxation(problem, np.ones(int(keep_C.sum()), bool), self._scale, rounding=rounding)
+        return _Undominated(relaxation, relaxed.lower_K, relaxed.admitted_C, keep_C)
 
     def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
         """See `Relaxation`."""
@@ -234,6 +275,28 @@ class MeanRelaxation:
             if len(above):
                 cut_at_K[phase] = above[len(above) // 2]
         return cut_at_K
+
+
+class _Undominated(NamedTuple):
+    """The relaxation of the candidates `keep_C`, which stand for `admitted_C` where T is above `floor`."""
+
+    relaxation: MeanRelaxation
+    floor_K: Floats
+    admitted_C: Bools
+    keep_C: Bools
+
+    def serves(self, lower_K: Floats, admitted_C: Bools) -> bool:
+        """Whether a box is one of those."""
+        return bool((lower_K >= self.floor_K).all() and not (admitted_C & ~self.admitted_C).any())
+
+    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
+        """See `Relaxation`."""
+        relaxed = self.relaxation.solve(lower_K, upper_K, admitted_C[self.keep_C], cutoff)
+        if relaxed is None:
+            return None
+        share_C, admitted_C = np.zeros(len(self.keep_C)), np.zeros(len(self.keep_C), bool)
+        share_C[self.keep_C], admitted_C[self.keep_C] = relaxed.share_C, relaxed.admitted_C
+        return relaxed._replace(share_C=share_C, admitted_C=admitted_C)
 
 
 def _freedom(relaxed: Relaxed) -> Floats:

@@ -14,11 +14,12 @@ import numpy as np
 
 from meshrec.planner.bound import Box, LowerBound
 from meshrec.planner.problem import Problem
+from meshrec.planner.relaxation import FEW_CANDIDATES
 from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_SEARCH = ((500, 0.25), (50_000, 0.35), (np.inf, 0.65))
+_SEARCH = ((500, 0.25), (np.inf, 0.35))
 """Up to how many candidates, which part of the work goes to better plans, once there is one: more where they
 are many, for there the first plans are far from the best, and a box of the bound is dear."""
 _STARTS = 32
@@ -28,7 +29,9 @@ _GAPS = (
     *(0.007, 0.005, 0.003, 0.002, 0.001),
 )
 """Goals of the bound, one after the other: how far below the best known plan."""
-_SAFELY, _NEXT = 0.99, 0.8
+_SAFELY, _NEXT, _STEP = 0.99, 0.8, 0.3
+"""Where candidates are many, a first box narrowed to what a near goal leaves proves it, and one of a far goal
+little: goals are a part of the way to the plan."""
 _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
@@ -135,8 +138,11 @@ class _Entrant:
             self.bound = None
         if self.value >= known:
             return False
-        gap = _NEXT * (1 - self.value / known)
-        goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
+        if len(self.way.allowed_C) > FEW_CANDIDATES:
+            goal = self.value + _STEP * (known - self.value)
+        else:
+            gap = _NEXT * (1 - self.value / known)
+            goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
         fixed = self.way.fixed_seconds
         scale = max(known - fixed, _LEAST_SECONDS)
         self.bound = LowerBound(self._problem, self.way.allowed_C, scale, max(goal - fixed, _LEAST_SECONDS))
