@@ -59,7 +59,7 @@ class Rounding:
         self._least_NK = np.full((num_candidates, num_phases), np.inf)
         np.minimum.at(self._least_NK, problem.candidate_P, problem.least_load_PK() / scale)
         self._least_NK = np.minimum(self._least_NK, self._mean_NK)
-        self._first_C = np.arange(num_candidates + 1)
+        self._first_C: Ints | None = None
         """What a candidate stands for: [N] from here to the next one's."""
         self._ranks = float(problem.num_ranks)
         whole_K = [
@@ -71,7 +71,9 @@ class Rounding:
     def restricted(self, stands_C: Ints) -> "Rounding":
         """The cuts of those candidates that stand for themselves; each counts what the least of those that
         it stands for would."""
-        owner_N = np.repeat(np.arange(len(self._first_C) - 1), np.diff(self._first_C))
+        owner_N = np.arange(len(stands_C))
+        if self._first_C is not None:
+            owner_N = np.repeat(owner_N, np.diff(self._first_C))
         member_N = np.flatnonzero(stands_C[owner_N] >= 0)
         member_N = member_N[np.argsort(stands_C[owner_N[member_N]], kind="stable")]
         kept = np.flatnonzero(stands_C == np.arange(len(stands_C)))
@@ -109,29 +111,35 @@ class Rounding:
     def _rounded(self, candidates: Ints, phase: int, factor_Q: Floats, upper: float) -> Floats:
         """What the candidates count [Q, candidates]."""
         rest_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
+        slope_Q = 1.0 / (1.0 - rest_Q)
+        member, start_C = self._members(candidates)
+        count = self._count_N[member]
+        least = factor_Q[:, None] * self._least_NK[member, phase]
+        whole = np.floor(least)
+        each = whole + np.maximum(least - whole - rest_Q, 0.0) * slope_Q
+        total = factor_Q[:, None] * (count * self._mean_NK[member, phase])
+        lost = _most_lost(total, np.maximum(count, 1.0), rest_Q, slope_Q)
+        value: Floats = np.maximum(count * each, total - lost)
+        return value if start_C is None else np.asarray(np.minimum.reduceat(value, start_C, axis=1))
+
+    def _members(self, candidates: Ints) -> tuple[Ints, Ints | None]:
+        """What some candidates stand for, one after the other, and where each begins (None: all stand for
+        themselves)."""
+        if self._first_C is None:
+            return candidates, None
         length_C = self._first_C[candidates + 1] - self._first_C[candidates]
         start_C = np.cumsum(length_C) - length_C
-        member = np.repeat(self._first_C[candidates] - start_C, length_C) + np.arange(length_C.sum())
-        least = factor_Q[:, None] * self._least_NK[member, phase]
-        mean = factor_Q[:, None] * self._mean_NK[member, phase]
-        count = self._count_N[member]
-        whole = np.floor(least)
-        rounded = whole + np.maximum(0.0, least - whole - rest_Q) / (1 - rest_Q)
-        value = np.maximum(count * rounded, count * mean - _most_lost(count, mean, rest_Q))
-        return np.asarray(np.minimum.reduceat(value, start_C, axis=1))
+        return np.repeat(self._first_C[candidates] - start_C, length_C) + np.arange(length_C.sum()), start_C
 
 
-def _most_lost(count_C: Floats, mean: Floats, rest_Q: Floats) -> Floats:
-    """The largest sum of x - F(x) over `count` pieces, in proportion to the mean [Q, C].
+def _most_lost(total: Floats, count: Floats, rest_Q: Floats, slope_Q: Floats) -> Floats:
+    """The largest sum of x - F(x) over `count` pieces that add up to `total` [Q, C].
 
-    It depends on the piece's fraction alone, and is concave there: it grows up to `rest`, and then falls to
-    0. All fractions add up to that of the sum and some whole number, and are best when equal.
+    It depends on a piece's fraction alone, and is concave there: the fraction itself up to `rest`, and then a
+    line down to 0. All fractions add up to that of `total` and some whole number, and are best when equal:
+    with the last sum that is not above count * rest, or the first one that is.
     """
-    count_C = np.maximum(count_C, 1.0)
-    fraction = count_C * mean % 1.0
-    lower = np.floor(np.maximum(count_C * rest_Q - fraction, 0.0))
-    lost = [
-        np.minimum(part, rest_Q * (1 - part) / (1 - rest_Q))
-        for part in ((fraction + lower) / count_C, (fraction + lower + 1) / count_C)
-    ]
-    return np.asarray(count_C * np.maximum(*lost))
+    total = total % 1.0
+    total += np.floor(np.maximum(count * rest_Q - total, 0.0))
+    falling = (count - total) * (rest_Q * slope_Q)
+    return np.asarray(np.maximum(np.minimum(total, falling), falling - rest_Q * slope_Q))

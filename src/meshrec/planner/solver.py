@@ -21,7 +21,7 @@ from meshrec.planner.types import Bools
 
 _SEARCH = ((500, 0.25), (np.inf, 0.35))
 """Up to how many candidates, which part of the work goes to better plans, once there is one: more where they
-are many, for there the first plans are far from the best, and a box of the bound is dear."""
+are many, for there the first plans are far from the best."""
 _STARTS = 32
 """The most boxes that wait to be started from."""
 _GAPS = (
@@ -29,9 +29,10 @@ _GAPS = (
     *(0.007, 0.005, 0.003, 0.002, 0.001),
 )
 """Goals of the bound, one after the other: how far below the best known plan."""
-_SAFELY, _NEXT, _STEP = 0.99, 0.8, 0.3
-"""Where candidates are many, a first box narrowed to what a near goal leaves proves it, and one of a far goal
-little: goals are a part of the way to the plan."""
+_SAFELY, _NEXT = 0.99, 0.8
+_STEPS = ((50_000, 0.3), (np.inf, 0.2))
+"""Where candidates are many, up to how many: which part of the way to the best known plan a goal is. A first
+box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little."""
 _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
@@ -138,8 +139,10 @@ class _Entrant:
             self.bound = None
         if self.value >= known:
             return False
-        if len(self.way.allowed_C) > FEW_CANDIDATES:
-            goal = self.value + _STEP * (known - self.value)
+        num_candidates = len(self.way.allowed_C)
+        if num_candidates > FEW_CANDIDATES:
+            step = next(part for most, part in _STEPS if num_candidates <= most)
+            goal = self.value + step * (known - self.value)
         else:
             gap = _NEXT * (1 - self.value / known)
             goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
