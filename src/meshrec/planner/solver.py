@@ -25,11 +25,13 @@ are many, for there the first plans are far from the best."""
 _STARTS = 32
 """The most boxes that wait to be started from."""
 _GAPS = (
-    *(0.2, 0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.016, 0.013, 0.01),
+    *(0.2, 0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.022, 0.02, 0.018, 0.016, 0.0145, 0.013, 0.0115, 0.01),
     *(0.007, 0.005, 0.003, 0.002, 0.001),
 )
 """Goals of the bound, one after the other: how far below the best known plan."""
-_SAFELY, _NEXT = 0.99, 0.8
+_SAFELY = 0.99
+_NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
+"""A goal is a part of the gap before it; a larger one from where goals become dear."""
 _STEPS = ((50_000, 0.3), (np.inf, 0.2))
 """Where candidates are many, up to how many: which part of the way to the best known plan a goal is. A first
 box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little."""
@@ -144,7 +146,8 @@ class _Entrant:
             step = next(part for most, part in _STEPS if num_candidates <= most)
             goal = self.value + step * (known - self.value)
         else:
-            gap = _NEXT * (1 - self.value / known)
+            gap = 1 - self.value / known
+            gap *= _NEXT if gap > _NEAR else _NEXT_WHEN_NEAR
             goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
         fixed = self.way.fixed_seconds
         scale = max(known - fixed, _LEAST_SECONDS)
