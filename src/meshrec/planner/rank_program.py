@@ -18,7 +18,7 @@ from meshrec.planner.types import Bools, Ints
 
 _MOST_RANKS, _MOST_TABLES, _MOST_COLUMNS = 16, 4, 800
 """What is solved in a moment; tables per rank."""
-_MOST_NODES = 1000
+_MOST_NODES = 20_000
 
 
 class RankProgram:
@@ -38,11 +38,15 @@ class RankProgram:
         self._solver.add_rows(self._whole_tables())
 
     @staticmethod
+    def suits(problem: Problem) -> bool:
+        """Whether there are few ranks, with few tables each."""
+        return problem.num_ranks <= _MOST_RANKS and len(problem.type_T) <= _MOST_TABLES * problem.num_ranks
+
+    @staticmethod
     def serves(problem: Problem, admitted_C: Bools) -> bool:
         """Whether the program of a box with these candidates is small enough."""
-        ranks, tables = problem.num_ranks, len(problem.type_T)
         pieces = int(admitted_C[problem.candidate_P].sum())
-        return ranks <= _MOST_RANKS and tables <= _MOST_TABLES * ranks and ranks * pieces <= _MOST_COLUMNS
+        return RankProgram.suits(problem) and problem.num_ranks * pieces <= _MOST_COLUMNS
 
     @property
     def work(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshrec.planner.bound import Box, LowerBound
 from meshrec.planner.problem import Problem
+from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES
 from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
@@ -29,6 +30,8 @@ _GAPS = (
     *(0.007, 0.005, 0.003, 0.002, 0.001),
 )
 """Goals of the bound, one after the other: how far below the best known plan."""
+_GAPS_OF_RANKS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
+"""The same where ranks are told apart, which costs as much for a far goal as for a near one."""
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
 """A goal is a part of the gap before it; a larger one from where goals become dear."""
@@ -83,6 +86,7 @@ class _Entrant:
         self._coarse = LowerBound(problem, way.allowed_C, scale, coarse=True)
         self.root = self._coarse.best_box
         self._problem = problem
+        self._gaps = _GAPS_OF_RANKS if RankProgram.suits(problem) else _GAPS
         self.bound: LowerBound | None = None
         self._proven = -np.inf
         self._deadline, self._longest = deadline, 0.0
@@ -148,7 +152,7 @@ class _Entrant:
         else:
             gap = 1 - self.value / known
             gap *= _NEXT if gap > _NEAR else _NEXT_WHEN_NEAR
-            goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
+            goal = known * (1 - _SAFELY * next((least for least in self._gaps if least <= gap), 0.0))
         fixed = self.way.fixed_seconds
         scale = max(known - fixed, _LEAST_SECONDS)
         self.bound = LowerBound(self._problem, self.way.allowed_C, scale, max(goal - fixed, _LEAST_SECONDS))
