@@ -19,9 +19,9 @@ namespace {
 
 using namespace planning;
 
-constexpr int kLevels = 64;                        // temperatures
-constexpr int kLeastExponent = 4, kExponents = 5;  // of the norm: doubled as it cools
-constexpr int kMostRemoved = 5;                    // tables that are placed anew together
+constexpr int kLevels = 64;        // temperatures
+constexpr int kMostExponent = 64;  // of the norm: doubled as it cools
+constexpr int kMostRemoved = 5;    // tables that are placed anew together
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 class Annealer : public PlanState {
@@ -34,14 +34,16 @@ class Annealer : public PlanState {
         random_(seed) {}
 
   // Returns the work done: ranks whose load was computed.
-  int64_t run(int64_t max_work, double seconds, double hot, double cold) {
+  int64_t run(int64_t max_work, double seconds, double hot, double cold, int exponent) {
     const auto start = std::chrono::steady_clock::now();
     best_ = exact();
     best_tables_ = tables_;
     const double scale = best_ / num_ranks_;
+    int doublings = 1;
+    while (exponent << doublings <= kMostExponent) ++doublings;
     for (int level = 0; level < kLevels; ++level) {
       const double at = static_cast<double>(level) / (kLevels - 1);
-      set_exponent(kLeastExponent << (level * kExponents / kLevels));
+      set_exponent(exponent << (level * doublings / kLevels));
       temperature_ = level == kLevels - 1 ? 0.0 : hot * std::pow(cold / hot, at) * scale;
       const int64_t end = max_work * (level + 1) / kLevels;
       for (int64_t moves = 0; work_ < end; ++moves) {
@@ -348,9 +350,12 @@ Tensor vector_to_tensor(const std::vector<T>& values, ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
     std::vector<Tensor> problem_tensors, const Tensor& candidates, const Tensor& starts, const Tensor& groups,
     const Tensor& ranks, const Tensor& amounts, int64_t num_ranks, int64_t node_size, double memory_cap,
-    int64_t max_work, double seconds, double hot, double cold, double place_share, int64_t seed) {
+    int64_t max_work, double seconds, double hot, double cold, double place_share, int64_t exponent,
+    int64_t seed) {
   if (problem_tensors.size() != 15)
     fail("plan_anneal: the problem has 15 tensors, got ", problem_tensors.size());
+  if (exponent < 1 || exponent > kMostExponent || (exponent & (exponent - 1)) != 0)
+    fail("plan_anneal: the exponent is a power of two up to ", kMostExponent, ", got ", exponent);
   const Problem problem(problem_tensors);
   Annealer annealer(problem, num_ranks, node_size, memory_cap, place_share, seed);
   const Ints candidate(candidates), start(starts), group(groups), rank(ranks);
@@ -360,7 +365,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
     annealer.set(table, candidate[table], group.data + first, rank.data + first, amount.data + first,
                  start[table + 1] - first);
   }
-  const int64_t work = annealer.run(max_work, seconds, hot, cold);
+  const int64_t work = annealer.run(max_work, seconds, hot, cold, static_cast<int>(exponent));
   std::vector<int64_t> new_candidates, new_starts{0}, new_groups, new_ranks;
   std::vector<double> new_amounts;
   for (const Placed& placed : annealer.best_tables()) {

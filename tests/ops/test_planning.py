@@ -39,7 +39,16 @@ def all_on(rank, count):
 
 
 def run(
-    problem, assignment, num_ranks, *, node_size=1, memory_cap=1e9, max_work=200_000, seed=0, place_share=1.0
+    problem,
+    assignment,
+    num_ranks,
+    *,
+    node_size=1,
+    memory_cap=1e9,
+    max_work=200_000,
+    seed=0,
+    place_share=1.0,
+    exponent=4,
 ):
     return anneal(
         problem,
@@ -50,6 +59,7 @@ def run(
         max_work=max_work,
         seconds=60.0,
         place_share=place_share,
+        exponent=exponent,
         seed=seed,
     )
 
@@ -149,5 +159,14 @@ def test_a_problem_has_fifteen_arrays():
     tensors = [torch.zeros(1)] * 3
     with pytest.raises(ValueError, match="plan_anneal: the problem has 15 tensors, got 3"):
         torch.ops.meshrec.plan_anneal(
-            tensors, *tensors, tensors[0], tensors[0], 1, 1, 1.0, 1, 1.0, 0.1, 0.01, 1.0, 0
+            tensors, *tensors, tensors[0], tensors[0], 1, 1, 1.0, 1, 1.0, 0.1, 0.01, 1.0, 4, 0
         )
+
+
+def test_the_first_exponent_is_a_power_of_two():
+    start = all_on(0, 6)
+    for exponent in (0, 3, 128):
+        with pytest.raises(ValueError, match=f"exponent is a power of two up to 64, got {exponent}"):
+            run(whole_tables(np.ones((6, 2))), start, 3, exponent=exponent)
+    found = run(whole_tables(np.ones((6, 2))), start, 3, exponent=32, max_work=10**5)
+    assert np.bincount(found.assignment.rank_N).tolist() == [2, 2, 2]

@@ -81,3 +81,27 @@ def test_too_little_memory_is_proven(profile):
     full, everything = problem._replace(memory_cap=10.0), np.ones(len(problem.type_C), bool)
     assert LowerBound(full, everything, 1.0, coarse=True).value == np.inf
     assert bound_of(full).is_proven
+
+
+def test_squeezed_plans_have_no_pieces_far_above_t(make_tables, profile):
+    """But for the largest phase; a table that has no others keeps them."""
+    tables = make_tables(12, 3)
+    problem = problem_of(tables, profile, ["table_wise", "column_wise", "row_wise"])
+    coarse = LowerBound(problem, np.ones(len(problem.type_C), bool), 1.0, coarse=True)
+    root, box = coarse.best_box, coarse.squeezed()
+    largest_CK = problem.largest_load_CK()
+    others = np.arange(len(root.slowest_K)) != root.slowest_K.argmax()
+    small_C = (largest_CK <= 1.08 * root.slowest_K * (1 + 1e-9))[:, others].all(axis=1)
+    used_C = box.share_C > 1e-7
+    without = ~np.isin(problem.type_C, problem.type_C[small_C])
+    assert (small_C | without)[used_C].all()
+    assert not small_C.all()
+    assert small_C.any()
+    np.testing.assert_allclose(np.bincount(problem.type_C, box.share_C), np.bincount(problem.type_T))
+    assert (box.slowest_K >= 0.95 * 1.08 * root.slowest_K * (1 - 1e-6))[others].all()
+    assert coarse.value == pytest.approx(root.bound)
+
+
+def test_nothing_is_squeezed_where_no_plan_fits(make_tables, profile):
+    problem = problem_of(make_tables(4), profile, ["table_wise"])._replace(memory_cap=1.0)
+    assert LowerBound(problem, np.ones(len(problem.type_C), bool), 1.0, coarse=True).squeezed() is None

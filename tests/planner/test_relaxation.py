@@ -99,7 +99,7 @@ def test_candidates_that_cost_too_much_are_out(make_tables, profile, seed):
 def test_no_plan_is_left_out_of_its_box(make_tables, profile, placed_unevenly, monkeypatch, seed, drops):
     """Also where dominated candidates are dropped, and those of the first box for the boxes within."""
     if drops:
-        monkeypatch.setattr("meshrec.planner.relaxation._MOST_CANDIDATES", 0)
+        monkeypatch.setattr("meshrec.planner.relaxation.MOST_CANDIDATES", 0)
         monkeypatch.setattr("meshrec.planner.relaxation._DROPPED", 1.0)
     generator = np.random.default_rng(seed)
     machine = Topology(world_size=8, hardware=profile, local_world_size=4)

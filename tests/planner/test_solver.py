@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshrec.planner import search as search_module
+from meshrec.planner import solver as solver_module
 from meshrec.planner.construct import fitting_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
@@ -174,3 +176,23 @@ def test_memory_alone_can_be_spread(make_tables, profile):
     state = fitting_plan(tight)
     assert state is not None
     assert np.bincount([parts.rank_N[0] for parts in state.parts_T]).tolist() == [2, 2, 2]
+
+
+def test_very_many_candidates_begin_with_one_plan_of_small_pieces(make_tables, profile, monkeypatch):
+    """It is not far from what many attempts find, the same each time, and has a bound."""
+    problem = problem_of(make_tables(12, 3), profile, 4)
+    patient = solve(problem, everyway(problem), EFFORT._replace(max_work=5e7))
+    for module in (search_module, solver_module):
+        monkeypatch.setattr(module, "MOST_CANDIDATES", 0)
+    ways = [*everyway(problem), Way(np.ones(len(problem.type_C), bool), 1e-9)]
+    solutions = [solve(problem, ways, EFFORT._replace(max_work=5e7)) for _ in range(2)]
+    assert solutions[0].seconds == solutions[1].seconds
+    assert solutions[0].lower_bound <= patient.seconds * (1 + 1e-9)
+    assert solutions[0].seconds <= patient.seconds * 1.05
+
+
+def test_very_many_candidates_without_memory_have_no_plan(make_tables, profile, monkeypatch):
+    for module in (search_module, solver_module):
+        monkeypatch.setattr(module, "MOST_CANDIDATES", 0)
+    problem = problem_of(make_tables(4), profile, 2, hbm_cap=1 << 12)
+    assert solve(problem, everyway(problem), EFFORT).parts_T == []

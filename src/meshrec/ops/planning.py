@@ -75,12 +75,14 @@ def anneal(
     hot: float = 0.3,
     cold: float = 3e-4,
     place_share: float = 1.0,
+    exponent: int = 4,
     seed: int = 0,
 ) -> Annealed:
     """Moves, exchanges, resizes and re-splits pieces at a falling temperature, from `hot` to `cold` (in mean
     loads of a rank), and returns the best plan seen; never one that is slower than `assignment`, which must
     fit into `memory_cap` bytes per rank. `place_share`: the largest part of the work that looks at all ranks,
     to place or split a table anew; the rest moves one piece or exchanges two.
+    `exponent`: of the norm over ranks at first, a power of two; it is doubled up to 64 as it cools.
 
     The same input gives the same plan unless `seconds` run out before `max_work`. Without compiled kernels
     the plan comes back as it is.
@@ -96,6 +98,7 @@ def anneal(
         hot,
         cold,
         place_share,
+        exponent,
         seed,
     )
     *arrays, figures = (tensor.numpy() for tensor in result)

@@ -33,6 +33,7 @@ class Annealer:
         hot: float,
         seed: int,
         place_share: float = 1.0,
+        exponent: int = 4,
     ) -> tuple[list[Parts], int]:
         """A plan that is no slower than `parts_T`, and the work it took; see `anneal`."""
         found: Annealed = anneal(
@@ -45,6 +46,7 @@ class Annealer:
             seconds=seconds,
             hot=hot,
             place_share=place_share,
+            exponent=exponent,
             seed=seed,
         )
         return _parts(found.assignment), found.work

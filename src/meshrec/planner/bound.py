@@ -27,6 +27,8 @@ _NARROW, _WIDE, _LEAST_WIDTH = 8e-3, 5e-2, 1e-4
 """The width of boxes that are worth a closer look, of those that are where most were closed by it, and of
 those that are not worth a cut."""
 _EQUAL = 1 + 1e-6
+_SQUEEZED, _FILLED = 1.08, 0.95
+"""Of a relaxation's T: the largest pieces of plans to begin with; of these, what ranks hold on average."""
 _SAME = 1e-7
 
 
@@ -68,7 +70,7 @@ class LowerBound:
     ) -> None:
         self._scale = seconds
         self._largest_CK = problem.largest_load_CK() / seconds
-        self._allowed_C = allowed_C
+        self._allowed_C, self._type_C = allowed_C, problem.type_C
         num_phases = problem.load_PK.shape[1]
         self._grid_K = [np.zeros(0)] * num_phases
         if not coarse and ClassRelaxation.serves(problem):
@@ -111,6 +113,24 @@ class LowerBound:
     def boxes(self, most: int) -> list[Box]:
         """The open boxes with the lowest bounds, T in seconds."""
         return [self._in_seconds(box) for _, _, box in heapq.nsmallest(most, self._heap)]
+
+    def squeezed(self) -> Box | None:
+        """A box to begin plans from where pieces are many and of all sizes; None where there is none.
+
+        In no phase but the largest has it pieces much above the best open box's T, and there is as much to do
+        as ranks can share out so: then the largest phase takes the least. T in seconds.
+        """
+        if not self._heap:
+            return None
+        limit_K = _SQUEEZED * self._heap[0][2].slowest_K
+        limit_K[limit_K.argmax()] = INFINITY
+        fits_C = self._allowed_C & (self._largest_CK <= limit_K).all(axis=1)
+        # Tables of larger pieces only keep them.
+        fits_C |= self._allowed_C & ~np.isin(self._type_C, self._type_C[fits_C])
+        lower_K = np.where(limit_K < INFINITY, _FILLED * limit_K, 0.0)
+        relaxed = self._relaxation.solve(lower_K, np.full(len(lower_K), INFINITY), fits_C, INFINITY)
+        self.num_solves += 1
+        return None if relaxed is None else self._in_seconds(Box(*relaxed))
 
     def allowed(self, box: Box) -> Bools:
         """Candidates [C] that a box admits."""

@@ -21,7 +21,7 @@ from meshrec.planner.warm_start import WarmStart
 MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
-FEW_CANDIDATES, _MOST_CANDIDATES = 2000, 50_000
+FEW_CANDIDATES, MOST_CANDIDATES = 2000, 50_000
 _ROUNDS, _SHRUNK, _DROPPED = 6, 0.5, 0.7
 """Most attempts to narrow a box (one that leaves less than this part of it is worth another); the part of the
 candidates that may be left where those that others dominate are dropped."""
@@ -106,7 +106,7 @@ class MeanRelaxation:
         self._cost = np.concatenate((problem.common_C / scale, np.ones(self._num_phases)))
         self._is_small = len(self._tables_C) <= FEW_CANDIDATES
         # Where solutions are dear, only the first box is worth narrowing, and many boxes more than many cuts.
-        self._is_large = len(self._tables_C) > _MOST_CANDIDATES
+        self._is_large = len(self._tables_C) > MOST_CANDIDATES
         self._is_root = root
         self._rounds = 0 if root else _ROUNDS
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)

@@ -11,6 +11,7 @@ from meshrec.planner.construct import candidates_by_type, construct, fitting_pla
 from meshrec.planner.local_search import exchange, reinsert
 from meshrec.planner.polish import polish
 from meshrec.planner.problem import Problem
+from meshrec.planner.relaxation import FEW_CANDIDATES, MOST_CANDIDATES
 from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools, Ints
 
@@ -28,10 +29,14 @@ _CLOSE = 1.02
 _HOTS, _HOTS_OF_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015)
 """Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
 tables go together in few ways, and short hot attempts find them; many kinds need patience."""
-_PLACE_SHARE, _PLACE_SHARE_OF_MANY = 1.0, 0.05
+_PLACE_SHARE, _PLACE_SHARE_OF_MANY, _PLACE_SHARE_OF_VERY_MANY = 1.0, 0.05, 0.01
 """The most of the annealing's work that places tables anew. With many ranks one such move costs as much as
 hundreds of exchanges, and it is these that pack many kinds of tables."""
-_FEW_CANDIDATES = 2000
+_EXPONENT = 4
+_STAGES = ((8.0, 0.003, _EXPONENT), (1.0, 0.003, 32))
+"""Where candidates are very many, how a plan begins: how many times its seconds the largest phase counts for,
+the temperature, and the exponent. That phase is of whole columns, of which a rank holds some number; plans
+that begin with one too many keep to that."""
 
 
 class Effort(NamedTuple):
@@ -66,10 +71,14 @@ class Search:
         self._deadline = time.perf_counter() + effort.time_limit if deadline is None else deadline
         self._annealer = Annealer(problem, self._candidates_Y) if Annealer.serves(problem) else None
         self._seed = 0
-        few = len(problem.type_C) <= _FEW_CANDIDATES
+        few = len(problem.type_C) <= FEW_CANDIDATES
         self._hots = _HOTS if few else _HOTS_OF_MANY
         self._moves_per_piece = _MOVES_PER_PIECE if few else _MOVES_PER_PIECE_OF_MANY
         self._place_share = _PLACE_SHARE if few else _PLACE_SHARE_OF_MANY
+        self._exponent = _EXPONENT
+        self._has_stages = len(problem.type_C) > MOST_CANDIDATES
+        if self._has_stages:
+            self._place_share = _PLACE_SHARE_OF_VERY_MANY
         self._first_T: list[Parts] = []
         self._seconds_by_hot: dict[float, float] = {}
         self._random = np.random.default_rng(0)
@@ -89,6 +98,9 @@ class Search:
             return
         if self._annealer is not None:
             parts_T = [parts for parts in state.parts_T if parts is not None]
+            if self._has_stages:
+                self._anneal_in_stages(box, parts_T, candidates_Y)
+                return
             self._first_T = self._first_T or parts_T
             self._anneal(Annealer(self.problem, candidates_Y), parts_T, self._next_hot())
             return
@@ -116,6 +128,19 @@ class Search:
         starts = (self._first_T or self.parts_T, self.parts_T)
         self._anneal(self._annealer, starts[self._seed // len(self._hots) % 2], self._next_hot())
 
+    def _anneal_in_stages(self, box: Box, parts_T: list[Parts], candidates_Y: list[Ints]) -> None:
+        """See `_STAGES`. Later attempts are like the last stage."""
+        load_PK, fixed_PK = self.problem.load_PK, self.problem.fixed_PK
+        for factor, hot, self._exponent in _STAGES:
+            factor_K = np.ones(len(box.slowest_K))
+            factor_K[box.slowest_K.argmax()] = factor
+            problem = self.problem._replace(load_PK=load_PK * factor_K, fixed_PK=fixed_PK * factor_K)
+            self._annealer = Annealer(problem, candidates_Y)
+            state = self._anneal(self._annealer, parts_T, hot)
+            self._first_T = parts_T = [parts for parts in state.parts_T if parts is not None]
+            if self.is_spent:
+                break
+
     def _next_hot(self) -> float:
         """In turn; then every other time the temperature that has led to the best plan."""
         hots, seconds_by_hot = self._hots, self._seconds_by_hot
@@ -138,6 +163,7 @@ class Search:
             hot=hot,
             seed=self._seed,
             place_share=self._place_share,
+            exponent=self._exponent,
         )
         self.work += _WORK_PER_MOVE * work
         state = self._state_of(found)

@@ -15,14 +15,14 @@ import numpy as np
 from meshrec.planner.bound import Box, LowerBound
 from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
-from meshrec.planner.relaxation import FEW_CANDIDATES
+from meshrec.planner.relaxation import FEW_CANDIDATES, MOST_CANDIDATES
 from meshrec.planner.search import Effort, Search
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_SEARCH = ((500, 0.25), (np.inf, 0.35))
+_SEARCH = ((500, 0.25), (MOST_CANDIDATES, 0.35), (np.inf, 0.1))
 """Up to how many candidates, which part of the work goes to better plans, once there is one: more where they
-are many, for there the first plans are far from the best."""
+are many, for there the first plans are far from the best; less again where the first one takes long."""
 _STARTS = 32
 """The most boxes that wait to be started from."""
 _GAPS = (
@@ -35,7 +35,7 @@ _GAPS_OF_RANKS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
 """A goal is a part of the gap before it; a larger one from where goals become dear."""
-_STEPS = ((50_000, 0.3), (np.inf, 0.2))
+_STEPS = ((MOST_CANDIDATES, 0.3), (np.inf, 0.2))
 """Where candidates are many, up to how many: which part of the way to the best known plan a goal is. A first
 box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little."""
 _LEAST_SECONDS = 1e-12
@@ -125,6 +125,15 @@ class _Entrant:
         """Whether a step as long as the bound's longest one ends in time."""
         return time.perf_counter() + self._longest <= self._deadline
 
+    def start(self) -> None:
+        """A first plan, where there can be one."""
+        is_large = len(self.way.allowed_C) > MOST_CANDIDATES
+        squeezed = self._coarse.squeezed() if is_large else None
+        if squeezed is not None:
+            self.search.start_from(squeezed, squeezed.admitted_C)
+        if self.root is not None and not self.search.parts_T:
+            self.search.start_from(self.root, self.way.allowed_C)
+
     def improve(self, known: float) -> bool:
         """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
         yet; False where there is none."""
@@ -160,6 +169,8 @@ class _Entrant:
 
     def _note_start(self, bound: LowerBound) -> None:
         """Keeps the best box, where its splits are new, for a plan."""
+        if len(self.way.allowed_C) > MOST_CANDIDATES:
+            return
         box = bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
         if box is not None and key not in self._tried:
@@ -218,7 +229,9 @@ class _Contest:
                 or (self._is_spent and self.known < np.inf)
             ):
                 continue
-            entrant.search.start_from(entrant.root, entrant.way.allowed_C)
+            entrant.start()
+            if len(entrant.way.allowed_C) > MOST_CANDIDATES and entrant.search.parts_T:
+                break
         self._explore(min(_EARLY_WORK, _EARLY * self._effort.max_work))
         self._first_work = self._search_work
 
