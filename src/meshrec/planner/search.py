@@ -1,6 +1,7 @@
 """Better and better plans: starts from relaxations, then repeated small disturbances of the best plan."""
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ _PATIENCE = 40
 """Disturbances in a row without a better plan before the search returns to the best one."""
 _MOVES_PER_PIECE, _MOVES_PER_PIECE_OF_MANY = 4000, 12_000
 _LEAST_MOVES = 300_000
+_MOST_FIRSTS = 2
+"""Plans that later attempts start from in turn, beside the best."""
 _WORK_PER_MOVE = 5
 _CLOSE = 1.02
 """Plans that are this much slower than the best are worth exact sizes."""
@@ -79,7 +82,7 @@ class Search:
         self._has_stages = len(problem.type_C) > MOST_CANDIDATES
         if self._has_stages:
             self._place_share = _PLACE_SHARE_OF_VERY_MANY
-        self._first_T: list[Parts] = []
+        self._firsts: deque[list[Parts]] = deque(maxlen=_MOST_FIRSTS)
         self._seconds_by_hot: dict[float, float] = {}
         self._random = np.random.default_rng(0)
         self._current: State | None = None
@@ -101,7 +104,8 @@ class Search:
             if self._has_stages:
                 self._anneal_in_stages(box, parts_T, candidates_Y)
                 return
-            self._first_T = self._first_T or parts_T
+            if len(self._firsts) < _MOST_FIRSTS:
+                self._firsts.append(parts_T)
             self._anneal(Annealer(self.problem, candidates_Y), parts_T, self._next_hot())
             return
         for exponent in _EXPONENTS:
@@ -125,8 +129,9 @@ class Search:
         if self._annealer is None:
             self.disturb()
             return
-        starts = (self._first_T or self.parts_T, self.parts_T)
-        self._anneal(self._annealer, starts[self._seed // len(self._hots) % 2], self._next_hot())
+        starts = (*self._firsts, self.parts_T)
+        start_T = starts[self._seed // len(self._hots) % len(starts)]
+        self._anneal(self._annealer, start_T, self._next_hot())
 
     def _anneal_in_stages(self, box: Box, parts_T: list[Parts], candidates_Y: list[Ints]) -> None:
         """See `_STAGES`. Later attempts are like the last stage."""
@@ -137,7 +142,7 @@ class Search:
             problem = self.problem._replace(load_PK=load_PK * factor_K, fixed_PK=fixed_PK * factor_K)
             self._annealer = Annealer(problem, candidates_Y)
             state = self._anneal(self._annealer, parts_T, hot)
-            self._first_T = parts_T = [parts for parts in state.parts_T if parts is not None]
+            parts_T = [parts for parts in state.parts_T if parts is not None]
             if self.is_spent:
                 break
 

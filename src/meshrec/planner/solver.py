@@ -42,6 +42,8 @@ _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
 _CLOSE = 1.05
+_FEW_TABLES = 5
+"""On a rank: then it matters which pieces fit beside each other, and plans begin with small ones, too."""
 
 
 class Way(NamedTuple):
@@ -126,11 +128,14 @@ class _Entrant:
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self) -> None:
-        """A first plan, where there can be one."""
-        is_large = len(self.way.allowed_C) > MOST_CANDIDATES
-        squeezed = self._coarse.squeezed() if is_large else None
-        if squeezed is not None:
-            self.search.start_from(squeezed, squeezed.admitted_C)
+        """A first plan, where there can be one: with pieces of all sizes, with small ones, or both."""
+        problem, is_large = self._problem, len(self.way.allowed_C) > MOST_CANDIDATES
+        if self.root is not None and not is_large:
+            self.search.start_from(self.root, self.way.allowed_C)
+        if is_large or len(problem.type_T) <= _FEW_TABLES * problem.num_ranks:
+            squeezed = self._coarse.squeezed()
+            if squeezed is not None:
+                self.search.start_from(squeezed, squeezed.admitted_C)
         if self.root is not None and not self.search.parts_T:
             self.search.start_from(self.root, self.way.allowed_C)
 
