@@ -206,7 +206,7 @@ class ClassRelaxation:
             each_K = self._elements.still_EK[element]
             loads = each_K > 0
             fits_HK = np.floor((upper_K[loads] * TIGHT - load_HK[:, loads]) / each_K[loads])
-            number_H = np.clip(fits_HK.min(axis=1), 0, tables - same_H).astype(np.int64)
+            number_H = np.clip(fits_HK.min(axis=1, initial=tables), 0, tables - same_H).astype(np.int64)
             if number_H.sum() + len(sets_HG) > most:
                 break
             index = np.repeat(np.arange(len(sets_HG)), number_H + 1)
