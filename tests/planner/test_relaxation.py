@@ -76,6 +76,20 @@ def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
     assert whole is None or whole.bound >= tight.bound
 
 
+def test_after_the_deadline_boxes_stay_as_they_are(make_tables, profile):
+    machine = Topology(world_size=4, hardware=profile)
+    problem = build_problem(CostModel(make_tables(6, 0), machine, batch_size=64), {})
+    everything, scale = np.ones(len(problem.type_C), bool), float(problem.load_PK.sum())
+    lower_K, upper_K, _ = limits(problem, 1.0)
+    late, other = (
+        MeanRelaxation(problem, everything, scale, deadline=deadline).solve(lower_K, upper_K, everything, 1.0)
+        for deadline in (0.0, np.inf)
+    )
+    np.testing.assert_array_equal(late.upper_K, upper_K)
+    assert 0 < late.bound <= other.bound
+    assert other.upper_K.sum() < upper_K.sum()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_candidates_that_cost_too_much_are_out(make_tables, profile, seed):
     """With one of them, nothing is as cheap as the cutoff."""
@@ -110,7 +124,7 @@ def test_no_plan_is_left_out_of_its_box(make_tables, profile, placed_unevenly, m
         common = float(problem.common_C[candidate_T].sum())
         scale = common + float(slowest_K.sum())
         everything = np.ones(len(problem.type_C), bool)
-        relaxation = MeanRelaxation(problem, everything, scale)
+        relaxation = MeanRelaxation(problem, everything, scale, deadline=generator.choice([np.inf, 0.0]))
         slowest_K = slowest_K / scale
         lower_K, upper_K = 0.9 * slowest_K, np.ones(len(slowest_K))
         admitted_C = everything

@@ -57,6 +57,7 @@ class LowerBound:
         seconds: a plan's time: it scales the numbers.
         goal: seconds that are to be proven: boxes without anything faster are closed.
         coarse: whether one relaxation is good enough; there is no goal then.
+        deadline: of `time.perf_counter`: what is begun before ends soon after it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LowerBound:
         goal: float | None = None,
         *,
         coarse: bool = False,
+        deadline: float = INFINITY,
     ) -> None:
         self._scale = seconds
         self._largest_CK = problem.largest_load_CK() / seconds
@@ -78,7 +80,7 @@ class LowerBound:
             self._relaxation: Relaxation = relaxation
             self._grid_K = relaxation.grid_K
         else:
-            self._relaxation = MeanRelaxation(problem, allowed_C, seconds, root=coarse)
+            self._relaxation = MeanRelaxation(problem, allowed_C, seconds, root=coarse, deadline=deadline)
         self._count = itertools.count()
         self._heap: list[tuple[float, int, Box]] = []
         self._closed = INFINITY

@@ -6,6 +6,7 @@ variable per candidate and ranks need no variable at all, so the program is smal
 Candidates with a piece above `upper` are out.
 """
 
+import time
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -86,7 +87,8 @@ class Relaxation(Protocol):
 class MeanRelaxation:
     """T is at least the mean load of each phase, and the largest piece of what a single table uses.
 
-    `root`: whether one optimum is all that is wanted, to begin plans with.
+    `root`: whether one optimum is all that is wanted, to begin plans with. After `deadline`, of
+    `time.perf_counter`, boxes are neither narrowed nor cut any further.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class MeanRelaxation:
         *,
         root: bool = False,
         rounding: Rounding | None = None,
+        deadline: float = INFINITY,
     ) -> None:
         self._work = 0
+        self._deadline = deadline
         self._problem, self._scale = problem, scale
         self._largest_CK = problem.largest_load_CK() / scale
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
@@ -123,6 +127,10 @@ class MeanRelaxation:
         """See `Relaxation`."""
         return self._work + (0 if self._undominated is None else self._undominated.relaxation.work)
 
+    @property
+    def _is_late(self) -> bool:
+        return time.perf_counter() >= self._deadline
+
     def solve(
         self,
         lower_K: Floats,
@@ -140,7 +148,7 @@ class MeanRelaxation:
         relaxed = self._solve(lower_K, upper_K, admitted_C, cutoff)
         first = 1 if self._may_drop else self._rounds
         relaxed = self._narrowed_often(relaxed, cutoff, first)
-        if relaxed is not None and self._may_drop:
+        if relaxed is not None and self._may_drop and not self._is_late:
             self._may_drop = False
             self._undominated = self._without_dominated(relaxed)
             if self._undominated is None:
@@ -155,7 +163,7 @@ class MeanRelaxation:
 
     def _narrowed_often(self, relaxed: Relaxed | None, cutoff: float, rounds: int) -> Relaxed | None:
         for _ in range(rounds):
-            if relaxed is None:
+            if relaxed is None or self._is_late:
                 break
             before_K = _freedom(relaxed)
             wide = before_K > MARGIN
@@ -173,7 +181,10 @@ class MeanRelaxation:
             return None
         problem = restricted(self._problem, keep_C)
         rounding = self._rounding.restricted(stands_C)
-        relaxation = MeanRelaxation(problem, np.ones(int(keep_C.sum()), bool), self._scale, rounding=rounding)
+        everything = np.ones(int(keep_C.sum()), bool)
+        relaxation = MeanRelaxation(
+            problem, everything, self._scale, rounding=rounding, deadline=self._deadline
+        )
         return _Undominated(relaxation, relaxed.lower_K, relaxed.admitted_C, keep_C)
 
     def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
@@ -203,7 +214,7 @@ class MeanRelaxation:
         self._set_cuts(lower_K, upper_K)
         optimum = first = self._solver.solve()
         for _ in range(self._cut_rounds):
-            if optimum is None or not self._add_cuts(optimum, lower_K, upper_K, admitted_C):
+            if optimum is None or self._is_late or not self._add_cuts(optimum, lower_K, upper_K, admitted_C):
                 break
             before, optimum = optimum.objective, self._solver.solve()
             if optimum is not None and optimum.objective < before * (1 + _LEAST_GAIN):
@@ -243,6 +254,8 @@ class MeanRelaxation:
         the candidates that are left."""
         lower_K, upper_K, admitted_C = relaxed.lower_K.copy(), relaxed.upper_K.copy(), relaxed.admitted_C
         for phase in np.flatnonzero(upper_K - lower_K > 10 * MARGIN):
+            if self._is_late:
+                break
             cost = np.zeros(len(self._cost))
             for sign, limit_K in ((1.0, upper_K), (-1.0, -lower_K)):
                 cost[len(self._tables_C) + phase] = sign

@@ -35,7 +35,7 @@ _GAPS_OF_RANKS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
 """A goal is a part of the gap before it; a larger one from where goals become dear."""
-_STEPS = ((MOST_CANDIDATES, 0.3), (np.inf, 0.2))
+_STEPS = ((MOST_CANDIDATES, 0.3), (np.inf, 0.4))
 """Where candidates are many, up to how many: which part of the way to the best known plan a goal is. A first
 box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little."""
 _LEAST_SECONDS = 1e-12
@@ -90,7 +90,7 @@ class _Entrant:
         self._problem = problem
         self._gaps = _GAPS_OF_RANKS if RankProgram.suits(problem) else _GAPS
         self.bound: LowerBound | None = None
-        self._proven = -np.inf
+        self._proven, self._num_proven = -np.inf, 0
         self._deadline, self._longest = deadline, 0.0
         self._work = 0
         self._num_solves = 0
@@ -155,6 +155,7 @@ class _Entrant:
             if not self.bound.is_proven:
                 return False
             self._proven = max(self._proven, self._reached)
+            self._num_proven += 1
             self._work, self._num_solves = self.work, self._num_solves + self.bound.num_solves
             self.bound = None
         if self.value >= known:
@@ -162,14 +163,15 @@ class _Entrant:
         num_candidates = len(self.way.allowed_C)
         if num_candidates > FEW_CANDIDATES:
             step = next(part for most, part in _STEPS if num_candidates <= most)
-            goal = self.value + step * (known - self.value)
+            goal = self.value + step / (1 + self._num_proven) * (known - self.value)
         else:
             gap = 1 - self.value / known
             gap *= _NEXT if gap > _NEAR else _NEXT_WHEN_NEAR
             goal = known * (1 - _SAFELY * next((least for least in self._gaps if least <= gap), 0.0))
         fixed = self.way.fixed_seconds
         scale = max(known - fixed, _LEAST_SECONDS)
-        self.bound = LowerBound(self._problem, self.way.allowed_C, scale, max(goal - fixed, _LEAST_SECONDS))
+        goal = max(goal - fixed, _LEAST_SECONDS)
+        self.bound = LowerBound(self._problem, self.way.allowed_C, scale, goal, deadline=self._deadline)
         return True
 
     def _note_start(self, bound: LowerBound) -> None:
