@@ -136,7 +136,7 @@ class _Entrant:
             squeezed = self._coarse.squeezed()
             if squeezed is not None:
                 self.search.start_from(squeezed, squeezed.admitted_C)
-        if self.root is not None and not self.search.parts_T:
+        if self.root is not None and is_large and not self.search.parts_T:
             self.search.start_from(self.root, self.way.allowed_C)
 
     def improve(self, known: float) -> bool:
