@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.highs import INFINITY, Optimum
+from meshrec.planner.highs import INFINITY, Optimum, Solver
 from meshrec.planner.problem import Scope
 from meshrec.planner.rank_classes import ClassRelaxation
 from meshrec.planner.rank_program import RankProgram
@@ -180,3 +180,19 @@ def test_whole_numbers_know_that_five_tables_need_two_ranks(profile):
     assert relaxation.solve(lower_K, upper_K, everything, 1.0) is None
     assert relaxation.solve(lower_K, 2 * one_K / scale, everything, 1.0 + 1e-6).bound <= 1.0 + 1e-6
     assert relaxation.work > 0
+
+
+def test_a_closer_look_has_its_time(make_tables, profile, monkeypatch):
+    """The classes' program may not take longer; the first look at a box takes what it takes."""
+    problem = problem_of(make_tables(6, 1), profile, ["table_wise", "row_wise"], 4)
+    everything, upper_K = np.ones(len(problem.type_C), bool), np.ones(problem.load_PK.shape[1])
+    scale, limits = float(problem.load_PK.sum()), []
+    set_time = Solver.set_time
+    monkeypatch.setattr(
+        Solver, "set_time", lambda self, seconds: limits.append(seconds) or set_time(self, seconds)
+    )
+    monkeypatch.setattr(RankProgram, "serves", lambda *_: False)
+    relaxation = ClassRelaxation(problem, everything, scale)
+    found = relaxation.solve(0 * upper_K, upper_K, everything, 10.0)
+    relaxation.solve_closely(found, 10.0, 7.5)
+    assert limits == [INFINITY, 7.5]

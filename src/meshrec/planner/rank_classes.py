@@ -76,12 +76,15 @@ class ClassRelaxation:
         mean = mean._replace(lower_K=lower_K, upper_K=upper_K)
         return self._in_classes(mean, cutoff, *_COARSE)
 
-    def _in_classes(self, known: Relaxed, cutoff: float, heavy: float, most: int) -> Relaxed | None:
-        """What the classes' program adds to what is known of a box."""
+    def _in_classes(
+        self, known: Relaxed, cutoff: float, heavy: float, most: int, seconds: float = INFINITY
+    ) -> Relaxed | None:
+        """What the classes' program adds to what is known of a box: nothing, where `seconds` do not do."""
         program = self._program(Box(known.lower_K, known.upper_K, cutoff), known.admitted_C, heavy, most)
         if program is None:
             return None
         solver = Solver(program.build(), as_is=True)
+        solver.set_time(seconds)
         optimum, start = self._optimum(program, solver, known.start)
         self._work += solver.work
         if optimum is None or optimum.objective == -INFINITY:
@@ -133,7 +136,7 @@ class ClassRelaxation:
             return self._solve_ranks(known, cutoff, seconds)
         if not self._are_few(known.admitted_C):
             return self._mean.solve_closely(known, cutoff, seconds)
-        return self._in_classes(known, cutoff, *_FINER)
+        return self._in_classes(known, cutoff, *_FINER, seconds)
 
     def is_settled_closely(self, admitted_C: Bools) -> bool:
         """See `Relaxation`."""
