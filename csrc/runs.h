@@ -135,7 +135,7 @@ class Runs {
   // By chunk, stream and part: the number of pairs, then where the next one goes.
   std::vector<uint32_t> positions_;
   std::unique_ptr<Arena> arena_;
-  std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][three numbers][ranges]
+  std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][two numbers][ranges]
   bool is_loaded_ = false;
   bool rows_from_memory_ = false;
 };
