@@ -184,8 +184,11 @@ def test_very_many_candidates_begin_with_one_plan_of_small_pieces(make_tables, p
     patient = solve(problem, everyway(problem), EFFORT._replace(max_work=5e7))
     for module in (search_module, solver_module):
         monkeypatch.setattr(module, "MOST_CANDIDATES", 0)
+    in_stages, anneal_in_stages = [], Search._anneal_in_stages
+    monkeypatch.setattr(Search, "_anneal_in_stages", lambda *args: in_stages.append(anneal_in_stages(*args)))
     ways = [*everyway(problem), Way(np.ones(len(problem.type_C), bool), 1e-9)]
     solutions = [solve(problem, ways, EFFORT._replace(max_work=5e7)) for _ in range(2)]
+    assert len(in_stages) == 2
     assert solutions[0].seconds == solutions[1].seconds
     assert solutions[0].lower_bound <= patient.seconds * (1 + 1e-9)
     assert solutions[0].seconds <= patient.seconds * 1.05

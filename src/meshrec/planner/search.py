@@ -1,7 +1,6 @@
 """Better and better plans: starts from relaxations, then repeated small disturbances of the best plan."""
 
 import time
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +81,7 @@ class Search:
         self._has_stages = len(problem.type_C) > MOST_CANDIDATES
         if self._has_stages:
             self._place_share = _PLACE_SHARE_OF_VERY_MANY
-        self._firsts: deque[list[Parts]] = deque(maxlen=_MOST_FIRSTS)
+        self._firsts: list[list[Parts]] = []
         self._seconds_by_hot: dict[float, float] = {}
         self._random = np.random.default_rng(0)
         self._current: State | None = None

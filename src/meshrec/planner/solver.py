@@ -88,6 +88,7 @@ class _Entrant:
         self._coarse = LowerBound(problem, way.allowed_C, scale, coarse=True)
         self.root = self._coarse.best_box
         self._problem = problem
+        self.is_large = len(way.allowed_C) > MOST_CANDIDATES
         self._gaps = _GAPS_OF_RANKS if RankProgram.suits(problem) else _GAPS
         self.bound: LowerBound | None = None
         self._proven, self._num_proven = -np.inf, 0
@@ -129,14 +130,13 @@ class _Entrant:
 
     def start(self) -> None:
         """A first plan, where there can be one: with pieces of all sizes, with small ones, or both."""
-        problem, is_large = self._problem, len(self.way.allowed_C) > MOST_CANDIDATES
-        if self.root is not None and not is_large:
+        if self.root is not None and not self.is_large:
             self.search.start_from(self.root, self.way.allowed_C)
-        if is_large or len(problem.type_T) <= _FEW_TABLES * problem.num_ranks:
+        if self.is_large or len(self._problem.type_T) <= _FEW_TABLES * self._problem.num_ranks:
             squeezed = self._coarse.squeezed()
             if squeezed is not None:
                 self.search.start_from(squeezed, squeezed.admitted_C)
-        if self.root is not None and is_large and not self.search.parts_T:
+        if self.root is not None and self.is_large and not self.search.parts_T:
             self.search.start_from(self.root, self.way.allowed_C)
 
     def improve(self, known: float) -> bool:
@@ -176,7 +176,7 @@ class _Entrant:
 
     def _note_start(self, bound: LowerBound) -> None:
         """Keeps the best box, where its splits are new, for a plan."""
-        if len(self.way.allowed_C) > MOST_CANDIDATES:
+        if self.is_large:
             return
         box = bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
@@ -237,7 +237,7 @@ class _Contest:
             ):
                 continue
             entrant.start()
-            if len(entrant.way.allowed_C) > MOST_CANDIDATES and entrant.search.parts_T:
+            if entrant.is_large and entrant.search.parts_T:
                 break
         self._explore(min(_EARLY_WORK, _EARLY * self._effort.max_work))
         self._first_work = self._search_work
