@@ -15,20 +15,23 @@ _LIMITS = (np.inf, 2.0, 1.0, 0.5)
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
     """The allowed candidates of each type; all of them where none is allowed."""
     found = []
-    for kind in range(int(problem.type_C.max()) + 1):
-        candidates = np.flatnonzero(problem.type_C == kind)
+    for candidates in _of_each_type(problem):
         some = candidates[allowed_C[candidates]]
         found.append(some if len(some) else candidates)
     return found
+
+
+def _of_each_type(problem: Problem) -> list[Ints]:
+    candidates = np.arange(len(problem.type_C))
+    return np.split(candidates, np.searchsorted(problem.type_C, np.arange(1, int(problem.type_C.max()) + 1)))
 
 
 def round_choice(problem: Problem, share_C: Floats) -> Ints:
     """A candidate for each table: as many tables of a type per candidate as the relaxation has, largest
     rests up."""
     choice_T = np.zeros(len(problem.type_T), np.int64)
-    for kind in range(int(problem.type_C.max()) + 1):
+    for kind, candidates in enumerate(_of_each_type(problem)):
         tables = np.flatnonzero(problem.type_T == kind)
-        candidates = np.flatnonzero(problem.type_C == kind)
         counts = np.floor(share_C[candidates] + 1e-6).astype(int)
         rest = share_C[candidates] - counts
         for index in np.argsort(-rest, kind="stable")[: max(len(tables) - counts.sum(), 0)]:
