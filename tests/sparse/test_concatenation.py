@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
-from meshrec.sparse.concatenation import concatenated_bags, concatenated_inverse, concatenated_strides
+from meshrec.sparse.concatenation import concatenated, concatenated_bags
 
 
 def jt(weights: torch.Tensor | None = None, values: torch.Tensor | None = None) -> JaggedTensor:
@@ -35,18 +35,23 @@ def test_integers_and_floats():
 
 
 def test_strides():
-    assert concatenated_strides([kjt(), kjt()]) == (2, None)
-    assert concatenated_strides([kjt(stride_per_key=[1, 3])] * 2) == (None, [[1], [3], [1], [3]])
+    assert concatenated([kjt(), kjt()]).stride() == 2
+    assert concatenated([kjt(stride_per_key=[1, 3])] * 2).stride_per_key_per_rank() == [[1], [3], [1], [3]]
     with pytest.raises(ValueError, match="some inputs have a batch size per key, some one for all keys"):
-        concatenated_strides([kjt(), kjt(stride_per_key=[1, 3])])
+        concatenated([kjt(), kjt(stride_per_key=[1, 3])])
     single = KeyedJaggedTensor(["c"], torch.arange(1), lengths=torch.tensor([1]))
     with pytest.raises(ValueError, match="input 1 has batch size 1, input 0 has 2; they must be equal"):
-        concatenated_strides([kjt(), single])
+        concatenated([kjt(), single])
+
+
+def test_counts_are_known_where_all_inputs_know_them():
+    assert concatenated([kjt().sync(), kjt().sync()]).length_per_key_or_none() == [2, 2, 2, 2]
+    assert concatenated([kjt().sync(), kjt()]).length_per_key_or_none() is None
 
 
 def test_inverse_indices():
-    first, second = (["a"], torch.tensor([[0, 1]])), (["b"], torch.tensor([[1, 0]]))
-    keys, indices = concatenated_inverse([first, second])
-    assert keys == ["a", "b"]
-    assert indices.tolist() == [[0, 1], [1, 0]]
-    assert concatenated_inverse([first, None]) is None
+    with_indices = kjt(inverse_indices=(["a", "b"], torch.tensor([[0, 1], [1, 0]])))
+    keys, indices = concatenated([with_indices, with_indices]).inverse_indices()
+    assert keys == ["a", "b", "a", "b"]
+    assert indices.tolist() == [[0, 1], [1, 0], [0, 1], [1, 0]]
+    assert concatenated([with_indices, kjt()]).inverse_indices_or_none() is None

@@ -1,6 +1,14 @@
 import torch
 
-from meshrec.sparse.printing import bags_text, is_readable, keyed_text, rows_text, shape_text
+from meshrec.sparse import KeyedJaggedTensor
+from meshrec.sparse.printing import (
+    bags_text,
+    is_readable,
+    keyed_jagged_text,
+    keyed_text,
+    rows_text,
+    shape_text,
+)
 
 
 def test_bags():
@@ -34,6 +42,18 @@ def test_many_rows_are_cut_short():
 def test_keys_are_on_lines_of_their_own():
     assert keyed_text("X", ["a", "b"], ["[1]", "[2]"]) == 'X({\n    "a": [1],\n    "b": [2]\n})'
     assert keyed_text("X", [], []) == "X()"
+
+
+def test_keyed_bags():
+    lengths = torch.tensor([1, 2])
+    kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([5, 7, 1]), lengths=lengths)
+    assert keyed_jagged_text(kjt) == 'KeyedJaggedTensor({\n    "a": [[5]],\n    "b": [[7, 1]]\n})'
+    weighted = KeyedJaggedTensor(["a"], torch.tensor([5]), torch.tensor([0.5]), lengths=lengths[:1])
+    assert '"a": {\n        "values": [[5]],\n        "weights": [[0.5]]\n    }' in keyed_jagged_text(
+        weighted
+    )
+    meta = KeyedJaggedTensor(["a"], torch.ones(3, device="meta"), lengths=torch.ones(3, device="meta").int())
+    assert keyed_jagged_text(meta) == "KeyedJaggedTensor(keys=['a'], values=float32[3], lengths=int32[3])"
 
 
 def test_what_cannot_be_read_is_described():

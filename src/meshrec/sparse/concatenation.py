@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from meshrec.sparse.keyed_jagged_tensor import InverseIndices, KeyedJaggedTensor
 
 
+def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+    """``KeyedJaggedTensor.concat`` of at least one."""
+    values, weights, lengths = concatenated_bags("concat", kjts)
+    stride, strides = _strides(kjts)
+    known = [kjt._length_per_key for kjt in kjts]
+    return kjts[0].unchecked(
+        [key for kjt in kjts for key in kjt._keys],
+        values,
+        weights,
+        lengths,
+        stride=stride,
+        strides=strides,
+        length_per_key=None if None in known else [n for part in known for n in part or ()],
+        inverse_indices=_inverse_indices([kjt._inverse_indices for kjt in kjts]),
+    )
+
+
 def concatenated_bags(op: str, parts: Sequence[Jagged]) -> tuple[Tensor, Tensor | None, Tensor]:
     """Values, weights and lengths of all parts.
 
@@ -31,9 +48,7 @@ def concatenated_bags(op: str, parts: Sequence[Jagged]) -> tuple[Tensor, Tensor 
     return values, torch.cat(weights) if weights else None, torch.cat([part.lengths() for part in parts])
 
 
-def concatenated_strides(
-    kjts: list["KeyedJaggedTensor"],
-) -> tuple[int | None, list[list[int]] | None]:
+def _strides(kjts: list["KeyedJaggedTensor"]) -> tuple[int | None, list[list[int]] | None]:
     """The stride of all keys, or else the strides per key and rank.
 
     Raises:
@@ -57,7 +72,7 @@ def concatenated_strides(
     return stride, None
 
 
-def concatenated_inverse(parts: "list[InverseIndices | None]") -> "InverseIndices | None":
+def _inverse_indices(parts: "list[InverseIndices | None]") -> "InverseIndices | None":
     """The inverse indices of all keys, if all parts have them."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):

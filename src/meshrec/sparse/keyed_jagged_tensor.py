@@ -4,17 +4,17 @@ Shape legend: K keys, B bags of all keys, N values, R ranks.
 """
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshrec.sparse.concatenation import concatenated_bags, concatenated_inverse, concatenated_strides
+from meshrec.sparse.concatenation import concatenated, concatenated_bags
 from meshrec.sparse.counting import count_per_key, total
 from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor
 from meshrec.sparse.keyed_validation import check_keyed_numbers, check_keys_and_strides
-from meshrec.sparse.printing import is_readable, keyed_bags_text, keyed_text, shape_text
+from meshrec.sparse.printing import keyed_jagged_text
 from meshrec.sparse.rearranging import cut_keys, permuted_keys, split_keys
 from meshrec.sparse.validation import check_layout, count_bags
 
@@ -225,19 +225,7 @@ class KeyedJaggedTensor(Jagged):
         """
         if not kjt_list:
             raise ValueError("KeyedJaggedTensor.concat: the list is empty; pass at least one")
-        values, weights, lengths = concatenated_bags("concat", kjt_list)
-        stride, strides = concatenated_strides(kjt_list)
-        known = [kjt._length_per_key for kjt in kjt_list]
-        return KeyedJaggedTensor.unchecked(
-            [key for kjt in kjt_list for key in kjt._keys],
-            values,
-            weights,
-            lengths,
-            stride=stride,
-            strides=strides,
-            length_per_key=None if None in known else [n for part in known for n in part or ()],
-            inverse_indices=concatenated_inverse([kjt._inverse_indices for kjt in kjt_list]),
-        )
+        return concatenated(kjt_list)
 
     @staticmethod
     def empty(
@@ -499,18 +487,4 @@ class KeyedJaggedTensor(Jagged):
         return {**self.__dict__, "_jt_dict": None, "_jt_dict_grad": None}
 
     def __str__(self) -> str:
-        if not is_readable(*self._tensors()):
-            return shape_text(
-                "KeyedJaggedTensor",
-                keys=self._keys,
-                values=self._values,
-                weights=self._weights,
-                lengths=self._lengths,
-                offsets=self._offsets,
-            )
-        offsets = self.offsets().tolist()
-        texts = [
-            keyed_bags_text(self._values, self._weights, offsets[first : last + 1])
-            for first, last in pairwise(self.lengths_offset_per_key())
-        ]
-        return keyed_text("KeyedJaggedTensor", self._keys, texts)
+        return keyed_jagged_text(self)

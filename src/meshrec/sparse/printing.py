@@ -1,9 +1,13 @@
 """The text of jagged and keyed tensors: by key and sample, cut short where it would fill the screen."""
 
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 _MANY = 1000  # numbers of one key above which the middle is left out, as torch does for its tensors
 _EDGE = 3
@@ -36,12 +40,23 @@ def bags_text(values: Tensor, offsets: list[int]) -> str:
     return _list_text(_with_gap(bags) if short and num_bags > 2 * _EDGE else bags)
 
 
-def keyed_bags_text(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
-    """The bags of one key: values alone, or values and weights on lines of their own."""
-    text = bags_text(values, offsets)
-    if weights is None:
-        return text
-    return f'{{\n        "values": {text},\n        "weights": {bags_text(weights, offsets)}\n    }}'
+def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
+    """One line per key, or what cannot be read described."""
+    if not is_readable(*kjt._tensors()):
+        return shape_text(
+            "KeyedJaggedTensor",
+            keys=kjt._keys,
+            values=kjt._values,
+            weights=kjt._weights,
+            lengths=kjt._lengths,
+            offsets=kjt._offsets,
+        )
+    offsets = kjt.offsets().tolist()
+    texts = [
+        _keyed_bags_text(kjt._values, kjt._weights, offsets[first : last + 1])
+        for first, last in pairwise(kjt.lengths_offset_per_key())
+    ]
+    return keyed_text("KeyedJaggedTensor", kjt._keys, texts)
 
 
 def keyed_text(name: str, keys: list[str], texts: list[str]) -> str:
@@ -54,6 +69,14 @@ def rows_text(rows: Tensor) -> str:
     """``[[1.0, 2.0], [3.0, 4.0]]``: a dense tensor, cut short like the bags."""
     short = rows.numel() > _MANY and rows.dim() > 0 and rows.size(0) > 2 * _EDGE
     return _list_text(_shortened(rows) if short else [_text(row) for row in rows.tolist()])
+
+
+def _keyed_bags_text(values: Tensor, weights: Tensor | None, offsets: list[int]) -> str:
+    """The bags of one key: values alone, or values and weights on lines of their own."""
+    text = bags_text(values, offsets)
+    if weights is None:
+        return text
+    return f'{{\n        "values": {text},\n        "weights": {bags_text(weights, offsets)}\n    }}'
 
 
 def _shape(tensor: Tensor) -> str:
