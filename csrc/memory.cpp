@@ -186,9 +186,14 @@ Tensor empty_buffer(std::vector<int64_t> sizes, ScalarType type) {
   int64_t num_bytes = aoti_torch_dtype_element_size(shim_type(type));
   for (int64_t size : sizes) num_bytes *= size;
   if (Memory memory = kept_memory(num_bytes)) return tensor_over(std::move(memory), sizes, type);
-  Tensor buffer = torch::stable::empty({sizes.data(), sizes.size()}, type);
-  advise_huge_pages(buffer.mutable_data_ptr(), num_bytes);
-  return buffer;
+  try {
+    Tensor buffer = torch::stable::empty({sizes.data(), sizes.size()}, type);
+    advise_huge_pages(buffer.mutable_data_ptr(), num_bytes);
+    return buffer;
+  } catch (const std::runtime_error&) {  // it names the call, not the cause
+    throw std::runtime_error("not enough memory: could not allocate " + std::to_string(num_bytes) +
+                             " bytes for a batch's ids or embeddings; use smaller batches, or more ranks");
+  }
 }
 
 namespace {

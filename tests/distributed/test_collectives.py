@@ -62,6 +62,25 @@ def test_all_ranks_get_the_same(ranks, monkeypatch):
         assert pool.run(send_the_same) == [([0, 1, 1], 0)] * 2
 
 
+def run_out_of_memory():
+    axis = default_env().world
+    try:
+        all_to_all(torch.arange(2), Splits([1, 1], [2**50, 2**50]), axis, "embeddings").wait()
+    except RuntimeError as error:
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize("host_link", ["1", "0"])
+def test_missing_memory_is_not_told_as_a_failed_collective(monkeypatch, host_link):
+    monkeypatch.setenv("MESHREC_HOST_LINK", host_link)
+    with RankPool(2) as pool:
+        for kind, text in pool.run(run_out_of_memory):
+            assert kind is RuntimeError
+            assert "allocate" in text
+        assert len(pool.run(exchange)) == 2
+
+
 def test_one_rank_needs_no_group():
     mine = torch.arange(3)
     assert all_to_all(mine, Splits([3], [3]), Axis(), "test").wait() is mine

@@ -57,6 +57,12 @@ def test_small_tables_and_other_devices_are_as_ever():
         assert isinstance(empty_pages((2**20, 4), torch.float32, None), FakeTensor)
 
 
+@pytest.mark.skipif(not has_kernels, reason="torch has its own words")
+def test_memory_that_is_not_there():
+    with pytest.raises(RuntimeError, match="not enough memory: could not allocate 4503599627370496 bytes"):
+        torch.ops.meshrec.new_buffer(torch.ones(1), 2**50)
+
+
 def test_opcheck():
     torch.library.opcheck(torch.ops.meshrec.use_huge_pages.default, (torch.zeros(64, 8),))
 

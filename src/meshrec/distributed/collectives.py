@@ -86,16 +86,22 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent, None, name, None)
-    received = None
     if _traffic:
         _count(name, sent, splits.sent, axis.rank)
+    try:
+        link = links[group] if sent.is_cpu else None
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    # Memory that is not there tells of itself: that is no failure of the collective.
+    received, sent = None, sent.contiguous()
+    if link is None:
+        sent = sent.repeat(axis.size) if same else sent
+        received = torch.ops.meshrec.new_buffer(sent, sum(splits.received))
     work: Any
     try:
-        if sent.is_cpu and (link := links[group]) is not None:
+        if link is not None:
             work = link.start(sent, splits.sent, None, splits.received, same=same)
         else:
-            sent = sent.repeat(axis.size) if same else sent
-            received = torch.ops.meshrec.new_buffer(sent, sum(splits.received))
             work = dist.all_to_all_single(
                 received, sent, splits.received, splits.sent, group=group, async_op=True
             )
@@ -119,16 +125,17 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)
-    received = torch.ops.meshrec.new_buffer(sent, axis.size * sent.numel())
     if _traffic:
         _count(name, sent, [sent.numel()] * axis.size, axis.rank)
+    sent = sent.contiguous()
+    received = torch.ops.meshrec.new_buffer(sent, axis.size * sent.numel())
     work: Any
     try:
         if sent.is_cpu and (link := links[group]) is not None:
             sizes = [sent.numel()] * axis.size
             work = link.start(sent, sizes, received, sizes, same=True)
         else:
-            work = _all_gather(received, sent.reshape(-1), group=group, async_op=True)
+            work = _all_gather(received, sent.view(-1), group=group, async_op=True)
     except RuntimeError as error:
         raise _explained(error, name, group) from error
     started = InFlight(received.view(axis.size, *sent.shape), work, name, group)
