@@ -1,5 +1,7 @@
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,14 +54,26 @@ def send_the_same():
     received = in_flight.wait().tolist()
     dist.barrier()
     release_read(axis)
-    return received, len(link.sent) if (link := links[axis.group]) else 0
+    link = links[axis.group]
+    return received, len(link.sent) if link else 0, link is not None
 
 
-def test_all_ranks_get_the_same(ranks, monkeypatch):
-    assert ranks(2).run(send_the_same) == [([0, 1, 1], 0)] * 2
-    monkeypatch.setenv("MESHREC_HOST_LINK", "0")
+@contextmanager
+def pool_of_two(host_link: str) -> Iterator[RankPool]:
+    """Two ranks that may link, or not ("0"): set there, as they do not see the environment of tests."""
     with RankPool(2) as pool:
-        assert pool.run(send_the_same) == [([0, 1, 1], 0)] * 2
+        pool.run(set_host_link, host_link)
+        yield pool
+
+
+def set_host_link(value):
+    os.environ["MESHREC_HOST_LINK"] = value
+
+
+@pytest.mark.parametrize("host_link", ["1", "0"])
+def test_all_ranks_get_the_same(host_link):
+    with pool_of_two(host_link) as pool:
+        assert pool.run(send_the_same) == [([0, 1, 1], 0, host_link == "1")] * 2
 
 
 def run_out_of_memory():
@@ -72,9 +86,8 @@ def run_out_of_memory():
 
 
 @pytest.mark.parametrize("host_link", ["1", "0"])
-def test_missing_memory_is_not_told_as_a_failed_collective(monkeypatch, host_link):
-    monkeypatch.setenv("MESHREC_HOST_LINK", host_link)
-    with RankPool(2) as pool:
+def test_missing_memory_is_not_told_as_a_failed_collective(host_link):
+    with pool_of_two(host_link) as pool:
         for kind, text in pool.run(run_out_of_memory):
             assert kind is RuntimeError
             assert "allocate" in text
