@@ -4,6 +4,7 @@ import pytest
 from meshrec.planner.bound import LowerBound
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
+from meshrec.planner.one_size import sets_of_one_size
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 
@@ -105,3 +106,25 @@ def test_squeezed_plans_have_no_pieces_far_above_t(make_tables, profile):
 def test_nothing_is_squeezed_where_no_plan_fits(make_tables, profile):
     problem = problem_of(make_tables(4), profile, ["table_wise"])._replace(memory_cap=1.0)
     assert LowerBound(problem, np.ones(len(problem.type_C), bool), 1.0, coarse=True).squeezed() is None
+
+
+def test_plans_of_one_size_begin_with_the_best_size(profile):
+    tables = [Table(name=f"t{i}", num_embeddings=1000 * (i + 1), embedding_dim=64) for i in range(4)]
+    problem = problem_of(tables, profile, ["table_wise", "column_wise", "row_wise"])
+    everything = np.ones(len(problem.type_C), bool)
+    coarse = LowerBound(problem, everything, 1.0, coarse=True)
+    phase = int(coarse.best_box.slowest_K.argmax())
+    box = coarse.one_size()
+    sets = list(sets_of_one_size(problem, everything, phase))
+    assert len(sets) > 1
+    assert any((some_C == box.admitted_C).all() for some_C in sets)
+    assert not box.share_C[~box.admitted_C].any()
+    np.testing.assert_allclose(np.bincount(problem.type_C, box.share_C), np.bincount(problem.type_T))
+    bounds = [LowerBound(problem, some_C, 1.0, coarse=True).value for some_C in sets]
+    assert box.bound == pytest.approx(min(bounds))
+    assert box.bound >= coarse.value
+
+
+def test_nothing_is_of_one_size_where_no_plan_fits(make_tables, profile):
+    problem = problem_of(make_tables(4), profile, ["table_wise"])._replace(memory_cap=1.0)
+    assert LowerBound(problem, np.ones(len(problem.type_C), bool), 1.0, coarse=True).one_size() is None

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshrec.planner.highs import INFINITY
+from meshrec.planner.one_size import sets_of_one_size
 from meshrec.planner.problem import Problem
 from meshrec.planner.rank_classes import ClassRelaxation
 from meshrec.planner.relaxation import MeanRelaxation, Relaxation, Relaxed
@@ -71,6 +72,7 @@ class LowerBound:
         deadline: float = INFINITY,
     ) -> None:
         self._scale = seconds
+        self._problem = problem
         self._largest_CK = problem.largest_load_CK() / seconds
         self._allowed_C, self._type_C = allowed_C, problem.type_C
         num_phases = problem.load_PK.shape[1]
@@ -133,6 +135,25 @@ class LowerBound:
         relaxed = self._relaxation.solve(lower_K, np.full(len(lower_K), INFINITY), fits_C, INFINITY)
         self.num_solves += 1
         return None if relaxed is None else self._in_seconds(Box(*relaxed))
+
+    def one_size(self) -> Box | None:
+        """A box to begin plans from where a rank holds one or two pieces; None where there is none.
+
+        Its pieces are of one size in the largest phase (see `one_size`): of the one that may be best. T in
+        seconds.
+        """
+        if not self._heap:
+            return None
+        slowest_K = self._heap[0][2].slowest_K
+        best: Relaxed | None = None
+        for some_C in sets_of_one_size(self._problem, self._allowed_C, int(slowest_K.argmax())):
+            relaxed = self._relaxation.solve(
+                0 * slowest_K, np.full(len(slowest_K), INFINITY), some_C, INFINITY
+            )
+            self.num_solves += 1
+            if relaxed is not None and (best is None or relaxed.bound < best.bound):
+                best = relaxed._replace(admitted_C=some_C)
+        return None if best is None else self._in_seconds(Box(*best))
 
     def allowed(self, box: Box) -> Bools:
         """Candidates [C] that a box admits."""

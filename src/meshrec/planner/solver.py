@@ -129,9 +129,13 @@ class _Entrant:
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self) -> None:
-        """A first plan, where there can be one: with pieces of all sizes, with small ones, or both."""
+        """First plans, where there can be any: with pieces of all sizes, with small ones, with equal ones."""
         if self.root is not None and not self.is_large:
             self.search.start_from(self.root, self.way.allowed_C)
+        if len(self._problem.type_T) <= self._problem.num_ranks:
+            one_size = self._coarse.one_size()
+            if one_size is not None:
+                self.search.start_from(one_size, one_size.admitted_C)
         if self.is_large or len(self._problem.type_T) <= _FEW_TABLES * self._problem.num_ranks:
             squeezed = self._coarse.squeezed()
             if squeezed is not None:
