@@ -149,9 +149,10 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
     if (args.hyper.row_dim == 0) args.hyper.row_dim = double(table.dim);
     kernels().update[optimizer][weights.types[table.table]](args);
   };
-  for (const Wave& wave : runs.waves) {
-    if (!sorted) runs.fill(wave, batch, grads, stats_data);
-    runs.for_ranges(wave, update);
+  if (sorted) {
+    runs.for_ranges(runs.waves.front(), update);
+  } else {
+    runs.for_each_range(batch, grads, stats_data, update);
   }
 }
 

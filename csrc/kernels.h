@@ -86,6 +86,7 @@ struct RunArgs {
   const float* scales;        // by slot, or null for 1
   int64_t dim;
   bool from_memory;  // more rows than the caches hold
+  bool to_l1;        // see prefetch_to_l1
   float* scratch;    // kScratchRows * padded(dim) floats
 };
 

@@ -93,30 +93,38 @@ void dot(const DotArgs& a) {
 // ------------------------------------------------------------------------------------------
 
 constexpr int64_t kPairsAhead = 16;  // their rows and gradients are on their way to the L1 cache
-constexpr int64_t kRowsAhead = 256;  // those rows, partly of the next range, are on their way to L2
+constexpr int64_t kRowsAhead = 256;  // those rows, partly of the next range, have left the memory
 
 inline int64_t rows_announced(const RunArgs& a) {
   if (!a.from_memory) return INT32_MAX;
   return a.num_pairs < kRowsAhead ? a.num_pairs : kRowsAhead;
 }
+template <typename Touch>
+__attribute__((always_inline)) inline void touch_far(const RunArgs& a, uint32_t row, const Touch& touch) {
+  if (a.to_l1) {
+    touch(row, kToL1Once);  // nor do they drive out of L2 what the rest of the step needs
+  } else {
+    touch(row, kToL2);
+  }
+}
 // Calls touch(row, locality) for the rows of the pairs that come: to L1, and where they come from memory well
-// before that to L2. The rows of the next range then arrive while this one is worked on and that one is
+// before that out of it. The rows of the next range then arrive while this one is worked on and that one is
 // sorted: the memory is never idle. Another thread may be sorting it already; what is read of it only says
 // what to prefetch.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
   const int64_t far = i + rows_announced(a);
   if (far < a.num_pairs) {
-    touch(a.pairs[far].row, kToL2);
+    touch_far(a, a.pairs[far].row, touch);
   } else if (far < a.num_pairs + a.num_next) {
-    touch(a.next[far - a.num_pairs].row, kToL2);
+    touch_far(a, a.next[far - a.num_pairs].row, touch);
   }
   if (i + kPairsAhead < a.num_pairs) touch(a.pairs[i + kPairsAhead].row, kToL1);
 }
 // What the next range has more than this one.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce_rest(const RunArgs& a, const Touch& touch) {
-  for (int64_t i = rows_announced(a); i < a.num_next; ++i) touch(a.next[i].row, kToL2);
+  for (int64_t i = rows_announced(a); i < a.num_next; ++i) touch_far(a, a.next[i].row, touch);
 }
 
 template <int N, bool kScaled>

@@ -116,7 +116,8 @@ Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& nu
   make_ranges();
   if (use == kSaved) saved_ = empty_buffer({saved_words(ranges.size())}, ScalarType::Long);
   allocate(row_stats != nullptr, use == kSaved);
-  if (use != kInWaves) fill(waves.front(), batch, grad, row_stats);
+  if (use != kInWaves)
+    parallel_tasks(chunks_.size(), [&](int64_t task) { fill(batch, chunks_[task], grad, row_stats); });
 }
 
 Runs::Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved) {
@@ -210,23 +211,20 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
   rows_from_memory_ = !prefetch_to_l1() || outgrows_caches(row_bytes / 2);
 }
 
-// The tables of a wave come from as many places as there are threads, and lie in it in their order: a thread
-// then updates those that it looked up, whose rows are in caches that other threads may be far from.
+// Each thread gets neighbouring tables, about those that it looked up, whose rows are in caches that other
+// threads may be far from.
 void Runs::make_waves() {
-  const size_t num_threads = torch::stable::get_num_threads();
-  const size_t step = (tables.size() + num_threads - 1) / num_threads;
+  const int64_t num_lanes = std::min<int64_t>(torch::stable::get_num_threads(), tables.size());
   size_t bytes = 0;
-  int64_t wave = 0;
-  for (size_t first = 0; first < step; ++first) {
-    for (size_t t = first; t < tables.size(); t += step) {
-      const size_t own_bytes = lasting_bytes_of(tables[t]);
-      if (bytes > 0 && bytes + own_bytes > kWaveBytes * num_threads) ++wave, bytes = 0;
-      bytes += own_bytes;
-      tables[t].wave = wave;
-    }
+  for (size_t t = 0; t < tables.size(); ++t) {
+    TableRuns& table = tables[t];
+    table.lane = std::min(num_lanes - 1, (table.first_pair + table.num_pairs / 2) * num_lanes /
+                                             std::max<int64_t>(1, num_pairs));
+    const size_t own_bytes = lasting_bytes_of(table);
+    const bool fits = t > 0 && table.lane == tables[t - 1].lane && bytes + own_bytes <= kWaveBytes;
+    table.wave = t == 0 ? 0 : tables[t - 1].wave + !fits;
+    bytes = fits ? bytes + own_bytes : own_bytes;
   }
-  std::stable_sort(tables.begin(), tables.end(),
-                   [](const TableRuns& a, const TableRuns& b) { return a.wave < b.wave; });
 }
 
 void Runs::make_chunks(const Batch& batch) {
@@ -318,6 +316,7 @@ void Runs::make_ranges() {
   Wave wave;
   const auto end_wave = [&] {
     wave.end_range = ranges.size();
+    wave.lane = tables.empty() ? 0 : tables[wave.first_table].lane;
     const std::vector<int64_t> begins = sections(wave.first_range, wave.end_range);
     for (size_t s = 0; s + 1 < begins.size(); ++s) {
       const auto small =
@@ -368,7 +367,7 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
   const auto squares_of = [&](const TableRuns& table) {
     return with_squares && table.pack && !table.slot_per_id && !table.scaled;
   };
-  size_t most_bytes = 0;
+  std::vector<size_t> lane_begins(waves.back().lane + 2, 0);  // in the arena
   for (const Wave& wave : waves) {
     size_t bytes = 0;
     for (int64_t t = wave.first_table; t < wave.end_table; ++t) {
@@ -377,14 +376,15 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
                Arena::bytes<float*>(table.num_slots) * (with_row_stats ? 2 : 1) +
                Arena::bytes<float>(table.num_slots) * (table.scaled || squares_of(table));
     }
-    most_bytes = std::max(most_bytes, bytes);
+    lane_begins[wave.lane + 1] = std::max(lane_begins[wave.lane + 1], bytes);
   }
-  arena_ = std::make_unique<Arena>(most_bytes);
+  std::partial_sum(lane_begins.begin(), lane_begins.end(), lane_begins.begin());
+  arena_ = std::make_unique<Arena>(lane_begins.back());
   std::optional<Arena> kept;
   if (saved_.has_value()) kept.emplace(*saved_);
   Arena& lasting = kept.has_value() ? *kept : *arena_;
   for (const Wave& wave : waves) {
-    arena_->rewind();
+    arena_->rewind(lane_begins[wave.lane]);
     for (int64_t t = wave.first_table; t < wave.end_table; ++t) {
       TableRuns& table = tables[t];
       table.pairs = lasting.take<Pair>(table.num_pairs);
@@ -395,11 +395,6 @@ void Runs::allocate(bool with_row_stats, bool with_squares) {
       if (with_row_stats) table.row_stats = arena_->take<const float*>(table.num_slots);
     }
   }
-}
-
-void Runs::fill(const Wave& wave, const Batch& batch, const float* grad, const float* row_stats) {
-  parallel_tasks(wave.end_chunk - wave.first_chunk,
-                 [&](int64_t task) { fill(batch, chunks_[wave.first_chunk + task], grad, row_stats); });
 }
 
 void Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) {
@@ -490,6 +485,7 @@ RunArgs Runs::arguments(int64_t index, float* scratch, bool sort_now) const {
           table.scales,
           table.dim,
           rows_from_memory_,
+          prefetch_to_l1(),
           scratch};
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 
 #include "batch.h"
@@ -21,8 +22,8 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // All that was taken may be taken anew.
-  void rewind() { next_ = static_cast<char*>(memory_.get()); }
+  // What was taken from here on may be taken anew.
+  void rewind(size_t offset) { next_ = static_cast<char*>(memory_.get()) + offset; }
   template <typename T>
   T* take(size_t count) {
     char *start = next_, *end = start + count * sizeof(T);
@@ -47,7 +48,7 @@ struct TableRuns {
   int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
   int64_t first_pair = 0;            // among those of all tables
   int64_t num_parts = 1, shift = 0;  // a row's part is row >> shift
-  int64_t wave = 0;
+  int64_t lane = 0, wave = 0;
   bool slot_per_id = false, scaled = false, pack = false;
   Pair* pairs = nullptr;          // by range; sorted once the range is done
   const float** grads = nullptr;  // by slot
@@ -64,9 +65,11 @@ struct Range {
   int64_t first_run;           // among those of all tables, once they are counted
 };
 
-// Some tables, one after the other. Their pairs and packed gradients fit the threads' own caches, where they
-// still are when the ranges are worked on, and where the next wave's take their place.
+// Some tables, one after the other. Their pairs and packed gradients fit a thread's own cache, where they
+// still are when the ranges are worked on, and where those of the next wave in the lane take their place.
+// Each thread has a lane.
 struct Wave {
+  int64_t lane = 0;
   int64_t first_table = 0, end_table = 0;
   int64_t first_chunk = 0, end_chunk = 0;
   int64_t first_range = 0, end_range = 0;
@@ -77,7 +80,7 @@ class Runs {
   enum Use {
     kAtOnce,  // all tables at once: one wave
     kSaved,   // so, and they can be saved
-    kInWaves  // call fill(wave) before its ranges are sorted: what other waves had is then gone
+    kInWaves  // for_each_range fills a wave before its ranges are worked on: what others had is then gone
   };
   // num_rows by table index; throws before anything is written if an id is outside its table.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats,
@@ -91,7 +94,41 @@ class Runs {
   // The sorted ranges and pairs and the packed gradient: int64, to be read by the same build only.
   Tensor save();
 
-  void fill(const Wave& wave, const Batch& batch, const float* grad, const float* row_stats);
+  // Runs work(index) for all ranges, in parallel, and fills the waves for it. A thread goes through the waves
+  // of its lane, then helps with other lanes': no thread waits while another has work to share, and as one
+  // deals out its pairs, which keeps the processor busy, another may have the memory to itself.
+  template <typename Work>
+  void for_each_range(const Batch& batch, const float* grad, const float* row_stats, const Work& work) {
+    struct Progress {
+      Dealer chunks, ranges;
+      Countdown chunks_left, ranges_left;
+    };
+    const int64_t num_threads = torch::stable::get_num_threads();
+    std::deque<Progress> progress;
+    for (const Wave& wave : waves)
+      progress.push_back({Dealer(even_sections(wave.first_chunk, wave.end_chunk, num_threads)),
+                          Dealer(sections(wave.first_range, wave.end_range)),
+                          Countdown(wave.end_chunk - wave.first_chunk),
+                          Countdown(wave.end_range - wave.first_range)});
+    const auto serve = [&](int64_t thread, int64_t lane) {
+      Progress* last = nullptr;  // in the lane, whose memory the next one takes
+      for (size_t w = 0; w < waves.size(); ++w) {
+        if (waves[w].lane != lane) continue;
+        if (last != nullptr && !last->ranges_left.wait()) return;
+        last = &progress[w];
+        last->chunks.serve(thread, last->chunks_left,
+                           [&](int64_t chunk) { fill(batch, chunks_[chunk], grad, row_stats); });
+        if (!last->chunks_left.wait()) return;
+        last->ranges.serve(thread, last->ranges_left, work);
+      }
+    };
+    const int64_t num_lanes = waves.back().lane + 1;
+    const auto serve_all = [&](int64_t thread) {
+      for (int64_t k = 0; k < num_lanes; ++k) serve(thread, (thread + k) % num_lanes);
+    };
+    if (num_threads == 1) return serve_all(0);
+    torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) { serve_all(thread); });
+  }
   // Runs work(index) for the wave's ranges, in parallel.
   template <typename Work>
   void for_ranges(const Wave& wave, const Work& work) const {

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace meshrec {
@@ -30,6 +31,28 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// Counts down to 0 what threads have left to do.
+class Countdown {
+ public:
+  explicit Countdown(int64_t count) : left_(count) {}
+  Countdown(Countdown&& other) : left_(other.left_.load()) {}
+  void done() { left_.fetch_sub(1, std::memory_order_release); }
+  // Nobody need wait any more.
+  void fail() { left_.store(kFailed); }
+  // False if something failed.
+  bool wait() const {
+    for (int64_t turn = 0;; ++turn) {
+      const int64_t left = left_.load(std::memory_order_acquire);
+      if (left <= 0) return left == 0;
+      if (turn > kTurnsAwake) std::this_thread::yield();
+    }
+  }
+
+ private:
+  static constexpr int64_t kTurnsAwake = 1000, kFailed = INT64_MIN / 2;
+  alignas(64) std::atomic<int64_t> left_;
+};
+
 // Hands out tasks in sections. A thread begins with a section of its own, so that neighbouring tasks, and the
 // same tasks of two loops, tend to meet the same caches; then it helps with the others' sections.
 class Dealer {
@@ -48,6 +71,15 @@ class Dealer {
       if (task < next.end) return task;
     }
     return -1;
+  }
+
+  // Works on what is left, beside other threads.
+  template <typename Work>
+  void serve(size_t thread, Countdown& left, const Work& work) try {
+    for (int64_t task = take(thread); task >= 0; task = take(thread)) work(task), left.done();
+  } catch (...) {
+    left.fail();
+    throw;
   }
 
  private:
@@ -71,14 +103,18 @@ void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) { serve(thread); });
 }
 
+// Sections of one length of the tasks [first, end).
+inline std::vector<int64_t> even_sections(int64_t first, int64_t end, int64_t num_sections) {
+  std::vector<int64_t> begins;
+  for (int64_t s = 0; s <= num_sections; ++s) begins.push_back(first + (end - first) * s / num_sections);
+  return begins;
+}
+
 // So for the tasks [0, num_tasks), in sections of one length.
 template <typename Work>
 void parallel_tasks(int64_t num_tasks, const Work& work) {
-  const int64_t num_threads =
-      std::max<int64_t>(1, std::min<int64_t>(torch::stable::get_num_threads(), num_tasks));
-  std::vector<int64_t> begins;
-  for (int64_t s = 0; s <= num_threads; ++s) begins.push_back(num_tasks * s / num_threads);
-  parallel_sections(begins, work);
+  const int64_t most = std::min<int64_t>(torch::stable::get_num_threads(), num_tasks);
+  parallel_sections(even_sections(0, num_tasks, std::max<int64_t>(1, most)), work);
 }
 
 inline void atomic_min(std::atomic<int64_t>& target, int64_t value) {
