@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "plan_state.h"
+#include "plan_moves.h"
 #include "stable_abi.h"
 
 namespace meshrec {
@@ -20,18 +20,19 @@ namespace {
 using namespace planning;
 
 constexpr int kLevels = 64;        // temperatures
-constexpr int kMostExponent = 64;  // of the norm: doubled as it cools
-constexpr int kMostRemoved = 5;    // tables that are placed anew together
+constexpr int kMostDoublings = 4;  // of the norm's exponent as it cools
+constexpr int kMostFirst = 64;     // exponent to begin with
+constexpr int kMostExponent = 256;
+constexpr int kMostRemoved = 5;  // tables that are placed anew together
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-class Annealer : public PlanState {
+class Annealer : public PlanMoves {
  public:
   Annealer(const Problem& problem, int64_t num_ranks, int64_t node_size, double memory_cap,
-           double place_share, uint64_t seed)
-      : PlanState(problem, num_ranks, node_size),
-        cap_(memory_cap),
+           double place_share, double several_share, uint64_t seed)
+      : PlanMoves(problem, num_ranks, node_size, memory_cap, seed),
         place_share_(place_share),
-        random_(seed) {}
+        several_share_(several_share) {}
 
   // Returns the work done: ranks whose load was computed.
   int64_t run(int64_t max_work, double seconds, double hot, double cold, int exponent) {
@@ -39,11 +40,11 @@ class Annealer : public PlanState {
     best_ = exact();
     best_tables_ = tables_;
     const double scale = best_ / num_ranks_;
-    int doublings = 1;
-    while (exponent << doublings <= kMostExponent) ++doublings;
+    int steps = 1;
+    while (steps <= kMostDoublings && exponent << steps <= kMostExponent) ++steps;
     for (int level = 0; level < kLevels; ++level) {
       const double at = static_cast<double>(level) / (kLevels - 1);
-      set_exponent(exponent << (level * doublings / kLevels));
+      set_exponent(exponent << (level * steps / kLevels));
       temperature_ = level == kLevels - 1 ? 0.0 : hot * std::pow(cold / hot, at) * scale;
       const int64_t end = max_work * (level + 1) / kLevels;
       for (int64_t moves = 0; work_ < end; ++moves) {
@@ -68,31 +69,8 @@ class Annealer : public PlanState {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 
-  bool accepts(double change) {
-    return change < 0 || (temperature_ > 0 && change < -temperature_ * std::log(1.0 - random_.uniform()));
-  }
-
-  int64_t some_rank() {
-    if (random_.below(2) == 0) return random_.below(num_ranks_);
-    const int64_t phase = random_.below(p_.num_phases);
-    if (hot_age_[phase]-- <= 0) {
-      hot_age_[phase] = num_ranks_ / 64;
-      int64_t hottest = 0;
-      for (int64_t rank = 1; rank < num_ranks_; ++rank)
-        if (load_[rank][phase] > load_[hottest][phase]) hottest = rank;
-      hot_[phase] = hottest;
-    }
-    return hot_[phase];
-  }
-
-  Unit* some_unit(int64_t rank) {
-    auto& entries = on_rank_[rank];
-    if (entries.empty()) return nullptr;
-    const Entry entry = entries[random_.below(entries.size())];
-    return &tables_[entry.first].units[entry.second];
-  }
-
   void move() {
+    if (several_share_ > 0 && random_.uniform() < several_share_) return move_several();
     const int64_t kind = random_.below(16);
     if (kind == 0 && place_work_ < place_share_ * work_) {
       place_work_ -= work_;
@@ -327,16 +305,14 @@ class Annealer : public PlanState {
     return cost;
   }
 
-  const double cap_, place_share_;
-  Random random_;
+  const double place_share_, several_share_;
   std::vector<double> cost_ = std::vector<double>(num_ranks_, 0.0);
   std::vector<Placed> best_tables_;
   std::vector<std::pair<int64_t, Placed>> removed_;
   std::vector<uint8_t> taken_ = std::vector<uint8_t>(num_ranks_, 0);
   std::vector<Shifted> new_;
-  std::array<int64_t, kPhases> hot_{}, hot_age_{};
-  double temperature_ = 0, best_ = 0;
-  int64_t work_ = 0, few_work_ = 0, place_work_ = 0;
+  double best_ = 0;
+  int64_t few_work_ = 0, place_work_ = 0;
 };
 
 template <class T>
@@ -350,14 +326,14 @@ Tensor vector_to_tensor(const std::vector<T>& values, ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
     std::vector<Tensor> problem_tensors, const Tensor& candidates, const Tensor& starts, const Tensor& groups,
     const Tensor& ranks, const Tensor& amounts, int64_t num_ranks, int64_t node_size, double memory_cap,
-    int64_t max_work, double seconds, double hot, double cold, double place_share, int64_t exponent,
-    int64_t seed) {
-  if (problem_tensors.size() != 15)
-    fail("plan_anneal: the problem has 15 tensors, got ", problem_tensors.size());
-  if (exponent < 1 || exponent > kMostExponent || (exponent & (exponent - 1)) != 0)
-    fail("plan_anneal: the exponent is a power of two up to ", kMostExponent, ", got ", exponent);
+    int64_t max_work, double seconds, double hot, double cold, double place_share, double several_share,
+    int64_t exponent, int64_t seed) {
+  if (problem_tensors.size() != 18)
+    fail("plan_anneal: the problem has 18 tensors, got ", problem_tensors.size());
+  if (exponent < 1 || exponent > kMostFirst || (exponent & (exponent - 1)) != 0)
+    fail("plan_anneal: the exponent is a power of two up to ", kMostFirst, ", got ", exponent);
   const Problem problem(problem_tensors);
-  Annealer annealer(problem, num_ranks, node_size, memory_cap, place_share, seed);
+  Annealer annealer(problem, num_ranks, node_size, memory_cap, place_share, several_share, seed);
   const Ints candidate(candidates), start(starts), group(groups), rank(ranks);
   const Doubles amount(amounts);
   for (int64_t table = 0; table < candidates.numel(); ++table) {

@@ -54,3 +54,18 @@ def test_even_is_kept_where_even_is_best(profile):
     state = state_of(tables, profile, ["row_wise"], [[0, 1]])
     assert not polish(state)
     np.testing.assert_array_equal(state.parts_T[0].amount_N, 1.0)
+
+
+def test_rows_move_where_columns_cannot_for_their_multiples(profile):
+    tables = [
+        Table(name="whole", num_embeddings=1000, embedding_dim=32, pooling_factors=(0.3,)),
+        Table(name="columns", num_embeddings=10**5, embedding_dim=128, pooling_factors=(50.0,)),
+        Table(name="rows", num_embeddings=10**5, embedding_dim=32, pooling_factors=(20.0,)),
+    ]
+    state = state_of(tables, profile, ["table_wise", "column_wise", "row_wise"], [[0], [0, 1], [0, 1]])
+    before = state.seconds
+    assert not polish(state)
+    assert polish(state, rows_only=True)
+    assert state.seconds < 0.999 * before
+    np.testing.assert_array_equal(state.parts_T[1].amount_N, 1.0)
+    assert state.parts_T[2].amount_N[0] < 1.0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshrec.ops.planning import MOST_PHASES, Annealed, AnnealProblem, Assignment, anneal, can_anneal
-from meshrec.planner.problem import Problem, Scope
+from meshrec.planner.problem import Layout, Problem, Scope
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Ints
 
@@ -33,6 +33,7 @@ class Annealer:
         hot: float,
         seed: int,
         place_share: float = 1.0,
+        several_share: float = 0.0,
         exponent: int = 4,
     ) -> tuple[list[Parts], int]:
         """A plan that is no slower than `parts_T`, and the work it took; see `anneal`."""
@@ -46,6 +47,7 @@ class Annealer:
             seconds=seconds,
             hot=hot,
             place_share=place_share,
+            several_share=several_share,
             exponent=exponent,
             seed=seed,
         )
@@ -81,6 +83,8 @@ def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
     uneven_C = np.array(
         [by and len(layout.widths) == 1 for by, layout in zip(by_rows_C, layouts, strict=True)]
     )
+    shape_by_layout = {layout: shape for shape, layout in enumerate(dict.fromkeys(layouts))}
+    first_Y = problem.type_C.searchsorted(np.arange(len(admitted_Y)))
     masked = any(mask is not None for mask in problem.ranks_Y)
     full = np.ones(problem.num_ranks, bool)
     return AnnealProblem(
@@ -103,4 +107,13 @@ def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
             if masked
             else np.zeros(0, np.int64)
         ),
+        shape_C=np.array([shape_by_layout[layout] for layout in layouts], np.int64),
+        halved_S=np.array([shape_by_layout.get(_halves(layout), -1) for layout in shape_by_layout], np.int64),
+        columns_Y=np.array([sum(layouts[first].widths) for first in first_Y], np.int64),
     )
+
+
+def _halves(layout: Layout) -> Layout:
+    """What becomes of a whole table that is cut into halves of its columns; no layout at all for others."""
+    is_whole = layout.scope is Scope.RANKS and layout.row_parts == len(layout.widths) == 1
+    return layout._replace(widths=(layout.widths[0] // 2,) * 2 if is_whole else ())

@@ -9,17 +9,25 @@ from typing import NamedTuple
 import numpy as np
 
 from meshrec.planner.highs import INFINITY, LinearProgram, solve_lp, sparse_matrix
-from meshrec.planner.problem import Scope
+from meshrec.planner.problem import Layout
 from meshrec.planner.state import Parts, State
 from meshrec.planner.types import COLUMN_ALIGNMENT, Floats, Ints
 
 _MOST_VARIABLES = 6000
 
 
-def polish(state: State) -> bool:
-    """Sets the sizes of split tables' pieces to the best there are; whether the step became faster."""
+def polish(state: State, *, rows_only: bool = False) -> bool:
+    """Sets the sizes of split tables' pieces to the best there are; whether the step became faster.
+
+    Columns come in multiples of 4, which can lose all that the best sizes gain. With `rows_only` the columns
+    stay as they are.
+    """
     tables = [
-        table for table, parts in enumerate(state.parts_T) if parts is not None and len(parts.rank_N) > 1
+        table
+        for table, parts in enumerate(state.parts_T)
+        if parts is not None
+        and len(parts.rank_N) > 1
+        and not (rows_only and _is_by_columns(state.problem.layouts_C[parts.candidate]))
     ]
     before = state.seconds
     old = {table: state.remove(table) for table in tables}
@@ -37,6 +45,10 @@ def polish(state: State) -> bool:
         state.remove(table)
         state.add(table, parts)
     return False
+
+
+def _is_by_columns(layout: Layout) -> bool:
+    return layout.row_parts == 1 and not layout.by_nodes
 
 
 class _Variables(NamedTuple):
@@ -60,9 +72,8 @@ def _variables(state: State, parts_by_table: dict[int, Parts]) -> _Variables:
     for table, parts in parts_by_table.items():
         layout = problem.layouts_C[parts.candidate]
         count = len(parts.rank_N)
-        by_rows = layout.row_parts > 1 or layout.scope is Scope.NODES
-        if by_rows:
-            length = layout.row_parts * (problem.node_size if layout.scope is Scope.NODES else 1)
+        if not _is_by_columns(layout):
+            length = layout.row_parts * (problem.node_size if layout.by_nodes else 1)
             weight, total = np.ones(count), np.full(count, float(length))
             chunk_N = chunk + np.arange(count) // length
             least = np.minimum(np.maximum(1e-3, 2 / problem.rows_P[parts.group_N]), 1.0)
@@ -150,7 +161,7 @@ def _resized(
         last = first + len(parts.rank_N)
         layout = state.problem.layouts_C[parts.candidate]
         amount_N = amount_V[first:last]
-        if layout.row_parts == 1 and layout.scope is not Scope.NODES:
+        if _is_by_columns(layout):
             least = int(state.problem.min_partition_Y[state.problem.type_T[table]])
             width_N = variables.weight_V[first:last]
             rounded_N = _round_widths(amount_N * width_N, least)

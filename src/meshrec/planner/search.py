@@ -28,14 +28,16 @@ _MOST_FIRSTS = 2
 _WORK_PER_MOVE = 5
 _CLOSE = 1.02
 """Plans that are this much slower than the best are worth exact sizes."""
-_HOTS, _HOTS_OF_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015)
+_HOTS, _HOTS_OF_MANY, _HOTS_OF_VERY_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015), (0.001, 0.0005)
 """Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
 tables go together in few ways, and short hot attempts find them; many kinds need patience."""
 _PLACE_SHARE, _PLACE_SHARE_OF_MANY, _PLACE_SHARE_OF_VERY_MANY = 1.0, 0.05, 0.01
 """The most of the annealing's work that places tables anew. With many ranks one such move costs as much as
 hundreds of exchanges, and it is these that pack many kinds of tables."""
+_SEVERAL_SHARE_OF_VERY_MANY = 0.3
+"""The part of the annealing's moves that change several pieces at once."""
 _EXPONENT = 4
-_STAGES = ((8.0, 0.003, _EXPONENT), (1.0, 0.003, 32))
+_STAGES = ((8.0, 0.003, _EXPONENT), (4.0, 0.003, 32), (1.0, 0.001, 64))
 """Where candidates are very many, how a plan begins: how many times its seconds the largest phase counts for,
 the temperature, and the exponent. That phase is of whole columns, of which a rank holds some number; plans
 that begin with one too many keep to that."""
@@ -79,8 +81,11 @@ class Search:
         self._place_share = _PLACE_SHARE if few else _PLACE_SHARE_OF_MANY
         self._exponent = _EXPONENT
         self._has_stages = len(problem.type_C) > MOST_CANDIDATES
+        self._several_share = 0.0
         if self._has_stages:
+            self._hots = _HOTS_OF_VERY_MANY
             self._place_share = _PLACE_SHARE_OF_VERY_MANY
+            self._several_share = _SEVERAL_SHARE_OF_VERY_MANY
         self._firsts: list[list[Parts]] = []
         self._seconds_by_hot: dict[float, float] = {}
         self._random = np.random.default_rng(0)
@@ -167,12 +172,14 @@ class Search:
             hot=hot,
             seed=self._seed,
             place_share=self._place_share,
+            several_share=self._several_share,
             exponent=self._exponent,
         )
         self.work += _WORK_PER_MOVE * work
         state = self._state_of(found)
-        if state.seconds < self.seconds * _CLOSE and not self.is_spent:
-            polish(state)
+        is_worth_it = state.seconds < self.seconds * _CLOSE and not self.is_spent
+        if is_worth_it and not polish(state) and self._has_stages:
+            polish(state, rows_only=True)
         self._seconds_by_hot[hot] = min(state.seconds, self._seconds_by_hot.get(hot, np.inf))
         self._keep(state)
         return state
