@@ -107,19 +107,20 @@ __attribute__((always_inline)) inline void touch_far(const RunArgs& a, uint32_t 
     touch(row, kToL2);
   }
 }
-// Calls touch(row, locality) for the rows of the pairs that come: to L1, and where they come from memory well
-// before that out of it. The rows of the next range then arrive while this one is worked on and that one is
-// sorted: the memory is never idle. Another thread may be sorting it already; what is read of it only says
-// what to prefetch.
+// Calls touch(row, locality) for the rows of the pairs that come after pair i: to L1, and where they come
+// from memory well before that out of it. The rows of the next range then arrive while this one is worked on
+// and that one is sorted: the memory is never idle. Another thread may be sorting it already; what is read of
+// it only says what to prefetch. The row in work is not touched again: a hot one has thousands of pairs.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
-  const int64_t far = i + rows_announced(a);
+  const uint32_t row = a.pairs[i].row;
+  const int64_t near = i + kPairsAhead, far = i + rows_announced(a);
   if (far < a.num_pairs) {
-    touch_far(a, a.pairs[far].row, touch);
+    if (a.pairs[far].row != row) touch_far(a, a.pairs[far].row, touch);
   } else if (far < a.num_pairs + a.num_next) {
     touch_far(a, a.next[far - a.num_pairs].row, touch);
   }
-  if (i + kPairsAhead < a.num_pairs) touch(a.pairs[i + kPairsAhead].row, kToL1);
+  if (near < a.num_pairs && a.pairs[near].row != row) touch(a.pairs[near].row, kToL1);
 }
 // What the next range has more than this one.
 template <typename Touch>
