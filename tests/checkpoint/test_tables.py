@@ -126,6 +126,10 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
     torch.save({"x.w": torch.ones(1), "y.w": torch.ones(1)}, tmp_path / "c.pt")
     with pytest.raises(ValueError, match="two tensors that are called 'w' after renaming"):
         import_weights(tmp_path / "c.pt", tmp_path / "d", rename=[(r"^\w\.", "")])
+    with pytest.raises(ValueError, match=r"rename: '\(' by 'x' cannot be: missing \)"):
+        import_weights(tmp_path / "c.pt", tmp_path / "d", rename=[("(", "x")])
+    with pytest.raises(ValueError, match="invalid group reference 1"):
+        import_weights(tmp_path / "c.pt", tmp_path / "d", rename=[("x", r"\1")])
     data = next((tmp_path / "a").glob("data-*"))
     content = bytearray(data.read_bytes())
     content[0] ^= 1

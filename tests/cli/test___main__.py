@@ -17,3 +17,11 @@ def test_mistakes_end_with_one_line():
     result = run("plan", "nothing.json")
     assert result.returncode == 1
     assert result.stderr.startswith("meshrec: nothing.json is no file and no recipe; give a task file")
+
+
+def test_files_that_cannot_be_read_are_named():
+    result = run("plan", "--diff", "nothing.json", "nothing.json")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "meshrec: nothing.json: No such file or directory. Look at the path and its permissions.\n"
+    )

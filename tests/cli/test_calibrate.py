@@ -1,5 +1,16 @@
+import pytest
+
 from meshrec.cli.calibrate import CalibrateOptions, run
 from meshrec.planner import get_profile
+
+
+def test_mistakes_are_named_before_the_measuring(tmp_path):
+    with pytest.raises(ValueError, match="--device tpu: take cpu or cuda"):
+        run(CalibrateOptions(device="tpu"))
+    with pytest.raises(ValueError, match="local_world_size is 0; it must be at least 1"):
+        run(CalibrateOptions(ranks_per_node=0))
+    with pytest.raises(ValueError, match="there is no folder"):
+        run(CalibrateOptions(out=tmp_path / "nowhere" / "hardware.json"))
 
 
 def test_the_profile_is_saved_under_its_name(tmp_path, capsys):

@@ -22,6 +22,8 @@ def test_inspect(folder, capsys):
     assert "step 2" in text
     assert "model.weight" in text
     assert "2 x 3" in text
+    assert main(["inspect", str(folder.parent)]) == 0  # a run's folder
+    assert capsys.readouterr().out == text
     main(["inspect", str(folder / "step-0000000001"), "--json"])
     summary = json.loads(capsys.readouterr().out)
     assert summary["step"] == 1
@@ -53,7 +55,9 @@ def test_export_and_import(folder, tmp_path, capsys):
 
 def test_mistakes_are_named(folder, tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint, and holds none"):
-        main(["inspect", str(tmp_path)])
+        main(["inspect", str(tmp_path / "nowhere")])
+    with pytest.raises(ValueError, match="there is no folder"):
+        main(["export", str(folder), str(tmp_path / "nowhere" / "x")])
     with pytest.raises(ValueError, match="--to onnx: checkpoints are exported to safetensors"):
         main(["export", str(folder), str(tmp_path / "x"), "--to", "onnx"])
     for manifest in folder.glob("*/manifest.json"):

@@ -47,8 +47,51 @@ def test_mistakes_are_named(task, tmp_path):
         ValueError, match="is no file and no recipe; give a task file, a saved plan, or one of"
     ):
         run(PlanOptions(source=tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="--what-if 'nodes=3': write ranks=16,32,64"):
-        run(PlanOptions(source=task, what_if="nodes=3", **FAST))
+    for ranks in ("nodes=3", "ranks=a", "ranks=2,0"):
+        with pytest.raises(ValueError, match=f"--what-if '{ranks}': write ranks=16,32,64"):
+            run(PlanOptions(source=task, what_if=ranks, **FAST))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "--ranks is 0; it must be at least 1"),
+        ({"ranks_per_node": -1}, "--ranks-per-node is -1; it must be at least 1"),
+        ({"batch_size": 0}, "--batch-size is 0; it must be at least 1"),
+        ({"memory_gib": float("nan")}, "--memory-gib is nan; it must be positive"),
+        ({"time_limit": float("nan")}, "--time-limit is nan; it must not be negative"),
+        ({"max_work": -1.0}, "--max-work is -1; it must not be negative"),
+        ({"gap": -0.1}, r"--gap is -0\.1; it must not be negative"),
+        ({"out": Path("nowhere/plan.json")}, "there is no folder nowhere"),
+        ({"html": Path(".")}, "is a folder; name the file"),
+    ],
+)
+def test_options_are_checked_before_the_work(task, options, message):
+    for source in (task, Path("tests/train/small.py:small")):
+        with pytest.raises(ValueError, match=message):
+            run(PlanOptions(source=source, **options))
+
+
+def test_a_saved_plan_takes_no_other_machine(task, tmp_path):
+    run(PlanOptions(source=task, out=tmp_path / "plan.json", **FAST))
+    with pytest.raises(ValueError, match=r"is a saved plan, .*: leave --ranks out. To plan anew take its"):
+        run(PlanOptions(source=tmp_path / "plan.json", ranks=4))
+
+
+def test_a_run_is_compared_with_its_own_plan(task, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_phases(folder / "phases.jsonl", [PhaseTime("lookup", 0, 1.0)])
+    with pytest.raises(ValueError, match=r"there is no .*plan\.json; name a run, or a SOURCE"):
+        run(PlanOptions(compare=folder))
+    (folder / "config.json").write_text('{"ranks": 2}')
+    run(PlanOptions(source=task, out=folder / "plan.json", **FAST))
+    for compare in (folder, folder / "phases.jsonl"):
+        capsys.readouterr()
+        run(PlanOptions(compare=compare))
+        assert "1000.000" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="the run had 2 ranks, the plan is for 4; leave SOURCE out to"):
+        run(PlanOptions(source=task, compare=folder, **{**FAST, "ranks": 4}))
 
 
 def test_a_recipe_is_planned_without_training(capsys):

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -68,3 +69,19 @@ def test_bad_profiles_are_refused(profile):
     message = r"unknown are \['dvice'\], missing are \['device'\]. Measure one anew with `meshrec calibrate`"
     with pytest.raises(ValueError, match=message):
         HardwareProfile.from_json(old)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, r"mine\.json is no hardware profile: a hardware profile has the fields"),
+        (
+            {"intra": {"speed": 1}},
+            r"mine\.json is no hardware profile: .*unexpected .* argument 'speed'",
+        ),
+    ],
+)
+def test_files_that_are_no_profiles_are_named(tmp_path, profile, values, message):
+    (tmp_path / "mine.json").write_text(json.dumps(values and profile.to_json() | values))
+    with pytest.raises(ValueError, match=message):
+        get_profile(str(tmp_path / "mine.json"))

@@ -43,3 +43,17 @@ def test_plans_without_inputs_say_so(small_plan, tmp_path):
         ValueError, match=r"holds a plan but not what it was made from; read it with ShardingPlan"
     ):
         load_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"plan\.json is no sharding plan: Expecting property name"),
+        ('{"version": 1, "plan": 3}', r"plan\.json is no sharding plan: 'int' object"),
+        ('{"version": 1, "plan": {}, "planner": {}}', r"what the plan was made from: 'seconds'. Plan again"),
+    ],
+)
+def test_files_that_are_no_plans_are_named(tmp_path, content, message):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_plan(tmp_path / "plan.json")

@@ -29,6 +29,12 @@ def test_names_are_not_taken_twice(tmp_path):
         find_run("other", tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../mine", "mine/", "/tmp/mine", "..", ""])
+def test_a_name_is_no_path(tmp_path, name):
+    with pytest.raises(ValueError, match=r"a run's name is that of its folder in .*; --runs says where"):
+        new_run(name, "small", tmp_path / "runs")
+
+
 def test_metrics_survive_a_cut_and_a_return(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.metrics() == []

@@ -197,7 +197,13 @@ def _whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRec
 
 def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
     for pattern, replacement in rename:
-        new, count = re.subn(pattern, replacement, name)
+        try:
+            new, count = re.subn(pattern, replacement, name)
+        except (re.error, IndexError) as error:
+            raise ValueError(
+                f"rename: {pattern!r} by {replacement!r} cannot be: {error}. Give a regular expression, and "
+                "its groups as \\1."
+            ) from error
         if count:
             return new
     return name

@@ -33,6 +33,14 @@ def main() -> int:
     except ValueError as error:
         print(f"meshrec: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.filename is None or sys.argv[1] == "train":  # a rank that fails shows where
+            raise
+        print(
+            f"meshrec: {error.filename}: {error.strerror}. Look at the path and its permissions.",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -10,8 +10,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
+from meshrec.cli.output import check_output
 from meshrec.distributed.leaving import leave_process_group
 from meshrec.planner.calibrate import Sizes, calibrate
+from meshrec.train.ranks import choose_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,13 @@ class CalibrateOptions:
 
 def run(options: CalibrateOptions) -> None:
     """Measures, saves on rank 0, prints."""
+    check_output(options.out)
     under_torchrun = dist.is_torchelastic_launched()
     if under_torchrun and not dist.is_initialized():
         dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     sizes = Sizes(batch_size=64, steps=3, rounds=1) if options.quick else Sizes()
     try:
-        device = torch.device(options.device)
+        device = torch.device(choose_device(options.device))
         group = dist.group.WORLD if dist.is_initialized() else None
         profile = calibrate(group, local_size=options.ranks_per_node, device=device, sizes=sizes)
         if group is None or group.rank() == 0:

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from meshrec.checkpoint import export_safetensors, import_weights, read_manifest, verify_data
 from meshrec.checkpoint.manifest import DTYPE_NAMES, MANIFEST, Manifest
+from meshrec.cli.output import check_output
+from meshrec.train.run_folder import CHECKPOINTS
 
 _PIPE_WIDTH = 140
 
@@ -21,7 +23,7 @@ class InspectOptions:
     """Shows what is in a checkpoint: step, entries, tensors, types, shapes, sizes."""
 
     path: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint, or a folder of them: its newest."""
+    """A checkpoint, a folder of them, or a run: its newest."""
     json: bool = False
     """Print JSON."""
 
@@ -31,7 +33,7 @@ class VerifyOptions:
     """Reads every byte of a checkpoint, or of all in a folder, and compares the checksums."""
 
     path: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint, or a folder of them."""
+    """A checkpoint, a folder of them, or a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class ExportOptions:
     """Writes the weights of a checkpoint's model as one safetensors file of whole tensors."""
 
     path: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint, or a folder of them: its newest."""
+    """A checkpoint, a folder of them, or a run: its newest."""
     out: Annotated[Path, tyro.conf.Positional]
     """The file to write."""
     to: str = "safetensors"
@@ -102,6 +104,7 @@ def run(options: InspectOptions | VerifyOptions | ExportOptions | ImportOptions)
                 raise ValueError(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
+            check_output(options.out)
             names = export_safetensors(_newest(options.path), options.out, entry=options.entry)
             console.print(f"{len(names)} tensors in {options.out}")
         case ImportOptions():
@@ -126,7 +129,8 @@ def _verify(console: Console, paths: Sequence[Path]) -> int:
 def _all(path: Path) -> list[Path]:
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         return [path]
-    found = sorted(each for each in path.glob("step-*") if each.is_dir())
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    found = sorted(each for each in folder.glob("step-*") if each.is_dir())
     if not found:
         raise ValueError(
             f"{path} is no checkpoint, and holds none. Name a folder that `meshrec train` wrote."

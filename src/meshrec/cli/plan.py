@@ -10,9 +10,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
+from meshrec.cli.output import check_output
 from meshrec.distributed.sharding_plan import ShardingPlan
 from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_plan, plan_tables, save_plan
+from meshrec.planner.json_file import read_json
 from meshrec.planner.measured import compare, read_phases
+from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.planner.report import diff, make_report, what_if
 from meshrec.planner.report_html import write_html
 from meshrec.planner.report_text import render, render_diff, render_what_if
@@ -21,7 +24,10 @@ from meshrec.planner.tasks import load_task
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import PLAN
+from meshrec.train.run_folder import CONFIG, PLAN, RunFolder
+
+_RANKS = 8
+_MAX_WORK = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +40,8 @@ class PlanOptions:
 
     source: Annotated[Path | None, tyro.conf.Positional] = None
     """A recipe, a task file, or a saved plan to explain."""
-    ranks: int = 8
-    """Number of ranks."""
+    ranks: int | None = None
+    """Number of ranks (default: 8)."""
     ranks_per_node: int | None = None
     """Ranks that share a node."""
     hardware: str | None = None
@@ -47,8 +53,9 @@ class PlanOptions:
     """Memory per rank (default: the profile's)."""
     time_limit: float = 30.0
     """Seconds after which the best plan so far counts."""
-    max_work: float = 1e9
-    """Effort that does not depend on the machine: touched array elements."""
+    max_work: float | None = None
+    """Effort that does not depend on the machine: touched array elements (default: 1e9; a recipe's as in
+    training)."""
     gap: float = 0.005
     """Stop when the plan is proven to be this close to the best."""
     out: Path | None = None
@@ -72,20 +79,15 @@ def run(options: PlanOptions) -> None:
         old, new = options.diff
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
-    source = options.source
-    if source is None and options.compare is not None and (options.compare / PLAN).is_file():
-        source = options.compare / PLAN
-    if source is None:
-        raise ValueError("name a recipe, a task file or a saved plan, or use --diff OLD NEW.")
-    plan = _plan(source, options)
+    _check(options)
+    plan = _plan(_source(options), options)
     if options.out is not None:
         save_plan(plan, options.out)
     if options.compare is not None:
         _print_comparison(plan, options.compare)
         return
     if options.what_if is not None:
-        effort = Effort(options.time_limit, options.max_work, options.gap)
-        render_what_if(what_if(plan, _ranks(options.what_if), effort))
+        render_what_if(what_if(plan, _ranks(options.what_if), _effort(options, _MAX_WORK)))
         return
     report = make_report(plan)
     if options.html is not None:
@@ -97,6 +99,37 @@ def run(options: PlanOptions) -> None:
         render(report)
 
 
+def _check(options: PlanOptions) -> None:
+    for name in ("ranks", "ranks_per_node", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    if options.memory_gib is not None and not options.memory_gib > 0:
+        raise ValueError(f"--memory-gib is {options.memory_gib:g}; it must be positive.")
+    for name in ("time_limit", "max_work", "gap"):
+        value = getattr(options, name)
+        if value is not None and not value >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must not be negative.")
+    check_output(options.out)
+    check_output(options.html)
+
+
+def _source(options: PlanOptions) -> Path:
+    if options.source is not None:
+        return options.source
+    if options.compare is None:
+        raise ValueError("name a recipe, a task file or a saved plan, or use --diff OLD NEW.")
+    plan = _folder(options.compare) / PLAN
+    if not plan.is_file():
+        raise ValueError(f"--compare {options.compare}: there is no {plan}; name a run, or a SOURCE.")
+    return plan
+
+
+def _folder(compare: Path) -> Path:
+    """The run's: given itself, or by its phases.jsonl."""
+    return compare if compare.is_dir() else compare.parent
+
+
 def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
     if not source.is_file():
         if str(source) in RECIPES or ":" in str(source):
@@ -105,13 +138,21 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
             f"{source} is no file and no recipe; give a task file, a saved plan, or one of "
             f"{', '.join(RECIPES)}."
         )
-    if "planner" in json.loads(source.read_text()):
+    if "planner" in read_json(source, "a task file or a saved plan"):
+        for name in ("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"{source} is a saved plan, which is explained as it is: leave "
+                    f"--{name.replace('_', '-')} out. To plan anew take its recipe or task "
+                    "file, or --what-if ranks=16,32."
+                )
         return load_plan(source)
     task = load_task(source)
+    ranks = options.ranks or _RANKS
     memory = None if options.memory_gib is None else int(options.memory_gib * 1024**3)
     hardware = options.hardware or "h100"
     topology = Topology(
-        world_size=options.ranks,
+        world_size=ranks,
         compute_device=get_profile(hardware).device,
         local_world_size=options.ranks_per_node,
         hardware=hardware,
@@ -121,42 +162,55 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
     return plan_tables(
         task.tables,
         replace(topology, local_world_size=topology.local_size),
-        batch_size=options.batch_size or task.batch_size(options.ranks),
-        effort=Effort(options.time_limit, options.max_work, options.gap),
+        batch_size=options.batch_size or task.batch_size(ranks),
+        effort=_effort(options, _MAX_WORK),
     )
 
 
 def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan:
-    placement, training = recipe.placement, recipe.training
+    placement, training, ranks = recipe.placement, recipe.training, options.ranks or _RANKS
     if options.batch_size is not None:
-        training = replace(training, batch_size=options.batch_size * options.ranks)
+        training = replace(training, batch_size=options.batch_size * ranks)
     hardware = options.hardware or placement.hardware or "cpu"
     memory = placement.memory_gib if options.memory_gib is None else options.memory_gib
     recipe = replace(
         recipe, training=training, placement=replace(placement, hardware=hardware, memory_gib=memory)
     )
-    recipe.check(options.ranks)
+    recipe.check(ranks)
     dataset = recipe.data.load()
     topology = topology_of(
         recipe,
-        world_size=options.ranks,
-        local_size=options.ranks_per_node or options.ranks,
+        world_size=ranks,
+        local_size=options.ranks_per_node or ranks,
         device=get_profile(hardware).device,
     )
-    return make_plan(recipe, recipe.model.build(dataset), dataset, topology)
+    effort = _effort(options, DEFAULT_EFFORT.max_work)
+    return make_plan(recipe, recipe.model.build(dataset), dataset, topology, effort=effort)
+
+
+def _effort(options: PlanOptions, max_work: float) -> Effort:
+    return Effort(options.time_limit, max_work if options.max_work is None else options.max_work, options.gap)
 
 
 def _ranks(text: str) -> list[int]:
     name, _, values = text.partition("=")
     try:
-        if name != "ranks":
-            raise ValueError(name)
-        return [int(value) for value in values.split(",")]
+        ranks = [int(value) for value in values.split(",")]
+        if name != "ranks" or min(ranks) < 1:
+            raise ValueError(text)
+        return ranks
     except ValueError as error:
         raise ValueError(f"--what-if {text!r}: write ranks=16,32,64.") from error
 
 
 def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
+    measured = (RunFolder(_folder(path)).read_json(CONFIG) or {}).get("ranks")
+    planned = plan.required_inputs().topology.world_size
+    if measured not in (None, planned):
+        raise ValueError(
+            f"--compare {path}: the run had {measured} ranks, the plan is for {planned}; leave SOURCE out to "
+            f"compare with the run's own plan, or take --ranks {measured}."
+        )
     grid = Grid("phase", "predicted, ms", "measured, ms", "error")
     for row in compare(plan, read_phases(path)):
         grid.add_row(

@@ -209,8 +209,11 @@ class ShardingPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> "ShardingPlan":
-        """Reads a plan that ``save`` wrote."""
-        return cls.from_json(Path(path).read_text())
+        """Reads a plan that ``save`` wrote. ValueError for a file that holds something else."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is no sharding plan: {error}") from error
 
     def __str__(self) -> str:
         return "\n\n".join(

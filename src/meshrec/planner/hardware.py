@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from meshrec.planner.json_file import read_json
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -129,8 +131,12 @@ class HardwareProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> "HardwareProfile":
-        """Reads what `save` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        """Reads what `save` wrote. ValueError for a file that holds something else."""
+        values = read_json(path, "a hardware profile, as `meshrec calibrate` writes it")
+        try:
+            return cls.from_json(values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no hardware profile: {error}") from error
 
 
 def _with_bandwidth(link: Link, bandwidth: float | None) -> Link:

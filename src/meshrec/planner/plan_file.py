@@ -10,6 +10,7 @@ from meshrec.distributed.sharding_plan import ShardingPlan, ShardingType
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.evaluate import StepEstimate, evaluate
 from meshrec.planner.hardware import HardwareProfile
+from meshrec.planner.json_file import read_json
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
 
@@ -117,20 +118,24 @@ def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
 
 def load_plan(path: str | Path) -> PlannedShardingPlan:
     """Reads what `save_plan` wrote. ValueError for a file without the planner's part."""
-    text = Path(path).read_text()
-    plan = ShardingPlan.from_json(text)
-    planner = json.loads(text).get("planner")
+    plan = ShardingPlan.load(path)
+    planner = read_json(path, "a saved plan").get("planner")
     if planner is None:
         raise ValueError(
             f"{path} holds a plan but not what it was made from; read it with ShardingPlan.load()."
         )
-    return PlannedShardingPlan(
-        plan.plan,
-        seconds=planner["seconds"],
-        lower_bound=planner["lower_bound"],
-        replicas=planner["replicas"],
-        inputs=PlannerInputs.from_json(planner["inputs"]),
-    )
+    try:
+        return PlannedShardingPlan(
+            plan.plan,
+            seconds=planner["seconds"],
+            lower_bound=planner["lower_bound"],
+            replicas=planner["replicas"],
+            inputs=PlannerInputs.from_json(planner["inputs"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not say as it must what the plan was made from: {error}. Plan again."
+        ) from error
 
 
 def _constraints_to_json(constraints: ParameterConstraints) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Task files: table sets as JSON, for the command line and the benchmark."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from meshrec.planner.json_file import read_json
 from meshrec.planner.types import OptimizerKind, Table
 
 _WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -38,7 +38,7 @@ def load_task(path: str | Path) -> PlannerTask:
     with ``name``, ``num_embeddings``, ``embedding_dim``, ``pooling_factors``. ValueError says what is
     missing.
     """
-    data = json.loads(Path(path).read_text())
+    data = read_json(path, "a task file")
     try:
         weight_bytes = _WEIGHT_BYTES[data.get("dtype", "fp32")]
         optimizer = OptimizerKind(data.get("optimizer", OptimizerKind.ROW_WISE_ADAGRAD.value))

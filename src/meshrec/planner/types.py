@@ -209,6 +209,8 @@ class Topology:
             raise ValueError(f"world_size is {self.world_size}; it must be at least 1.")
         if self.compute_device not in ("cpu", "cuda"):
             raise ValueError(f"compute_device is {self.compute_device!r}; use 'cpu' or 'cuda'.")
+        if self.local_size < 1:
+            raise ValueError(f"local_world_size is {self.local_size}; it must be at least 1.")
         if self.world_size % self.local_size:
             raise ValueError(
                 f"world_size {self.world_size} is no multiple of local_world_size {self.local_size}; "

@@ -6,7 +6,7 @@ from typing import Any
 from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Training
-from meshrec.train.run_folder import RunFolder
+from meshrec.train.run_folder import CHECKPOINTS, RunFolder
 
 
 class Checkpoints:
@@ -32,7 +32,7 @@ class Checkpoints:
         tell: Callable[[str], None],
     ) -> None:
         self._manager = CheckpointManager(
-            folder.path / "checkpoints", keep_last=training.keep_checkpoints, group=ranks.control
+            folder.path / CHECKPOINTS, keep_last=training.keep_checkpoints, group=ranks.control
         )
         self._every, self._state, self._tell = training.checkpoint_every, state, tell
         self._saved: int | None = None

@@ -18,6 +18,8 @@ from meshrec.planner import (
     load_plan,
 )
 from meshrec.planner.module_tables import optimizer_kind, tables_of_model
+from meshrec.planner.optimize import DEFAULT_EFFORT
+from meshrec.planner.search import Effort
 from meshrec.train.recipe import Placement, Recipe
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ def make_plan(
     dataset: "Dataset",
     topology: Topology,
     group: dist.ProcessGroup | None = None,
+    *,
+    effort: Effort = DEFAULT_EFFORT,
 ) -> PlannedShardingPlan:
     """The plan for ``model``, which `recipe.model` built for ``dataset``; the same on all ranks of ``group``.
 
@@ -88,6 +92,9 @@ def make_plan(
         topology=topology,
         constraints=constraints_of(recipe, model, dataset, world_size=topology.world_size),
         batch_size=recipe.training.batch_size // topology.world_size,
+        time_limit=effort.time_limit,
+        max_work=effort.max_work,
+        gap=effort.gap,
         default_optimizer=optimizer_kind(recipe.tables),
     )
     plan = planner.plan(model) if group is None else planner.collective_plan(model, pg=group)

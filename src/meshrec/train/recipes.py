@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -81,6 +82,13 @@ def resolve(name: str) -> Recipe:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}. Name one it has.")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"recipe {name!r}: {function_name}() cannot be called without arguments ({error}); give all of "
+            "them defaults."
+        ) from error
     recipe = function()
     if not isinstance(recipe, Recipe):
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 
 CONFIG = "config.json"
 PLAN = "plan.json"
+CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RUNS = Path("runs")
@@ -93,6 +94,8 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
     Raises:
         ValueError: when a new run's folder holds a run already, or there is none to resume.
     """
+    if name is not None and (Path(name).name != name or name in ("", "..")):
+        raise ValueError(f"--name {name}: a run's name is that of its folder in {runs}; --runs says where.")
     if resume:
         path = runs / name if name is not None else _last(runs, recipe)
         if path is None or not (path / CONFIG).is_file():

@@ -1,0 +1,16 @@
+"""JSON files that users write or name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: str | Path, wanted: str) -> dict[str, Any]:
+    """The object in a JSON file. ValueError says that ``wanted`` was to be there."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}. Give {wanted}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a JSON {type(values).__name__}, no object. Give {wanted}.")
+    return values

@@ -1,0 +1,22 @@
+import pytest
+
+from meshrec.planner.json_file import read_json
+
+
+def test_an_object_is_read(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert read_json(tmp_path / "a.json", "a task file") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", r"a\.json is no JSON: Expecting property name .*\. Give a task file\."),
+        (b"\xff\xfe\x00", r"a\.json is no JSON: 'utf-8' codec .*\. Give a task file\."),
+        (b"[1]", r"a\.json holds a JSON list, no object\. Give a task file\."),
+    ],
+)
+def test_other_files_are_named(tmp_path, content, said):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        read_json(tmp_path / "a.json", "a task file")
