@@ -36,6 +36,21 @@ def test_bounds_can_change(program):
     assert solver.solve() is None
 
 
+def test_what_costs_more_than_the_cutoff_is_no_solution():
+    """min x + y with x + 2y >= 4, 2x + y >= 4: 8/3."""
+    matrix = sparse_matrix(
+        np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]), np.array([1.0, 2, 2, 1]), num_rows=2, num_columns=2
+    )
+    infinite, zeros = np.full(2, INFINITY), np.zeros(2)
+    program = LinearProgram(np.ones(2), zeros, infinite, matrix, zeros + 4, infinite)
+    for cutoff, is_none in ((1.0, True), (2.6, True), (2.7, False), (9.0, False)):
+        solver = Solver(program, as_is=True)
+        solver.set_cutoff(cutoff)
+        optimum = solver.solve()
+        assert (optimum is None) == is_none
+        assert is_none or optimum.objective == pytest.approx(8 / 3)
+
+
 def test_whole_numbers_and_limits(program):
     """x + 2y <= 4, x <= 3: the best whole solutions are (2, 1) and (3, 0)."""
     solver = Solver(program)

@@ -88,7 +88,7 @@ class LowerBound:
         self._closed = INFINITY
         self._goal = INFINITY if coarse else (1.0 if goal is None else goal / seconds) * _EQUAL
         self.num_solves = 0
-        self._num_closer = self._num_closed = 0
+        self.num_closer = self._num_closed = 0
         limit = min(self._goal, INFINITY)
         self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit), allowed_C)
 
@@ -208,15 +208,15 @@ class LowerBound:
             self._push(Box(*relaxed._replace(bound=max(bound, relaxed.bound))))
 
     def _is_worth_it(self, box: Box) -> bool:
-        if self._relaxation.is_settled_closely(box.admitted_C):
+        if self._relaxation.is_settled_closely(box.admitted_C, box.lower_K, box.upper_K):
             return True
         width = float((box.upper_K - box.lower_K).max())
-        return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self._num_closer)
+        return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self.num_closer)
 
     def _look_closer(self, box: Box, seconds: float) -> None:
         relaxed = self._relaxation.solve_closely(Relaxed(*box[:-1]), self._goal, seconds)
         self.num_solves += 1
-        self._num_closer += 1
+        self.num_closer += 1
         if relaxed is None or relaxed.bound >= self._goal:
             self._num_closed += 1
         else:

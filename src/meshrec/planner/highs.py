@@ -31,6 +31,7 @@ _SETTLED = (
     highspy.HighsModelStatus.kOptimal,
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
+    highspy.HighsModelStatus.kObjectiveBound,
 )
 """What is known for sure (no program here is unbounded)."""
 
@@ -125,6 +126,7 @@ class Solver:
 
     def __init__(self, program: LinearProgram, *, as_is: bool = False) -> None:
         self.work = 0
+        self._cutoff = INFINITY
         self._count = len(program.cost) + program.matrix.num_rows
         self._size = self._count**0.7
         self._last_row = program.matrix.num_rows - 1
@@ -191,9 +193,15 @@ class Solver:
         """Limits the time of all solutions together."""
         self._highs.setOptionValue("time_limit", max(seconds, 0.01))
 
+    def set_cutoff(self, cutoff: float) -> None:
+        """Solutions that cost more are as good as none."""
+        self._cutoff = cutoff
+        self._highs.setOptionValue("objective_bound", cutoff)
+
     def solve(self) -> Optimum | None:
-        """The optimum; None where there is no feasible point. Where neither is proven (HiGHS may fail on
-        numbers that are hard to tell apart, or the time is up), zeros that are known to cost `-INFINITY`."""
+        """The optimum; None where there is no feasible point, or none that costs the cutoff or less. Where
+        neither is proven (HiGHS may fail on numbers that are hard to tell apart, or the time is up), zeros
+        that are known to cost `-INFINITY`."""
         self._run()
         if self._status not in (*_SETTLED, highspy.HighsModelStatus.kTimeLimit):
             self._highs.clearSolver()
@@ -202,7 +210,8 @@ class Solver:
         if self._status == highspy.HighsModelStatus.kOptimal:
             solution = self._highs.getSolution()
             x, reduced_costs = np.array(solution.col_value), np.array(solution.col_dual)
-            return Optimum(self._highs.getInfo().objective_function_value, x, reduced_costs)
+            objective = self._highs.getInfo().objective_function_value
+            return Optimum(objective, x, reduced_costs) if objective <= self._cutoff else None
         if self._status in _SETTLED:
             return None
         none = np.zeros(self._highs.getNumCol())

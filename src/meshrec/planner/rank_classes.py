@@ -24,6 +24,7 @@ from meshrec.planner.highs import BASIC, INFINITY, Optimum, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
+from meshrec.planner.slot_program import SlotProgram
 from meshrec.planner.types import Bools, Floats, Ints
 from meshrec.planner.warm_start import WarmStart
 
@@ -46,6 +47,7 @@ class ClassRelaxation:
         self._elements = find_elements(problem, allowed_C, scale)
         self.grid_K = self._elements.grid_K
         self._usual_EK = _usual(self._elements, problem.node_size)
+        self._has_slots = SlotProgram.suits(problem)
         self._work = 0
         self._mean = MeanRelaxation(problem, allowed_C, scale)
 
@@ -70,7 +72,11 @@ class ClassRelaxation:
         """See `Relaxation`."""
         lower_K, upper_K = on_grid(self._elements, lower_K, upper_K)
         mean = self._mean.solve(lower_K, upper_K, admitted_C, cutoff, start)
-        if mean is None or not self._are_few(mean.admitted_C):
+        if mean is None:
+            return None
+        if self._has_slots:
+            return SlotProgram.worth_cutting(mean)
+        if not self._are_few(mean.admitted_C):
             return mean
         lower_K, upper_K = on_grid(self._elements, mean.lower_K, mean.upper_K)
         mean = mean._replace(lower_K=lower_K, upper_K=upper_K)
@@ -89,6 +95,16 @@ class ClassRelaxation:
         self._work += solver.work
         if optimum is None or optimum.objective == -INFINITY:
             return None if optimum is None else known
+        return self._relaxed(known, program, optimum, start)
+
+    def _relaxed(
+        self,
+        known: Relaxed,
+        program: ClassProgram | SlotProgram,
+        optimum: Optimum,
+        start: WarmStart | None,
+    ) -> Relaxed:
+        """What is known of a box with what a program's optimum adds."""
         share_C = np.zeros(len(known.share_C))
         share_C[program.candidates] = optimum.x[: len(program.candidates)]
         slowest_K = optimum.x[program.first_slowest :]
@@ -131,16 +147,42 @@ class ClassRelaxation:
         return optimum, WarmStart.of(keys, at, in_force)
 
     def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
-        """See `Relaxation`: with each rank told apart, or with more classes."""
-        if self.is_settled_closely(known.admitted_C):
+        """See `Relaxation`: with each rank told apart, with slots of ranks, or with more classes."""
+        if self._has_slots:
+            return self._in_slots(known, cutoff, seconds)
+        if RankProgram.serves(self._problem, known.admitted_C):
             return self._solve_ranks(known, cutoff, seconds)
         if not self._are_few(known.admitted_C):
             return self._mean.solve_closely(known, cutoff, seconds)
         return self._in_classes(known, cutoff, *_FINER, seconds)
 
-    def is_settled_closely(self, admitted_C: Bools) -> bool:
+    def _in_slots(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
+        lower_K, upper_K = on_grid(self._elements, known.lower_K, known.upper_K)
+        if (lower_K > upper_K).any():
+            return None
+        box = Box(lower_K, upper_K, cutoff)
+        candidates = np.flatnonzero(known.admitted_C)
+        program = SlotProgram(self._problem, self._elements, candidates, box, scale=self._scale)
+        if not program.is_small:
+            return (
+                self._in_classes(known, cutoff, *_FINER, seconds)
+                if self._are_few(known.admitted_C)
+                else known
+            )
+        solver = Solver(program.build(self._mean.cuts(lower_K, upper_K)), as_is=True)
+        solver.set_time(seconds)
+        solver.set_cutoff(cutoff + MARGIN)
+        optimum = solver.solve()
+        self._work += solver.work
+        if optimum is None or optimum.objective == -INFINITY:
+            return None if optimum is None else known
+        return self._relaxed(known, program, optimum, None)
+
+    def is_settled_closely(self, admitted_C: Bools, lower_K: Floats, upper_K: Floats) -> bool:
         """See `Relaxation`."""
-        return RankProgram.serves(self._problem, admitted_C)
+        return RankProgram.serves(self._problem, admitted_C) or (
+            self._has_slots and SlotProgram.is_narrow(lower_K, upper_K)
+        )
 
     def _solve_ranks(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
         relaxed = self.solve(known.lower_K, known.upper_K, known.admitted_C, cutoff, known.start)
@@ -219,7 +261,9 @@ class ClassRelaxation:
         return sets_HG
 
 
-def _within(program: ClassProgram, optimum: Optimum, admitted_C: Bools) -> tuple[Floats, Floats, Bools]:
+def _within(
+    program: ClassProgram | SlotProgram, optimum: Optimum, admitted_C: Bools
+) -> tuple[Floats, Floats, Bools]:
     """The part of the box with the plans that cost no more than the cutoff, and the candidates that they can
     use, by what the optimum's reduced costs say."""
     box = program.box

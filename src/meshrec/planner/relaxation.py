@@ -79,7 +79,7 @@ class Relaxation(Protocol):
         is counted, or more told apart); None where there are none. Takes not much longer than `seconds`."""
         ...
 
-    def is_settled_closely(self, admitted_C: Bools) -> bool:
+    def is_settled_closely(self, admitted_C: Bools, lower_K: Floats, upper_K: Floats) -> bool:
         """Whether a closer look at a box of these candidates leaves little to doubt, however wide it is."""
         ...
 
@@ -198,9 +198,13 @@ class MeanRelaxation:
         self._work += solver.work
         return known._replace(bound=max(known.bound, bound - MARGIN)) if bound < np.inf else None
 
-    def is_settled_closely(self, admitted_C: Bools) -> bool:
+    def is_settled_closely(self, admitted_C: Bools, lower_K: Floats, upper_K: Floats) -> bool:
         """See `Relaxation`."""
         return False
+
+    def cuts(self, lower_K: Floats, upper_K: Floats) -> list[Cut]:
+        """The cuts found so far that hold in a box."""
+        return [cut for cut in self._cuts if cut.holds(lower_K, upper_K)]
 
     def _bounds(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> tuple[Floats, Floats]:
         most_C = np.where(admitted_C, self._tables_C, 0.0)

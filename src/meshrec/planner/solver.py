@@ -17,6 +17,7 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES, MOST_CANDIDATES
 from meshrec.planner.search import Effort, Search
+from meshrec.planner.slot_program import SlotProgram
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
@@ -32,6 +33,8 @@ _GAPS = (
 """Goals of the bound, one after the other: how far below the best known plan."""
 _GAPS_OF_RANKS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 """The same where ranks are told apart, which costs as much for a far goal as for a near one."""
+_GAPS_OF_SLOTS = (0.1, 0.045, 0.042, 0.04, 0.038, 0.036, 0.034, 0.032, 0.03, 0.025, 0.02, 0.015, *_GAPS[15:])
+"""The same where ranks have slots, which makes short work of far goals."""
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
 """A goal is a part of the gap before it; a larger one from where goals become dear."""
@@ -41,6 +44,8 @@ box narrowed to what a near goal leaves proves it; one of a far goal takes long 
 _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
+_SEARCH_OF_SLOTS = 0.2
+"""How much of the search is enough where plans begin with pieces of one size."""
 _CLOSE = 1.05
 _FEW_TABLES = 5
 """On a rank: then it matters which pieces fit beside each other, and plans begin with small ones, too."""
@@ -89,7 +94,9 @@ class _Entrant:
         self.root = self._coarse.best_box
         self._problem = problem
         self.is_large = len(way.allowed_C) > MOST_CANDIDATES
-        self._gaps = _GAPS_OF_RANKS if RankProgram.suits(problem) else _GAPS
+        self._gaps: tuple[float, ...] = _GAPS_OF_RANKS if RankProgram.suits(problem) else _GAPS
+        if SlotProgram.suits(problem):
+            self._gaps = _GAPS_OF_SLOTS
         self.bound: LowerBound | None = None
         self._proven, self._num_proven = -np.inf, 0
         self._deadline, self._longest = deadline, 0.0
@@ -124,8 +131,12 @@ class _Entrant:
         return self._work + (0 if self.bound is None else self.bound.work)
 
     @property
+    def _num_closer(self) -> int:
+        return 0 if self.bound is None else self.bound.num_closer
+
+    @property
     def has_time(self) -> bool:
-        """Whether a step as long as the bound's longest one ends in time."""
+        """Whether a step as long as the bound's longest one ends in time; closer looks do."""
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self) -> None:
@@ -147,8 +158,10 @@ class _Entrant:
         """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
         yet; False where there is none."""
         started = time.perf_counter()
+        looked = self._num_closer
         is_worth_more = self._improve(known, self._deadline - started)
-        self._longest = max(self._longest, time.perf_counter() - started)
+        if self._num_closer == looked:
+            self._longest = max(self._longest, time.perf_counter() - started)
         return is_worth_more
 
     def _improve(self, known: float, seconds: float) -> bool:
@@ -170,7 +183,7 @@ class _Entrant:
             goal = self.value + step / (1 + self._num_proven) * (known - self.value)
         else:
             gap = 1 - self.value / known
-            gap *= _NEXT if gap > _NEAR else _NEXT_WHEN_NEAR
+            gap *= _NEXT if gap > _NEAR and self._gaps is _GAPS else _NEXT_WHEN_NEAR
             goal = known * (1 - _SAFELY * next((least for least in self._gaps if least <= gap), 0.0))
         fixed = self.way.fixed_seconds
         scale = max(known - fixed, _LEAST_SECONDS)
@@ -197,6 +210,12 @@ class _Contest:
     ) -> None:
         self._entrants = [_Entrant(problem, way, effort, deadline) for way in ways]
         self._search = next(part for most, part in _SEARCH if len(problem.type_C) <= most)
+        self._early_work = min(_EARLY_WORK, _EARLY * effort.max_work)
+        if SlotProgram.suits(problem):
+            self._search, self._early_work = (
+                _SEARCH_OF_SLOTS * self._search,
+                _SEARCH_OF_SLOTS * self._early_work,
+            )
         self._effort = effort
         self._cutoff = cutoff
         self._deadline = deadline
@@ -243,7 +262,7 @@ class _Contest:
             entrant.start()
             if entrant.is_large and entrant.search.parts_T:
                 break
-        self._explore(min(_EARLY_WORK, _EARLY * self._effort.max_work))
+        self._explore(self._early_work)
         self._first_work = self._search_work
 
     def _explore(self, max_work: float) -> None:

@@ -1,0 +1,339 @@
+"""A tighter linear program for few tables on many ranks, in a box with little freedom in the largest phase.
+
+In that phase a rank takes one *main* piece (a part of a table that two of do not fit beside each other) or
+none, and some small ones (of tables by node, which many ranks take alike): sizes are few, so what fits
+together is known. Classes of ranks: those with a piece of each main candidate, as many as it has pieces; of
+the rest, one for each *pattern*, a largest multiset of sizes that fits. Variables: how many tables use each
+candidate, ranks per pattern, T, and how many of the slots for small pieces hold each table's, filled with
+what varies up to what there is room for, or empty.
+
+Of the room beyond `lower` a class has its ranks times T - lower. That product is exact where a table uses one
+candidate as a whole, McCormick's envelope elsewhere, which is the tighter the narrower the box is.
+
+C candidates, H classes (M main, then B patterns), K phases, S sizes, E small elements, V of what varies, X
+empty slots of a size in a class, F slots in a class filled with what varies.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshrec.planner.class_program import TIGHT, Box
+from meshrec.planner.cuts import Cut
+from meshrec.planner.elements import Elements
+from meshrec.planner.highs import INFINITY, LinearProgram, Rows
+from meshrec.planner.problem import Problem, Scope
+from meshrec.planner.relaxation import Relaxed, add_largest
+from meshrec.planner.types import Floats, Ints
+
+_FEW_RANKS = 16
+_NARROW = 1.04
+_MOST_PATTERNS, _MOST_SLOTS = 60, 10
+_NEAR = 1e-7
+_LEAST_ROOM = 1e-6
+
+
+class SlotProgram:
+    """The program of a box; loads are in units of `scale` seconds."""
+
+    def __init__(
+        self, problem: Problem, elements: Elements, candidates: Ints, box: Box, *, scale: float
+    ) -> None:
+        self.problem, self.elements, self.candidates, self.box = problem, elements, candidates, box
+        self._scale = scale
+        self._phase = int(box.lower_K.argmax())
+        self._limit_K = box.upper_K * TIGHT + _NEAR
+        self._place_C = np.full(len(problem.type_C), -1)
+        self._place_C[candidates] = np.arange(len(candidates))
+        self._groups = np.flatnonzero(self._place_C[problem.candidate_P] >= 0)
+        self._find_main()
+        self._find_small()
+        self._find_patterns()
+        self._find_classes()
+        self._lay_out()
+
+    @staticmethod
+    def suits(problem: Problem) -> bool:
+        """Whether there are few tables, each of its own kind, on ranks that are too many to be told apart."""
+        num_tables = len(problem.type_T)
+        return (
+            num_tables <= problem.num_ranks > _FEW_RANKS and problem.type_T.max(initial=-1) == num_tables - 1
+        )
+
+    @staticmethod
+    def is_narrow(lower_K: Floats, upper_K: Floats) -> bool:
+        """Whether a box leaves little freedom in the largest phase."""
+        phase = int(lower_K.argmax())
+        return bool(upper_K[phase] <= _NARROW * lower_K[phase])
+
+    @staticmethod
+    def worth_cutting(known: Relaxed) -> Relaxed:
+        """What is known of a box, to be cut in the largest phase until there is little freedom."""
+        if SlotProgram.is_narrow(known.lower_K, known.upper_K):
+            return known
+        error_K = np.zeros(len(known.lower_K))
+        error_K[known.lower_K.argmax()] = 1.0
+        return known._replace(error_K=error_K, cut_at_K=known.slowest_K)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there is something to tell, and not too much."""
+        return len(self._small) > 0 and 0 < len(self._patterns_BS) <= _MOST_PATTERNS
+
+    def build(self, mean_cuts: Sequence[Cut] = ()) -> LinearProgram:
+        """Minimises the cost over the relaxation of plans in the box, which keep `mean_cuts` as well."""
+        self._rows = Rows(self.num_columns)
+        for part in (self._count, self._count_small, self._slots, self._loads, self._products):
+            part()
+        self._means(mean_cuts)
+        cost = np.zeros(self.num_columns)
+        cost[self.first_slowest :] = 1.0
+        cost[: len(self.candidates)] = self.problem.common_C[self.candidates] / self._scale
+        lower, upper = np.zeros(self.num_columns), np.full(self.num_columns, INFINITY)
+        lower[self.first_slowest :], upper[self.first_slowest :] = self.box.lower_K, self.box.upper_K
+        upper[: len(self.candidates)] = 1.0
+        return self._rows.program(cost, lower, upper)
+
+    def error(self, x: Floats) -> Floats:
+        """By how much [K] classes have more room than their ranks times T, all together."""
+        free_K = x[self.first_slowest :] - self.box.lower_K
+        beyond_HK = x[self._beyond_HK]
+        main_M = x[: len(self.candidates)][self._main_M] * self._num_ranks_M
+        ranks_H = np.append(main_M, x[self._patterns])
+        error_K: Floats = np.maximum(beyond_HK - ranks_H[:, None] * free_K, 0.0).sum(axis=0)
+        return error_K
+
+    def _find_main(self) -> None:
+        """Main candidates, by their place, with their ranks, what a rank of theirs holds at least, and all
+        that they add up to."""
+        problem, elements, groups = self.problem, self.elements, self._groups
+        still_PK = elements.still_EK[elements.element_P[groups]]
+        used_P = self._place_C[problem.candidate_P[groups]]
+        on_ranks_C = [
+            problem.layouts_C[index].scope in (Scope.RANKS, Scope.ONE_NODE) for index in self.candidates
+        ]
+        least_CK = np.full((len(self.candidates), still_PK.shape[1]), INFINITY)
+        np.minimum.at(least_CK, used_P, still_PK)
+        is_main_C = np.array(on_ranks_C, bool) & (2 * least_CK[:, self._phase] > self._limit_K[self._phase])
+        is_main_C &= least_CK[:, 0] < INFINITY
+        self._main_M = np.flatnonzero(is_main_C)
+        self._least_MK = least_CK[self._main_M]
+        ranks_C = np.bincount(used_P, problem.count_P[groups], len(self.candidates))
+        self._num_ranks_M = ranks_C[self._main_M]
+        load_CK = problem.mean_load_CK()[self.candidates] * (problem.num_ranks / self._scale)
+        self._load_MK = load_CK[self._main_M]
+        self._small_groups = groups[~is_main_C[used_P]]
+
+    def _find_small(self) -> None:
+        elements, groups = self.elements, self._small_groups
+        self._small = np.unique(elements.element_P[groups])
+        varying_P = elements.varying_P[groups]
+        self._split = np.unique(varying_P[varying_P >= 0])
+        self._still_EK = elements.still_EK[self._small]
+        size_E = np.floor(self._still_EK[:, self._phase] / _NEAR) * _NEAR
+        self._size_S, self._kind_E = np.unique(size_E, return_inverse=True)
+        self._still_SK = np.full((len(self._size_S), self._still_EK.shape[1]), INFINITY)
+        np.minimum.at(self._still_SK, self._kind_E, self._still_EK)
+        self._element_V = np.searchsorted(self._small, elements.element_V[self._split])
+
+    def _find_patterns(self) -> None:
+        """All multisets [B, S] of sizes that fit, but those that lack something of another."""
+        limit = float(self._limit_K[self._phase])
+        sets_BS, used_B = np.zeros((1, 0), np.int64), np.zeros(1)
+        if not len(self._size_S) or self._size_S[0] * _MOST_SLOTS < limit:
+            self._patterns_BS = np.zeros((0, len(self._size_S)), np.int64)
+            return
+        for size in self._size_S[::-1]:
+            most_B = np.floor((limit - used_B) / size).astype(np.int64)
+            index = np.repeat(np.arange(len(used_B)), most_B + 1)
+            count = np.arange(len(index)) - np.repeat(np.cumsum(most_B + 1) - most_B - 1, most_B + 1)
+            sets_BS = np.column_stack((count, sets_BS[index]))
+            used_B = used_B[index] + count * size
+        self._patterns_BS = sets_BS[used_B + self._size_S[0] > limit]
+
+    def _find_classes(self) -> None:
+        """What fits into the slots of each class [H], and how much of what varies."""
+        elements, num_patterns = self.elements, len(self._patterns_BS)
+        type_E = elements.type_E[self._small]
+        type_M = self.problem.type_C[self.candidates[self._main_M]]
+        base_HK = np.concatenate((self._least_MK, np.zeros((num_patterns, self._least_MK.shape[1]))))
+        room_EHK = self._limit_K - base_HK - self._still_EK[:, None]
+        fits_EH = (room_EHK >= 0).all(axis=2)
+        fits_EH[:, : len(type_M)] &= type_E[:, None] != type_M
+        fits_EH[:, len(type_M) :] &= self._patterns_BS.T[self._kind_E] > 0
+        varying_VK = elements.varying_VK[self._split]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            part_VHK = np.where(
+                varying_VK[:, None] > 0, room_EHK[self._element_V] / varying_VK[:, None], INFINITY
+            )
+        # More room than there is does no harm, but what is very small does.
+        self._room_VH = np.clip(part_VHK.min(axis=2, initial=1.0), _LEAST_ROOM, 1.0)
+        self._fits_VH = fits_EH[self._element_V]
+        self._fits_SH = np.zeros((len(self._size_S), fits_EH.shape[1]), bool)
+        np.logical_or.at(self._fits_SH, self._kind_E, fits_EH)
+
+    def _lay_out(self) -> None:
+        num_main, num_patterns = len(self._main_M), len(self._patterns_BS)
+        shape = (num_main + num_patterns, len(self.box.lower_K))
+        first = len(self.candidates)
+        self._patterns = first + np.arange(num_patterns)
+        self._beyond_HK = first + num_patterns + np.arange(shape[0] * shape[1]).reshape(shape)
+        first += num_patterns + shape[0] * shape[1]
+        self._kind_X, self._class_X = np.nonzero(self._fits_SH)
+        self._empty_X = first + np.arange(len(self._kind_X))
+        first += len(self._empty_X)
+        self._split_F, self._class_F = np.nonzero(self._fits_VH)
+        self._fill_F = first + np.arange(len(self._split_F))
+        self.first_slowest = first + len(self._fill_F)
+        self.num_columns = self.first_slowest + shape[1]
+
+    def _used_in(self, groups: Ints) -> Ints:
+        return self._place_C[self.problem.candidate_P[groups]]
+
+    def _count(self) -> None:
+        """Each table uses a candidate, each rank is in a class."""
+        candidate = np.arange(len(self.candidates))
+        tables_Y = np.bincount(self.problem.type_T).astype(np.float64)
+        self._rows.add_each(self.problem.type_C[self.candidates], candidate, 1.0, tables_Y, tables_Y)
+        ranks = float(self.problem.num_ranks)
+        columns = np.append(self._main_M, self._patterns)
+        self._rows.add(columns, np.append(self._num_ranks_M, np.ones(len(self._patterns))), ranks, ranks)
+
+    def _count_small(self) -> None:
+        """Slots of each size, and filled ones of each element, are as many as candidates say, as is what
+        fills them."""
+        elements, groups, add = self.elements, self._small_groups, self._rows.add_each
+        element_F = self._element_V[self._split_F]
+        element_P = np.searchsorted(self._small, elements.element_P[groups])
+        used_P, minus_P = self._used_in(groups), -elements.count_P[groups]
+        none_S, none_E, none_V = (np.zeros(len(a)) for a in (self._size_S, self._small, self._split))
+        add(
+            np.concatenate((self._kind_X, self._kind_E[element_F], self._kind_E[element_P])),
+            np.concatenate((self._empty_X, self._fill_F, used_P)),
+            np.concatenate((np.ones(len(self._empty_X) + len(self._fill_F)), minus_P)),
+            none_S,
+            none_S,
+        )
+        add(
+            np.append(element_F, element_P),
+            np.append(self._fill_F, used_P),
+            np.append(np.ones(len(element_F)), minus_P),
+            none_E - INFINITY,
+            none_E,
+        )
+        varies = groups[elements.varying_P[groups] >= 0]
+        add(
+            np.append(self._split_F, np.searchsorted(self._split, elements.varying_P[varies])),
+            np.append(self._fill_F, self._used_in(varies)),
+            np.append(self._room_VH[self._split_F, self._class_F], -elements.uses_P[varies]),
+            none_V,
+            none_V,
+        )
+
+    def _slots(self) -> None:
+        """A rank has no more slots than fit beside its main piece, or than its pattern has of each size."""
+        num_main, num_sizes = len(self._main_M), len(self._size_S)
+        kind_F = self._kind_E[self._element_V[self._split_F]]
+        room_M = self._limit_K[self._phase] - self._least_MK[:, self._phase]
+        slots_M = np.floor(room_M / self._size_S[0])
+        kind = np.append(self._kind_X, kind_F)
+        of_class, column = np.append(self._class_X, self._class_F), np.append(self._empty_X, self._fill_F)
+        row = np.where(of_class < num_main, of_class, num_main + (of_class - num_main) * num_sizes + kind)
+        pattern_row = num_main + np.arange(self._patterns_BS.size)
+        none = np.zeros(num_main + self._patterns_BS.size)
+        self._rows.add_each(
+            np.concatenate((row, np.arange(num_main), pattern_row)),
+            np.concatenate((column, self._main_M, np.repeat(self._patterns, num_sizes))),
+            np.concatenate((np.ones(len(row)), -slots_M * self._num_ranks_M, -self._patterns_BS.ravel())),
+            none - INFINITY,
+            none,
+        )
+
+    def _loads(self) -> None:
+        """What is on a class fits into its ranks times `lower`, and its room beyond."""
+        lower_K = self.box.lower_K
+        num_main, num_phases = len(self._main_M), len(lower_K)
+        room_F = self._room_VH[self._split_F, self._class_F]
+        fill_FK = self._still_EK[self._element_V[self._split_F]]
+        fill_FK = fill_FK + room_F[:, None] * self.elements.varying_VK[self._split[self._split_F]]
+        main_MK = self._load_MK - self._num_ranks_M[:, None] * lower_K
+        patterns_BK = np.tile(-lower_K, (len(self._patterns), 1))
+        phase = np.arange(num_phases)
+        classes = np.concatenate((self._class_F, self._class_X, np.arange(num_main + len(self._patterns))))
+        columns = np.concatenate((self._fill_F, self._empty_X, self._main_M, self._patterns))
+        values = np.concatenate((fill_FK, self._still_SK[self._kind_X], main_MK, patterns_BK))
+        none = np.zeros(self._beyond_HK.size)
+        self._rows.add_each(
+            np.append((classes[:, None] * num_phases + phase).ravel(), np.arange(len(none))),
+            np.append(np.repeat(columns, num_phases), self._beyond_HK.ravel()),
+            np.append(values.ravel(), none - 1.0),
+            none - INFINITY,
+            none,
+        )
+
+    def _products(self) -> None:
+        """Room beyond `lower` is ranks times T - lower: for each class, for the main candidates of a table
+        (which uses one), and for all together."""
+        box, beyond_HK, add = self.box, self._beyond_HK, self._rows.add_each
+        num_main, num_phases = len(self._main_M), len(box.lower_K)
+        slowest = self.first_slowest + np.arange(num_phases)
+        number_H = np.append(self._num_ranks_M, np.ones(len(self._patterns)))
+        ranks = np.append(self._main_M, self._patterns)
+        hk, none = np.arange(beyond_HK.size), np.zeros(beyond_HK.size)
+        add(
+            np.tile(hk, 2),
+            np.append(beyond_HK.ravel(), np.repeat(ranks, num_phases)),
+            np.append(none + 1.0, (-number_H[:, None] * (box.upper_K - box.lower_K)).ravel()),
+            none - INFINITY,
+            none,
+        )
+        types, type_M = np.unique(self.problem.type_C[self.candidates[self._main_M]], return_inverse=True)
+        most_Y = np.zeros(len(types) + 1)
+        np.maximum.at(most_Y, type_M, self._num_ranks_M)
+        most_Y[-1] = self.problem.num_ranks
+        yk = np.arange(len(most_Y) * num_phases).reshape(len(most_Y), num_phases)
+        mine, every = beyond_HK[:num_main], np.broadcast_to(yk[-1], beyond_HK.shape)
+        limit = -(most_Y[:, None] * box.lower_K).ravel()
+        add(
+            np.concatenate((yk[type_M].ravel(), every.ravel(), yk.ravel())),
+            np.concatenate((mine.ravel(), beyond_HK.ravel(), np.tile(slowest, len(most_Y)))),
+            np.concatenate((np.ones(mine.size + beyond_HK.size), -np.repeat(most_Y, num_phases))),
+            np.append(np.full(len(limit) - num_phases, -INFINITY), limit[-num_phases:]),
+            limit,
+        )
+        mk, number_M, width_K = np.arange(mine.size), self._num_ranks_M, box.upper_K - box.lower_K
+        add(
+            np.tile(mk, 3),
+            np.concatenate((mine.ravel(), np.tile(slowest, num_main), np.repeat(self._main_M, num_phases))),
+            np.concatenate(
+                (
+                    np.ones(mine.size),
+                    -np.repeat(number_M, num_phases),
+                    -(number_M[:, None] * width_K).ravel(),
+                )
+            ),
+            -(number_M[:, None] * box.upper_K).ravel(),
+            np.full(mine.size, INFINITY),
+        )
+
+    def _means(self, mean_cuts: Sequence[Cut]) -> None:
+        """What holds without classes: T is at least the mean, and a single table's largest piece; memory."""
+        problem, candidate = self.problem, np.arange(len(self.candidates))
+        slowest = self.first_slowest + np.arange(len(self.box.lower_K))
+        mean_CK = problem.mean_load_CK()[self.candidates] / self._scale
+        none = np.zeros(len(slowest))
+        self._rows.add_each(
+            np.append(np.tile(np.arange(len(slowest)), len(candidate)), np.arange(len(slowest))),
+            np.append(np.repeat(candidate, len(slowest)), slowest),
+            np.append(mean_CK.ravel(), none - 1.0),
+            none - INFINITY,
+            none,
+        )
+        add_largest(self._rows, problem, self.candidates, slowest, self._scale)
+        for cut in mean_cuts:
+            place_N = self._place_C[cut.candidate_N]
+            mine = place_N >= 0
+            columns = np.append(place_N[mine], slowest[cut.phase])
+            self._rows.add(columns, np.append(cut.value_N[mine], cut.slope), -INFINITY, cut.limit)
+        bytes_C = problem.mean_bytes_C()[self.candidates] / problem.memory_cap
+        self._rows.add(candidate, bytes_C, -INFINITY, 1.0)

@@ -1,0 +1,149 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from meshrec.planner.bound import LowerBound
+from meshrec.planner.class_program import Box
+from meshrec.planner.elements import find_elements
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+from meshrec.planner.highs import Solver
+from meshrec.planner.rank_classes import ClassRelaxation
+from meshrec.planner.relaxation import MeanRelaxation
+from meshrec.planner.search import Effort, Search
+from meshrec.planner.slot_program import SlotProgram
+from meshrec.planner.state import State
+from meshrec.planner.types import Table, Topology
+
+OUTPUT = 2
+EFFORT = Effort(time_limit=60.0, max_work=1e8, gap=0.0)
+
+
+def problem_of(pooling_factors, num_ranks=32):
+    tables = [
+        Table(name=f"t{i}", num_embeddings=50_000 * (i + 1), embedding_dim=128, pooling_factors=(factor,))
+        for i, factor in enumerate(pooling_factors)
+    ]
+    machine = Topology(world_size=num_ranks, hardware="h100", local_world_size=4)
+    return build_problem(CostModel(tables, machine, batch_size=1024), {})
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return problem_of((1.0, 2.0, 3.0, 6.0, 10.0, 30.0))
+
+
+@pytest.fixture(scope="module")
+def plans(problem):
+    """States of plans with pieces of all sizes, and with few."""
+    everything = np.ones(len(problem.type_C), bool)
+    coarse = LowerBound(problem, everything, 1.0, coarse=True)
+    largest_C = problem.largest_load_CK()[:, OUTPUT]
+    found = []
+    for part in (1.0, 0.5, 0.3, 0.2):
+        some_C = largest_C <= part * largest_C.max()
+        for box in (coarse.best_box, coarse.one_size()):
+            search = Search(problem, some_C, EFFORT)
+            search.start_from(box, some_C)
+            state = State(problem, np.ones(problem.load_PK.shape[1]))
+            for table, parts in enumerate(search.parts_T):
+                state.add(table, parts)
+            found.append(state)
+    return found
+
+
+def program_of(problem, lower_K, upper_K, scale, cutoff=1e3):
+    everything = np.ones(len(problem.type_C), bool)
+    elements = find_elements(problem, everything, scale)
+    fits_C = (problem.largest_load_CK() / scale <= upper_K * (1 + 1e-9)).all(axis=1)
+    limits = Box(lower_K, upper_K, cutoff)
+    return SlotProgram(problem, elements, np.flatnonzero(fits_C), limits, scale=scale)
+
+
+@pytest.mark.parametrize(("below", "above"), [(0, 0), (0.02, 0.02), (0.1, 0), (0.3, 0.05), (0.01, 0.4)])
+def test_every_plan_is_a_solution_of_the_boxes_around_it(problem, plans, below, above):
+    served, with_main = 0, 0
+    for state in plans:
+        slowest_K = state.load_RK.max(axis=0) / state.seconds
+        program = program_of(problem, (1 - below) * slowest_K, (1 + above) * slowest_K, state.seconds)
+        if program.is_small:
+            served += 1
+            with_main += len(program._main_M) > 0
+            optimum = Solver(program.build(), as_is=True).solve()
+            assert optimum.objective <= 1 + 1e-6
+            assert optimum.objective >= 1 - 1e-6 - below * slowest_K.sum()
+    assert served > len(plans) / 2
+    assert with_main
+
+
+def test_it_knows_more_than_the_mean(problem, plans):
+    best = min(plans, key=lambda state: state.seconds)
+    slowest_K = best.load_RK.max(axis=0) / best.seconds
+    lower_K, upper_K = 0.8 * slowest_K, 1.01 * slowest_K
+    everything = np.ones(len(problem.type_C), bool)
+    mean = MeanRelaxation(problem, everything, best.seconds).solve(lower_K, upper_K, everything, 1e3)
+    optimum = Solver(program_of(problem, lower_K, upper_K, best.seconds).build(), as_is=True).solve()
+    assert optimum.objective > mean.bound + 0.005
+
+
+def test_cuts_of_the_mean_hold_as_well(problem, plans):
+    best = min(plans, key=lambda state: state.seconds)
+    slowest_K = best.load_RK.max(axis=0) / best.seconds
+    lower_K, upper_K = 0.9 * slowest_K, 1.01 * slowest_K
+    everything = np.ones(len(problem.type_C), bool)
+    mean = MeanRelaxation(problem, everything, best.seconds)
+    mean.solve(lower_K, upper_K, everything, 1e3)
+    cuts = mean.cuts(lower_K, upper_K)
+    assert cuts
+    program = program_of(problem, lower_K, upper_K, best.seconds)
+    without, with_cuts = (Solver(program.build(some), as_is=True).solve() for some in ([], cuts))
+    assert without.objective - 1e-9 <= with_cuts.objective <= 1 + 1e-6
+
+
+def test_the_error_is_that_of_products(problem, plans):
+    """Where T is known, room is ranks times T."""
+    slowest_K = plans[0].load_RK.max(axis=0) / plans[0].seconds
+    for below in (0.0, 0.4):
+        program = program_of(problem, (1 - below) * slowest_K, slowest_K, plans[0].seconds)
+        error_K = program.error(Solver(program.build(), as_is=True).solve().x)
+        assert (error_K >= 0).all()
+        assert (error_K.max() > 1e-3) == (below > 0)
+
+
+def test_patterns_are_all_largest_sets_of_sizes(problem, plans):
+    for state in plans[:3]:
+        slowest_K = state.load_RK.max(axis=0) / state.seconds
+        program = program_of(problem, slowest_K, slowest_K, state.seconds)
+        limit, size_S = slowest_K[OUTPUT] + 1e-7, program._size_S
+        counts = itertools.product(*(range(int(limit / size) + 2) for size in size_S))
+        fitting = {count for count in counts if np.dot(count, size_S) <= limit}
+        unit_S = np.eye(len(size_S), dtype=int)
+        largest = {count for count in fitting if not any(tuple(count + unit) in fitting for unit in unit_S)}
+        assert {tuple(pattern) for pattern in program._patterns_BS} == largest
+
+
+def test_it_suits_few_tables_of_their_own_kinds(problem):
+    assert SlotProgram.suits(problem)
+    assert not SlotProgram.suits(problem_of((1.0, 2.0), num_ranks=16))
+    assert not SlotProgram.suits(problem_of((1.0,) * 40))
+    assert not SlotProgram.suits(problem._replace(type_T=np.array([0, 0, 1, 2, 3, 4])))
+
+
+def test_boxes_are_cut_in_the_largest_phase_first(problem):
+    """Until little freedom is left in it; the closer look is with slots then."""
+    everything = np.ones(len(problem.type_C), bool)
+    scale = LowerBound(problem, everything, 1.0, coarse=True).value * 1.5
+    relaxation = ClassRelaxation(problem, everything, scale)
+    zeros = np.zeros(problem.load_PK.shape[1])
+    wide = relaxation.solve(zeros, zeros + 1.0, everything, 1.0)
+    assert not relaxation.is_settled_closely(wide.admitted_C, wide.lower_K, wide.upper_K)
+    assert wide.error_K.argmax() == OUTPUT
+    assert (wide.cut_at_K == wide.slowest_K).all()
+    lower_K, upper_K = wide.lower_K.copy(), wide.upper_K.copy()
+    lower_K[OUTPUT] = upper_K[OUTPUT] = wide.slowest_K[OUTPUT]
+    narrow = relaxation.solve(lower_K, upper_K, wide.admitted_C, 1.0)
+    assert relaxation.is_settled_closely(narrow.admitted_C, narrow.lower_K, narrow.upper_K)
+    assert not narrow.error_K.any()
+    closer = relaxation.solve_closely(narrow, 1.0, 60.0)
+    assert closer is None or closer.bound >= narrow.bound
