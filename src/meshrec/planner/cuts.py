@@ -53,83 +53,106 @@ class Rounding:
     def __init__(self, problem: Problem, scale: float) -> None:
         count_P = (problem.count_P * problem.ranks_per_piece_C()[problem.candidate_P]).astype(np.float64)
         num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
-        self._count_N = np.bincount(problem.candidate_P, count_P, num_candidates)
-        total_CK = problem.mean_load_CK() * problem.num_ranks / scale
-        self._mean_NK = total_CK / np.maximum(self._count_N, 1.0)[:, None]
-        self._least_NK = np.full((num_candidates, num_phases), np.inf)
-        np.minimum.at(self._least_NK, problem.candidate_P, problem.least_load_PK() / scale)
-        self._least_NK = np.minimum(self._least_NK, self._mean_NK)
-        self._first_C: Ints | None = None
-        """What a candidate stands for: [N] from here to the next one's."""
+        count_C = np.bincount(problem.candidate_P, count_P, num_candidates).astype(np.float64)
+        mean_CK = problem.mean_load_CK() * problem.num_ranks / scale / np.maximum(count_C, 1.0)[:, None]
+        least_CK = np.full((num_candidates, num_phases), np.inf)
+        np.minimum.at(least_CK, problem.candidate_P, problem.least_load_PK() / scale)
+        least_CK = np.minimum(least_CK, mean_CK)
         self._ranks = float(problem.num_ranks)
-        whole_K = [
-            self._mean_NK[(self._count_N == 1) & (row > _NEAR), k] for k, row in enumerate(self._mean_NK.T)
+        self._phases = [
+            _Phase.of(count_C, mean_C, least_C) for mean_C, least_C in zip(mean_CK.T, least_CK.T, strict=True)
         ]
-        sizes_K = [np.unique(whole.round(9)) for whole in whole_K]
-        self._sizes_K = [sizes if len(sizes) <= _MOST_SIZES else np.zeros(0) for sizes in sizes_K]
 
     def restricted(self, stands_C: Ints) -> "Rounding":
         """The cuts of those candidates that stand for themselves; each counts what the least of those that
         it stands for would."""
-        owner_N = np.arange(len(stands_C))
-        if self._first_C is not None:
-            owner_N = np.repeat(owner_N, np.diff(self._first_C))
-        member_N = np.flatnonzero(stands_C[owner_N] >= 0)
-        member_N = member_N[np.argsort(stands_C[owner_N[member_N]], kind="stable")]
-        kept = np.flatnonzero(stands_C == np.arange(len(stands_C)))
         other = copy.copy(self)
-        other._count_N = self._count_N[member_N]
-        other._mean_NK, other._least_NK = self._mean_NK[member_N], self._least_NK[member_N]
-        other._first_C = np.searchsorted(stands_C[owner_N[member_N]], np.append(kept, len(stands_C)))
+        other._phases = [phase.restricted(stands_C) for phase in self._phases]
         return other
 
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
         """The cut of each phase that `share_C` violates most, over the candidates `admitted_C`."""
         found = []
-        used = np.flatnonzero(share_C > 0)
-        for phase, upper in enumerate(upper_K):
-            factor_Q = self._factors(phase, float(upper))
+        for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
+            factor_Q = phase.factors(upper)
             if not len(factor_Q):
                 continue
             limit_Q = self._ranks * np.floor(factor_Q * upper + _NEAR)
-            excess_Q = self._rounded(used, phase, factor_Q, float(upper)) @ share_C[used] / limit_Q
-            best = slice(int(excess_Q.argmax()), int(excess_Q.argmax()) + 1)
-            if excess_Q[best] > 1 + _LEAST_EXCESS:
+            value_QS = phase.rounded(factor_Q, upper)
+            share_S = np.bincount(phase.set_C, share_C, value_QS.shape[1])
+            best = int((value_QS @ share_S / limit_Q).argmax())
+            if value_QS[best] @ share_S > limit_Q[best] * (1 + _LEAST_EXCESS):
                 some = np.flatnonzero(admitted_C)
-                value_N = self._rounded(some, phase, factor_Q[best], float(upper))[0]
-                found.append(Cut(phase, 0.0, float(upper), some, value_N, 0.0, float(limit_Q[best][0])))
+                value_N = value_QS[best][phase.set_C[some]]
+                found.append(Cut(index, 0.0, upper, some, value_N, 0.0, float(limit_Q[best])))
         return found
 
-    def _factors(self, phase: int, upper: float) -> Floats:
-        sizes = self._sizes_K[phase]
-        multiples = (np.arange(1, _MOST_MULTIPLE + 1)[:, None] / sizes).ravel()
+
+class _Phase(NamedTuple):
+    """What pieces cost in one phase. There are few kinds [U] of candidates: with so many pieces, that cost so
+    much on average, and so much at least. A candidate counts as the least of a set [S] of kinds does, of
+    set_C; those of a set are kind_N from start_S on."""
+
+    size_N: Floats
+    """Of whole tables; none where they are too many to be told apart."""
+    count_U: Floats
+    mean_U: Floats
+    least_U: Floats
+    set_C: Ints
+    kind_N: Ints
+    start_S: Ints
+
+    @classmethod
+    def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
+        """Each candidate stands for itself."""
+        size_N = np.unique(mean_C[(count_C == 1) & (mean_C > _NEAR)].round(9))
+        if not 0 < len(size_N) <= _MOST_SIZES:
+            one = np.zeros(1)
+            return cls(size_N[:0], one, one, one, np.zeros(len(count_C), int), np.arange(1), np.arange(1))
+        kind_UN, set_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
+        each = np.arange(len(kind_UN))
+        count_U, mean_U, least_U = kind_UN.T
+        return cls(size_N, count_U, mean_U, least_U, set_C.ravel(), each, each)
+
+    def restricted(self, stands_C: Ints) -> "_Phase":
+        """See `Rounding`."""
+        kept = np.flatnonzero(stands_C == np.arange(len(stands_C)))
+        some = np.flatnonzero(stands_C >= 0)
+        num_sets = len(self.start_S)
+        has_SU = np.zeros((num_sets, len(self.count_U)), bool)
+        has_SU[
+            np.repeat(np.arange(num_sets), np.diff(self.start_S, append=len(self.kind_N))), self.kind_N
+        ] = True
+        owner, old = np.divmod(
+            np.unique(np.searchsorted(kept, stands_C[some]) * num_sets + self.set_C[some]), num_sets
+        )
+        has_CU = np.bitwise_or.reduceat(
+            np.packbits(has_SU, axis=1)[old], np.searchsorted(owner, np.arange(len(kept)))
+        )
+        has_SU, set_C = np.unique(has_CU, axis=0, return_inverse=True)
+        owner, kind_N = np.nonzero(np.unpackbits(has_SU, axis=1))
+        start_S = np.searchsorted(owner, np.arange(len(has_SU)))
+        return self._replace(set_C=set_C.ravel(), kind_N=kind_N, start_S=start_S)
+
+    def factors(self, upper: float) -> Floats:
+        """The factors [Q] that are worth a try."""
+        multiples = (np.arange(1, _MOST_MULTIPLE + 1)[:, None] / self.size_N).ravel()
         rooms = multiples * upper
         rest = rooms - np.floor(rooms + _NEAR)
         fits = (rooms >= 1) & (rooms < _MOST_ROUNDED) & (rest > _LEAST_REST) & (rest < _MOST_REST)
         return np.asarray(multiples[fits])
 
-    def _rounded(self, candidates: Ints, phase: int, factor_Q: Floats, upper: float) -> Floats:
-        """What the candidates count [Q, candidates]."""
+    def rounded(self, factor_Q: Floats, upper: float) -> Floats:
+        """What sets of kinds count [Q, S]."""
         rest_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
         slope_Q = 1.0 / (1.0 - rest_Q)
-        member, start_C = self._members(candidates)
-        count = self._count_N[member]
-        least = factor_Q[:, None] * self._least_NK[member, phase]
+        least = factor_Q[:, None] * self.least_U
         whole = np.floor(least)
         each = whole + np.maximum(least - whole - rest_Q, 0.0) * slope_Q
-        total = factor_Q[:, None] * (count * self._mean_NK[member, phase])
-        lost = _most_lost(total, np.maximum(count, 1.0), rest_Q, slope_Q)
-        value: Floats = np.maximum(count * each, total - lost)
-        return value if start_C is None else np.asarray(np.minimum.reduceat(value, start_C, axis=1))
-
-    def _members(self, candidates: Ints) -> tuple[Ints, Ints | None]:
-        """What some candidates stand for, one after the other, and where each begins (None: all stand for
-        themselves)."""
-        if self._first_C is None:
-            return candidates, None
-        length_C = self._first_C[candidates + 1] - self._first_C[candidates]
-        start_C = np.cumsum(length_C) - length_C
-        return np.repeat(self._first_C[candidates] - start_C, length_C) + np.arange(length_C.sum()), start_C
+        total = factor_Q[:, None] * (self.count_U * self.mean_U)
+        lost = _most_lost(total, np.maximum(self.count_U, 1.0), rest_Q, slope_Q)
+        value: Floats = np.maximum(self.count_U * each, total - lost)
+        return np.asarray(np.minimum.reduceat(value[:, self.kind_N], self.start_S, axis=1))
 
 
 def _most_lost(total: Floats, count: Floats, rest_Q: Floats, slope_Q: Floats) -> Floats:

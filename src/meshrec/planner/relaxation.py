@@ -109,10 +109,10 @@ class MeanRelaxation:
         self._num_phases = problem.load_PK.shape[1]
         self._cost = np.concatenate((problem.common_C / scale, np.ones(self._num_phases)))
         self._is_small = len(self._tables_C) <= FEW_CANDIDATES
-        # Where solutions are dear, only the first box is worth narrowing, and many boxes more than many cuts.
+        # Where solutions are dear, the first box is narrowed once, and many boxes are worth more.
         self._is_large = len(self._tables_C) > MOST_CANDIDATES
         self._is_root = root
-        self._rounds = 0 if root else _ROUNDS
+        self._rounds = 0 if root or rounding is not None else _ROUNDS
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
         self._solver = Solver(self._linear)
         self._rounding = Rounding(problem, scale) if rounding is None else rounding
@@ -120,7 +120,7 @@ class MeanRelaxation:
         self._cut_rounds = _CUT_ROUNDS if self._is_small else _FEW_CUT_ROUNDS
         self._cuts: list[Cut] = []
         self._undominated: _Undominated | None = None
-        self._may_drop = (self._is_large and not root) or rounding is not None
+        self._may_drop = self._is_large and not root
 
     @property
     def work(self) -> int:
