@@ -95,7 +95,8 @@ class _Entrant:
         self._problem = problem
         self.is_large = len(way.allowed_C) > MOST_CANDIDATES
         self._gaps: tuple[float, ...] = _GAPS_OF_RANKS if RankProgram.suits(problem) else _GAPS
-        if SlotProgram.suits(problem):
+        self._has_slots = SlotProgram.suits(problem)
+        if self._has_slots:
             self._gaps = _GAPS_OF_SLOTS
         self.bound: LowerBound | None = None
         self._proven, self._num_proven = -np.inf, 0
@@ -136,7 +137,7 @@ class _Entrant:
 
     @property
     def has_time(self) -> bool:
-        """Whether a step as long as the bound's longest one ends in time; closer looks do."""
+        """Whether a step as long as the bound's longest one ends in time."""
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self) -> None:
@@ -160,7 +161,8 @@ class _Entrant:
         started = time.perf_counter()
         looked = self._num_closer
         is_worth_more = self._improve(known, self._deadline - started)
-        if self._num_closer == looked:
+        is_at_slots = self._has_slots and self._num_closer > looked  # a long look, which ends in time
+        if not is_at_slots:
             self._longest = max(self._longest, time.perf_counter() - started)
         return is_worth_more
 
