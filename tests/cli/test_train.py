@@ -92,6 +92,7 @@ def test_mistakes_end_with_one_line(tmp_path, arguments, message):
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.startswith("meshrec: ")
+    assert done.stderr.count("meshrec: ") == 1
     assert "Traceback" not in done.stderr
 
 

@@ -1,4 +1,5 @@
 import os
+import traceback
 
 from meshrec.train.launch import first_error
 from meshrec.train.run_folder import RunFolder
@@ -16,3 +17,8 @@ def test_the_cause_is_told_from_its_consequences(tmp_path):
     )
     folder.error(1).write_text("Traceback\nValueError: no plan fits.\n")
     assert first_error(folder, 2) == "no plan fits."
+    try:
+        raise ValueError("no plan fits.\nThe largest tables: t0.\nTake more ranks.")
+    except ValueError:
+        folder.error(1).write_text(traceback.format_exc())
+    assert first_error(folder, 2) == "no plan fits.\nThe largest tables: t0.\nTake more ranks."

@@ -35,6 +35,13 @@ def test_a_name_is_no_path(tmp_path, name):
         new_run(name, "small", tmp_path / "runs")
 
 
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_a_folder_that_cannot_be_made(tmp_path, name):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ValueError, match=r"no folder for the run can be made in .*Name another --runs"):
+        new_run(name, "small", tmp_path / "runs")
+
+
 def test_metrics_survive_a_cut_and_a_return(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.metrics() == []

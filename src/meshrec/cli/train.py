@@ -1,6 +1,7 @@
 """``meshrec train``: trains a recipe, on this machine or as one rank of a launcher's."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from meshrec.train.launch import launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import RUNS, new_run
+from meshrec.train.run_folder import RUNS, RunFolder, new_run
 from meshrec.train.worker import RUN_VARIABLE, Job, work
 
 
@@ -65,7 +66,13 @@ def main(arguments: Sequence[str]) -> int:
         baselines=options.baselines,
     )
     if launched():
-        work(job, make_screen(quiet=options.quiet))
+        try:
+            work(job, make_screen(quiet=options.quiet))
+        except ValueError:
+            made = os.environ.get(RUN_VARIABLE)
+            if made and RunFolder(Path(made)).error(int(os.environ["RANK"])).is_file():
+                return 1  # our launcher tells it once, for all ranks
+            raise
         return 0
     if options.nproc < 1:
         raise ValueError(f"--nproc is {options.nproc}; it must be at least 1.")

@@ -70,18 +70,24 @@ def launch(
 
 
 def first_error(folder: RunFolder, num_ranks: int) -> str:
-    """One line for what went wrong: not the ranks that only lost a peer, if another says more."""
+    """What went wrong: not the ranks that only lost a peer, if another says more."""
     found = []
     for rank in range(num_ranks):
         path = folder.error(rank)
         if path.is_file():
-            lines = path.read_text().strip().splitlines()
-            found.append((path.stat().st_mtime, rank, lines[-1]))
+            found.append((path.stat().st_mtime, rank, _error_in(path.read_text())))
     if not found:
         return "a rank ended without a word: killed, or out of memory."
     causes = [each for each in found if "CollectiveError" not in each[2]] or found
-    _, rank, line = min(causes)
-    name, _, message = line.partition(": ")
+    _, rank, error = min(causes)
+    name, _, message = error.partition(": ")
     if name == "ValueError":
         return message
-    return f"rank {rank}: {line} (the traceback is in {folder.error(rank)})"
+    return f"rank {rank}: {error} (the traceback is in {folder.error(rank)})"
+
+
+def _error_in(text: str) -> str:
+    """The error at the end of a traceback, which may have several lines: what follows the last call."""
+    lines = text.strip().splitlines()
+    calls = [number for number, line in enumerate(lines) if line.startswith(("Traceback", "  File ", "    "))]
+    return "\n".join(lines[calls[-1] + 1 :])

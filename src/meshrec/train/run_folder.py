@@ -92,7 +92,7 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
     Without a name: the recipe's with the next free number (to resume: with the last one).
 
     Raises:
-        ValueError: when a new run's folder holds a run already, or there is none to resume.
+        ValueError: when a new run's folder holds a run already or cannot be made, or there is none to resume.
     """
     if name is not None and (Path(name).name != name or name in ("", "..")):
         raise ValueError(f"--name {name}: a run's name is that of its folder in {runs}; --runs says where.")
@@ -102,12 +102,17 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
             what = f"{path} holds no run" if path is not None else f"{runs} holds no run of {recipe}"
             raise ValueError(f"{what} to resume; leave out --resume, or name one with --name.")
         return RunFolder(path)
-    if name is None:
-        return _next(runs, recipe)
-    path = runs / name
-    if (path / CONFIG).exists():
-        raise ValueError(f"{path} holds a run already; take another --name, or go on with it: --resume.")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        if name is None:
+            return _next(runs, recipe)
+        path = runs / name
+        if (path / CONFIG).exists():
+            raise ValueError(f"{path} holds a run already; take another --name, or go on with it: --resume.")
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"no folder for the run can be made in {runs}: {error}. Name another --runs."
+        ) from error
     return RunFolder(path)
 
 
