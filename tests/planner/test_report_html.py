@@ -1,12 +1,9 @@
 import json
 import re
-import shutil
-import subprocess
-
-import pytest
 
 from meshrec.planner.report import make_report
 from meshrec.planner.report_html import to_html, write_html
+from tests.browser import drawn, needs_browser
 
 
 def test_the_page_needs_nothing_else(small_plan):
@@ -22,15 +19,10 @@ def test_names_cannot_end_the_script(small_plan):
     assert to_html(evil).count("</script>") == to_html(report).count("</script>")
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+@needs_browser
 def test_a_browser_draws_it(small_plan, tmp_path):
     write_html(make_report(small_plan), tmp_path / "plan.html")
-    flags = (
-        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    )
-    command = ["chromium", *flags.split(), "--disable-component-update", "--disable-sync", "--dump-dom"]
-    url = f"file://{tmp_path}/plan.html#search=t1&open=1"
-    page = subprocess.run([*command, url], capture_output=True, text=True, check=True, timeout=120).stdout
+    page = drawn(f"file://{tmp_path}/plan.html#search=t1&open=1")
     body = page.split("<script id=")[0] + page.split('<tbody id="tables">')[1]
     assert page.count('class="rank"') == 4
     assert "1 of 6" in body

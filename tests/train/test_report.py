@@ -1,8 +1,9 @@
 import json
 import re
 
-from meshrec.train.report import phase_times, report_data, to_html
+from meshrec.train.report import phase_times, report_data, to_html, write_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, to_json
+from tests.browser import drawn, needs_browser
 
 
 def folder_with(tmp_path, small, num_lines):
@@ -44,3 +45,16 @@ def test_long_runs_are_thinned(tmp_path, small):
     ]
     assert 500 < len(lines) <= 1001
     assert (lines[0]["step"], lines[-1]["step"]) == (1, 3000)
+
+
+@needs_browser
+def test_a_browser_draws_it(tmp_path, small):
+    folder = folder_with(tmp_path, small, 3)
+    for step, speed in ((4, 130_000.0), (5, 5_000.0)):
+        folder.append_metrics({"kind": "train", "step": step, "samples_per_second": speed})
+    write_report(folder)
+    page = drawn(f"file://{folder.report}")
+    assert page.count("<path") >= 2
+    assert ">100,000<" in page
+    assert ">0<" in page
+    assert ">-0<" not in page
