@@ -53,7 +53,9 @@ class PlanMoves : public PlanState {
   }
 
   void move_several() {
-    Unit* const one = some_unit(some_rank());
+    int64_t rank = some_rank();
+    if (random_.below(2)) rank -= rank % node_size_;  // Pieces of whole nodes are listed there.
+    Unit* const one = some_unit(rank);
     work_ += 1;
     if (one == nullptr) return;
     switch (random_.below(3)) {
@@ -101,10 +103,10 @@ class PlanMoves : public PlanState {
     if (shape_of(one) == shape_of(other)) return;
     Placed next_one, next_other;
     if (!cast(one, tables_[other], next_one) || !cast(other, tables_[one], next_other)) return;
-    note(tables_[one], -1.0);
-    note(tables_[other], -1.0);
-    note(next_one, 1.0);
-    note(next_other, 1.0);
+    note_gone(tables_[one]);
+    note_gone(tables_[other]);
+    note_come(next_one);
+    note_come(next_other);
     if (!commit()) return;
     track(one, false);
     track(other, false);
@@ -159,12 +161,26 @@ class PlanMoves : public PlanState {
       left -= its;
       picked_.push_back(&other);
     }
-    if (picked_.size() < 2 || left > tolerance) return;
-    note_moved(one, target);
-    for (const Unit* other : picked_) note_moved(*other, source);
+    if (picked_.size() < (one.span > 1 ? 1 : 2) || left > tolerance) return;
+    picked_.push_back(&one);
+    sizes_.clear();
+    for (const Unit* unit : picked_) {
+      note(*unit, amounts(*unit), unit->place, -1.0);
+      sizes_.insert(sizes_.end(), amounts(*unit), amounts(*unit) + one.span);
+    }
+    double* sizes = sizes_.data();
+    for (const Unit* unit : picked_) {
+      const bool is_uneven = p_.uneven[tables_[unit->table].candidate];
+      note_come(*unit, sizes, unit == &one ? target : source, is_uneven);
+      sizes += one.span;
+    }
     if (!commit()) return;
-    relocate(one, target);
-    for (Unit* other : picked_) relocate(*other, source);
+    sizes = sizes_.data();
+    for (Unit* unit : picked_) {
+      std::copy(sizes, sizes + one.span, amounts(*unit));
+      sizes += one.span;
+      relocate(*unit, unit == &one ? target : source);
+    }
   }
 
   // Cuts a whole table into halves, one of them in the place of another piece, which takes the other's.
@@ -197,9 +213,10 @@ class PlanMoves : public PlanState {
     for (const int64_t rank : ranks)
       next.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(p_.piece_start[candidate]),
                             static_cast<int32_t>(rank), 1, 0, static_cast<int32_t>(next.units.size())});
-    note(tables_[table], -1.0);
-    note(next, 1.0);
-    note_moved(other, to);
+    note_gone(tables_[table]);
+    note_come(next);
+    note(other, amounts(other), other.place, -1.0);
+    note(other, amounts(other), to, 1.0);
     if (!commit()) return;
     track(table, false);
     relocate(other, to);
@@ -207,16 +224,57 @@ class PlanMoves : public PlanState {
     track(table, true);
   }
 
-  void note(const Placed& placed, double sign) {
-    more_common_ += sign * p_.common[placed.candidate];
-    more_common_bytes_ += sign * p_.common_bytes[placed.candidate];
-    for (const Unit& unit : placed.units) note(unit, placed.amounts.data() + unit.amounts, unit.place, sign);
+  void note_gone(const Placed& placed) {
+    note_common(placed.candidate, -1.0);
+    for (const Unit& unit : placed.units) note(unit, placed.amounts.data() + unit.amounts, unit.place, -1.0);
   }
 
-  void note_moved(const Unit& unit, int64_t to) {
-    const double* const sizes = tables_[unit.table].amounts.data() + unit.amounts;
-    note(unit, sizes, unit.place, -1.0);
-    note(unit, sizes, to, 1.0);
+  void note_come(Placed& placed) {
+    note_common(placed.candidate, 1.0);
+    for (const Unit& unit : placed.units)
+      note_come(unit, placed.amounts.data() + unit.amounts, unit.place, p_.uneven[placed.candidate]);
+  }
+
+  void note_common(int64_t candidate, double sign) {
+    more_common_ += sign * p_.common[candidate];
+    more_common_bytes_ += sign * p_.common_bytes[candidate];
+  }
+
+  // Notes a piece that comes to a place. Over the ranks of a node its rows are shared out so that these come
+  // out even in the phase where it weighs most.
+  void note_come(const Unit& unit, double* sizes, int64_t place, bool is_uneven) {
+    if (unit.span > 1 && is_uneven) level(unit, sizes, place);
+    note(unit, sizes, place, 1.0);
+  }
+
+  void level(const Unit& unit, double* sizes, int64_t place) {
+    Load weight;
+    for (int k = 0; k < kPhases; ++k)
+      weight[k] = (group_load_[unit.group][k] - group_fixed_[unit.group][k]) * scale_[k];
+    const int64_t phase = std::max_element(weight.begin(), weight.end()) - weight.begin();
+    const double slope = weight[phase] / scale_[phase], least = p_.least[unit.group];
+    if (!(slope > 0)) return;
+    double total = 0;
+    below_.resize(unit.span);
+    for (int32_t i = 0; i < unit.span; ++i) {
+      const int64_t rank = place * unit.span + i;
+      const double noted = change_of_[rank] < 0 ? 0.0 : changes_[change_of_[rank]].load[phase];
+      below_[i] = (load_[rank][phase] + noted) / slope;
+      total += sizes[i];
+    }
+    double height = kFar;
+    for (bool is_settled = false; !is_settled;) {
+      double sum = total;
+      int32_t count = 0;
+      for (const double below : below_) {
+        const bool has_more = below + least < height;
+        sum += has_more ? below : -least;
+        count += has_more;
+      }
+      is_settled = count == 0 || sum / count >= height;
+      if (!is_settled) height = sum / count;
+    }
+    for (int32_t i = 0; i < unit.span; ++i) sizes[i] = std::max(least, height - below_[i]);
   }
 
   void note(const Unit& unit, const double* sizes, int64_t place, double sign) {
@@ -256,7 +314,7 @@ class PlanMoves : public PlanState {
     return is_taken;
   }
 
-  static constexpr double kTolerance = 0.02;
+  static constexpr double kTolerance = 0.02, kFar = 1e300;
 
  protected:
   const double cap_;
@@ -271,6 +329,7 @@ class PlanMoves : public PlanState {
   std::vector<std::vector<int64_t>> of_columns_;
   std::array<int64_t, kPhases> hot_{}, hot_age_{};
   std::vector<Unit*> picked_;
+  std::vector<double> sizes_, below_;
   std::vector<Change> changes_;
   std::vector<int32_t> change_of_ = std::vector<int32_t>(num_ranks_, -1);
 };

@@ -175,6 +175,21 @@ def test_a_piece_is_exchanged_for_two():
     assert found.seconds == pytest.approx(22.0)
 
 
+def test_what_comes_to_a_node_is_shared_out_by_what_its_ranks_have():
+    """Two tables by nodes change places; one comes to where a rank has 3 already: 0.5 of its 4 there."""
+    problem = whole_tables([(2,), (2,), (3,)])._replace(
+        scope_C=np.array([1, 1, 0]), uneven_C=np.array([1, 1, 0]), fixed_PK=np.zeros((3, 1))
+    )
+    start = Assignment(
+        np.arange(3), np.array([0, 2, 4, 5]), np.array([0, 0, 1, 1, 2]), np.array([0, 1, 2, 3, 0]), np.ones(5)
+    )
+    found = run(problem, start, 4, node_size=2, several_share=1.0)
+    assert found.seconds == pytest.approx(3.5)
+    rank_N, amount_N = found.assignment.rank_N, found.assignment.amount_N
+    np.testing.assert_allclose(amount_N[:4][rank_N[:4] < 2], [0.25, 1.75])
+    np.testing.assert_allclose(amount_N[:4].reshape(2, 2).sum(axis=1), 2.0)
+
+
 def test_parts_of_whole_nodes_stay_whole():
     """Two tables, each over a node of two ranks: one node each."""
     problem = whole_tables([(1,), (1,)], scope_C=np.ones(2, np.int64))

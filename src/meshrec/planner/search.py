@@ -21,7 +21,7 @@ _WORSE = 1.002
 """A disturbed plan that is this much slower than the best may still be the next one to disturb."""
 _PATIENCE = 40
 """Disturbances in a row without a better plan before the search returns to the best one."""
-_MOVES_PER_PIECE, _MOVES_PER_PIECE_OF_MANY = 4000, 12_000
+_MOVES_PER_PIECE, _MOVES_PER_PIECE_OF_MANY, _MOVES_PER_PIECE_OF_VERY_MANY = 4000, 12_000, 8000
 _LEAST_MOVES = 300_000
 _MOST_FIRSTS = 2
 """Plans that later attempts start from in turn, beside the best."""
@@ -36,11 +36,11 @@ _PLACE_SHARE, _PLACE_SHARE_OF_MANY, _PLACE_SHARE_OF_VERY_MANY = 1.0, 0.05, 0.01
 hundreds of exchanges, and it is these that pack many kinds of tables."""
 _SEVERAL_SHARE_OF_VERY_MANY = 0.3
 """The part of the annealing's moves that change several pieces at once."""
-_EXPONENT = 4
-_STAGES = ((8.0, 0.003, _EXPONENT), (4.0, 0.003, 32), (1.0, 0.001, 64))
+_EXPONENT, _LATE_EXPONENT = 4, 64
+_STAGES = ((16.0, 0.003, _EXPONENT), (4.0, 0.003, 32))
 """Where candidates are very many, how a plan begins: how many times its seconds the largest phase counts for,
 the temperature, and the exponent. That phase is of whole columns, of which a rank holds some number; plans
-that begin with one too many keep to that."""
+that begin with one too many keep to that. Later attempts are with the true seconds and `_LATE_EXPONENT`."""
 
 
 class Effort(NamedTuple):
@@ -84,6 +84,7 @@ class Search:
         self._several_share = 0.0
         if self._has_stages:
             self._hots = _HOTS_OF_VERY_MANY
+            self._moves_per_piece = _MOVES_PER_PIECE_OF_VERY_MANY
             self._place_share = _PLACE_SHARE_OF_VERY_MANY
             self._several_share = _SEVERAL_SHARE_OF_VERY_MANY
         self._firsts: list[list[Parts]] = []
@@ -138,7 +139,7 @@ class Search:
         self._anneal(self._annealer, start_T, self._next_hot())
 
     def _anneal_in_stages(self, box: Box, parts_T: list[Parts], candidates_Y: list[Ints]) -> None:
-        """See `_STAGES`. Later attempts are like the last stage."""
+        """See `_STAGES`."""
         load_PK, fixed_PK = self.problem.load_PK, self.problem.fixed_PK
         for factor, hot, self._exponent in _STAGES:
             factor_K = np.ones(len(box.slowest_K))
@@ -149,6 +150,7 @@ class Search:
             parts_T = [parts for parts in state.parts_T if parts is not None]
             if self.is_spent:
                 break
+        self._annealer, self._exponent = Annealer(self.problem, candidates_Y), _LATE_EXPONENT
 
     def _next_hot(self) -> float:
         """In turn; then every other time the temperature that has led to the best plan."""
