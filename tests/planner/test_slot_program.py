@@ -12,7 +12,7 @@ from meshrec.planner.highs import Solver
 from meshrec.planner.rank_classes import ClassRelaxation
 from meshrec.planner.relaxation import MeanRelaxation
 from meshrec.planner.search import Effort, Search
-from meshrec.planner.slot_program import SlotProgram
+from meshrec.planner.slot_program import SlotProgram, by_split, heaviest_type
 from meshrec.planner.state import State
 from meshrec.planner.types import Table, Topology
 
@@ -147,3 +147,29 @@ def test_boxes_are_cut_in_the_largest_phase_first(problem):
     assert not narrow.error_K.any()
     closer = relaxation.solve_closely(narrow, 1.0, 60.0)
     assert closer is None or closer.bound >= narrow.bound
+
+
+def test_boxes_are_divided_by_how_the_heaviest_table_is_split(problem):
+    everything = np.ones(len(problem.type_C), bool)
+    heaviest = heaviest_type(problem, everything)
+    assert heaviest == 5
+    parts = by_split(problem, heaviest, everything)
+    mine_C = problem.type_C == heaviest
+    assert all(part_C[~mine_C].all() for part_C in parts)
+    assert (sum(part_C.astype(int) for part_C in parts)[mine_C] == 1).all()
+    for part_C in parts:
+        layouts = [problem.layouts_C[index] for index in np.flatnonzero(part_C & mine_C)]
+        assert len({(layout.scope, len(layout.widths)) for layout in layouts}) == 1
+    assert len(by_split(problem, heaviest, parts[0])) == 1
+
+
+def test_the_bound_stays_below_the_best_plan(problem, plans):
+    """And what is proven of all parts together is proven."""
+    best = min(state.seconds for state in plans)
+    everything = np.ones(len(problem.type_C), bool)
+    for part, is_proven in ((0.8, True), (1.0001, False)):
+        bound = LowerBound(problem, everything, best, part * best)
+        while bound.num_solves < 200 and bound.branch():
+            pass
+        assert bound.is_proven == is_proven
+        assert bound.value <= best * (1 + 1e-5)

@@ -24,7 +24,7 @@ from meshrec.planner.highs import BASIC, INFINITY, Optimum, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
-from meshrec.planner.slot_program import SlotProgram
+from meshrec.planner.slot_program import SlotProgram, by_split, heaviest_type
 from meshrec.planner.types import Bools, Floats, Ints
 from meshrec.planner.warm_start import WarmStart
 
@@ -48,6 +48,7 @@ class ClassRelaxation:
         self.grid_K = self._elements.grid_K
         self._usual_EK = _usual(self._elements, problem.node_size)
         self._has_slots = SlotProgram.suits(problem)
+        self._heaviest = heaviest_type(problem, allowed_C)
         self._work = 0
         self._mean = MeanRelaxation(problem, allowed_C, scale)
 
@@ -183,6 +184,10 @@ class ClassRelaxation:
         return RankProgram.serves(self._problem, admitted_C) or (
             self._has_slots and SlotProgram.is_narrow(lower_K, upper_K)
         )
+
+    def ways(self, admitted_C: Bools) -> list[Bools]:
+        """See `Relaxation`: by how the heaviest table is split, where there are slots."""
+        return by_split(self._problem, self._heaviest, admitted_C) if self._has_slots else []
 
     def _solve_ranks(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
         relaxed = self.solve(known.lower_K, known.upper_K, known.admitted_C, cutoff, known.start)

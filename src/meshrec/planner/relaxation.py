@@ -83,6 +83,11 @@ class Relaxation(Protocol):
         """Whether a closer look at a box of these candidates leaves little to doubt, however wide it is."""
         ...
 
+    def ways(self, admitted_C: Bools) -> list[Bools]:
+        """The parts of a box's candidates that it is divided into first; fewer than two where that does not
+        help."""
+        ...
+
 
 class MeanRelaxation:
     """T is at least the mean load of each phase, and the largest piece of what a single table uses.
@@ -201,6 +206,10 @@ class MeanRelaxation:
     def is_settled_closely(self, admitted_C: Bools, lower_K: Floats, upper_K: Floats) -> bool:
         """See `Relaxation`."""
         return False
+
+    def ways(self, admitted_C: Bools) -> list[Bools]:
+        """See `Relaxation`."""
+        return []
 
     def cuts(self, lower_K: Floats, upper_K: Floats) -> list[Cut]:
         """The cuts found so far that hold in a box."""

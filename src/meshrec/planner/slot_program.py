@@ -24,7 +24,7 @@ from meshrec.planner.elements import Elements
 from meshrec.planner.highs import INFINITY, LinearProgram, Rows
 from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.relaxation import Relaxed, add_largest
-from meshrec.planner.types import Floats, Ints
+from meshrec.planner.types import Bools, Floats, Ints
 
 _FEW_RANKS = 16
 _NARROW = 1.04
@@ -231,11 +231,13 @@ class SlotProgram:
         )
 
     def _slots(self) -> None:
-        """A rank has no more slots than fit beside its main piece, or than its pattern has of each size."""
+        """Ranks have no more slots than fit beside their main piece, and beside all main pieces of a table,
+        or than their pattern has of each size."""
         num_main, num_sizes = len(self._main_M), len(self._size_S)
         kind_F = self._kind_E[self._element_V[self._split_F]]
-        room_M = self._limit_K[self._phase] - self._least_MK[:, self._phase]
-        slots_M = np.floor(room_M / self._size_S[0])
+        limit, number_M = self._limit_K[self._phase], self._num_ranks_M
+        each_M = np.floor((limit - self._least_MK[:, self._phase]) / self._size_S[0])
+        all_M = np.floor((number_M * limit - self._load_MK[:, self._phase]) / self._size_S[0])
         kind = np.append(self._kind_X, kind_F)
         of_class, column = np.append(self._class_X, self._class_F), np.append(self._empty_X, self._fill_F)
         row = np.where(of_class < num_main, of_class, num_main + (of_class - num_main) * num_sizes + kind)
@@ -244,7 +246,9 @@ class SlotProgram:
         self._rows.add_each(
             np.concatenate((row, np.arange(num_main), pattern_row)),
             np.concatenate((column, self._main_M, np.repeat(self._patterns, num_sizes))),
-            np.concatenate((np.ones(len(row)), -slots_M * self._num_ranks_M, -self._patterns_BS.ravel())),
+            np.concatenate(
+                (np.ones(len(row)), -np.minimum(each_M * number_M, all_M), -self._patterns_BS.ravel())
+            ),
             none - INFINITY,
             none,
         )
@@ -337,3 +341,22 @@ class SlotProgram:
             self._rows.add(columns, np.append(cut.value_N[mine], cut.slope), -INFINITY, cut.limit)
         bytes_C = problem.mean_bytes_C()[self.candidates] / problem.memory_cap
         self._rows.add(candidate, bytes_C, -INFINITY, 1.0)
+
+
+def heaviest_type(problem: Problem, allowed_C: Bools) -> int:
+    """The type whose least candidate costs a table the most."""
+    cost_C = problem.mean_load_CK().sum(axis=1) + problem.common_C
+    least_Y = np.full(int(problem.type_C[-1]) + 1, np.inf)
+    np.minimum.at(least_Y, problem.type_C[allowed_C], cost_C[allowed_C])
+    return int(least_Y.argmax())
+
+
+def by_split(problem: Problem, kind: int, admitted_C: Bools) -> list[Bools]:
+    """Candidates [C] with those of one type that go to the same places in as many column parts."""
+    mine = np.flatnonzero(admitted_C & (problem.type_C == kind))
+    splits = [(problem.layouts_C[index].scope, len(problem.layouts_C[index].widths)) for index in mine]
+    parts = []
+    for split in sorted(set(splits)):
+        parts.append(admitted_C.copy())
+        parts[-1][mine] = [other == split for other in splits]
+    return parts
