@@ -74,10 +74,10 @@ def test_bad_profiles_are_refused(profile):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, r"mine\.json is no hardware profile: a hardware profile has the fields"),
+        ({}, r"mine\.json is no hardware profile; name a file .* a hardware profile has the fields"),
         (
             {"intra": {"speed": 1}},
-            r"mine\.json is no hardware profile: .*unexpected .* argument 'speed'",
+            r"mine\.json is no hardware profile; name .*unexpected .* argument 'speed'",
         ),
     ],
 )

@@ -48,8 +48,8 @@ def test_plans_without_inputs_say_so(small_plan, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"plan\.json is no sharding plan: Expecting property name"),
-        ('{"version": 1, "plan": 3}', r"plan\.json is no sharding plan: 'int' object"),
+        ("{", r"plan\.json is no sharding plan; name a file .* Expecting property name"),
+        ('{"version": 1, "plan": 3}', r"plan\.json is no sharding plan; name .* 'int' object"),
         ('{"version": 1, "plan": {}, "planner": {}}', r"what the plan was made from: 'seconds'. Plan again"),
     ],
 )

@@ -176,8 +176,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
     ]
     if summary["state"] == "stopped":
         lines.append(
-            f"stopped as asked, with a checkpoint: go on with "
-            f"`meshrec train {summary['recipe']} --name {path.name} --resume`"
+            f"stopped as asked, with a checkpoint: to go on, add `--name {path.name} --resume` to the command"
         )
     return [
         *lines,

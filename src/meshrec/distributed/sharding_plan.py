@@ -213,7 +213,9 @@ class ShardingPlan:
         try:
             return cls.from_json(Path(path).read_text())
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is no sharding plan: {error}") from error
+            raise ValueError(
+                f"{path} is no sharding plan; name a file that `meshrec plan --out` wrote. Cause: {error}"
+            ) from error
 
     def __str__(self) -> str:
         return "\n\n".join(

@@ -136,7 +136,9 @@ class HardwareProfile:
         try:
             return cls.from_json(values)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no hardware profile: {error}") from error
+            raise ValueError(
+                f"{path} is no hardware profile; name a file that `meshrec calibrate` wrote. Cause: {error}"
+            ) from error
 
 
 def _with_bandwidth(link: Link, bandwidth: float | None) -> Link:
