@@ -34,8 +34,9 @@ tables go together in few ways, and short hot attempts find them; many kinds nee
 _PLACE_SHARE, _PLACE_SHARE_OF_MANY, _PLACE_SHARE_OF_VERY_MANY = 1.0, 0.05, 0.01
 """The most of the annealing's work that places tables anew. With many ranks one such move costs as much as
 hundreds of exchanges, and it is these that pack many kinds of tables."""
-_SEVERAL_SHARE_OF_VERY_MANY = 0.3
-"""The part of the annealing's moves that change several pieces at once."""
+_SEVERAL_SHARE, _SEVERAL_SHARE_OF_VERY_MANY, _MANY_RANKS = 0.25, 0.3, 32
+"""The part of the annealing's moves that change several pieces at once, where ranks hold several: of few
+candidates on more ranks than these, or of very many candidates. Elsewhere they lead to worse plans."""
 _EXPONENT, _LATE_EXPONENT = 4, 64
 _STAGES = ((16.0, 0.003, _EXPONENT), (4.0, 0.003, 32))
 """Where candidates are very many, how a plan begins: how many times its seconds the largest phase counts for,
@@ -81,7 +82,8 @@ class Search:
         self._place_share = _PLACE_SHARE if few else _PLACE_SHARE_OF_MANY
         self._exponent = _EXPONENT
         self._has_stages = len(problem.type_C) > MOST_CANDIDATES
-        self._several_share = 0.0
+        holds_several = few and problem.num_ranks > _MANY_RANKS and len(problem.type_T) > problem.num_ranks
+        self._several_share = _SEVERAL_SHARE if holds_several else 0.0
         if self._has_stages:
             self._hots = _HOTS_OF_VERY_MANY
             self._moves_per_piece = _MOVES_PER_PIECE_OF_VERY_MANY
