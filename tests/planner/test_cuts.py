@@ -59,6 +59,19 @@ def test_no_plan_violates_a_cut_of_its_box(make_tables, profile, placed_unevenly
         assert cut.value_N @ share_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
 
 
+def test_who_stands_for_itself_counts_as_before(make_tables, profile):
+    problem = problem_of(make_tables(6), profile, None, 4)
+    everything = np.ones(len(problem.type_C), bool)
+    upper_K = 1.3 * problem.largest_load_CK().max(axis=0)
+    rounding = Rounding(problem, 1.0)
+    again = rounding.restricted(np.arange(len(everything)))
+    cuts = [one.violated(np.full(len(everything), 3.0), upper_K, everything) for one in (rounding, again)]
+    assert cuts[0]
+    for cut, other in zip(*cuts, strict=True):
+        assert (cut.phase, cut.limit) == (other.phase, other.limit)
+        np.testing.assert_array_equal(cut.value_N, other.value_N)
+
+
 def test_least_loads_keep_the_least_columns(profile):
     """Two parts of 64 columns may shrink to 32 each, four parts not at all, and rows to nothing."""
     tables = [Table(name="t", num_embeddings=1000, embedding_dim=128)]

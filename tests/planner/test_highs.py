@@ -72,8 +72,9 @@ def test_rows_add_up_what_shares_a_place():
     np.testing.assert_allclose(solve_lp(program).x, [1.0, 3.0])
 
 
-def test_rows_can_be_added(program):
-    solver = Solver(program, as_is=True)
+@pytest.mark.parametrize("options", [{}, {"as_is": True}, {"devex": True}])
+def test_rows_can_be_added(program, options):
+    solver = Solver(program, **options)
     assert solver.solve().objective == pytest.approx(-3.5)
     rows = Rows(2)
     rows.add(np.array([1, 0]), np.array([1.0, 1.0]), -INFINITY, 2.0)

@@ -119,7 +119,8 @@ class MeanRelaxation:
         self._is_root = root
         self._rounds = 0 if root or rounding is not None else _ROUNDS
         self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
-        self._solver = Solver(self._linear)
+        self._is_derived = rounding is not None
+        self._solver = Solver(self._linear, devex=self._is_derived)
         self._rounding = Rounding(problem, scale) if rounding is None else rounding
         self._largest = LargestPieces(problem, scale) if root or not self._is_large else None
         self._cut_rounds = _CUT_ROUNDS if self._is_small else _FEW_CUT_ROUNDS
@@ -146,7 +147,7 @@ class MeanRelaxation:
     ) -> Relaxed | None:
         """See `Relaxation`."""
         if len(self._cuts) > _MOST_CUTS:
-            self._solver, self._cuts = Solver(self._linear), []
+            self._solver, self._cuts = Solver(self._linear, devex=self._is_derived), []
         if self._undominated is not None and self._undominated.serves(lower_K, admitted_C):
             return self._undominated.solve(lower_K, upper_K, admitted_C, cutoff)
         before = self._solver.work

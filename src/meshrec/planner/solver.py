@@ -38,9 +38,10 @@ _GAPS_OF_SLOTS = (0.1, 0.04, 0.038, 0.036, 0.034, 0.032, 0.03, 0.025, 0.02, 0.01
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
 """A goal is a part of the gap before it; a larger one from where goals become dear."""
-_STEPS = ((MOST_CANDIDATES, 0.3), (np.inf, 0.4))
+_STEPS = ((MOST_CANDIDATES, 0.3), (np.inf, 0.57))
 """Where candidates are many, up to how many: which part of the way to the best known plan a goal is. A first
-box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little."""
+box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little. Where they
+are very many boxes are split rather than narrowed, and the best of them rise as fast for a far goal."""
 _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
