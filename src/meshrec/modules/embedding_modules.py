@@ -96,10 +96,10 @@ class TableCollection(nn.Module, ABC):
     def _weights(self) -> list[nn.Parameter]:
         # Read in every forward: a plain parameter is found without the module's search for attributes.
         holders = self.table_holders()[1]._modules.values()
-        plain = [holder._parameters.get("weight") for holder in holders]
-        if any(weight is None for weight in plain):  # parametrized
+        try:
+            return [holder._parameters["weight"] for holder in holders]  # type: ignore[misc]
+        except KeyError:  # parametrized
             return [holder.weight for holder in holders]  # type: ignore[misc]
-        return plain  # type: ignore[return-value]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self._weights()
