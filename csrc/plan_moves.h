@@ -31,7 +31,9 @@ class PlanMoves : public PlanState {
 
  protected:
   bool accepts(double change) {
-    return change < 0 || (temperature_ > 0 && change < -temperature_ * std::log(1.0 - random_.uniform()));
+    if (change < 0 || !(temperature_ > 0)) return change < 0;
+    const double left = 1.0 - random_.uniform();  // 2^-53 at least
+    return change < kLargestLog * temperature_ && change < -temperature_ * std::log(left);
   }
 
   int64_t some_rank() {
@@ -314,7 +316,7 @@ class PlanMoves : public PlanState {
     return is_taken;
   }
 
-  static constexpr double kTolerance = 0.02, kFar = 1e300;
+  static constexpr double kTolerance = 0.02, kFar = 1e300, kLargestLog = 37.0;
 
  protected:
   const double cap_;
