@@ -18,7 +18,7 @@ def test_more_ranks_or_half_precision():
     assert re.search(
         r"rank \d needs 4\.\d\d GiB and has 3.00 GiB .*: 1\.\d\d GiB are missing, and 2 of 2", text
     )
-    assert "The largest tables with optimizer state: big 8.12 GiB, small 0.00 GiB" in text
+    assert "The largest tables with optimizer state: big 8.12 GiB, small " in text
     assert "fp16 weights for big" in text
     assert "4 ranks instead of 2" in text
 

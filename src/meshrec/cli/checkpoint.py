@@ -13,6 +13,7 @@ from rich.table import Table
 from meshrec.checkpoint import export_safetensors, import_weights, read_manifest, verify_data
 from meshrec.checkpoint.manifest import DTYPE_NAMES, MANIFEST, Manifest
 from meshrec.cli.output import check_output
+from meshrec.planner.sizes import size_text
 from meshrec.train.run_folder import CHECKPOINTS
 
 _PIPE_WIDTH = 140
@@ -119,7 +120,7 @@ def _verify(console: Console, paths: Sequence[Path]) -> int:
         try:
             manifest = read_manifest(path)
             verify_data(path, manifest)
-            console.print(f"{path}: sound, {_size(manifest.num_bytes)}")
+            console.print(f"{path}: sound, {size_text(manifest.num_bytes)}")
         except RuntimeError as error:
             failed = 1
             console.print(str(error), markup=False)
@@ -167,7 +168,7 @@ def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
 def _print(console: Console, path: Path, manifest: Manifest) -> None:
     kinds = ", ".join(f"{name} ({value['kind']})" for name, value in manifest.values.items())
     console.print(
-        f"{path}: step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)} files, "
+        f"{path}: step {manifest.step}, {size_text(manifest.num_bytes)} in {len(manifest.files)} files, "
         f"saved by {manifest.world_size} ranks\nentries: {kinds}"
     )
     grid = Table()
@@ -175,12 +176,7 @@ def _print(console: Console, path: Path, manifest: Manifest) -> None:
         grid.add_column(column, justify="left" if column in ("tensor", "type") else "right")
     for name, record in sorted(manifest.tensors.items()):
         shape = " x ".join(map(str, record.shape)) or "number"
-        grid.add_row(name, DTYPE_NAMES[record.dtype], shape, _size(record.num_bytes), str(len(record.pieces)))
+        grid.add_row(
+            name, DTYPE_NAMES[record.dtype], shape, size_text(record.num_bytes), str(len(record.pieces))
+        )
     console.print(grid)
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"

@@ -9,6 +9,7 @@ from meshrec.distributed.sharding_plan import ShardingType
 from meshrec.planner.construct import fitting_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
+from meshrec.planner.sizes import size_text
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 _MOST_NODES = 64
@@ -27,7 +28,7 @@ def diagnose(
     lines = ["no plan fits into memory."]
     lines.append(_missing(tables, free, batch_size, constraints))
     largest = sorted(tables, key=lambda table: -table.num_bytes)[:5]
-    listing = ", ".join(f"{table.name} {_gib(table.num_bytes)}" for table in largest)
+    listing = ", ".join(f"{table.name} {size_text(table.num_bytes)}" for table in largest)
     lines.append(f"The largest tables with optimizer state: {listing}.")
     remedies = [
         _row_wise(tables, free, batch_size, constraints, largest),
@@ -70,8 +71,8 @@ def _missing(
     cap = topology.memory_cap
     if cap <= 0:
         return (
-            f"A rank has {_gib(topology.profile.memory)}; the dense model takes "
-            f"{_gib(topology.dense_bytes)} and the "
+            f"A rank has {size_text(topology.profile.memory)}; the dense model takes "
+            f"{size_text(topology.dense_bytes)} and the "
             f"reserve {topology.reserve:.0%}: nothing is left for tables."
         )
     unlimited = replace(topology, hbm_cap=1 << 60, ddr_cap=1 << 60, dense_bytes=0)
@@ -83,10 +84,10 @@ def _missing(
     over = int(np.count_nonzero(bytes_R > cap))
     return (
         f"With memory spread as evenly as the constraints allow, rank {rank} needs "
-        f"{_gib(bytes_R[rank])} and has "
-        f"{_gib(cap)} (of {_gib(topology.profile.memory)}, less the dense model "
-        f"{_gib(topology.dense_bytes)} and a "
-        f"reserve of {topology.reserve:.0%}): {_gib(max(bytes_R[rank] - cap, 0.0))} are missing, and "
+        f"{size_text(bytes_R[rank])} and has "
+        f"{size_text(cap)} (of {size_text(topology.profile.memory)}, less the dense model "
+        f"{size_text(topology.dense_bytes)} and a "
+        f"reserve of {topology.reserve:.0%}): {size_text(max(bytes_R[rank] - cap, 0.0))} are missing, and "
         f"{over} of "
         f"{len(bytes_R)} ranks are over."
     )
@@ -160,7 +161,3 @@ def _more_ranks(
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return f"{high * step} ranks instead of {topology.world_size}"
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 1024**3:.2f} GiB"

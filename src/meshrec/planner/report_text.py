@@ -7,6 +7,7 @@ from rich.table import Table
 
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.report import Move, PlanReport
+from meshrec.planner.sizes import size_text
 
 _MOST_RANKS = 64
 _MOST_NAMES = 6
@@ -22,19 +23,19 @@ def render_what_if(
     found: Sequence[tuple[int, PlannedShardingPlan | str]], *, console: Console | None = None
 ) -> None:
     """Prints plans for several numbers of ranks side by side."""
-    table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank [GiB]", "samples/s")
+    table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank", "samples/s")
     for world_size, plan in found:
         if isinstance(plan, str):
             table.add_row(str(world_size), plan.splitlines()[0], "", "", "", "")
             continue
         inputs = plan.required_inputs()
-        fullest = plan.estimate().bytes_R.max() / 1024**3
+        fullest = plan.estimate().bytes_R.max()
         table.add_row(
             str(world_size),
             f"{plan.seconds * 1e3:.3f}",
             f"{plan.lower_bound * 1e3:.3f}",
             f"{plan.gap:.2%}",
-            f"{fullest:.2f}",
+            size_text(fullest),
             f"{inputs.batch_size * inputs.topology.world_size / plan.seconds:,.0f}",
         )
     (console or _console()).print(table)
@@ -68,13 +69,13 @@ def _report(report: PlanReport) -> RenderableType:
     for phase in used:
         summary.add_row(phase, f"{report.phases[phase] * 1e3:.3f}")
     summary.add_row("step", f"{report.seconds * 1e3:.3f}", style="bold")
-    ranks = Table("rank", "memory [GiB]", *(f"{phase}, ms" for phase in used), "tables", title="rank by rank")
+    ranks = Table("rank", "memory", *(f"{phase}, ms" for phase in used), "tables", title="rank by rank")
     for rank in report.ranks[:_MOST_RANKS]:
         names = ", ".join(rank.tables[:_MOST_NAMES])
         more = len(rank.tables) - _MOST_NAMES
         ranks.add_row(
             str(rank.rank),
-            f"{rank.num_bytes / 2**30:.2f} / {report.memory_cap / 2**30:.1f}",
+            f"{size_text(rank.num_bytes)} / {size_text(report.memory_cap)}",
             *(f"{rank.phases[phase] * 1e3:.3f}" for phase in used),
             f"{names} and {more} more" if more > 0 else names,
         )
