@@ -37,6 +37,19 @@ def test_annealing_never_loses_the_best_plan(started):
     assert seconds[-1] < seconds[0]
 
 
+def test_plans_that_settle_take_less_work(started):
+    """For two attempts than others for one; and lose nothing."""
+    everything = np.ones(len(started.problem.type_C), bool)
+    box = LowerBound(started.problem, everything, 1.0).best_box
+    work, seconds = [started.work], [started.seconds]
+    for settle in (True, False):
+        started.start_from(box, everything, settle=settle)
+        work.append(started.work)
+        seconds.append(started.seconds)
+    assert (np.diff(seconds) <= 0).all()
+    assert 0 < work[1] - work[0] < work[2] - work[1]
+
+
 def test_without_kernels_the_search_disturbs(started, monkeypatch):
     monkeypatch.setattr(started, "_annealer", None)
     before = started.seconds

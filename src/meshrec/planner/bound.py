@@ -139,14 +139,15 @@ class LowerBound:
     def one_size(self) -> Box | None:
         """A box to begin plans from where a rank holds one or two pieces; None where there is none.
 
-        Its pieces are of one size in the largest phase (see `one_size`): of the one that may be best. T in
+        Its pieces are alike in the largest phase (see `one_size`): of the sizes that may be best. T in
         seconds.
         """
         if not self._heap:
             return None
         slowest_K = self._heap[0][2].slowest_K
         best: Relaxed | None = None
-        for some_C in sets_of_one_size(self._problem, self._allowed_C, int(slowest_K.argmax())):
+        phase, most = int(slowest_K.argmax()), float(slowest_K.max() * self._scale)
+        for some_C in sets_of_one_size(self._problem, self._allowed_C, phase, most):
             relaxed = self._relaxation.solve(
                 0 * slowest_K, np.full(len(slowest_K), INFINITY), some_C, INFINITY
             )

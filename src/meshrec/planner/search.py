@@ -26,11 +26,13 @@ _LEAST_MOVES = 300_000
 _MOST_FIRSTS = 2
 """Plans that later attempts start from in turn, beside the best."""
 _WORK_PER_MOVE = 5
-_CLOSE = 1.02
+_CLOSE, _CLOSE_WHEN_SHORT = 1.02, 1.05
 """Plans that are this much slower than the best are worth exact sizes."""
 _HOTS, _HOTS_OF_MANY, _HOTS_OF_VERY_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015), (0.001, 0.0005)
 """Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
 tables go together in few ways, and short hot attempts find them; many kinds need patience."""
+_COLD, _SHORTER = 0.001, 8
+"""The temperature at which a plan settles, and how much shorter attempts are that do."""
 _PLACE_SHARE, _PLACE_SHARE_OF_MANY, _PLACE_SHARE_OF_VERY_MANY = 1.0, 0.05, 0.01
 """The most of the annealing's work that places tables anew. With many ranks one such move costs as much as
 hundreds of exchanges, and it is these that pack many kinds of tables."""
@@ -100,8 +102,9 @@ class Search:
         """Whether the work or the time is used up."""
         return self.work >= self.effort.max_work or time.perf_counter() >= self._deadline
 
-    def start_from(self, box: Box, admitted_C: Bools) -> None:
-        """A plan from a box's relaxation, improved with the candidates that the box admits."""
+    def start_from(self, box: Box, admitted_C: Bools, *, settle: bool = False) -> None:
+        """A plan from a box's relaxation, improved with the candidates that the box admits; if it is to
+        `settle`, for a short time, and once more at a low temperature."""
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = self.construct_from(box, admitted_C)
         if state is None or self.is_spent:
@@ -113,7 +116,11 @@ class Search:
                 return
             if len(self._firsts) < _MOST_FIRSTS:
                 self._firsts.append(parts_T)
-            self._anneal(Annealer(self.problem, candidates_Y), parts_T, self._next_hot())
+            annealer = Annealer(self.problem, candidates_Y)
+            state = self._anneal(annealer, parts_T, self._next_hot(), is_short=settle)
+            if settle and not self.is_spent:
+                parts_T = [parts for parts in state.parts_T if parts is not None]
+                self._anneal(annealer, parts_T, _COLD, is_short=True)
             return
         for exponent in _EXPONENTS:
             if self.is_spent:
@@ -137,8 +144,7 @@ class Search:
             self.disturb()
             return
         starts = (*self._firsts, self.parts_T)
-        start_T = starts[self._seed // len(self._hots) % len(starts)]
-        self._anneal(self._annealer, start_T, self._next_hot())
+        self._anneal(self._annealer, starts[self._seed // len(self._hots) % len(starts)], self._next_hot())
 
     def _anneal_in_stages(self, box: Box, parts_T: list[Parts], candidates_Y: list[Ints]) -> None:
         """See `_STAGES`."""
@@ -162,11 +168,14 @@ class Search:
         turn, again = divmod(self._seed, 2)
         return min(seconds_by_hot, key=lambda hot: seconds_by_hot[hot]) if again else hots[turn % len(hots)]
 
-    def _anneal(self, annealer: Annealer, parts_T: list[Parts], hot: float) -> State:
+    def _anneal(
+        self, annealer: Annealer, parts_T: list[Parts], hot: float, *, is_short: bool = False
+    ) -> State:
         """Improves a plan, then its sizes exactly; returns it, and keeps it if it is the best."""
         pieces = sum(len(parts.rank_N) for parts in parts_T)
         left = max(0.0, self.effort.max_work - self.work) / _WORK_PER_MOVE
-        moves = min(max(_LEAST_MOVES, self._moves_per_piece * pieces), int(left))
+        moves = max(_LEAST_MOVES, self._moves_per_piece * pieces)
+        moves = min(moves // _SHORTER if is_short else moves, int(left))
         seconds = max(0.0, self._deadline - time.perf_counter())
         self._seed += 1
         found, work = annealer.improve(
@@ -181,7 +190,8 @@ class Search:
         )
         self.work += _WORK_PER_MOVE * work
         state = self._state_of(found)
-        is_worth_it = state.seconds < self.seconds * _CLOSE and not self.is_spent
+        close = _CLOSE_WHEN_SHORT if is_short else _CLOSE
+        is_worth_it = state.seconds < self.seconds * close and not self.is_spent
         if is_worth_it and not polish(state) and self._has_stages:
             polish(state, rows_only=True)
         self._seconds_by_hot[hot] = min(state.seconds, self._seconds_by_hot.get(hot, np.inf))

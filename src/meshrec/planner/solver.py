@@ -33,7 +33,7 @@ _GAPS = (
 """Goals of the bound, one after the other: how far below the best known plan."""
 _GAPS_OF_RANKS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 """The same where ranks are told apart, which costs as much for a far goal as for a near one."""
-_GAPS_OF_SLOTS = (0.1, 0.04, 0.038, 0.036, 0.034, 0.032, 0.03, 0.025, 0.02, 0.015, *_GAPS[15:])
+_GAPS_OF_SLOTS = (0.1, 0.0235, 0.021, 0.019, 0.017, 0.015, 0.013, *_GAPS[15:])
 """The same where ranks have slots, which makes short work of far goals."""
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
@@ -45,6 +45,8 @@ are very many boxes are split rather than narrowed, and the best of them rise as
 _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
+_ALIKE_STARTS = 8
+"""How many plans begin with pieces that are alike, unless the first ones are far from those known."""
 _SEARCH_OF_SLOTS = 0.05
 """How much of the search is enough where plans begin with pieces of one size."""
 _CLOSE = 1.05
@@ -141,16 +143,21 @@ class _Entrant:
         """Whether a step as long as the bound's longest one ends in time."""
         return time.perf_counter() + self._longest <= self._deadline
 
-    def start(self) -> None:
+    def start(self, known: float) -> None:
         """First plans, where there can be any: with pieces of all sizes, and with equal or small ones."""
         if self.root is not None and not self.is_large:
             self.search.start_from(self.root, self.way.allowed_C)
         num_tables, num_ranks = len(self._problem.type_T), self._problem.num_ranks
-        box = self._coarse.one_size() if num_tables <= num_ranks else None
-        if box is None and (self.is_large or num_tables <= _FEW_TABLES * num_ranks):
-            box = self._coarse.squeezed()
-        if box is not None:
-            self.search.start_from(box, box.admitted_C)
+        alike = self._coarse.one_size() if num_tables <= num_ranks else None
+        if alike is not None:
+            for _ in range(_ALIKE_STARTS):
+                self.search.start_from(alike, alike.admitted_C, settle=True)
+                if self.seconds > _CLOSE * known:
+                    break
+        elif self.is_large or num_tables <= _FEW_TABLES * num_ranks:
+            squeezed = self._coarse.squeezed()
+            if squeezed is not None:
+                self.search.start_from(squeezed, squeezed.admitted_C)
         if self.root is not None and self.is_large and not self.search.parts_T:
             self.search.start_from(self.root, self.way.allowed_C)
 
@@ -260,7 +267,7 @@ class _Contest:
                 or (self._is_spent and self.known < np.inf)
             ):
                 continue
-            entrant.start()
+            entrant.start(self.known)
             if entrant.is_large and entrant.search.parts_T:
                 break
         self._explore(self._early_work)
