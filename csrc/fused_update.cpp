@@ -152,7 +152,7 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   if (sorted) {
     runs.for_ranges(runs.waves.front(), update);
   } else {
-    runs.for_each_range(batch, grads, stats_data, update);
+    runs.for_ranges_in_waves(batch, grads, stats_data, update);
   }
 }
 

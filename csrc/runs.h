@@ -80,7 +80,7 @@ class Runs {
   enum Use {
     kAtOnce,  // all tables at once: one wave
     kSaved,   // so, and they can be saved
-    kInWaves  // for_each_range fills a wave before its ranges are worked on: what others had is then gone
+    kInWaves  // filled by for_ranges_in_waves, wave by wave: what the lane's last one had is then gone
   };
   // num_rows by table index; throws before anything is written if an id is outside its table.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats,
@@ -98,7 +98,7 @@ class Runs {
   // of its lane, then helps with other lanes': no thread waits while another has work to share, and as one
   // deals out its pairs, which keeps the processor busy, another may have the memory to itself.
   template <typename Work>
-  void for_each_range(const Batch& batch, const float* grad, const float* row_stats, const Work& work) {
+  void for_ranges_in_waves(const Batch& batch, const float* grad, const float* row_stats, const Work& work) {
     struct Progress {
       Dealer chunks, ranges;
       Countdown chunks_left, ranges_left;
