@@ -17,4 +17,7 @@ def test_the_profile_is_saved_under_its_name(tmp_path, capsys):
     run(CalibrateOptions(out=tmp_path / "hardware.json", name="mine", quick=True))
     profile = get_profile(str(tmp_path / "hardware.json"))
     assert (profile.name, profile.device) == ("mine", "cpu")
-    assert "read_bandwidth" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "read_bandwidth" in shown
+    assert "source of split_id_seconds" in shown
+    assert "not determined" in profile.sources["split_id_seconds"]

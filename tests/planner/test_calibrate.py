@@ -6,14 +6,19 @@ from meshrec.planner.hardware import HardwareProfile, get_profile
 TINY = Sizes(batch_size=4, steps=1, rounds=1)
 
 
-def test_one_process_measures_its_kernels():
+def test_one_process_measures_its_kernels(caplog):
     profile = calibrate(sizes=TINY)
+    assert profile.name == "calibrated"
     assert profile.intra == get_profile("cpu").intra
     assert "built-in profile 'cpu'" in profile.sources["intra"]
     assert profile.sorts_once
     assert not profile.full_duplex
     assert 0 <= profile.update_id_seconds < 1
     assert profile.memory > 1 << 20
+    # One process splits no table: what that costs stays the built-in profile's, and is told.
+    assert profile.split_id_seconds == get_profile("cpu").split_id_seconds
+    assert "kept is 6e-09 of the built-in profile 'cpu'" in profile.sources["split_id_seconds"]
+    assert "calibration: split_id_seconds is not determined" in caplog.text
 
 
 def measured():

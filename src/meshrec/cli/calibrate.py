@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 from meshrec.cli.output import check_output
 from meshrec.distributed.leaving import leave_process_group
 from meshrec.planner.calibrate import Sizes, calibrate
+from meshrec.planner.hardware import HardwareProfile
 from meshrec.train.ranks import choose_device
 
 
@@ -48,14 +49,17 @@ def run(options: CalibrateOptions) -> None:
         profile = calibrate(group, local_size=options.ranks_per_node, device=device, sizes=sizes)
         if group is None or group.rank() == 0:
             profile.named(options.name).save(options.out)
-            _print(profile.to_json(), options.out)
+            _print(profile, options.out)
     finally:
         if under_torchrun:
             leave_process_group()
 
 
-def _print(values: dict[str, object], path: Path) -> None:
+def _print(profile: HardwareProfile, path: Path) -> None:
     grid = Grid("figure", "value", title=str(path))
-    for name, value in values.items():
-        grid.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    for name, value in profile.to_json().items():
+        if name != "sources":
+            grid.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    for name, source in profile.sources.items():
+        grid.add_row(f"source of {name}", source)
     Console().print(grid)

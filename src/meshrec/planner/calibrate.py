@@ -1,5 +1,6 @@
 """Measures the present machine and process group: where a `HardwareProfile` comes from."""
 
+import logging
 import os
 import statistics
 import time
@@ -19,6 +20,7 @@ from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 from meshrec.planner.trials import make_trials, measure
 from meshrec.planner.types import Topology
 
+_logger = logging.getLogger("meshrec")
 _MESSAGE_BYTES = (1 << 14, 1 << 22)
 _LEAST_LATENCY = 1e-7
 _CALLS = 9
@@ -44,20 +46,16 @@ def calibrate(
     It takes training steps of small sharded modules on all ranks at once, and finds the figures with which
     the cost model comes closest to how long their phases were. With `local_size` ranks per node, fewer than
     the group has, links are timed inside the nodes and over all ranks; otherwise one measured link serves as
-    both. Without a group the links are the ``cpu`` profile's.
+    both. Without a group the links are those of a built-in profile, ``cpu`` or ``h100``; so is every figure
+    that the steps do not tell, as noise can have it. Such figures are logged, and told in the `sources`.
     """
     device, sizes = torch.device(device), sizes or Sizes()
     on_cpu = device.type == "cpu"
     env, num_ranks = ShardingEnv.single_process(), 1
-    link_source = "the built-in profile 'cpu': one process measures no link"
+    base = get_profile("cpu" if on_cpu else "h100")
+    link_source = f"the built-in profile {base.name!r}: one process measures no link"
     measured = f"measured on {device.type} with torch {torch.__version__}, {torch.get_num_threads()} threads"
-    known = replace(
-        get_profile("cpu"),
-        name="calibrated",
-        device=device.type,
-        full_duplex=not on_cpu,
-        sorts_once=on_cpu,
-    )
+    known = replace(base, full_duplex=not on_cpu, sorts_once=on_cpu)
     if group is not None and group.size() > 1:
         env, num_ranks = ShardingEnv.from_process_group(group, device_type=device.type), group.size()
         inter = _link(group, device, full_duplex=not on_cpu)
@@ -72,10 +70,14 @@ def calibrate(
     trials = make_trials(num_ranks, sizes.batch_size)
     seconds = measure(trials, env, device, steps=sizes.steps, rounds=sizes.rounds)
     profile = fit(known, trials, _slowest(seconds, group, device), topology)
+    if group is None or group.rank() == 0:
+        for name, source in profile.sources.items():
+            _logger.warning("calibration: %s is %s", name, source)
     return replace(
         profile,
+        name="calibrated",
         memory=_memory_per_rank(device, group, local_size),
-        sources={"kernels": measured, "intra": link_source, "inter": link_source},
+        sources={"kernels": measured, "intra": link_source, "inter": link_source, **profile.sources},
     )
 
 
