@@ -1,6 +1,10 @@
 import subprocess
 import sys
 
+import pytest
+
+from meshrec.cli.__main__ import main
+
 
 def run(*arguments):
     return subprocess.run([sys.executable, "-m", "meshrec.cli", *arguments], capture_output=True, text=True)
@@ -25,3 +29,20 @@ def test_files_that_cannot_be_read_are_named():
     assert result.stderr == (
         "meshrec: nothing.json: No such file or directory. Look at the path and its permissions.\n"
     )
+
+
+def test_a_missing_extra_is_told_in_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(sys, "argv", ["meshrec", "plan", "movielens_dlrm", "--ranks", "2"])
+    assert main() == 1
+    assert capsys.readouterr().err == "meshrec: this needs pyarrow: pip install 'meshrec[movielens]'\n"
+
+
+def test_a_module_that_no_extra_installs_is_a_fault(monkeypatch):
+    def fail(options):
+        raise ModuleNotFoundError("No module named 'ours'", name="ours")
+
+    monkeypatch.setattr("meshrec.cli.plan.run", fail)
+    monkeypatch.setattr(sys, "argv", ["meshrec", "plan", "tables.json"])
+    with pytest.raises(ModuleNotFoundError, match="ours"):
+        main()

@@ -30,7 +30,9 @@ def main() -> int:
                 runs.run(options)
             case calibrate.CalibrateOptions():
                 calibrate.run(options)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:  # of no extra
+            raise
         print(f"meshrec: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -60,7 +60,7 @@ def needs(module: str, extra: str) -> ModuleType:
     """Imports what an extra installs.
 
     Raises:
-        ModuleNotFoundError: names the extra.
+        ModuleNotFoundError: names the extra, and no module as its ``name``.
     """
     try:
         return importlib.import_module(module)
