@@ -166,9 +166,9 @@ class LowerBound:
         no box can be split. Takes not much longer than `seconds`."""
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            ways = self._relaxation.ways(box.admitted_C)
-            if len(ways) > 1:
-                for some_C in ways:
+            divisions = self._relaxation.divisions(box.admitted_C)
+            if len(divisions) > 1:
+                for some_C in divisions:
                     self._open(box.bound, box.lower_K, box.upper_K, some_C, box.start)
                 return True
             if not box.is_closer and self._is_worth_it(box):

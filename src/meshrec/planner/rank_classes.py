@@ -185,7 +185,7 @@ class ClassRelaxation:
             self._has_slots and SlotProgram.is_narrow(lower_K, upper_K)
         )
 
-    def ways(self, admitted_C: Bools) -> list[Bools]:
+    def divisions(self, admitted_C: Bools) -> list[Bools]:
         """See `Relaxation`: by how the heaviest table is split, where there are slots."""
         return by_split(self._problem, self._heaviest, admitted_C) if self._has_slots else []
 

@@ -83,7 +83,7 @@ class Relaxation(Protocol):
         """Whether a closer look at a box of these candidates leaves little to doubt, however wide it is."""
         ...
 
-    def ways(self, admitted_C: Bools) -> list[Bools]:
+    def divisions(self, admitted_C: Bools) -> list[Bools]:
         """The parts of a box's candidates that it is divided into first; fewer than two where that does not
         help."""
         ...
@@ -208,7 +208,7 @@ class MeanRelaxation:
         """See `Relaxation`."""
         return False
 
-    def ways(self, admitted_C: Bools) -> list[Bools]:
+    def divisions(self, admitted_C: Bools) -> list[Bools]:
         """See `Relaxation`."""
         return []
 
