@@ -90,6 +90,13 @@ class Dealer {
   std::vector<Next> next_;
 };
 
+// Sections of one length of the tasks [first, end).
+inline std::vector<int64_t> even_sections(int64_t first, int64_t end, int64_t num_sections) {
+  std::vector<int64_t> begins;
+  for (int64_t s = 0; s <= num_sections; ++s) begins.push_back(first + (end - first) * s / num_sections);
+  return begins;
+}
+
 // Runs work(task) for every task of the sections that begin so (see Dealer), with a thread for each; results
 // must not depend on who runs what.
 template <typename Work>
@@ -101,13 +108,6 @@ void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {
   const int64_t num_threads = begins.size() - 1;
   if (num_threads == 1) return serve(0);
   torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) { serve(thread); });
-}
-
-// Sections of one length of the tasks [first, end).
-inline std::vector<int64_t> even_sections(int64_t first, int64_t end, int64_t num_sections) {
-  std::vector<int64_t> begins;
-  for (int64_t s = 0; s <= num_sections; ++s) begins.push_back(first + (end - first) * s / num_sections);
-  return begins;
 }
 
 // So for the tasks [0, num_tasks), in sections of one length.
