@@ -144,6 +144,8 @@ def train(rank: int, world_size: int, port: str, path: str) -> None:
         }
         Path(path).write_text(json.dumps(found))
     dist.destroy_process_group()
+    # At once: a thread of gloo's that outlives the interpreter aborts it (pytorch issues 38228 and 190489).
+    os._exit(0)
 
 
 if __name__ == "__main__":
