@@ -16,7 +16,7 @@ from meshrec.ops import library
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshrec"
-MAX_LINES = 600
+MAX_LINES = 500
 MAX_DEPTH = 2
 
 # From the ground up. A room imports rooms below it, and of its own floor those that do not import it back.

@@ -1,5 +1,4 @@
 import copy
-import pickle
 
 import pytest
 import torch
@@ -15,60 +14,20 @@ from meshrec import (
     PoolingType,
     fuse,
 )
-from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward, in_backward_spec
+from meshrec.optim import SGD, RowWiseAdagrad
 
-BATCH = 5
-# Odd widths, two features in one table, "b" read by two tables.
-TABLES = {"t0": (20, 7, ["a", "b"]), "t1": (9, 16, ["c"]), "t2": (13, 33, ["b"])}
-NAMES = ["a", "b@t0", "c", "b@t2"]
-READS = [("t0", "a"), ("t0", "b"), ("t1", "c"), ("t2", "b")]
-
-
-@pytest.fixture(autouse=True)
-def no_compiled_programs():
-    """torch.compile gives up on a function after some compilations; all tests compile one forward."""
-    torch.compiler.reset()
-
-
-def make_bags(pooling=PoolingType.SUM, data_type=DataType.FP32, **options):
-    torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=dim,
-            feature_names=features,
-            pooling=pooling,
-            data_type=data_type,
-        )
-        for name, (rows, dim, features) in TABLES.items()
-    ]
-    return EmbeddingBagCollection(tables, **options)
-
-
-def make_sequences(data_type=DataType.FP32, **options):
-    torch.manual_seed(0)
-    tables = [
-        EmbeddingConfig(
-            name=name,
-            num_embeddings=rows,
-            embedding_dim=dim,
-            feature_names=features,
-            data_type=data_type,
-        )
-        for name, (rows, dim, features) in TABLES.items()
-    ]
-    return EmbeddingCollection(tables, **options)
-
-
-def make_input(keys=("a", "b", "c"), *, weighted=False, dtype=torch.int64, batch=BATCH, seed=0):
-    """Bags of 0 to 6 ids below 9, the smallest table."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 7, (len(keys) * batch,), generator=generator, dtype=dtype)
-    num_ids = int(lengths.sum())
-    values = torch.randint(0, 9, (num_ids,), generator=generator, dtype=dtype)
-    weights = torch.randn(num_ids, generator=generator) if weighted else None
-    return KeyedJaggedTensor(list(keys), values, weights, lengths=lengths)
+from .models import (
+    BATCH,
+    NAMES,
+    READS,
+    TABLES,
+    gradients,
+    make_bags,
+    make_input,
+    make_sequences,
+    same_weights,
+    trained,
+)
 
 
 def loop_over_bags(ebc, features):
@@ -323,10 +282,6 @@ def test_sequences_of_keys_with_batch_sizes_of_their_own():
     assert torch.equal(result["b@t2"].values(), ec.embeddings["t2"](features["b"].values()))
 
 
-def gradients(module, loss):
-    return torch.autograd.grad(loss, list(module.parameters()))
-
-
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
 def test_gradients_are_those_of_plain_autograd(pooling):
     ebc, features = make_bags(pooling), make_input()
@@ -367,129 +322,6 @@ def test_frozen_tables_get_no_gradient():
     ebc.embedding_bags["t1"].requires_grad_(False)
     ebc(make_input()).values().sum().backward()
     assert [weight.grad is None for weight in ebc.parameters()] == [False, True, False]
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_bags_compile_without_a_graph_break(weighted):
-    ebc = make_bags(is_weighted=weighted)
-    compiled = torch.compile(ebc, fullgraph=True, backend="aot_eager")
-    grad = torch.randn(BATCH, 63)
-    for seed in range(2):
-        features = make_input(weighted=weighted, seed=seed)
-        eager, traced = ebc(features).values(), compiled(features).values()
-        assert torch.equal(traced, eager)
-        ours = gradients(ebc, (eager * grad).sum())
-        for one, other in zip(ours, gradients(ebc, (traced * grad).sum()), strict=True):
-            assert torch.equal(one, other)
-
-
-def test_sequences_compile_without_a_graph_break():
-    ec = make_sequences()
-    compiled = torch.compile(ec, fullgraph=True, backend="aot_eager")
-    for seed in range(2):
-        features = make_input(seed=seed)
-        eager, traced = ec(features), compiled(features)
-        for name in NAMES:
-            assert torch.equal(traced[name].values(), eager[name].values())
-            assert torch.equal(traced[name].lengths(), eager[name].lengths())
-
-
-@pytest.mark.parametrize("make", [make_bags, make_sequences])
-def test_export_serves_other_batches(make):
-    module = make()
-    batch, ids = torch.export.Dim("batch", min=2), torch.export.Dim("ids", min=2)
-    features = make_input(batch=6)
-    # The leaves: values, weights, lengths, offsets, strides, inverse indices.
-    shapes = ([{0: ids}, None, {0: 3 * batch}, None, None, None],)
-    exported = torch.export.export(module, (features,), dynamic_shapes=shapes).module()
-    other = make_input(batch=4, seed=3)
-    ours, expected = exported(other), module(other)
-    if make is make_bags:
-        assert torch.equal(ours.values(), expected.values())
-    else:
-        assert all(torch.equal(ours[name].values(), expected[name].values()) for name in NAMES)
-
-
-def trained(module, steps=2, forward=None):
-    for seed in range(steps):
-        result = (module if forward is None else forward)(make_input(seed=seed))
-        values = [jt.values() for jt in result.values()] if isinstance(result, dict) else [result.values()]
-        sum((value * value).sum() for value in values).backward()
-    return module
-
-
-def same_weights(one, other):
-    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
-    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-
-
-# torch means to hide this warning of its own, but cannot where warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("make", [make_bags, make_sequences])
-def test_compiled_fused_modules_train_as_eager_ones(make):
-    eager, traced = (fuse(make(), optimizer=RowWiseAdagrad(lr=0.1)) for _ in range(2))
-    trained(eager)
-    trained(traced, forward=torch.compile(traced, backend="aot_eager"))
-    assert same_weights(eager, traced)
-    assert not same_weights(eager, make())
-
-
-def by_pickle(module):
-    return pickle.loads(pickle.dumps(module))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
-@pytest.mark.parametrize("make", [make_bags, make_sequences])
-@pytest.mark.parametrize("fused", [False, True])
-def test_copies_are_equal_and_independent(make, fused, copied):
-    module = fuse(make(), optimizer=RowWiseAdagrad(lr=0.1)) if fused else make()
-    if fused:
-        trained(module)
-    other = copied(module)
-    assert same_weights(module, other)
-    if not fused:
-        return
-    before = copy.deepcopy(module.state_dict())
-    trained(other)
-    assert all(torch.equal(weight, before[name]) for name, weight in module.state_dict().items())
-    trained(module)
-    assert same_weights(module, other)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
-def test_copies_of_a_model_keep_the_choice_of_optimizers(copied):
-    model = torch.nn.Sequential(make_bags())
-    apply_optimizer_in_backward(torch.optim.SGD, [model[0].embedding_bags["t1"].weight], {"lr": 0.5})
-    specs = [in_backward_spec(weight) for weight in copied(model).parameters()]
-    assert specs == [None, SGD(lr=0.5), None]
-
-
-def test_moving_keeps_the_choice_of_optimizers():
-    ebc = make_bags(device="meta")
-    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.5})
-    ebc.to_empty(device="cpu")
-    assert [in_backward_spec(weight) for weight in ebc.parameters()] == [SGD(lr=0.5)] * 3
-
-
-@pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16)])
-def test_a_fused_module_cannot_be_moved(move):
-    model = torch.nn.Sequential(fuse(make_bags(), optimizer=SGD(lr=0.1)))
-    with pytest.raises(ValueError, match="a fused module cannot be moved or cast"):
-        move(model)
-    assert all(weight.dtype == torch.float32 and not weight.is_meta for weight in model.parameters())
-
-
-def test_a_fused_module_may_be_told_to_stay_where_it_is():
-    model = fuse(make_bags(), optimizer=SGD(lr=0.1)).to("cpu").float()
-    assert not same_weights(trained(model), make_bags())
-
-
-def test_state_dict_round_trip():
-    saved = trained(fuse(make_bags(), optimizer=SGD(lr=0.1)))
-    loaded = make_bags()
-    loaded.load_state_dict(saved.state_dict())
-    assert same_weights(saved, loaded)
-    assert torch.equal(saved(make_input()).values(), loaded(make_input()).values())
 
 
 def test_an_unfused_module_says_that_it_has_no_fused_optimizer():

@@ -1,27 +1,16 @@
 import copy
-import math
 import pickle
 
 import pytest
 import torch
 
 import meshrec
-from meshrec import (
-    DataType,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    fuse,
-    optim,
-)
+from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, fuse, optim
 from meshrec.optim import (
     SGD,
     Adagrad,
     Adam,
     CombinedOptimizer,
-    FusedOptimizer,
     RowWiseAdagrad,
     WarmupOptimizer,
     WarmupPolicy,
@@ -31,190 +20,7 @@ from meshrec.optim import (
 )
 from meshrec.optim.fused import rows_as_lookups
 
-TABLES = {"t0": (12, 5, ["a", "b"]), "t1": (7, 16, ["b"])}
-UPDATES = pytest.mark.parametrize("update", ["in_backward", "on_step"])
-
-
-def make_configs(config, data_type=DataType.FP32):
-    return [
-        config(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, data_type=data_type)
-        for name, (rows, dim, features) in TABLES.items()
-    ]
-
-
-def make_bags(data_type=DataType.FP32, **options):
-    torch.manual_seed(0)
-    return EmbeddingBagCollection(make_configs(EmbeddingBagConfig, data_type), **options)
-
-
-def make_sequences():
-    torch.manual_seed(0)
-    return EmbeddingCollection(make_configs(EmbeddingConfig))
-
-
-def make_input(seed=0, *, batch=6, all_rows=False):
-    generator = torch.Generator().manual_seed(seed)
-    if all_rows:
-        ids = [torch.arange(12) % 7, torch.arange(12)[:7], torch.arange(7, 12), torch.arange(7)]
-        return KeyedJaggedTensor(
-            ["a", "b"], torch.cat([torch.arange(12), ids[1]]), lengths=torch.tensor([5, 7, 3, 4])
-        )
-    lengths = torch.randint(0, 5, (2 * batch,), generator=generator)
-    values = torch.randint(0, 7, (int(lengths.sum()),), generator=generator)
-    return KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
-
-
-def loss_of(module, features):
-    """Not linear in the rows, so that a wrong update changes the next gradient, too."""
-    result = module(features)
-    values = [jt.values() for jt in result.values()] if isinstance(result, dict) else [result.values()]
-    return sum((value.float().tanh() * torch.linspace(-1, 2, value.shape[1])).sum() for value in values)
-
-
-def train(module, steps=3, seed=0, optimizer=None, **options):
-    for step in range(steps):
-        if optimizer is not None:
-            optimizer.zero_grad()
-        loss_of(module, make_input(seed + step, **options)).backward()
-        if optimizer is not None:
-            optimizer.step()
-    return module
-
-
-def weights_of(module):
-    return [weight.detach() for weight in module.parameters()]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def close(one, other):
-    for a, b in zip(weights_of(one), weights_of(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
-
-
-def row_step(spec, w, g, s, t):
-    """One row's new weight in float64, from the formulas of the papers; ``s`` holds its state."""
-    name, wd, lr = type(spec).__name__, spec.weight_decay, spec.lr
-    stored = w
-    if name != "LARS":
-        if not spec.decoupled_weight_decay:
-            g = g + wd * w
-        elif "LAMB" not in name:
-            w = w * (1 - lr * wd)
-    if name == "SGD":
-        return w - lr * g
-    if name == "Adagrad":
-        s["sum"] = s.get("sum", spec.initial_accumulator_value) + g**2
-        return w - lr * g / (s["sum"] ** 0.5 + spec.eps)
-    if name == "RowWiseAdagrad":
-        s["sum"] = s.get("sum", spec.initial_accumulator_value) + (g**2).mean()
-        return w - lr * g / (s["sum"] ** 0.5 + spec.eps)
-    if name == "LARS":
-        decay = 0 if spec.decoupled_weight_decay else wd
-        norms = stored.norm(), g.norm()
-        local = spec.trust_coefficient * norms[0] / (norms[1] + decay * norms[0] + spec.eps)
-        s["m"] = spec.momentum * s.get("m", 0) + lr * local * (g + decay * stored)
-        return (w * (1 - lr * wd) if spec.decoupled_weight_decay else w) - s["m"]
-    b1, b2 = spec.betas
-    square = (g**2).mean() if "Partial" in name else g**2
-    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
-    s["v"] = b2 * s.get("v", 0) + (1 - b2) * square
-    step = s["m"] / (1 - b1**t) / ((s["v"] / (1 - b2**t)) ** 0.5 + spec.eps)
-    if "LAMB" not in name:
-        return w - lr * step
-    if spec.decoupled_weight_decay:
-        step = step + wd * w
-    return w - lr * w.norm() / step.norm() * step
-
-
-class Reference:
-    """Rows with a gradient from plain autograd, row by row through the formula."""
-
-    def __init__(self, module, specs):
-        self.module, self.specs = module, specs
-        self.states = [[{} for _ in weight] for weight in module.parameters()]
-        self.times = [0 for _ in specs]
-
-    def step(self, features):
-        parameters = list(self.module.parameters())
-        touched = {
-            "t0": {*features["a"].values().tolist(), *features["b"].values().tolist()},
-            "t1": set(features["b"].values().tolist()),
-        }
-        grads = torch.autograd.grad(loss_of(self.module, features), parameters)
-        for index, (name, weight) in enumerate(zip(TABLES, parameters, strict=True)):
-            self.times[index] += 1
-            for row in touched[name]:
-                new = row_step(
-                    self.specs[index],
-                    weight.data[row].double(),
-                    grads[index][row].double(),
-                    self.states[index][row],
-                    self.times[index],
-                )
-                weight.data[row] = new.float()
-
-
-SPECS = [
-    kind(lr=0.1, weight_decay=decay, decoupled_weight_decay=decoupled)
-    for kind in (
-        optim.SGD,
-        optim.Adagrad,
-        optim.RowWiseAdagrad,
-        optim.Adam,
-        optim.PartialRowWiseAdam,
-        optim.LAMB,
-        optim.PartialRowWiseLAMB,
-        optim.LARS,
-    )
-    for decay, decoupled in [(0.0, False), (0.3, False), (0.3, True)]
-]
-
-
-def name_of(spec):
-    decay = "decoupled" if spec.decoupled_weight_decay else "l2" if spec.weight_decay else "plain"
-    return f"{type(spec).__name__}-{decay}"
-
-
-@UPDATES
-@pytest.mark.parametrize("make", [make_bags, make_sequences])
-@pytest.mark.parametrize("spec", SPECS, ids=name_of)
-def test_every_optimizer_follows_its_formula(spec, make, update):
-    module, reference = fuse(make(), optimizer=spec, update=update), Reference(make(), [spec, spec])
-    for seed in range(4):
-        features = make_input(seed)
-        reference.step(features)
-        module.fused_optimizer.zero_grad()
-        loss_of(module, features).backward()
-        module.fused_optimizer.step()
-    close(module, reference.module)
-    assert not same(weights_of(module), weights_of(make()))
-
-
-@pytest.mark.parametrize(
-    ("spec", "dense"),
-    [
-        (SGD(lr=0.2, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.1)),
-        (Adagrad(lr=0.2, eps=1e-10), lambda p: torch.optim.Adagrad(p, lr=0.2)),
-        (
-            Adagrad(lr=0.2, initial_accumulator_value=0.5),
-            lambda p: torch.optim.Adagrad(p, lr=0.2, initial_accumulator_value=0.5, eps=1e-8),
-        ),
-        (Adam(lr=0.2, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=0.2, weight_decay=0.1)),
-        (
-            Adam(lr=0.2, weight_decay=0.1, decoupled_weight_decay=True),
-            lambda p: torch.optim.AdamW(p, lr=0.2, weight_decay=0.1),
-        ),
-    ],
-    ids=["SGD", "Adagrad", "Adagrad-initial", "Adam", "AdamW"],
-)
-def test_where_all_rows_are_touched_the_result_is_that_of_torch(spec, dense):
-    fused, plain = fuse(make_bags(), optimizer=spec), make_bags()
-    train(fused, all_rows=True)
-    train(plain, optimizer=dense(plain.parameters()), all_rows=True)
-    close(fused, plain)
+from .models import UPDATES, close, loss_of, make_bags, make_input, make_sequences, same, train, weights_of
 
 
 @pytest.mark.parametrize(
@@ -235,17 +41,6 @@ def test_both_ways_to_attach_are_equal(torch_class, kwargs, spec):
         by_spec.fused_optimizer.state_dict()["param_groups"]
         == (by_parameter.fused_optimizer.state_dict()["param_groups"])
     )
-
-
-def test_every_table_may_have_its_own_optimizer():
-    specs = [Adam(lr=0.1), RowWiseAdagrad(lr=0.3)]
-    module, reference = make_bags(), Reference(make_bags(), specs)
-    apply_optimizer_in_backward(torch.optim.Adam, [module.embedding_bags["t0"].weight], {"lr": 0.1})
-    fuse(module, optimizer=specs[1])
-    for seed in range(3):
-        reference.step(make_input(seed))
-    close(train(module), reference.module)
-    assert [group["lr"] for group in module.fused_optimizer.param_groups] == [0.1, 0.3]
 
 
 @UPDATES
@@ -340,53 +135,6 @@ def test_warmup_acts(update):
         train(module, 1, seed, warmed)
         train(plain, 1, seed, torch.optim.SGD(plain.parameters(), lr=lr))
     close(module, plain)
-
-
-@UPDATES
-@pytest.mark.parametrize("spec", [SPECS[0], SPECS[6], SPECS[9], SPECS[12], SPECS[21]], ids=name_of)
-def test_training_resumes_bit_for_bit(spec, update, tmp_path):
-    module = fuse(make_bags(), optimizer=spec, update=update)
-    module.fused_optimizer.param_groups[0]["lr"] = 0.05
-    train(module, optimizer=module.fused_optimizer)
-    torch.save([module.state_dict(), module.fused_optimizer.state_dict()], tmp_path / "saved")
-    saved, saved_optimizer = torch.load(tmp_path / "saved")
-    assert set(saved_optimizer["state"]) == {"embedding_bags.t0.weight", "embedding_bags.t1.weight"}
-    slots = {"step", *(slot.name for slot in spec.state_slots())}
-    assert all(set(state) == slots and state["step"] == 3 for state in saved_optimizer["state"].values())
-    resumed = fuse(make_bags(), optimizer=spec, update=update)
-    resumed.load_state_dict(saved)
-    resumed.fused_optimizer.load_state_dict(saved_optimizer)
-    for one in (module, resumed):
-        train(one, seed=7, optimizer=one.fused_optimizer)
-    assert same(weights_of(module), weights_of(resumed))
-
-
-def test_tables_with_different_numbers_of_steps_resume_bit_for_bit():
-    def make():
-        return fuse(make_bags(), optimizer=Adam(lr=0.1), update="on_step")
-
-    module, resumed = make(), make()
-    train(module, optimizer=module.fused_optimizer)
-    loss_of(module, make_input()).backward()
-    module.embedding_bags["t1"].weight.grad = None
-    module.fused_optimizer.step()
-    module.fused_optimizer.zero_grad()
-    state = copy.deepcopy(module.fused_optimizer.state_dict())
-    assert [slots["step"] for slots in state["state"].values()] == [4, 3]
-    resumed.load_state_dict(module.state_dict())
-    resumed.fused_optimizer.load_state_dict(state)
-    for one in (module, resumed):
-        train(one, optimizer=one.fused_optimizer)
-    assert same(weights_of(module), weights_of(resumed))
-    assert [slots["step"] for slots in resumed.fused_optimizer.state.values()] == [7, 6]
-
-
-def test_a_state_dict_of_another_optimizer_is_refused():
-    saved = fuse(make_bags(), optimizer=Adam(lr=0.1)).fused_optimizer.state_dict()
-    with pytest.raises(
-        ValueError, match=r"the state of 'embedding_bags.t0.weight' is \['step', 'sum'\] here"
-    ):
-        fuse(make_bags(), optimizer=RowWiseAdagrad(lr=0.1)).fused_optimizer.load_state_dict(saved)
 
 
 def test_no_grad_and_inference_do_not_update():
@@ -525,15 +273,6 @@ def test_groups_are_not_added():
         fuse(make_bags(), optimizer=SGD(lr=0.1)).fused_optimizer.add_param_group({"params": {}})
 
 
-def test_state_is_there_from_the_beginning():
-    optimizer = fuse(make_bags(), optimizer=Adagrad(lr=0.1, initial_accumulator_value=0.5)).fused_optimizer
-    assert isinstance(optimizer, FusedOptimizer)
-    optimizer.init_state()
-    state = optimizer.state_dict()["state"]["embedding_bags.t1.weight"]
-    assert state["step"] == 0
-    assert torch.equal(state["sum"], torch.full((7, 16), 0.5))
-
-
 def test_fuse_is_a_public_name():
     assert meshrec.fuse is optim.fuse
 
@@ -545,16 +284,6 @@ def test_rows_as_lookups_look_every_row_up_once():
     names = torch.tensor(list(b"a\tb\nc\td\n"), dtype=torch.uint8)
     found = meshrec.ops.tbe.forward(weights, lookups, 6, torch.float32, True, names)
     assert torch.equal(found, weights[1][rows[0]].flatten())
-
-
-def test_an_update_leaves_other_rows_alone():
-    module = fuse(make_bags(), optimizer=Adam(lr=0.1, weight_decay=0.5))
-    before = weights_of(copy.deepcopy(module))
-    train(module)
-    assert torch.equal(before[0][7:], weights_of(module)[0][7:])
-    state = module.fused_optimizer.state[module.embedding_bags["t0"].weight]
-    assert not state["exp_avg_sq"][7:].any()
-    assert math.isfinite(float(state["exp_avg_sq"].sum()))
 
 
 def test_fuse_keeps_freed_memory_for_the_next_step(monkeypatch):
