@@ -9,6 +9,7 @@ from meshrec.planner.elements import find_elements
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.highs import Solver
+from meshrec.planner.problem import Scope
 from meshrec.planner.rank_classes import ClassRelaxation
 from meshrec.planner.relaxation import MeanRelaxation
 from meshrec.planner.search import Effort, Search
@@ -109,6 +110,21 @@ def test_the_error_is_that_of_products(problem, plans):
         error_K = program.error(Solver(program.build(), as_is=True).solve().x)
         assert (error_K >= 0).all()
         assert (error_K.max() > 1e-3) == (below > 0)
+
+
+def test_main_pieces_exclude_each_other_and_may_be_of_nodes(problem, plans):
+    ranks_C = np.zeros(len(problem.type_C))
+    each_P = problem.ranks_per_piece_C()[problem.candidate_P]
+    np.add.at(ranks_C, problem.candidate_P, problem.count_P * each_P)
+    scopes = set()
+    for state in plans:
+        slowest_K = state.load_RK.max(axis=0) / state.seconds
+        program = program_of(problem, slowest_K, slowest_K, state.seconds)
+        main = program.candidates[program._main_M]
+        assert (2 * program._least_MK[:, OUTPUT] > slowest_K[OUTPUT]).all()
+        assert (program._num_ranks_M == ranks_C[main]).all()
+        scopes |= {problem.layouts_C[index].scope for index in main}
+    assert {Scope.RANKS, Scope.NODES} <= scopes
 
 
 def test_patterns_are_all_largest_sets_of_sizes(problem, plans):

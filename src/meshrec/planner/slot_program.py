@@ -1,11 +1,11 @@
 """A tighter linear program for few tables on many ranks, in a box with little freedom in the largest phase.
 
-In that phase a rank takes one *main* piece (a part of a table that two of do not fit beside each other) or
-none, and some small ones (of tables by node, which many ranks take alike): sizes are few, so what fits
-together is known. Classes of ranks: those with a piece of each main candidate, as many as it has pieces; of
-the rest, one for each *pattern*, a largest multiset of sizes that fits. Variables: how many tables use each
-candidate, ranks per pattern, T, and how many of the slots for small pieces hold each table's, filled with
-what varies up to what there is room for, or empty.
+In that phase a rank takes one *main* piece (one that two of do not fit beside each other) or none, and some
+small ones (of tables by node, which many ranks take alike): sizes are few, so what fits together is known.
+Classes of ranks: those with a piece of each main candidate, as many as it has pieces; of the rest, one for
+each *pattern*, a largest multiset of sizes that fits. Variables: how many tables use each candidate, ranks
+per pattern, T, and how many of the slots for small pieces hold each table's, filled with what varies up to
+what there is room for, or empty.
 
 Of the room beyond `lower` a class has its ranks times T - lower. That product is exact where a table uses one
 candidate as a whole, McCormick's envelope elsewhere, which is the tighter the narrower the box is.
@@ -22,7 +22,7 @@ from meshrec.planner.class_program import TIGHT, Box
 from meshrec.planner.cuts import Cut
 from meshrec.planner.elements import Elements
 from meshrec.planner.highs import INFINITY, LinearProgram, Rows
-from meshrec.planner.problem import Problem, Scope
+from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import Relaxed, add_largest
 from meshrec.planner.types import Bools, Floats, Ints
 
@@ -109,16 +109,13 @@ class SlotProgram:
         problem, elements, groups = self.problem, self.elements, self._groups
         still_PK = elements.still_EK[elements.element_P[groups]]
         used_P = self._place_C[problem.candidate_P[groups]]
-        on_ranks_C = [
-            problem.layouts_C[index].scope in (Scope.RANKS, Scope.ONE_NODE) for index in self.candidates
-        ]
         least_CK = np.full((len(self.candidates), still_PK.shape[1]), INFINITY)
         np.minimum.at(least_CK, used_P, still_PK)
-        is_main_C = np.array(on_ranks_C, bool) & (2 * least_CK[:, self._phase] > self._limit_K[self._phase])
+        is_main_C = 2 * least_CK[:, self._phase] > self._limit_K[self._phase]
         is_main_C &= least_CK[:, 0] < INFINITY
         self._main_M = np.flatnonzero(is_main_C)
         self._least_MK = least_CK[self._main_M]
-        ranks_C = np.bincount(used_P, problem.count_P[groups], len(self.candidates))
+        ranks_C = np.bincount(used_P, elements.count_P[groups], len(self.candidates))
         self._num_ranks_M = ranks_C[self._main_M]
         load_CK = problem.mean_load_CK()[self.candidates] * (problem.num_ranks / self._scale)
         self._load_MK = load_CK[self._main_M]
@@ -276,8 +273,8 @@ class SlotProgram:
         )
 
     def _products(self) -> None:
-        """Room beyond `lower` is ranks times T - lower: for each class, for the main candidates of a table
-        (which uses one), and for all together."""
+        """Room beyond `lower` is ranks times T - lower: for each class, for all together, and, for a rank of
+        each, for the main candidates of a table, which uses one."""
         box, beyond_HK, add = self.box, self._beyond_HK, self._rows.add_each
         num_main, num_phases = len(self._main_M), len(box.lower_K)
         slowest = self.first_slowest + np.arange(num_phases)
@@ -292,16 +289,20 @@ class SlotProgram:
             none,
         )
         types, type_M = np.unique(self.problem.type_C[self.candidates[self._main_M]], return_inverse=True)
-        most_Y = np.zeros(len(types) + 1)
-        np.maximum.at(most_Y, type_M, self._num_ranks_M)
-        most_Y[-1] = self.problem.num_ranks
+        most_Y = np.append(np.ones(len(types)), self.problem.num_ranks)
         yk = np.arange(len(most_Y) * num_phases).reshape(len(most_Y), num_phases)
         mine, every = beyond_HK[:num_main], np.broadcast_to(yk[-1], beyond_HK.shape)
         limit = -(most_Y[:, None] * box.lower_K).ravel()
         add(
             np.concatenate((yk[type_M].ravel(), every.ravel(), yk.ravel())),
             np.concatenate((mine.ravel(), beyond_HK.ravel(), np.tile(slowest, len(most_Y)))),
-            np.concatenate((np.ones(mine.size + beyond_HK.size), -np.repeat(most_Y, num_phases))),
+            np.concatenate(
+                (
+                    np.repeat(1 / self._num_ranks_M, num_phases),
+                    np.ones(beyond_HK.size),
+                    -np.repeat(most_Y, num_phases),
+                )
+            ),
             np.append(np.full(len(limit) - num_phases, -INFINITY), limit[-num_phases:]),
             limit,
         )
