@@ -408,9 +408,10 @@ void Runs::fill(const Batch& batch, const Chunk& chunk, const float* grad, const
     deal_to([&](int64_t i) { return uint32_t(chunk.first_slot + i); });
   } else {
     thread_local std::vector<uint32_t> slots;
-    slots.clear();
-    for (int64_t bag = chunk.first_bag; bag < chunk.last_bag; ++bag)
-      slots.resize(batch.bags[bag + 1] - first, uint32_t(chunk.first_slot + bag - chunk.first_bag));
+    if (int64_t(slots.size()) < count) slots.resize(count);
+    uint32_t slot = chunk.first_slot;
+    for (int64_t bag = chunk.first_bag, i = 0; bag < chunk.last_bag; ++bag, ++slot)
+      for (; i < batch.bags[bag + 1] - first; ++i) slots[i] = slot;
     deal_to([data = slots.data()](int64_t i) { return data[i]; });
   }
   pack_slots(batch, chunk, grad, row_stats);
