@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
+from meshrec.planner import slot_program
 from meshrec.planner.bound import LowerBound
 from meshrec.planner.class_program import Box
 from meshrec.planner.elements import find_elements
@@ -76,6 +77,22 @@ def test_every_plan_is_a_solution_of_the_boxes_around_it(problem, plans, below, 
             assert optimum.objective >= 1 - 1e-6 - below * slowest_K.sum()
     assert served > len(plans) / 2
     assert with_main
+
+
+def test_main_pieces_that_are_alike_share_a_class(problem, plans, monkeypatch):
+    """Which costs the bound little, and makes the program small."""
+    slowest_K = plans[0].load_RK.max(axis=0) / plans[0].seconds
+    found = []
+    for alike in (-1.0, 0.01, 10.0):
+        monkeypatch.setattr(slot_program, "_ALIKE", alike)
+        program = program_of(problem, 0.9 * slowest_K, slowest_K, plans[0].seconds)
+        linear = program.build()
+        found.append((len(np.unique(program._class_M)), len(linear.cost), Solver(linear).solve().objective))
+    classes, columns, bounds = zip(*found, strict=True)
+    assert len(program._main_M) == classes[0] > classes[1] > classes[2] == 1
+    assert columns[0] > columns[1] > columns[2]
+    assert bounds[0] - 1e-3 <= bounds[1] <= bounds[0] + 1e-9
+    assert bounds[2] <= bounds[1] + 1e-9
 
 
 def test_it_knows_more_than_the_mean(problem, plans):

@@ -2,16 +2,17 @@
 
 In that phase a rank takes one *main* piece (one that two of do not fit beside each other) or none, and some
 small ones (of tables by node, which many ranks take alike): sizes are few, so what fits together is known.
-Classes of ranks: those with a piece of each main candidate, as many as it has pieces; of the rest, one for
-each *pattern*, a largest multiset of sizes that fits. Variables: how many tables use each candidate, ranks
-per pattern, T, and how many of the slots for small pieces hold each table's, filled with what varies up to
-what there is room for, or empty.
+Classes of ranks: those with a main piece, one class for all that are alike, and the rest, which follow
+*patterns*, largest multisets of sizes that fit. Variables: how many tables use each candidate, ranks per
+pattern, T, and how many of the slots for small pieces hold each table's, filled with what varies up to what
+there is room for, or empty.
 
-Of the room beyond `lower` a class has its ranks times T - lower. That product is exact where a table uses one
-candidate as a whole, McCormick's envelope elsewhere, which is the tighter the narrower the box is.
+Of the room beyond `lower` a main candidate has its ranks times T - lower. That product is exact where a table
+uses one candidate as a whole, McCormick's envelope elsewhere, which is the tighter the narrower the box is.
 
-C candidates, H classes (M main, then B patterns), K phases, S sizes, E small elements, V of what varies, X
-empty slots of a size in a class, F slots in a class filled with what varies.
+C candidates (M of them main), H classes (the last one's ranks have no main piece), B patterns, K phases, S
+sizes, E small elements, V of what varies, X empty slots of a size in a class, F slots in a class filled with
+what varies.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ _NARROW = 1.04
 _MOST_PATTERNS, _MOST_SLOTS = 60, 10
 _NEAR = 1e-7
 _LEAST_ROOM = 1e-6
+_ALIKE = 0.01
+"""Main pieces that differ by no more than this part of T share a class."""
 
 
 class SlotProgram:
@@ -97,10 +100,8 @@ class SlotProgram:
     def error(self, x: Floats) -> Floats:
         """By how much [K] classes have more room than their ranks times T, all together."""
         free_K = x[self.first_slowest :] - self.box.lower_K
-        beyond_HK = x[self._beyond_HK]
-        main_M = x[: len(self.candidates)][self._main_M] * self._num_ranks_M
-        ranks_H = np.append(main_M, x[self._patterns])
-        error_K: Floats = np.maximum(beyond_HK - ranks_H[:, None] * free_K, 0.0).sum(axis=0)
+        ranks_M = np.append(x[self._main_M] * self._num_ranks_M, x[self._patterns].sum())
+        error_K: Floats = np.maximum(x[self._beyond_MK] - ranks_M[:, None] * free_K, 0.0).sum(axis=0)
         return error_K
 
     def _find_main(self) -> None:
@@ -149,32 +150,43 @@ class SlotProgram:
         self._patterns_BS = sets_BS[used_B + self._size_S[0] > limit]
 
     def _find_classes(self) -> None:
-        """What fits into the slots of each class [H], and how much of what varies."""
-        elements, num_patterns = self.elements, len(self._patterns_BS)
+        """The class of each main candidate, what fits into the slots of each class, and how much of what
+        varies."""
+        elements = self.elements
         type_E = elements.type_E[self._small]
         type_M = self.problem.type_C[self.candidates[self._main_M]]
-        base_HK = np.concatenate((self._least_MK, np.zeros((num_patterns, self._least_MK.shape[1]))))
-        room_EHK = self._limit_K - base_HK - self._still_EK[:, None]
-        fits_EH = (room_EHK >= 0).all(axis=2)
-        fits_EH[:, : len(type_M)] &= type_E[:, None] != type_M
-        fits_EH[:, len(type_M) :] &= self._patterns_BS.T[self._kind_E] > 0
+        mean_MK = self._load_MK / self._num_ranks_M[:, None]
+        self._class_M = _alike(np.column_stack((mean_MK, self._least_MK)) / np.tile(self._limit_K, 2))
+        self._rest = int(self._class_M.max(initial=-1)) + 1
+        room_EMK = self._limit_K - self._least_MK - self._still_EK[:, None]
+        fits_EM = (room_EMK >= 0).all(axis=2) & (type_E[:, None] != type_M)
+        # Other ranks hold nothing else.
+        in_patterns_S = self._patterns_BS.sum(axis=0) > 0
+        fits_EM = np.column_stack((fits_EM, in_patterns_S[self._kind_E]))
+        room_EMK = np.append(room_EMK, (self._limit_K - self._still_EK)[:, None], axis=1)
+        class_M = np.append(self._class_M, self._rest)
         varying_VK = elements.varying_VK[self._split]
         with np.errstate(divide="ignore", invalid="ignore"):
-            part_VHK = np.where(
-                varying_VK[:, None] > 0, room_EHK[self._element_V] / varying_VK[:, None], INFINITY
+            part_VMK = np.where(
+                varying_VK[:, None] > 0, room_EMK[self._element_V] / varying_VK[:, None], INFINITY
             )
+        part_VM = np.where(fits_EM[self._element_V], part_VMK.min(axis=2, initial=1.0), 0.0)
+        self._room_VH = np.zeros((len(self._split), self._rest + 1))
+        np.maximum.at(self._room_VH.T, class_M, part_VM.T)
         # More room than there is does no harm, but what is very small does.
-        self._room_VH = np.clip(part_VHK.min(axis=2, initial=1.0), _LEAST_ROOM, 1.0)
+        self._room_VH = np.clip(self._room_VH, _LEAST_ROOM, 1.0)
+        fits_EH = np.zeros((len(type_E), self._rest + 1), bool)
+        np.logical_or.at(fits_EH.T, class_M, fits_EM.T)
         self._fits_VH = fits_EH[self._element_V]
-        self._fits_SH = np.zeros((len(self._size_S), fits_EH.shape[1]), bool)
+        self._fits_SH = np.zeros((len(self._size_S), self._rest + 1), bool)
         np.logical_or.at(self._fits_SH, self._kind_E, fits_EH)
 
     def _lay_out(self) -> None:
         num_main, num_patterns = len(self._main_M), len(self._patterns_BS)
-        shape = (num_main + num_patterns, len(self.box.lower_K))
+        shape = (num_main + 1, len(self.box.lower_K))
         first = len(self.candidates)
         self._patterns = first + np.arange(num_patterns)
-        self._beyond_HK = first + num_patterns + np.arange(shape[0] * shape[1]).reshape(shape)
+        self._beyond_MK = first + num_patterns + np.arange(shape[0] * shape[1]).reshape(shape)
         first += num_patterns + shape[0] * shape[1]
         self._kind_X, self._class_X = np.nonzero(self._fits_SH)
         self._empty_X = first + np.arange(len(self._kind_X))
@@ -230,18 +242,17 @@ class SlotProgram:
     def _slots(self) -> None:
         """Ranks have no more slots than fit beside their main piece, and beside all main pieces of a table,
         or than their pattern has of each size."""
-        num_main, num_sizes = len(self._main_M), len(self._size_S)
-        kind_F = self._kind_E[self._element_V[self._split_F]]
+        num_sizes, first = len(self._size_S), self._rest
         limit, number_M = self._limit_K[self._phase], self._num_ranks_M
         each_M = np.floor((limit - self._least_MK[:, self._phase]) / self._size_S[0])
         all_M = np.floor((number_M * limit - self._load_MK[:, self._phase]) / self._size_S[0])
-        kind = np.append(self._kind_X, kind_F)
+        kind = np.append(self._kind_X, self._kind_E[self._element_V[self._split_F]])
         of_class, column = np.append(self._class_X, self._class_F), np.append(self._empty_X, self._fill_F)
-        row = np.where(of_class < num_main, of_class, num_main + (of_class - num_main) * num_sizes + kind)
-        pattern_row = num_main + np.arange(self._patterns_BS.size)
-        none = np.zeros(num_main + self._patterns_BS.size)
+        row = np.where(of_class < first, of_class, first + kind)
+        none = np.zeros(first + num_sizes)
+        pattern_row = np.tile(first + np.arange(num_sizes), len(self._patterns))
         self._rows.add_each(
-            np.concatenate((row, np.arange(num_main), pattern_row)),
+            np.concatenate((row, self._class_M, pattern_row)),
             np.concatenate((column, self._main_M, np.repeat(self._patterns, num_sizes))),
             np.concatenate(
                 (np.ones(len(row)), -np.minimum(each_M * number_M, all_M), -self._patterns_BS.ravel())
@@ -253,60 +264,51 @@ class SlotProgram:
     def _loads(self) -> None:
         """What is on a class fits into its ranks times `lower`, and its room beyond."""
         lower_K = self.box.lower_K
-        num_main, num_phases = len(self._main_M), len(lower_K)
+        num_phases, phase = len(lower_K), np.arange(len(lower_K))
         room_F = self._room_VH[self._split_F, self._class_F]
         fill_FK = self._still_EK[self._element_V[self._split_F]]
         fill_FK = fill_FK + room_F[:, None] * self.elements.varying_VK[self._split[self._split_F]]
         main_MK = self._load_MK - self._num_ranks_M[:, None] * lower_K
         patterns_BK = np.tile(-lower_K, (len(self._patterns), 1))
-        phase = np.arange(num_phases)
-        classes = np.concatenate((self._class_F, self._class_X, np.arange(num_main + len(self._patterns))))
+        rest_B = np.full(len(self._patterns), self._rest)
         columns = np.concatenate((self._fill_F, self._empty_X, self._main_M, self._patterns))
         values = np.concatenate((fill_FK, self._still_SK[self._kind_X], main_MK, patterns_BK))
-        none = np.zeros(self._beyond_HK.size)
+        none = np.zeros((self._rest + 1) * num_phases)
+        classes = np.concatenate(
+            (self._class_F, self._class_X, self._class_M, rest_B, self._class_M, [self._rest])
+        )
         self._rows.add_each(
-            np.append((classes[:, None] * num_phases + phase).ravel(), np.arange(len(none))),
-            np.append(np.repeat(columns, num_phases), self._beyond_HK.ravel()),
-            np.append(values.ravel(), none - 1.0),
+            (classes[:, None] * num_phases + phase).ravel(),
+            np.append(np.repeat(columns, num_phases), self._beyond_MK.ravel()),
+            np.append(values.ravel(), np.full(self._beyond_MK.size, -1.0)),
             none - INFINITY,
             none,
         )
 
     def _products(self) -> None:
-        """Room beyond `lower` is ranks times T - lower: for each class, for all together, and, for a rank of
-        each, for the main candidates of a table, which uses one."""
-        box, beyond_HK, add = self.box, self._beyond_HK, self._rows.add_each
+        """Room beyond `lower` is ranks times T - lower: for each main candidate, for ranks without, for all
+        together, and, for a rank of each, for the main candidates of a table, which uses one."""
+        box, beyond_MK, add = self.box, self._beyond_MK, self._rows.add_each
         num_main, num_phases = len(self._main_M), len(box.lower_K)
-        slowest = self.first_slowest + np.arange(num_phases)
-        number_H = np.append(self._num_ranks_M, np.ones(len(self._patterns)))
-        ranks = np.append(self._main_M, self._patterns)
-        hk, none = np.arange(beyond_HK.size), np.zeros(beyond_HK.size)
+        slowest, number_M = self.first_slowest + np.arange(num_phases), self._num_ranks_M
+        width_K = box.upper_K - box.lower_K
+        mine, mk, none = beyond_MK[:-1], np.arange(num_main * num_phases), np.zeros(beyond_MK.size)
+        ranks = np.append(np.repeat(self._main_M, num_phases), np.tile(self._patterns, (num_phases, 1)).T)
+        rest = len(mk) + np.arange(num_phases)
         add(
-            np.tile(hk, 2),
-            np.append(beyond_HK.ravel(), np.repeat(ranks, num_phases)),
-            np.append(none + 1.0, (-number_H[:, None] * (box.upper_K - box.lower_K)).ravel()),
+            np.concatenate((mk, rest, mk, np.tile(rest, len(self._patterns)))),
+            np.append(beyond_MK.ravel(), ranks),
+            np.concatenate(
+                (
+                    none + 1.0,
+                    -(number_M[:, None] * width_K).ravel(),
+                    np.tile(-width_K, len(self._patterns)),
+                )
+            ),
             none - INFINITY,
             none,
         )
-        types, type_M = np.unique(self.problem.type_C[self.candidates[self._main_M]], return_inverse=True)
-        most_Y = np.append(np.ones(len(types)), self.problem.num_ranks)
-        yk = np.arange(len(most_Y) * num_phases).reshape(len(most_Y), num_phases)
-        mine, every = beyond_HK[:num_main], np.broadcast_to(yk[-1], beyond_HK.shape)
-        limit = -(most_Y[:, None] * box.lower_K).ravel()
-        add(
-            np.concatenate((yk[type_M].ravel(), every.ravel(), yk.ravel())),
-            np.concatenate((mine.ravel(), beyond_HK.ravel(), np.tile(slowest, len(most_Y)))),
-            np.concatenate(
-                (
-                    np.repeat(1 / self._num_ranks_M, num_phases),
-                    np.ones(beyond_HK.size),
-                    -np.repeat(most_Y, num_phases),
-                )
-            ),
-            np.append(np.full(len(limit) - num_phases, -INFINITY), limit[-num_phases:]),
-            limit,
-        )
-        mk, number_M, width_K = np.arange(mine.size), self._num_ranks_M, box.upper_K - box.lower_K
+        self._products_of_tables()
         add(
             np.tile(mk, 3),
             np.concatenate((mine.ravel(), np.tile(slowest, num_main), np.repeat(self._main_M, num_phases))),
@@ -319,6 +321,28 @@ class SlotProgram:
             ),
             -(number_M[:, None] * box.upper_K).ravel(),
             np.full(mine.size, INFINITY),
+        )
+
+    def _products_of_tables(self) -> None:
+        box, mine = self.box, self._beyond_MK[:-1]
+        num_phases = len(box.lower_K)
+        slowest = self.first_slowest + np.arange(num_phases)
+        types, type_M = np.unique(self.problem.type_C[self.candidates[self._main_M]], return_inverse=True)
+        ranks = float(self.problem.num_ranks)
+        yk = np.arange(len(types) * num_phases).reshape(len(types), num_phases)
+        self._rows.add_each(
+            np.append(yk[type_M].ravel(), yk.ravel()),
+            np.append(mine.ravel(), np.tile(slowest, len(types))),
+            np.append(np.repeat(1 / self._num_ranks_M, num_phases), np.full(yk.size, -1.0)),
+            np.full(yk.size, -INFINITY),
+            np.tile(-box.lower_K, len(types)),
+        )
+        self._rows.add_each(
+            np.append(np.tile(np.arange(num_phases), len(self._beyond_MK)), np.arange(num_phases)),
+            np.append(self._beyond_MK.ravel(), slowest),
+            np.append(np.ones(self._beyond_MK.size), np.full(num_phases, -ranks)),
+            -ranks * box.lower_K,
+            -ranks * box.lower_K,
         )
 
     def _means(self, mean_cuts: Sequence[Cut]) -> None:
@@ -342,6 +366,18 @@ class SlotProgram:
             self._rows.add(columns, np.append(cut.value_N[mine], cut.slope), -INFINITY, cut.limit)
         bytes_C = problem.mean_bytes_C()[self.candidates] / problem.memory_cap
         self._rows.add(candidate, bytes_C, -INFINITY, 1.0)
+
+
+def _alike(vector_MN: Floats) -> Ints:
+    """A number for each vector, the same for those that are near the first of that number."""
+    number_M = np.full(len(vector_MN), -1)
+    number = 0
+    while (number_M < 0).any():
+        left = np.flatnonzero(number_M < 0)
+        near = (np.abs(vector_MN[left] - vector_MN[left[0]]) <= _ALIKE).all(axis=1)
+        number_M[left[0]] = number_M[left[near]] = number
+        number += 1
+    return number_M
 
 
 def heaviest_type(problem: Problem, allowed_C: Bools) -> int:
