@@ -214,13 +214,13 @@ class LowerBound:
             self._push(Box(*relaxed._replace(bound=max(bound, relaxed.bound))))
 
     def _is_worth_it(self, box: Box) -> bool:
-        if self._relaxation.is_settled_closely(box.admitted_C, box.lower_K, box.upper_K):
+        if self._relaxation.is_settled_closely(_relaxed(box)):
             return True
         width = float((box.upper_K - box.lower_K).max())
         return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self.num_closer)
 
     def _look_closer(self, box: Box, seconds: float) -> None:
-        relaxed = self._relaxation.solve_closely(Relaxed(*box[:-1]), self._goal, seconds)
+        relaxed = self._relaxation.solve_closely(_relaxed(box), self._goal, seconds)
         self.num_solves += 1
         self.num_closer += 1
         if relaxed is None or relaxed.bound >= self._goal:
@@ -241,7 +241,7 @@ class LowerBound:
             if last - first > 1:
                 middle = (first + last) // 2
                 return _Cut(phase, float(grid[middle - 1]), float(grid[middle]))
-        wanted_K = box.cut_at_K - box.slowest_K
+        wanted_K = np.abs(box.cut_at_K - box.slowest_K)
         phase = int(wanted_K.argmax())
         if wanted_K[phase] > _LEAST_CUT:
             return _cut_at(phase, float(box.cut_at_K[phase]))
@@ -250,6 +250,10 @@ class LowerBound:
         if width_K[phase] < _LEAST_WIDTH:
             return None
         return _cut_at(phase, float(box.lower_K[phase] + width_K[phase] / 2))
+
+
+def _relaxed(box: Box) -> Relaxed:
+    return Relaxed(*box[:-1])
 
 
 class _Cut(NamedTuple):

@@ -25,6 +25,7 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
 from meshrec.planner.slot_program import SlotProgram, by_split, heaviest_type
+from meshrec.planner.slot_sizes import after_plateaus, sums_of_sizes
 from meshrec.planner.types import Bools, Floats, Ints
 from meshrec.planner.warm_start import WarmStart
 
@@ -32,6 +33,7 @@ _COARSE, _FINER = (0.3, 10), (0.15, 40)
 """An element is heavy if it takes more than this part of a limit; the most classes. Finer is for a closer
 look."""
 _MOST_PIECES = 120
+_NARROW, _ABOVE = 1.25, 1 + 1e-6
 _ROUNDS, _MOST_CUTS = 3, 30
 """How often cuts are added to a program, and how many."""
 
@@ -76,12 +78,30 @@ class ClassRelaxation:
         if mean is None:
             return None
         if self._has_slots:
-            return SlotProgram.worth_cutting(mean)
+            return self._to_be_cut(mean)
         if not self._are_few(mean.admitted_C):
             return mean
         lower_K, upper_K = on_grid(self._elements, mean.lower_K, mean.upper_K)
         mean = mean._replace(lower_K=lower_K, upper_K=upper_K)
         return self._in_classes(mean, cutoff, *_COARSE)
+
+    def _to_be_cut(self, known: Relaxed) -> Relaxed:
+        """What is known of a box, to be cut in the largest phase where much more fits on a rank from there
+        on, and until there is little freedom."""
+        phase = int(known.lower_K.argmax())
+        lower, upper = known.lower_K[phase], known.upper_K[phase]
+        cut_at_K = known.slowest_K.copy()
+        steps = after_plateaus(self._sums(known, phase))
+        steps = steps[(steps > _ABOVE * lower) & (steps < upper)]
+        if len(steps):
+            cut_at_K[phase] = steps[np.abs(steps - known.slowest_K[phase]).argmin()]
+        elif upper > _NARROW * lower:
+            cut_at_K[phase] = (lower + upper) / 2
+        return known._replace(cut_at_K=cut_at_K)
+
+    def _sums(self, known: Relaxed, phase: int) -> Floats:
+        limit = float(known.upper_K[phase])
+        return sums_of_sizes(self._problem, self._elements, known.admitted_C, phase, limit)
 
     def _in_classes(
         self, known: Relaxed, cutoff: float, heavy: float, most: int, seconds: float = INFINITY
@@ -114,7 +134,7 @@ class ClassRelaxation:
             bound=max(known.bound, optimum.objective),
             share_C=share_C,
             slowest_K=slowest_K,
-            cut_at_K=slowest_K,
+            cut_at_K=slowest_K.copy(),
             lower_K=lower_K,
             upper_K=upper_K,
             admitted_C=admitted_C,
@@ -177,12 +197,18 @@ class ClassRelaxation:
         self._work += solver.work
         if optimum is None or optimum.objective == -INFINITY:
             return None if optimum is None else known
-        return self._relaxed(known, program, optimum, None)
+        relaxed = self._relaxed(known, program, optimum, None)
+        phase = int(relaxed.lower_K.argmax())
+        if relaxed.error_K.argmax() == phase:
+            sums = self._sums(relaxed, phase)
+            sums = sums[sums > _ABOVE * relaxed.slowest_K[phase]]
+            relaxed.cut_at_K[phase] = sums[0] if len(sums) else relaxed.slowest_K[phase]
+        return relaxed
 
-    def is_settled_closely(self, admitted_C: Bools, lower_K: Floats, upper_K: Floats) -> bool:
+    def is_settled_closely(self, known: Relaxed) -> bool:
         """See `Relaxation`."""
-        return RankProgram.serves(self._problem, admitted_C) or (
-            self._has_slots and SlotProgram.is_narrow(lower_K, upper_K)
+        return RankProgram.serves(self._problem, known.admitted_C) or (
+            self._has_slots and not (known.cut_at_K != known.slowest_K).any()
         )
 
     def divisions(self, admitted_C: Bools) -> list[Bools]:

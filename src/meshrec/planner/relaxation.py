@@ -79,8 +79,8 @@ class Relaxation(Protocol):
         is counted, or more told apart); None where there are none. Takes not much longer than `seconds`."""
         ...
 
-    def is_settled_closely(self, admitted_C: Bools, lower_K: Floats, upper_K: Floats) -> bool:
-        """Whether a closer look at a box of these candidates leaves little to doubt, however wide it is."""
+    def is_settled_closely(self, known: Relaxed) -> bool:
+        """Whether a closer look at a box leaves little to doubt, however wide it is."""
         ...
 
     def divisions(self, admitted_C: Bools) -> list[Bools]:
@@ -204,7 +204,7 @@ class MeanRelaxation:
         self._work += solver.work
         return known._replace(bound=max(known.bound, bound - MARGIN)) if bound < np.inf else None
 
-    def is_settled_closely(self, admitted_C: Bools, lower_K: Floats, upper_K: Floats) -> bool:
+    def is_settled_closely(self, known: Relaxed) -> bool:
         """See `Relaxation`."""
         return False
 

@@ -24,11 +24,10 @@ from meshrec.planner.cuts import Cut
 from meshrec.planner.elements import Elements
 from meshrec.planner.highs import INFINITY, LinearProgram, Rows
 from meshrec.planner.problem import Problem
-from meshrec.planner.relaxation import Relaxed, add_largest
+from meshrec.planner.relaxation import add_largest
 from meshrec.planner.types import Bools, Floats, Ints
 
 _FEW_RANKS = 16
-_NARROW = 1.04
 _MOST_PATTERNS, _MOST_SLOTS = 60, 10
 _NEAR = 1e-7
 _LEAST_ROOM = 1e-6
@@ -63,21 +62,6 @@ class SlotProgram:
             num_tables <= problem.num_ranks > _FEW_RANKS and problem.type_T.max(initial=-1) == num_tables - 1
         )
 
-    @staticmethod
-    def is_narrow(lower_K: Floats, upper_K: Floats) -> bool:
-        """Whether a box leaves little freedom in the largest phase."""
-        phase = int(lower_K.argmax())
-        return bool(upper_K[phase] <= _NARROW * lower_K[phase])
-
-    @staticmethod
-    def worth_cutting(known: Relaxed) -> Relaxed:
-        """What is known of a box, to be cut in the largest phase until there is little freedom."""
-        if SlotProgram.is_narrow(known.lower_K, known.upper_K):
-            return known
-        error_K = np.zeros(len(known.lower_K))
-        error_K[known.lower_K.argmax()] = 1.0
-        return known._replace(error_K=error_K, cut_at_K=known.slowest_K)
-
     @property
     def is_small(self) -> bool:
         """Whether there is something to tell, and not too much."""
@@ -89,6 +73,7 @@ class SlotProgram:
         for part in (self._count, self._count_small, self._slots, self._loads, self._products):
             part()
         self._means(mean_cuts)
+        self._beside_heaviest()
         cost = np.zeros(self.num_columns)
         cost[self.first_slowest :] = 1.0
         cost[: len(self.candidates)] = self.problem.common_C[self.candidates] / self._scale
@@ -366,6 +351,37 @@ class SlotProgram:
             self._rows.add(columns, np.append(cut.value_N[mine], cut.slope), -INFINITY, cut.limit)
         bytes_C = problem.mean_bytes_C()[self.candidates] / problem.memory_cap
         self._rows.add(candidate, bytes_C, -INFINITY, 1.0)
+
+    def _beside_heaviest(self) -> None:
+        """T is at least what ranks hold on average that hold the heaviest table: their share of it, and the
+        main pieces beside its filled slots."""
+        problem, elements, groups = self.problem, self.elements, self._small_groups
+        kind = heaviest_type(problem, self._place_C >= 0)
+        groups = groups[elements.type_E[elements.element_P[groups]] == kind]
+        used_P, element_P = self._used_in(groups), np.searchsorted(self._small, elements.element_P[groups])
+        ranks_C = np.bincount(used_P, elements.count_P[groups], len(self.candidates))
+        most_E = np.zeros(len(self._small))
+        np.maximum.at(most_E, element_P, ranks_C[used_P])
+        mine = np.flatnonzero(problem.type_C[self.candidates] == kind)
+        largest_CK = problem.largest_load_CK()[self.candidates[mine]] / self._scale
+        mean_CK = problem.mean_load_CK()[self.candidates[mine]] * (problem.num_ranks / self._scale)
+        ranks = ranks_C[mine, None]
+        average_CK = np.where(ranks > 0, mean_CK / np.maximum(ranks, 1), largest_CK)
+        element_F = self._element_V[self._split_F]
+        filled = np.flatnonzero((most_E[element_F] > 0) & (self._class_F < self._rest))
+        num_phases = self._least_MK.shape[1]
+        least_HK = np.full((self._rest, num_phases), INFINITY)
+        np.minimum.at(least_HK, self._class_M, self._least_MK)
+        beside_FK = least_HK[self._class_F[filled]] / most_E[element_F[filled], None]
+        slowest = self.first_slowest + np.arange(num_phases)
+        columns = np.concatenate((mine, self._fill_F[filled]))
+        self._rows.add_each(
+            np.append(np.tile(np.arange(num_phases), len(columns)), np.arange(num_phases)),
+            np.append(np.repeat(columns, num_phases), slowest),
+            np.append(np.concatenate((average_CK, beside_FK)).ravel(), np.full(num_phases, -1.0)),
+            np.full(num_phases, -INFINITY),
+            np.zeros(num_phases),
+        )
 
 
 def _alike(vector_MN: Floats) -> Ints:
