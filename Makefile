@@ -17,8 +17,11 @@ CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
 # The kernels with the address and undefined-behaviour sanitizers, beside the real ones and never in their place.
 SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so
 SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
+# And with the thread sanitizer: torch's threads are then std::threads, as it does not see how OpenMP's meet.
+THREADED := build/races/lib/meshrec/libmeshrec.so
+THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 
-.PHONY: demo test lint format build bench sanitize peers parity kills example docs clean
+.PHONY: demo test lint format build bench sanitize races peers parity kills example docs clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -98,9 +101,18 @@ sanitize: build $(SANITIZED)
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 MESHREC_LIBRARY=$(SANITIZED) \
 	$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/ops
 
-$(SANITIZED): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
-	CXXFLAGS="$(SANITIZE_FLAGS)" LDFLAGS="$(SANITIZE_FLAGS)" $(BIN)/python setup.py --quiet \
-		build_ext --build-lib build/sanitize/lib --build-temp build/sanitize/objects
+# A race is reported into a file, as pytest keeps what a test prints, and fails the run as it ends.
+races: build $(THREADED)
+	rm -f build/races/report.*
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" MESHREC_LIBRARY=$(THREADED) \
+	TSAN_OPTIONS=suppressions=csrc/races.supp:log_path=build/races/report \
+	$(BIN)/python -m pytest -p no:cacheprovider -m threads tests/ops || { cat build/races/report.* 2>/dev/null; exit 1; }
+
+$(SANITIZED): FLAGS := $(SANITIZE_FLAGS)
+$(THREADED): FLAGS := $(THREAD_FLAGS)
+$(SANITIZED) $(THREADED): build/%/lib/meshrec/libmeshrec.so: $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
+	CXXFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" $(BIN)/python setup.py --quiet \
+		build_ext --build-lib build/$*/lib --build-temp build/$*/objects
 	test -e $@ && touch $@
 
 clean:

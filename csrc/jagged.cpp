@@ -56,7 +56,7 @@ void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
   const auto chunk_begin = [&](int64_t chunk) { return count * chunk / chunks; };
   std::vector<int64_t> starts(chunks + 1, 0);
   if (chunks > 1) {
-    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
         int64_t sum = 0;
         for (int64_t i = chunk_begin(chunk); i < chunk_begin(chunk + 1); ++i) sum += lengths[i];
@@ -66,7 +66,7 @@ void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) starts[chunk + 1] += starts[chunk];
   }
   offsets[0] = 0;
-  torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       int64_t sum = starts[chunk];
       for (int64_t i = chunk_begin(chunk); i < chunk_begin(chunk + 1); ++i) {
@@ -150,7 +150,7 @@ Tensor copy_runs(const Tensor& tensor, const std::vector<Run>& runs) {
   const auto* source = static_cast<const char*>(input.const_data_ptr());
   auto* target = static_cast<char*>(output.mutable_data_ptr());
   const int64_t grain = std::max<int64_t>(kGrainBytes / row_bytes, 1);
-  torch::stable::parallel_for(0, sizes[0], grain, [&](int64_t begin, int64_t end) {
+  parallel_for(sizes[0], grain, [&](int64_t begin, int64_t end) {
     auto run = std::upper_bound(runs.begin(), runs.end(), begin,
                                 [](int64_t row, const Run& candidate) { return row < candidate.to; }) -
                1;
@@ -245,7 +245,7 @@ struct Bucketize {
   void for_each_block(F&& f) const {
     const int64_t ids_per_bag = num_bags() ? num_ids() / num_bags() + 1 : 1;
     const int64_t grain = std::max<int64_t>(kGrainIds / ids_per_bag, kBlock);
-    torch::stable::parallel_for(0, num_bags(), grain, [&](int64_t begin, int64_t end) {
+    parallel_for(num_bags(), grain, [&](int64_t begin, int64_t end) {
       std::vector<Counter> counters(num_buckets * kBlock);
       for (int64_t first = begin; first < end; first += kBlock)
         f(counters.data(), first, std::min(kBlock, end - first));
@@ -339,7 +339,7 @@ template <class T>
 void scatter_rows(const Tensor& weights, const int64_t* positions, const Tensor& output) {
   const T* source = weights.const_data_ptr<T>();
   T* target = output.mutable_data_ptr<T>();
-  torch::stable::parallel_for(0, weights.numel(), kGrainIds, [&](int64_t begin, int64_t end) {
+  parallel_for(weights.numel(), kGrainIds, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) target[positions[i]] = source[i];
   });
 }

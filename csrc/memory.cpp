@@ -182,18 +182,26 @@ extern "C" __attribute__((visibility("default"))) bool meshrec_keep_buffers() { 
 
 #endif
 
+void fail_for_memory(int64_t num_bytes) {
+  throw std::runtime_error("not enough memory: could not allocate " + std::to_string(num_bytes) +
+                           " bytes for a batch's ids or embeddings; use smaller batches, or more ranks");
+}
+
 Tensor empty_buffer(std::vector<int64_t> sizes, ScalarType type) {
   int64_t num_bytes = aoti_torch_dtype_element_size(shim_type(type));
-  for (int64_t size : sizes) num_bytes *= size;
+  for (int64_t size : sizes)
+    if (size < 0 || __builtin_mul_overflow(num_bytes, size, &num_bytes))
+      fail("a buffer cannot have ", size,
+           " elements along a dimension: from 0 on, and below 2^63 bytes in all.");
   if (Memory memory = kept_memory(num_bytes)) return tensor_over(std::move(memory), sizes, type);
+  std::optional<Tensor> buffer;
   try {
-    Tensor buffer = torch::stable::empty({sizes.data(), sizes.size()}, type);
-    advise_huge_pages(buffer.mutable_data_ptr(), num_bytes);
-    return buffer;
-  } catch (const std::runtime_error&) {  // it names the call, not the cause
-    throw std::runtime_error("not enough memory: could not allocate " + std::to_string(num_bytes) +
-                             " bytes for a batch's ids or embeddings; use smaller batches, or more ranks");
+    buffer = torch::stable::empty({sizes.data(), sizes.size()}, type);
+  } catch (const std::runtime_error&) {  // it names the call, not the cause: for such sizes there is one only
+    fail_for_memory(num_bytes);
   }
+  advise_huge_pages(buffer->mutable_data_ptr(), num_bytes);
+  return *buffer;
 }
 
 namespace {

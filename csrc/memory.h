@@ -25,6 +25,8 @@ using Memory = std::unique_ptr<void, Free>;
 // ``keep_freed_memory`` in ops/memory.py).
 Memory kept_memory(size_t num_bytes);
 
+[[noreturn]] void fail_for_memory(int64_t num_bytes);
+
 // An uninitialised CPU tensor, from among the kept buffers or on huge pages where it is large.
 Tensor empty_buffer(std::vector<int64_t> sizes, ScalarType type);
 

@@ -219,7 +219,7 @@ Tensor to_tensor(const std::vector<int64_t>& numbers) {
 
 template <typename Id>
 Tensor route_all(Routing& routing, const Id* values, int64_t num_ranks, Tensor& header) {
-  // Serial where it may throw: an exception must not cross a parallel region.
+  // Serial where it may throw: of several wrong ids the first is told.
   for (int64_t use = 0; use < routing.router.num_uses; ++use) routing.count(use, values);
   Tensor payload = lay_out(routing, num_ranks, header);
   parallel_tasks(routing.router.num_uses, [&](int64_t use) { routing.write(use, values); });

@@ -85,7 +85,7 @@ Arena::Arena(size_t bytes) {
   } else if (memory_ == nullptr) {
     capacity_ = (bytes / kAlignment + 1) * kAlignment;
     memory_.reset(std::aligned_alloc(kAlignment, capacity_));
-    if (memory_ == nullptr) throw std::bad_alloc();
+    if (memory_ == nullptr) fail_for_memory(capacity_);
     advise_huge_pages(memory_.get(), capacity_);
   }
   next_ = static_cast<char*>(memory_.get());

@@ -127,7 +127,7 @@ class Runs {
       for (int64_t k = 0; k < num_lanes; ++k) serve(thread, (thread + k) % num_lanes);
     };
     if (num_threads == 1) return serve_all(0);
-    torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) { serve_all(thread); });
+    parallel_for(num_threads, 1, [&](int64_t thread, int64_t) { serve_all(thread); });
   }
   // Runs work(index) for the wave's ranges, in parallel.
   template <typename Work>

@@ -5,8 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -25,6 +27,35 @@ template <typename... Parts>
   std::ostringstream message;
   (message << ... << parts);
   throw std::invalid_argument(message.str());
+}
+
+// Runs work(begin, end) for pieces of [0, count) of at least grain, on torch's threads. What work throws on
+// one of them reaches the caller as it was, once all have ended: at libtorch's boundary it would lose its
+// words.
+template <typename Work>
+void parallel_for(int64_t count, int64_t grain, const Work& work) {
+  if (count <= 0) return;
+  std::atomic_flag failed = ATOMIC_FLAG_INIT;
+  std::exception_ptr error;
+  const auto run = [&](int64_t begin, int64_t end) {
+    try {
+      work(begin, end);
+    } catch (...) {
+      if (!failed.test_and_set()) error = std::current_exception();
+    }
+  };
+#if defined(__SANITIZE_THREAD__)
+  // The sanitizer does not see how OpenMP's threads meet, and would take all that they share for a race.
+  const int64_t most =
+      std::clamp<int64_t>(count / std::max<int64_t>(grain, 1), 1, torch::stable::get_num_threads());
+  std::vector<std::thread> threads;
+  for (int64_t t = 1; t < most; ++t) threads.emplace_back(run, count * t / most, count * (t + 1) / most);
+  run(0, count / most);
+  for (std::thread& thread : threads) thread.join();
+#else
+  torch::stable::parallel_for(0, count, grain, run);
+#endif
+  if (error) std::rethrow_exception(error);
 }
 
 inline Tensor as_contiguous(const Tensor& tensor) {
@@ -107,7 +138,7 @@ void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {
   };
   const int64_t num_threads = begins.size() - 1;
   if (num_threads == 1) return serve(0);
-  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t thread, int64_t) { serve(thread); });
+  parallel_for(num_threads, 1, [&](int64_t thread, int64_t) { serve(thread); });
 }
 
 // So for the tasks [0, num_tasks), in sections of one length.

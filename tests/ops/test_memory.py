@@ -63,6 +63,13 @@ def test_memory_that_is_not_there():
         torch.ops.meshrec.new_buffer(torch.ones(1), 2**50)
 
 
+@pytest.mark.skipif(not has_kernels, reason="torch has its own words")
+@pytest.mark.parametrize("size", [-1, 2**62])
+def test_sizes_that_no_memory_has(size):
+    with pytest.raises(ValueError, match=f"a buffer cannot have {size} elements along a dimension"):
+        torch.ops.meshrec.new_buffer(torch.ones(1), size)
+
+
 def test_opcheck():
     torch.library.opcheck(torch.ops.meshrec.use_huge_pages.default, (torch.zeros(64, 8),))
 

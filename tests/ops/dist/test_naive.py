@@ -203,6 +203,7 @@ def test_messages_that_do_not_fit(ops):
         ops.scatter_sequence(torch.rand(3), *arguments, 1.0, torch.float32)
 
 
+@pytest.mark.threads
 def test_results_do_not_depend_on_the_number_of_threads():
     case = Case(True, torch.int64, True)
     before = torch.get_num_threads()

@@ -77,6 +77,7 @@ def test_kernels_of_other_instruction_sets_agree(isa):
     subprocess.run([sys.executable, "-c", code, __file__], env=environment, check=True)
 
 
+@pytest.mark.threads
 def test_threads_change_nothing():
     dense, sparse = inputs(200, 5, 16)
     one = torch.get_num_threads()

@@ -97,6 +97,7 @@ def large_input(num_keys=3, num_bags=70_000):
     return lengths, values, weights, torch.tensor([0, 10, 2 * num_bags, 3 * num_bags])
 
 
+@pytest.mark.threads
 def test_large_inputs_match_naive_and_do_not_depend_on_threads():
     lengths, values, weights, segments = large_input()
     boundaries = torch.tensor([[0, 300, 600, 1000], [0, 0, 1000, 1000], [0, 999, 1000, 1001]])

@@ -176,6 +176,7 @@ def test_clamp_ids_equals_naive(make_case, num_bags, id_dtype):
     assert torch.equal(case.values, kept)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("weighted", [False, True])
 def test_threads_do_not_show_in_the_output(make_case, set_threads, weighted):
     """Big enough that the bags of one feature are cut into pieces."""

@@ -358,6 +358,7 @@ def test_a_refused_batch_updates_nothing(case, ops, name):
     refused_update(change(case), ops, message)
 
 
+@pytest.mark.threads
 @both
 def test_a_bad_id_in_a_large_batch_updates_nothing(make_case, ops, set_threads):
     """Many chunks of work, of which one meets the id."""

@@ -257,6 +257,7 @@ def test_squares_of_rows_and_the_update_with_their_means(make_case, shape, dtype
         assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("width", [12, 32, 64])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_threads_do_not_show_in_updates_by_runs(make_case, set_threads, weighted, width):
@@ -300,6 +301,7 @@ def test_gradients_need_not_be_contiguous(make_case, how, grad_dtype):
 LARGE = [(5000, 300, 2), (5000, 2, 2), (3000, 5_000_000, 2), (20_000, 70_001, 2), (300_000, 100_000, 1)]
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize(("num_ids", "num_rows", "threads"), LARGE)
 def test_large_batches(make_case, set_threads, num_ids, num_rows, threads):
     case = make_case(
@@ -321,6 +323,7 @@ def test_large_batches(make_case, set_threads, num_ids, num_rows, threads):
     check_update(case, naive_update.ROWWISE_ADAGRAD, make_hyper(), grad=grad / 8)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("weighted", [False, True])
 def test_threads_do_not_show_in_updates(make_case, set_threads, weighted):
     case = make_case(
@@ -340,6 +343,7 @@ def test_threads_do_not_show_in_updates(make_case, set_threads, weighted):
         assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("weighted", [False, True])
 def test_batches_that_outgrow_the_caches(make_case, set_threads, weighted):
     """A table's 1 to 2 MiB of pairs and gradients are worked on alone, or with five threads all at once."""
