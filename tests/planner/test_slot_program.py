@@ -95,6 +95,25 @@ def test_main_pieces_that_are_alike_share_a_class(problem, plans, monkeypatch):
     assert bounds[2] <= bounds[1] + 1e-9
 
 
+def test_what_varies_little_may_be_on_any_rank(problem, plans, monkeypatch):
+    """All of it is somewhere: the bound is as good as the mean's."""
+    best = min(plans, key=lambda state: state.seconds)
+    slowest_K = best.load_RK.max(axis=0) / best.seconds
+    found = []
+    for little in (0.0, 0.05, 10.0):
+        monkeypatch.setattr(slot_program, "_LITTLE", little)
+        program = program_of(problem, 0.9 * slowest_K, slowest_K, best.seconds)
+        linear = program.build()
+        found.append((len(program._split), len(linear.cost), Solver(linear).solve().objective))
+    splits, columns, bounds = zip(*found, strict=True)
+    assert splits[0] > splits[1] > splits[2] == 0
+    assert columns[0] > columns[1] > columns[2]
+    assert bounds[0] - 1e-3 <= bounds[1] <= bounds[0] + 1e-9
+    everything = np.ones(len(problem.type_C), bool)
+    mean = MeanRelaxation(problem, everything, best.seconds)
+    assert mean.solve(0.9 * slowest_K, slowest_K, everything, 1e3).bound <= bounds[2] <= bounds[1] + 1e-9
+
+
 def test_it_knows_more_than_the_mean(problem, plans):
     best = min(plans, key=lambda state: state.seconds)
     slowest_K = best.load_RK.max(axis=0) / best.seconds

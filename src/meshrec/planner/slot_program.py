@@ -5,7 +5,7 @@ small ones (of tables by node, which many ranks take alike): sizes are few, so w
 Classes of ranks: those with a main piece, one class for all that are alike, and the rest, which follow
 *patterns*, largest multisets of sizes that fit. Variables: how many tables use each candidate, ranks per
 pattern, T, and how many of the slots for small pieces hold each table's, filled with what varies up to what
-there is room for, or empty.
+there is room for, or empty. What varies so little that it hardly matters where it is may be on any rank.
 
 Of the room beyond `lower` a main candidate has its ranks times T - lower. That product is exact where a table
 uses one candidate as a whole, McCormick's envelope elsewhere, which is the tighter the narrower the box is.
@@ -33,6 +33,8 @@ _NEAR = 1e-7
 _LEAST_ROOM = 1e-6
 _ALIKE = 0.01
 """Main pieces that differ by no more than this part of T share a class."""
+_LITTLE = 0.05
+"""What varies by less than this part of T on a rank may be on any."""
 
 
 class SlotProgram:
@@ -110,8 +112,11 @@ class SlotProgram:
     def _find_small(self) -> None:
         elements, groups = self.elements, self._small_groups
         self._small = np.unique(elements.element_P[groups])
-        varying_P = elements.varying_P[groups]
-        self._split = np.unique(varying_P[varying_P >= 0])
+        varies = groups[elements.varying_P[groups] >= 0]
+        part_PK = elements.varying_VK[elements.varying_P[varies]] / self._limit_K
+        part_P = part_PK.max(axis=1) * (elements.uses_P / elements.count_P)[varies]
+        self._much, self._little = varies[part_P >= _LITTLE], varies[part_P < _LITTLE]
+        self._split = np.unique(elements.varying_P[self._much])
         self._still_EK = elements.still_EK[self._small]
         size_E = np.floor(self._still_EK[:, self._phase] / _NEAR) * _NEAR
         self._size_S, self._kind_E = np.unique(size_E, return_inverse=True)
@@ -178,7 +183,9 @@ class SlotProgram:
         first += len(self._empty_X)
         self._split_F, self._class_F = np.nonzero(self._fits_VH)
         self._fill_F = first + np.arange(len(self._split_F))
-        self.first_slowest = first + len(self._fill_F)
+        first += len(self._fill_F)
+        self._fluid_HK = first + np.arange((self._rest + 1) * shape[1]).reshape(-1, shape[1])
+        self.first_slowest = first + self._fluid_HK.size
         self.num_columns = self.first_slowest + shape[1]
 
     def _used_in(self, groups: Ints) -> Ints:
@@ -195,10 +202,11 @@ class SlotProgram:
 
     def _count_small(self) -> None:
         """Slots of each size, and filled ones of each element, are as many as candidates say, as is what
-        fills them."""
+        fills them, or is too little to."""
         elements, groups, add = self.elements, self._small_groups, self._rows.add_each
         element_F = self._element_V[self._split_F]
         element_P = np.searchsorted(self._small, elements.element_P[groups])
+        filled_P = np.isin(element_P, self._element_V)
         used_P, minus_P = self._used_in(groups), -elements.count_P[groups]
         none_S, none_E, none_V = (np.zeros(len(a)) for a in (self._size_S, self._small, self._split))
         add(
@@ -209,19 +217,29 @@ class SlotProgram:
             none_S,
         )
         add(
-            np.append(element_F, element_P),
-            np.append(self._fill_F, used_P),
-            np.append(np.ones(len(element_F)), minus_P),
+            np.append(element_F, element_P[filled_P]),
+            np.append(self._fill_F, used_P[filled_P]),
+            np.append(np.ones(len(element_F)), minus_P[filled_P]),
             none_E - INFINITY,
             none_E,
         )
-        varies = groups[elements.varying_P[groups] >= 0]
+        much, little = self._much, self._little
         add(
-            np.append(self._split_F, np.searchsorted(self._split, elements.varying_P[varies])),
-            np.append(self._fill_F, self._used_in(varies)),
-            np.append(self._room_VH[self._split_F, self._class_F], -elements.uses_P[varies]),
+            np.append(self._split_F, np.searchsorted(self._split, elements.varying_P[much])),
+            np.append(self._fill_F, self._used_in(much)),
+            np.append(self._room_VH[self._split_F, self._class_F], -elements.uses_P[much]),
             none_V,
             none_V,
+        )
+        load_PK = elements.varying_VK[elements.varying_P[little]] * elements.uses_P[little, None]
+        none_K = np.zeros(load_PK.shape[1])
+        phase = np.arange(len(none_K))
+        add(
+            np.tile(phase, len(self._fluid_HK) + len(little)),
+            np.append(self._fluid_HK.ravel(), np.repeat(self._used_in(little), len(phase))),
+            np.append(np.ones(self._fluid_HK.size), -load_PK.ravel()),
+            none_K,
+            none_K,
         )
 
     def _slots(self) -> None:
@@ -255,17 +273,15 @@ class SlotProgram:
         fill_FK = fill_FK + room_F[:, None] * self.elements.varying_VK[self._split[self._split_F]]
         main_MK = self._load_MK - self._num_ranks_M[:, None] * lower_K
         patterns_BK = np.tile(-lower_K, (len(self._patterns), 1))
-        rest_B = np.full(len(self._patterns), self._rest)
+        rest_B, every = np.full(len(self._patterns), self._rest), np.arange(self._rest + 1)
         columns = np.concatenate((self._fill_F, self._empty_X, self._main_M, self._patterns))
         values = np.concatenate((fill_FK, self._still_SK[self._kind_X], main_MK, patterns_BK))
-        none = np.zeros((self._rest + 1) * num_phases)
-        classes = np.concatenate(
-            (self._class_F, self._class_X, self._class_M, rest_B, self._class_M, [self._rest])
-        )
+        classes = (self._class_F, self._class_X, self._class_M, rest_B, every, self._class_M, every[-1:])
+        none = np.zeros(self._fluid_HK.size)
         self._rows.add_each(
-            (classes[:, None] * num_phases + phase).ravel(),
-            np.append(np.repeat(columns, num_phases), self._beyond_MK.ravel()),
-            np.append(values.ravel(), np.full(self._beyond_MK.size, -1.0)),
+            (np.concatenate(classes)[:, None] * num_phases + phase).ravel(),
+            np.concatenate((np.repeat(columns, num_phases), self._fluid_HK.ravel(), self._beyond_MK.ravel())),
+            np.concatenate((values.ravel(), none + 1.0, np.full(self._beyond_MK.size, -1.0))),
             none - INFINITY,
             none,
         )
