@@ -26,13 +26,14 @@ _LEAST_MOVES = 300_000
 _MOST_FIRSTS = 2
 """Plans that later attempts start from in turn, beside the best."""
 _WORK_PER_MOVE = 5
-_CLOSE, _CLOSE_WHEN_SHORT = 1.02, 1.05
+_CLOSE = 1.02
 """Plans that are this much slower than the best are worth exact sizes."""
 _HOTS, _HOTS_OF_MANY, _HOTS_OF_VERY_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015), (0.001, 0.0005)
 """Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
 tables go together in few ways, and short hot attempts find them; many kinds need patience."""
-_COLD, _SHORTER = 0.001, 8
-"""The temperature at which a plan settles, and how much shorter attempts are that do."""
+_COLD, _SHORTER, _SETTLING_EXPONENT = 0.001, 8, 32
+"""The temperature at which a plan settles; how much shorter attempts are that do, and with which exponent: where
+ranks hold few pieces, it is the slowest one that counts from the start."""
 _PLACE_SHARE, _PLACE_SHARE_OF_MANY, _PLACE_SHARE_OF_VERY_MANY = 1.0, 0.05, 0.01
 """The most of the annealing's work that places tables anew. With many ranks one such move costs as much as
 hundreds of exchanges, and it is these that pack many kinds of tables."""
@@ -117,10 +118,10 @@ class Search:
             if len(self._firsts) < _MOST_FIRSTS:
                 self._firsts.append(parts_T)
             annealer = Annealer(self.problem, candidates_Y)
-            state = self._anneal(annealer, parts_T, self._next_hot(), is_short=settle)
+            state = self._anneal(annealer, parts_T, self._next_hot(), settles=settle)
             if settle and not self.is_spent:
                 parts_T = [parts for parts in state.parts_T if parts is not None]
-                self._anneal(annealer, parts_T, _COLD, is_short=True)
+                self._anneal(annealer, parts_T, _COLD, settles=True)
             return
         for exponent in _EXPONENTS:
             if self.is_spent:
@@ -169,13 +170,13 @@ class Search:
         return min(seconds_by_hot, key=lambda hot: seconds_by_hot[hot]) if again else hots[turn % len(hots)]
 
     def _anneal(
-        self, annealer: Annealer, parts_T: list[Parts], hot: float, *, is_short: bool = False
+        self, annealer: Annealer, parts_T: list[Parts], hot: float, *, settles: bool = False
     ) -> State:
         """Improves a plan, then its sizes exactly; returns it, and keeps it if it is the best."""
         pieces = sum(len(parts.rank_N) for parts in parts_T)
         left = max(0.0, self.effort.max_work - self.work) / _WORK_PER_MOVE
         moves = max(_LEAST_MOVES, self._moves_per_piece * pieces)
-        moves = min(moves // _SHORTER if is_short else moves, int(left))
+        moves = min(moves // _SHORTER if settles else moves, int(left))
         seconds = max(0.0, self._deadline - time.perf_counter())
         self._seed += 1
         found, work = annealer.improve(
@@ -186,12 +187,11 @@ class Search:
             seed=self._seed,
             place_share=self._place_share,
             several_share=self._several_share,
-            exponent=self._exponent,
+            exponent=_SETTLING_EXPONENT if settles else self._exponent,
         )
         self.work += _WORK_PER_MOVE * work
         state = self._state_of(found)
-        close = _CLOSE_WHEN_SHORT if is_short else _CLOSE
-        is_worth_it = state.seconds < self.seconds * close and not self.is_spent
+        is_worth_it = (settles or state.seconds < self.seconds * _CLOSE) and not self.is_spent
         if is_worth_it and not polish(state) and self._has_stages:
             polish(state, rows_only=True)
         self._seconds_by_hot[hot] = min(state.seconds, self._seconds_by_hot.get(hot, np.inf))

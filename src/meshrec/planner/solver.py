@@ -33,7 +33,7 @@ _GAPS = (
 """Goals of the bound, one after the other: how far below the best known plan."""
 _GAPS_OF_RANKS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 """The same where ranks are told apart, which costs as much for a far goal as for a near one."""
-_GAPS_OF_SLOTS = (0.1, 0.0235, 0.021, 0.019, 0.017, 0.015, 0.013, *_GAPS[15:])
+_GAPS_OF_SLOTS = (0.1, *_GAPS[15:])
 """The same where ranks have slots, which makes short work of far goals."""
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
@@ -45,7 +45,7 @@ are very many boxes are split rather than narrowed, and the best of them rise as
 _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
-_ALIKE_STARTS = 8
+_ALIKE_STARTS = 16
 """How many plans begin with pieces that are alike, unless the first ones are far from those known."""
 _SEARCH_OF_SLOTS = 0.05
 """How much of the search is enough where plans begin with pieces of one size."""
