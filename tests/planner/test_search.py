@@ -42,8 +42,8 @@ def test_plans_that_settle_take_less_work(started):
     everything = np.ones(len(started.problem.type_C), bool)
     box = LowerBound(started.problem, everything, 1.0).best_box
     work, seconds = [started.work], [started.seconds]
-    for settle in (True, False):
-        started.start_from(box, everything, settle=settle)
+    for short_attempts in (1, 0):
+        started.start_from(box, everything, short_attempts=short_attempts)
         work.append(started.work)
         seconds.append(started.seconds)
     assert (np.diff(seconds) <= 0).all()

@@ -6,7 +6,7 @@ import pytest
 from meshrec.planner.elements import find_elements
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.slot_sizes import after_plateaus, sums_of_sizes
+from meshrec.planner.slot_sizes import steps_of_sizes, sums_of_sizes
 from meshrec.planner.types import Table, Topology
 
 OUTPUT = 2
@@ -54,8 +54,17 @@ def test_without_small_pieces_or_main_ones_there_are_none(problem):
         assert not len(sums_of_sizes(problem, elements, some_C, OUTPUT, 0.4))
 
 
-def test_a_plateau_is_a_wide_stretch_without_sums():
-    sums = np.array([1.0, 1.02, 1.2, 1.24, 1.3])
-    assert after_plateaus(sums).tolist() == [1.2, 1.3]
-    assert not len(after_plateaus(sums[:2]))
-    assert not len(after_plateaus(sums[:0]))
+def test_steps_follow_plateaus_or_make_room_for_two_main_pieces(problem):
+    everything = np.ones(len(problem.type_C), bool)
+    scale = problem.largest_load_CK()[:, OUTPUT].max()
+    elements = find_elements(problem, everything, scale)
+    limit = 0.6
+    sums = sums_of_sizes(problem, elements, everything, OUTPUT, limit)
+    steps = steps_of_sizes(problem, elements, everything, OUTPUT, limit)
+    after = {round(b, 5) for a, b in itertools.pairwise(sums) if b > 1.04 * a}
+    on_ranks_P = (problem.ranks_per_piece_C() == 1)[problem.candidate_P]
+    still_P = elements.still_EK[elements.element_P, OUTPUT]
+    twice = {round(2 * still - 3e-6, 5) for still in still_P[on_ranks_P] if 2 * still <= limit}
+    assert after
+    assert twice
+    assert {round(step, 5) for step in steps} == after | twice

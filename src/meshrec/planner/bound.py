@@ -148,9 +148,9 @@ class LowerBound:
         best: Relaxed | None = None
         phase, most = int(slowest_K.argmax()), float(slowest_K.max() * self._scale)
         for some_C in sets_of_one_size(self._problem, self._allowed_C, phase, most):
-            relaxed = self._relaxation.solve(
-                0 * slowest_K, np.full(len(slowest_K), INFINITY), some_C, INFINITY
-            )
+            cutoff = INFINITY if best is None else best.bound
+            everywhere_K = np.full(len(slowest_K), INFINITY)
+            relaxed = self._relaxation.solve(0 * slowest_K, everywhere_K, some_C, cutoff)
             self.num_solves += 1
             if relaxed is not None and (best is None or relaxed.bound < best.bound):
                 best = relaxed._replace(admitted_C=some_C)
@@ -214,8 +214,9 @@ class LowerBound:
             self._push(Box(*relaxed._replace(bound=max(bound, relaxed.bound))))
 
     def _is_worth_it(self, box: Box) -> bool:
-        if self._relaxation.is_settled_closely(_relaxed(box)):
-            return True
+        is_settled = self._relaxation.is_settled_closely(_relaxed(box))
+        if is_settled is not None:
+            return is_settled
         width = float((box.upper_K - box.lower_K).max())
         return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self.num_closer)
 

@@ -25,7 +25,7 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
 from meshrec.planner.slot_program import SlotProgram, by_split, heaviest_type
-from meshrec.planner.slot_sizes import after_plateaus, sums_of_sizes
+from meshrec.planner.slot_sizes import steps_of_sizes, sums_of_sizes
 from meshrec.planner.types import Bools, Floats, Ints
 from meshrec.planner.warm_start import WarmStart
 
@@ -91,7 +91,7 @@ class ClassRelaxation:
         phase = int(known.lower_K.argmax())
         lower, upper = known.lower_K[phase], known.upper_K[phase]
         cut_at_K = known.slowest_K.copy()
-        steps = after_plateaus(self._sums(known, phase))
+        steps = steps_of_sizes(self._problem, self._elements, known.admitted_C, phase, upper)
         steps = steps[(steps > _ABOVE * lower) & (steps < upper)]
         if len(steps):
             cut_at_K[phase] = steps[np.abs(steps - known.slowest_K[phase]).argmin()]
@@ -205,11 +205,11 @@ class ClassRelaxation:
             relaxed.cut_at_K[phase] = sums[0] if len(sums) else relaxed.slowest_K[phase]
         return relaxed
 
-    def is_settled_closely(self, known: Relaxed) -> bool:
+    def is_settled_closely(self, known: Relaxed) -> bool | None:
         """See `Relaxation`."""
-        return RankProgram.serves(self._problem, known.admitted_C) or (
-            self._has_slots and not (known.cut_at_K != known.slowest_K).any()
-        )
+        if self._has_slots:
+            return bool((known.cut_at_K == known.slowest_K).all())
+        return RankProgram.serves(self._problem, known.admitted_C) or None
 
     def divisions(self, admitted_C: Bools) -> list[Bools]:
         """See `Relaxation`: by how the heaviest table is split, where there are slots."""

@@ -79,8 +79,9 @@ class Relaxation(Protocol):
         is counted, or more told apart); None where there are none. Takes not much longer than `seconds`."""
         ...
 
-    def is_settled_closely(self, known: Relaxed) -> bool:
-        """Whether a closer look at a box leaves little to doubt, however wide it is."""
+    def is_settled_closely(self, known: Relaxed) -> bool | None:
+        """Whether a closer look at a box leaves little to doubt, however wide it is, or the box is to be cut
+        first, however narrow; None where the width decides."""
         ...
 
     def divisions(self, admitted_C: Bools) -> list[Bools]:
@@ -204,9 +205,9 @@ class MeanRelaxation:
         self._work += solver.work
         return known._replace(bound=max(known.bound, bound - MARGIN)) if bound < np.inf else None
 
-    def is_settled_closely(self, known: Relaxed) -> bool:
+    def is_settled_closely(self, known: Relaxed) -> bool | None:
         """See `Relaxation`."""
-        return False
+        return None
 
     def divisions(self, admitted_C: Bools) -> list[Bools]:
         """See `Relaxation`."""

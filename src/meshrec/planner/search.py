@@ -32,8 +32,8 @@ _HOTS, _HOTS_OF_MANY, _HOTS_OF_VERY_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.001
 """Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
 tables go together in few ways, and short hot attempts find them; many kinds need patience."""
 _COLD, _SHORTER, _SETTLING_EXPONENT = 0.001, 8, 32
-"""The temperature at which a plan settles; how much shorter attempts are that do, and with which exponent: where
-ranks hold few pieces, it is the slowest one that counts from the start."""
+"""The temperature at which a plan settles; how much shorter attempts are that do, and with which exponent:
+where ranks hold few pieces, it is the slowest one that counts from the start."""
 _PLACE_SHARE, _PLACE_SHARE_OF_MANY, _PLACE_SHARE_OF_VERY_MANY = 1.0, 0.05, 0.01
 """The most of the annealing's work that places tables anew. With many ranks one such move costs as much as
 hundreds of exchanges, and it is these that pack many kinds of tables."""
@@ -103,9 +103,9 @@ class Search:
         """Whether the work or the time is used up."""
         return self.work >= self.effort.max_work or time.perf_counter() >= self._deadline
 
-    def start_from(self, box: Box, admitted_C: Bools, *, settle: bool = False) -> None:
-        """A plan from a box's relaxation, improved with the candidates that the box admits; if it is to
-        `settle`, for a short time, and once more at a low temperature."""
+    def start_from(self, box: Box, admitted_C: Bools, *, short_attempts: int = 0) -> None:
+        """A plan from a box's relaxation, improved with the candidates that the box admits: in one long
+        attempt, or in some short ones that settle, each at a low temperature once more."""
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = self.construct_from(box, admitted_C)
         if state is None or self.is_spent:
@@ -118,10 +118,14 @@ class Search:
             if len(self._firsts) < _MOST_FIRSTS:
                 self._firsts.append(parts_T)
             annealer = Annealer(self.problem, candidates_Y)
-            state = self._anneal(annealer, parts_T, self._next_hot(), settles=settle)
-            if settle and not self.is_spent:
-                parts_T = [parts for parts in state.parts_T if parts is not None]
-                self._anneal(annealer, parts_T, _COLD, settles=True)
+            if not short_attempts:
+                self._anneal(annealer, parts_T, self._next_hot())
+            for _ in range(short_attempts):
+                if self.is_spent:
+                    break
+                state = self._anneal(annealer, parts_T, self._next_hot(), settles=True)
+                found_T = [parts for parts in state.parts_T if parts is not None]
+                self._anneal(annealer, found_T, _COLD, settles=True)
             return
         for exponent in _EXPONENTS:
             if self.is_spent:

@@ -28,7 +28,7 @@ from meshrec.planner.relaxation import add_largest
 from meshrec.planner.types import Bools, Floats, Ints
 
 _FEW_RANKS = 16
-_MOST_PATTERNS, _MOST_SLOTS = 60, 10
+_MOST_PATTERNS, _MOST_SLOTS = 500, 10
 _NEAR = 1e-7
 _LEAST_ROOM = 1e-6
 _ALIKE = 0.01
@@ -67,7 +67,8 @@ class SlotProgram:
     @property
     def is_small(self) -> bool:
         """Whether there is something to tell, and not too much."""
-        return len(self._small) > 0 and 0 < len(self._patterns_BS) <= _MOST_PATTERNS
+        is_told = bool((self.problem.ranks_per_piece_C()[self.candidates[self._main_M]] == 1).any())
+        return is_told and len(self._small) > 0 and 0 < len(self._patterns_BS) <= _MOST_PATTERNS
 
     def build(self, mean_cuts: Sequence[Cut] = ()) -> LinearProgram:
         """Minimises the cost over the relaxation of plans in the box, which keep `mean_cuts` as well."""

@@ -46,7 +46,7 @@ _LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
 _ALIKE_STARTS = 16
-"""How many plans begin with pieces that are alike, unless the first ones are far from those known."""
+"""How many more plans begin with pieces that are alike, unless the first one is far from those known."""
 _SEARCH_OF_SLOTS = 0.05
 """How much of the search is enough where plans begin with pieces of one size."""
 _CLOSE = 1.05
@@ -150,10 +150,9 @@ class _Entrant:
         num_tables, num_ranks = len(self._problem.type_T), self._problem.num_ranks
         alike = self._coarse.one_size() if num_tables <= num_ranks else None
         if alike is not None:
-            for _ in range(_ALIKE_STARTS):
-                self.search.start_from(alike, alike.admitted_C, settle=True)
-                if self.seconds > _CLOSE * known:
-                    break
+            self.search.start_from(alike, alike.admitted_C, short_attempts=1)
+            if self.seconds <= _CLOSE * known:
+                self.search.start_from(alike, alike.admitted_C, short_attempts=_ALIKE_STARTS)
         elif self.is_large or num_tables <= _FEW_TABLES * num_ranks:
             squeezed = self._coarse.squeezed()
             if squeezed is not None:
