@@ -43,6 +43,15 @@ def test_both_ways_to_attach_are_equal(torch_class, kwargs, spec):
     )
 
 
+def test_a_learning_rate_that_is_a_tensor_is_read_at_every_step():
+    by_tensor, by_number = (fuse(make_bags(), optimizer=SGD(lr=0.5)) for _ in range(2))
+    lr = by_tensor.fused_optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    for now in (0.5, 0.25, 0.125):
+        lr.fill_(now)
+        by_number.fused_optimizer.param_groups[0]["lr"] = now
+        assert same(weights_of(train(by_tensor)), weights_of(train(by_number)))
+
+
 @UPDATES
 def test_tables_without_optimizer_get_ordinary_gradients(update):
     module, plain = make_bags(), make_bags()

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from meshrec import optim
 from meshrec.ops.tbe import naive_update
 from meshrec.ops.tbe.naive_update import Hyper
+from meshrec.optim.optimizers import HyperOfSteps
 
 SPECS = [
     optim.SGD,
@@ -59,6 +61,17 @@ def test_hyper_puts_every_number_in_its_place():
     adam = optim.Adam(lr=1, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1, decoupled_weight_decay=True)
     found = Hyper.from_tensor(adam.hyper(lr=0.5, step=2))
     assert found == Hyper(0.5, 1e-5, 0.1, naive_update.DECOUPLED_DECAY, 0.8, 0.95, 0, 0, 2, 0, 0)
+
+
+def test_the_hyper_of_steps_is_what_each_step_would_make():
+    spec = optim.Adam(lr=0.5, weight_decay=0.1)
+    steps = HyperOfSteps(spec, 11)
+    steps.at(2)
+    copied = copy.deepcopy(steps)
+    for step, numbers in ((3, steps), (4, copied), (5, steps)):
+        assert torch.equal(numbers.at(step), spec.hyper(lr=0.5, step=step, seed=11))
+    with pytest.raises(ValueError, match="seed"):
+        HyperOfSteps(spec, -1)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

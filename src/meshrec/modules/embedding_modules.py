@@ -94,7 +94,7 @@ class TableCollection(nn.Module, ABC):
             config.init_weight(weight)
 
     def _weights(self) -> list[nn.Parameter]:
-        # Read in every forward: a plain parameter is found without the module's search for attributes.
+        # Read in every forward: what is plain is found without a module's search for attributes.
         holders = self.table_holders()[1]._modules.values()
         try:
             return [holder._parameters["weight"] for holder in holders]  # type: ignore[misc]
@@ -213,7 +213,7 @@ class EmbeddingBagCollection(TableCollection):
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
         """``embedding_bags``."""
-        return "embedding_bags", self.embedding_bags
+        return "embedding_bags", self._modules["embedding_bags"]  # type: ignore[return-value]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configurations."""
@@ -288,7 +288,7 @@ class EmbeddingCollection(TableCollection):
 
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
         """``embeddings``."""
-        return "embeddings", self.embeddings
+        return "embeddings", self._modules["embeddings"]  # type: ignore[return-value]
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configurations."""

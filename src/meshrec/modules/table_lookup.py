@@ -51,6 +51,8 @@ class TableLookup:
         self.dims = [tables[index].embedding_dim for index in self.tables]
         self.is_weighted = is_weighted
         self.bounds_check = bounds_check
+        self._clamps_ids = bounds_check is BoundsCheckMode.WARN
+        self._checks_ids = bounds_check is BoundsCheckMode.ERROR
         self._num_clamped = torch.zeros((), dtype=torch.int64)
         self._table_names = [table.name for table in tables]
         self._num_rows = [table.num_embeddings for table in tables]
@@ -106,14 +108,14 @@ class TableLookup:
             flat=flat,
             dims=self.dims,
         )
-        return self._clamped(lookups) if self.bounds_check is BoundsCheckMode.WARN else lookups
+        return self._clamped(lookups) if self._clamps_ids else lookups
 
     def run(
         self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: "TableUpdater | None"
     ) -> Tensor:
         """Looks up: ``[B, sum of D]``, or flat; the dtype is the widest of the tables'."""
         dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
-        options = (out_size, dtype, self.bounds_check is BoundsCheckMode.ERROR, self._names)
+        options = (out_size, dtype, self._checks_ids, self._names)
         if updater is not None and torch.is_grad_enabled():
             plain = [table for table in updater.plain_tables if weights[table].requires_grad]
             result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)

@@ -1,11 +1,13 @@
 """The optimizer inside the backward pass, and ``fuse``, which attaches it."""
 
 import dataclasses
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.modules.table_lookup import TableUpdater
@@ -13,7 +15,7 @@ from meshrec.ops import tbe
 from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.keyed import Closure, CombinedOptimizer, KeyedOptimizer
-from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, check_seed
+from meshrec.optim.optimizers import DEFAULT_SEED, HyperOfSteps, OptimizerSpec, check_seed
 
 # T tables, U touched rows, D width
 
@@ -31,15 +33,34 @@ class FusedTable(NamedTuple):
     """None: ordinary gradients."""
 
 
-class _Group(NamedTuple):
-    """The tables that one kernel call updates: they share the spec."""
+class _Group:
+    """The tables that one kernel call updates: they share the spec.
 
-    spec: OptimizerSpec
-    numbers: dict[str, Any]
-    """The spec's own, by name."""
-    tables: list[int]
-    options: dict[str, Any]
-    """torch's param_group: the tables' parameters and the spec's numbers as they are now."""
+    Every step reads it when the tables' rows have filled the caches: what a step can find ready is ready.
+    """
+
+    def __init__(self, spec: OptimizerSpec, tables: list[int], params: list[nn.Parameter], seed: int) -> None:
+        self.tables = tables
+        self.spec = spec
+        """With the numbers of the last step."""
+        self.slot_names = [slot.name for slot in spec.state_slots()]
+        numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        self.options: dict[str, Any] = {"params": params, **numbers}
+        """torch's param_group: the tables' parameters and the spec's numbers as they are now."""
+        self._read = operator.itemgetter(*numbers)
+        self._numbers = tuple(numbers.values())
+        self._seed = seed
+        self.hyper = HyperOfSteps(spec, seed)
+
+    def refresh(self) -> None:
+        """Takes over the numbers that the param_group holds now."""
+        now = self._read(self.options)
+        if now != self._numbers:
+            numbers: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
+            names = [field.name for field in dataclasses.fields(self.spec)]
+            self.spec = dataclasses.replace(self.spec, **dict(zip(names, numbers, strict=True)))
+            self.hyper = HyperOfSteps(self.spec, self._seed)
+            self._numbers = tuple(numbers)
 
 
 class FusedOptimizer(KeyedOptimizer, TableUpdater):
@@ -72,13 +93,9 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         for index, table in enumerate(tables):
             if table.spec is not None:
                 by_spec.setdefault(table.spec, []).append(index)
+        self._weights = [table.weight for table in tables]
         self._groups = [
-            _Group(
-                spec,
-                _numbers(spec),
-                members,
-                {"params": [tables[index].weight for index in members], **_numbers(spec)},
-            )
+            _Group(spec, members, [self._weights[index] for index in members], seed)
             for spec, members in by_spec.items()
         ]
         state: dict[Tensor, dict[str, Any]] = {}
@@ -103,14 +120,14 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         Tables that do not require a gradient (now, not when they were fused) are left alone.
         """
         trained = [
-            [index for index in group.tables if self._tables[index].weight.requires_grad]
-            for group in self._groups
+            [index for index in group.tables if self._weights[index].requires_grad] for group in self._groups
         ]
         # All read before any is used: a number out of its range must not leave half of the tables updated.
-        specs = [_current(group) for group in self._groups]
-        for tables, spec in zip(trained, specs, strict=True):
+        for group in self._groups:
+            group.refresh()
+        for group, tables in zip(self._groups, trained, strict=True):
             if self._update == "in_backward":
-                self._apply(spec, tables, grad, lookups)
+                self._apply(group, tables, grad, lookups)
             else:
                 self._collect(tables, grad, lookups)
 
@@ -122,9 +139,10 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             with torch.enable_grad():
                 loss = closure()
         if self._update == "on_step":
-            specs = [_current(group) for group in self._groups]
-            for group, spec in zip(self._groups, specs, strict=True):
-                self._apply_collected(spec, group.tables)
+            for group in self._groups:
+                group.refresh()
+            for group in self._groups:
+                self._apply_collected(group)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -138,21 +156,19 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
         """Nothing to do: the state is there from the beginning."""
 
-    def _apply(self, spec: OptimizerSpec, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
-        """One step of some tables with the same spec."""
+    def _apply(self, group: _Group, tables: list[int], grad: Tensor, lookups: tbe.Lookups) -> None:
+        """One step of some of the group's tables."""
         by_step: dict[int, list[int]] = {}
         for table in tables:
             by_step.setdefault(self._slots[table]["step"] + 1, []).append(table)
-        names = [slot.name for slot in spec.state_slots()]
         for step, members in by_step.items():
-            weights = [self._tables[table].weight for table in members]
+            weights = [self._weights[table] for table in members]
             members_slots = [self._slots[table] for table in members]
-            state = [slots[name] for name in names for slots in members_slots]
-            hyper = spec.hyper(lr=spec.lr, step=step, seed=self.seed)
-            chosen = lookups.of_tables(members)
-            with torch._C._AutoDispatchBelowAutograd():
-                torch.ops.meshrec.tbe_update(grad, *chosen, weights, state, spec.code, hyper, None, [])
-            torch.autograd.graph.increment_version(weights)
+            state = [slots[name] for name in group.slot_names for slots in members_slots]
+            chosen = lookups if len(members) == len(self._weights) else lookups.of_tables(members)
+            hyper = group.hyper.at(step)
+            tbe.update(grad, *chosen, weights, state, group.spec.code, hyper, None, [])
+            increment_version(weights)
             for slots in members_slots:
                 slots["step"] = step
 
@@ -170,8 +186,8 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             )
             weight.grad = new if weight.grad is None else weight.grad + new
 
-    def _apply_collected(self, spec: OptimizerSpec, candidates: list[int]) -> None:
-        tables = [table for table in candidates if self._tables[table].weight.grad is not None]
+    def _apply_collected(self, group: _Group) -> None:
+        tables = [table for table in group.tables if self._tables[table].weight.grad is not None]
         if not tables:
             return
         rows, grads = [], []
@@ -186,7 +202,7 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             rows.append(gradient._indices()[0])
             grads.append(gradient._values().float())
         lookups = rows_as_lookups(rows, [grad.shape[1] for grad in grads], tables)
-        self._apply(spec, tables, torch.cat([grad.reshape(-1) for grad in grads]), lookups)
+        self._apply(group, tables, torch.cat([grad.reshape(-1) for grad in grads]), lookups)
 
 
 def rows_as_lookups(rows: list[Tensor], dims: list[int], tables: list[int]) -> tbe.Lookups:
@@ -291,20 +307,6 @@ def _check_not_shared(planned: Mapping[str, list[FusedTable]]) -> None:
                     "A fused table belongs to one collection; let its features share the table instead."
                 )
             owner[table.weight] = name
-
-
-def _numbers(spec: OptimizerSpec) -> dict[str, Any]:
-    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-
-
-def _current(group: _Group) -> OptimizerSpec:
-    """The spec with the numbers that the param_group holds now."""
-    options = group.options
-    changed = {key: options[key] for key, old in group.numbers.items() if options[key] != old}
-    for key, value in changed.items():
-        if isinstance(value, Tensor):
-            changed[key] = value.item()
-    return dataclasses.replace(group.spec, **changed) if changed else group.spec
 
 
 def _new_state(spec: OptimizerSpec, weight: Tensor) -> dict[str, Any]:

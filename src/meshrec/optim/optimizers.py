@@ -15,7 +15,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from array import array
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from meshrec.ops.tbe import naive_update
 
 _MAX_SEED = 1 << 53
+_STEP = naive_update.Hyper._fields.index("step")
 _UNUSED = [0.0] * (naive_update.HYPER_SIZE - len(naive_update.Hyper._fields))
 DEFAULT_SEED = 1
 """Of stochastic rounding, where the user names none."""
@@ -80,10 +81,11 @@ class OptimizerSpec(ABC):
         """
         assert step >= 1, step
         check_seed(seed)
-        # Every step makes one; a tensor around a buffer is made in a fraction of torch.tensor's time.
-        numbers = array("d", (lr, *self._lasting, step, seed, row_dim))
-        numbers.extend(_UNUSED)
-        return torch.frombuffer(numbers, dtype=torch.float64)
+        # A tensor around a buffer is made in a fraction of torch.tensor's time.
+        return torch.frombuffer(self._numbers(lr, step, seed, row_dim), dtype=torch.float64)
+
+    def _numbers(self, lr: float, step: int, seed: int, row_dim: int) -> "array[float]":
+        return array("d", (lr, *self._lasting, step, seed, row_dim, *_UNUSED))
 
     @functools.cached_property
     def _lasting(self) -> tuple[float, ...]:
@@ -104,6 +106,28 @@ class OptimizerSpec(ABC):
             row_dim=0,
         )
         return numbers[1:-3]
+
+
+class HyperOfSteps:
+    """What ``spec.hyper`` gives, in one tensor for all steps: each reads its numbers before the next begins.
+
+    Args: see ``OptimizerSpec.hyper``.
+    """
+
+    def __init__(self, spec: OptimizerSpec, seed: int) -> None:
+        check_seed(seed)
+        self._arguments = spec, seed
+        self._numbers = spec._numbers(spec.lr, 1, seed, 0)
+        self._tensor = torch.frombuffer(self._numbers, dtype=torch.float64)
+
+    def at(self, step: int) -> Tensor:
+        """float64 [12], until the next call."""
+        self._numbers[_STEP] = step
+        return self._tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the tensor would not follow the copy of its numbers.
+        return type(self), self._arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

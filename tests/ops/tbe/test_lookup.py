@@ -127,6 +127,17 @@ def test_fused_forward_gives_sample_weights_their_gradient_before_the_update():
     assert not any(weight.any() for weight in weights)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_fused_forward_is_refused_inside_transforms(transform):
+    weights = make_weights()
+
+    def loss(scale):
+        return (tbe.fused_forward(weights, make_lookups(), Recorder(), [], OPTIONS) * scale).sum()
+
+    with pytest.raises(ValueError, match=r"inside a torch.func transform"):
+        transform(loss)(torch.ones(2, 1))
+
+
 def test_a_failed_lookup_names_table_and_feature():
     lookups = make_lookups()._replace(values=torch.tensor([1, 2, 1, 5, 0]))
     with pytest.raises(ValueError, match=r"table 't1': id 5 of feature 'b' \(sample 1\) is outside \[0, 5\)"):

@@ -8,6 +8,7 @@ from meshrec.ops.tbe.lookup import (
     fused_forward,
     sample_weight_grad,
     sparse_grad,
+    update,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "fused_forward",
     "sample_weight_grad",
     "sparse_grad",
+    "update",
 ]

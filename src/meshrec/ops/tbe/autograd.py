@@ -120,3 +120,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _register_autograd("meshrec::tbe_forward", _backward, setup_context=_save)
+
+# An update has no gradient of its own. torch would look for one among all of its tensors.
+_registration = torch.library.Library("meshrec", "IMPL")
+_registration.impl("tbe_update", torch.library.fallthrough_kernel, "Autograd")

@@ -16,6 +16,11 @@ from meshrec.ops.tbe.layout import Lookups
 
 # F features, K keys, T tables, N ids, B samples, D width
 
+# The overloads: to find them by name in every call, as torch.ops does, takes as long as the rest of the call.
+_forward: Callable[..., Tensor] = torch.ops.meshrec.tbe_forward.default
+update: Callable[..., None] = torch.ops.meshrec.tbe_update.default
+"""``torch.ops.meshrec.tbe_update``; see ``naive.tbe_update``."""
+
 
 class Updater(Protocol):
     """Takes the gradient of a lookup and updates tables with it."""
@@ -43,10 +48,7 @@ def forward(
         ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside their table and NaN
             per-sample weights.
     """
-    result: Tensor = torch.ops.meshrec.tbe_forward(
-        list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names
-    )
-    return result
+    return _forward(list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names)
 
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
@@ -104,6 +106,10 @@ class _FusedLookup(torch.autograd.Function):
         return (None, sample_grad, None, None, None, None, None, *plain_grads)
 
 
+# Function's own apply first prepares for torch.func, which takes as long as the rest.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _FusedLookup).apply
+
+
 def fused_forward(
     weights: Sequence[Tensor],
     lookups: Lookups,
@@ -115,6 +121,7 @@ def fused_forward(
 
     ``plain``: the tables that the updater leaves alone; they get ordinary dense gradients.
     ``options``: the rest of ``forward``'s arguments.
+    Raises: as ``forward``, and ValueError inside the transforms of torch.func.
 
     Not traced by torch.compile, which runs it between its graphs: the update in the backward pass is an
     effect that a traced graph would lose.
@@ -131,11 +138,14 @@ def _run_fused(
     plain: list[int],
     options: tuple[int, torch.dtype, bool, Tensor],
 ) -> Tensor:
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            "a fused collection was called inside a torch.func transform (grad, vmap, ...), which cannot "
+            "carry the update in its backward pass. Use torch.autograd, or torch.no_grad() to look up only."
+        )
     plain_weights = [weights[table] for table in plain]
-    result: Tensor = _FusedLookup.apply(  # type: ignore[no-untyped-call]
-        _anchor(), lookups.per_sample_weights, weights, lookups, updater, options, plain, *plain_weights
-    )
-    return result
+    anchor, sample_weights = _anchor(), lookups.per_sample_weights
+    return _apply(anchor, sample_weights, weights, lookups, updater, options, plain, *plain_weights)
 
 
 @functools.cache
