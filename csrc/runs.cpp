@@ -191,7 +191,6 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
     table.num_pairs += lookup.num_ids;
     table.slot_per_id |= lookup.pooling == kNone || batch.sample_weights != nullptr;
   }
-  int64_t row_bytes = 0;
   for (TableRuns& table : tables) {
     table.scaled = batch.sample_weights != nullptr;
     bool strided = false;
@@ -206,9 +205,7 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
     // sets.
     table.pack = strided && table.num_pairs > 2 * table.num_grads;
     table.first_pair = std::exchange(num_pairs, num_pairs + table.num_pairs);
-    row_bytes += std::min(table.num_pairs, table.num_rows) * table.dim * int64_t(sizeof(float));
   }
-  rows_from_memory_ = !prefetch_to_l1() || outgrows_caches(row_bytes / 2);
 }
 
 // Each thread gets neighbouring tables, about those that it looked up, whose rows are in caches that other
@@ -363,6 +360,11 @@ size_t Runs::lasting_bytes() const {
 }
 
 void Runs::allocate(bool with_row_stats, bool with_squares) {
+  int64_t row_bytes = 0;  // at most; hot rows have many pairs in few rows
+  for (const Range& range : ranges)
+    row_bytes += std::min(range.end - range.begin, range.end_row - range.first_row) *
+                 tables[range.table].dim * int64_t(sizeof(float));
+  rows_from_memory_ = !prefetch_to_l1() || outgrows_caches(row_bytes / 2);
   // Where ids have slots of their own, or scales, there are no squares of a whole slot.
   const auto squares_of = [&](const TableRuns& table) {
     return with_squares && table.pack && !table.slot_per_id && !table.scaled;
