@@ -357,18 +357,19 @@ void update_rows(const UpdateArgs& args) {
 // The usual widths of the usual optimizers: the gradient is summed in registers, and so few instructions are
 // left per row that the processor reaches the next rows while this one waits for memory.
 template <int kOptimizer, int kDim, bool kScaled>
-void update_rows_of(const UpdateArgs& args) {
+void update_rows_of(const UpdateArgs args) {
   static_assert(kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad);
   constexpr int kVectors = kDim / kLanes, kParts = 16 / kLanes;
-  const RunArgs& a = args.runs;
-  const Hyper& h = args.hyper;
+  const RunArgs a = args.runs;
+  const Hyper h = args.hyper;
+  float* const state0 = args.state0;
   float* weight = static_cast<float*>(args.weight);
   const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
   const float* mean_square = args.mean_squares;
   const auto touch = [&](uint32_t row, auto locality) __attribute__((always_inline)) {
     constexpr int once = locality() == kToL1() ? kToL1Once() : locality();  // gradient rows come again
     prefetch<kDim * sizeof(float), once>(weight + int64_t(row) * kDim);
-    if constexpr (kOptimizer == kRowWiseAdagrad) prefetch<64, locality()>(args.state0 + row);
+    if constexpr (kOptimizer == kRowWiseAdagrad) prefetch<64, locality()>(state0 + row);
   };
   for (int64_t i = 0; i < a.num_pairs;) {
     const uint32_t row = a.pairs[i].row;
@@ -389,7 +390,7 @@ void update_rows_of(const UpdateArgs& args) {
     for (++i; i < a.num_pairs && a.pairs[i].row == row; ++i) add(false);
     float rate = h.lr;
     if constexpr (kOptimizer == kRowWiseAdagrad) {
-      float& sum = args.state0[row];
+      float& sum = state0[row];
       if (mean_square != nullptr) {
         sum += *mean_square++;
       } else {
