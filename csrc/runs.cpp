@@ -16,12 +16,10 @@ constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kSpareBytes = size_t(64) << 20;
 constexpr int64_t kLeastChunk = 1 << 12, kMostChunk = 1 << 14;  // ids
 constexpr int64_t kStreams = 4;
-constexpr int64_t kRowsAhead = 8;   // of the gradient, while it is packed
-constexpr int64_t kMaxParts = 256;  // as many places are written at a time
-constexpr size_t kRangeBytes = size_t(128)
-                               << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
-constexpr size_t kWaveBytes = size_t(1)
-                              << 20;  // per thread, of pairs and packed gradients: about an L2 cache
+constexpr int64_t kRowsAhead = 8;          // of the gradient, while it is packed
+constexpr int64_t kMaxParts = 256;         // as many places are written at a time
+constexpr size_t kRangeBytes = 128 << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
+constexpr size_t kWaveBytes = 1 << 20;     // per thread, of pairs and packed gradients: about an L2 cache
 constexpr size_t kKeptPairs = size_t(1) << 20;
 constexpr int64_t kSavedNumbers = 2;  // of ranges and of runs
 
