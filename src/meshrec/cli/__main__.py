@@ -6,6 +6,16 @@ from typing import Annotated
 import tyro
 
 from meshrec.cli import calibrate, checkpoint, plan, runs, train
+from meshrec.cli.arguments import parse
+
+_COMMANDS = (
+    Annotated[train.TrainOptions, tyro.conf.subcommand("train")]
+    | Annotated[runs.RunsOptions, tyro.conf.subcommand("runs")]
+    | Annotated[checkpoint.CheckpointOptions, tyro.conf.subcommand("checkpoint")]
+    | Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]
+    | Annotated[calibrate.CalibrateOptions, tyro.conf.subcommand("calibrate")]
+)
+_DESCRIPTION = "Recommender models with large embedding tables: train them, plan where their tables go."
 
 
 def main() -> int:
@@ -15,14 +25,7 @@ def main() -> int:
             return train.main(sys.argv[2:])
         if sys.argv[1:2] == ["checkpoint"]:  # it has commands of its own
             return checkpoint.main(sys.argv[2:])
-        options = tyro.cli(
-            Annotated[train.TrainOptions, tyro.conf.subcommand("train")]
-            | Annotated[runs.RunsOptions, tyro.conf.subcommand("runs")]
-            | Annotated[checkpoint.CheckpointOptions, tyro.conf.subcommand("checkpoint")]
-            | Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]
-            | Annotated[calibrate.CalibrateOptions, tyro.conf.subcommand("calibrate")],
-            prog="meshrec",
-        )
+        options = parse(_COMMANDS, sys.argv[1:], program="meshrec", description=_DESCRIPTION)
         match options:
             case plan.PlanOptions():
                 plan.run(options)

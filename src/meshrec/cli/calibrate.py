@@ -21,15 +21,15 @@ from meshrec.train.ranks import choose_device
 class CalibrateOptions:
     """Measures this machine in under a minute and saves a profile for `meshrec plan --hardware FILE`.
 
-    Under torchrun it measures the process group as well: torchrun --nproc-per-node=2 -m meshrec.cli calibrate
+    Under torchrun it measures the process group as well: torchrun --nproc-per-node=2 -m meshrec calibrate
     """
 
-    out: Annotated[Path, tyro.conf.Positional] = Path("hardware.json")
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = Path("hardware.json")
     """Where to save the profile."""
     name: str = "calibrated"
     """What to call it."""
     ranks_per_node: int | None = None
-    """Ranks that share a node (default: all)."""
+    """Ranks that share a node; if none, all."""
     device: str = "cpu"
     """cpu or cuda."""
     quick: bool = False

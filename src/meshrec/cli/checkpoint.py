@@ -12,6 +12,7 @@ from rich.table import Table
 
 from meshrec.checkpoint import export_safetensors, import_weights, read_manifest, verify_data
 from meshrec.checkpoint.manifest import DTYPE_NAMES, MANIFEST, Manifest
+from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.planner.sizes import size_text
 from meshrec.train.run_folder import CHECKPOINTS
@@ -23,7 +24,7 @@ _PIPE_WIDTH = 140
 class InspectOptions:
     """Shows what is in a checkpoint: step, entries, tensors, types, shapes, sizes."""
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint, a folder of them, or a run: its newest."""
     json: bool = False
     """Print JSON."""
@@ -33,7 +34,7 @@ class InspectOptions:
 class VerifyOptions:
     """Reads every byte of a checkpoint, or of all in a folder, and compares the checksums."""
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint, a folder of them, or a run."""
 
 
@@ -41,27 +42,29 @@ class VerifyOptions:
 class ExportOptions:
     """Writes the weights of a checkpoint's model as one safetensors file of whole tensors."""
 
-    path: Annotated[Path, tyro.conf.Positional]
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A checkpoint, a folder of them, or a run: its newest."""
-    out: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The file to write."""
     to: str = "safetensors"
     """The format: safetensors."""
     entry: str | None = None
-    """Which module of the saved state (default: the only one)."""
+    """Which module of the saved state; if none, the only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     """Makes a checkpoint from a state_dict of torch.save, or from a safetensors file."""
 
-    source: Annotated[Path, tyro.conf.Positional]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The file; nothing in it is executed."""
-    out: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """The checkpoint to make."""
     entry: str = "model"
     """What the module is called in the state."""
-    rename: tuple[tuple[str, str], ...] = ()
+    rename: Annotated[
+        tuple[tuple[str, str], ...], tyro.conf.arg(metavar="REGEX TEXT ...", help_behavior_hint="")
+    ] = ()
     """Pairs: a regular expression, and what replaces its match in a name; the first that matches counts."""
 
 
@@ -82,7 +85,7 @@ class CheckpointOptions:
 
 def main(arguments: Sequence[str]) -> int:
     """Parses and does it; the exit code."""
-    options: Any = tyro.cli(Command, args=list(arguments), prog="meshrec checkpoint")
+    options: Any = parse(Command, arguments, program="meshrec checkpoint")
     return run(options)
 
 

@@ -38,24 +38,22 @@ class PlanOptions:
     a training run saved.
     """
 
-    source: Annotated[Path | None, tyro.conf.Positional] = None
+    source: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE]")] = None
     """A recipe, a task file, or a saved plan to explain."""
     ranks: int | None = None
-    """Number of ranks (default: 8)."""
+    """Number of ranks; if none, 8."""
     ranks_per_node: int | None = None
-    """Ranks that share a node."""
+    """Ranks that share a node; if none, 8 on GPUs, and all on CPUs and for recipes."""
     hardware: str | None = None
-    """A built-in profile (cpu, a100, h100, h200), or a file of `meshrec calibrate` (default: the recipe's;
-    h100 for task files)."""
+    """A profile (cpu, a100, h100, h200) or a file of `meshrec calibrate`; if none, the recipe's, or h100."""
     batch_size: int | None = None
-    """Samples per rank (default: the global batch of the task or recipe over the ranks)."""
+    """Samples per rank; if none, the global batch of the task or recipe over the ranks."""
     memory_gib: float | None = None
-    """Memory per rank (default: the profile's)."""
+    """Memory per rank; if none, the profile's."""
     time_limit: float = 30.0
     """Seconds after which the best plan so far counts."""
     max_work: float | None = None
-    """Effort that does not depend on the machine: touched array elements (default: 1e9; a recipe's as in
-    training)."""
+    """Effort in touched array elements, the same on any machine; if none, 1e9, or what training takes."""
     gap: float = 0.005
     """Stop when the plan is proven to be this close to the best."""
     out: Path | None = None
@@ -69,8 +67,7 @@ class PlanOptions:
     diff: tuple[Path, Path] | None = None
     """Two saved plans: what moves from the old to the new one."""
     compare: Path | None = None
-    """A training run's folder (or its phases.jsonl): prediction next to measurement. Without SOURCE: of the
-    run's own plan."""
+    """A training run's folder or phases.jsonl, to compare with SOURCE's prediction or its own plan's."""
 
 
 def run(options: PlanOptions) -> None:

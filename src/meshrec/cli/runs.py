@@ -19,8 +19,10 @@ _PIPE_WIDTH = 140
 class RunsOptions:
     """Lists the training runs; `meshrec runs compare A B` puts two side by side."""
 
-    words: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Nothing, or: compare A B."""
+    words: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[compare A B]", help_behavior_hint="")
+    ] = ()
+    """Two runs, by name, to put side by side; otherwise all are listed."""
     runs: Path = RUNS
     """Where run folders are."""
 

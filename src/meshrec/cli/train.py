@@ -1,6 +1,7 @@
 """``meshrec train``: trains a recipe, on this machine or as one rank of a launcher's."""
 
 import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.screen import make_screen
 from meshrec.train.launch import launch
 from meshrec.train.ranks import choose_device, launched
@@ -27,16 +29,16 @@ class TrainOptions:
     `meshrec train RECIPE --help` lists them. Several nodes: torchrun ... -m meshrec train RECIPE.
     """
 
-    recipe: Annotated[str, tyro.conf.Positional]
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
     """What to train; `meshrec train --help` lists the names."""
     nproc: int = 1
     """Ranks on this machine."""
     name: str | None = None
-    """The run's name (default: the recipe's with the next number)."""
+    """The run's name; if none, the recipe's with the next number."""
     runs: Path = RUNS
     """Where run folders are."""
     device: str | None = None
-    """cpu or cuda (default: cuda where there is one)."""
+    """cpu or cuda; if none, cuda where there is one."""
     resume: bool = False
     """Go on with a run from its last checkpoint."""
     quiet: bool = False
@@ -44,7 +46,7 @@ class TrainOptions:
     profile: bool = False
     """Trace a few steps for Perfetto (ui.perfetto.dev)."""
     baselines: bool = True
-    """Judge the three baselines, too."""
+    """Judge the three baselines, too; the flag leaves them out."""
     max_restarts: int = 0
     """How often to start all ranks anew when one fails."""
 
@@ -110,12 +112,8 @@ def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recip
         frozen=True,
         kw_only=True,
     )
-    parsed = tyro.cli(
-        joined,
-        args=list(arguments),
-        prog="meshrec train",
-        description=f"{TrainOptions.__doc__}",
-        config=(tyro.conf.AvoidSubcommands,),
+    parsed = parse_arguments(
+        joined, arguments, program=f"meshrec train {arguments[0]}", description=inspect.getdoc(TrainOptions)
     )
     return parsed.options, dataclasses.replace(recipe, **{name: getattr(parsed, name) for name in parts})
 
@@ -124,9 +122,9 @@ def _help(arguments: Sequence[str]) -> None:
     names = "\n".join(
         f"  {name}: {(function.__doc__ or '').splitlines()[0]}" for name, function in RECIPES.items()
     )
-    tyro.cli(
+    parse_arguments(
         TrainOptions,
-        args=["--help"] if not arguments else list(arguments),
-        prog="meshrec train",
-        description=f"{TrainOptions.__doc__}\n\nRecipes:\n{names}",
+        arguments or ["--help"],
+        program="meshrec train",
+        description=f"{inspect.getdoc(TrainOptions)}\n\nRecipes:\n{names}",
     )

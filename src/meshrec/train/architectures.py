@@ -22,7 +22,7 @@ class DLRMConfig(ModelConfig):
     embedding_dim: int = 16
     """The width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values (default: small ones that depend on the rows)."""
+    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
     bottom: tuple[int, ...] = (64,)
     """Hidden layers over the dense values."""
     top: tuple[int, ...] = (64, 32)
@@ -45,7 +45,7 @@ class DLRMDCNConfig(ModelConfig):
     embedding_dim: int = 16
     """The width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values (default: small ones that depend on the rows)."""
+    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
     bottom: tuple[int, ...] = (64,)
     """Hidden layers over the dense values."""
     top: tuple[int, ...] = (64, 32)
@@ -74,7 +74,7 @@ class DeepFMConfig(ModelConfig):
     embedding_dim: int = 16
     """The width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values (default: small ones that depend on the rows)."""
+    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
     bottom: tuple[int, ...] = (64,)
     """Hidden layers over the dense values."""
     deep: tuple[int, ...] = (64, 32)

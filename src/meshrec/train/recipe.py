@@ -105,15 +105,15 @@ class Placement:
     sharded: bool = True
     """Split the tables over ranks as planned; otherwise one process trains the plain model."""
     hardware: str | None = None
-    """A profile (cpu, a100, h100, h200), or a file of `meshrec calibrate` (default: the device's)."""
+    """A profile (cpu, a100, h100, h200), or a file of `meshrec calibrate`; if none, the device's."""
     memory_gib: float | None = None
-    """Memory per rank (default: the profile's)."""
+    """Memory per rank; if none, the profile's."""
     min_partition: int | None = None
-    """The least number of columns of a column shard (default: 32)."""
+    """The least number of columns of a column shard; if none, 32."""
     sharding_types: tuple[str, ...] | None = None
     """The only sharding types that the planner may choose."""
     replicate_mib: float | None = None
-    """Tables larger than this are split, never copied to every rank (default: the planner decides)."""
+    """Tables larger than this are split, never copied to every rank; if none, the planner decides."""
     sample_batches: int = 4
     """Batches to measure pooling factors and hot rows on before planning; 0: assume one id per bag."""
     plan: Path | None = None
