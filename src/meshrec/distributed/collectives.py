@@ -96,7 +96,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
     received, sent = None, sent.contiguous()
     if link is None:
         sent = sent.repeat(axis.size) if same else sent
-        received = torch.ops.meshrec.new_buffer(sent, sum(splits.received))
+        received = torch.ops.meshrec.new_buffer.default(sent, sum(splits.received))
     work: Any
     try:
         if link is not None:
@@ -128,7 +128,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
     if _traffic:
         _count(name, sent, [sent.numel()] * axis.size, axis.rank)
     sent = sent.contiguous()
-    received = torch.ops.meshrec.new_buffer(sent, axis.size * sent.numel())
+    received = torch.ops.meshrec.new_buffer.default(sent, axis.size * sent.numel())
     work: Any
     try:
         if sent.is_cpu and (link := links[group]) is not None:

@@ -81,7 +81,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Messag
     bags = ids.segments.diff()[order]
     num_bags = bags.view(num_messages, -1).sum(1).tolist()
     num_ids = header[:, 2].tolist()
-    lengths, values, weights = torch.ops.meshrec.permute_jagged(
+    lengths, values, weights = torch.ops.meshrec.permute_jagged.default(
         order,
         num_messages * num_routes,
         ids.offsets.diff(),

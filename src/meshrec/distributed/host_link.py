@@ -93,7 +93,7 @@ class Reading:
         try:
             if make is None:
                 if self.result.numel() != self.num_elements:
-                    self.result = torch.ops.meshrec.new_buffer(self.result, self.num_elements)
+                    self.result = torch.ops.meshrec.new_buffer.default(self.result, self.num_elements)
                 name, arguments = "wait", (self.result.data_ptr(), *arguments)
             while (outcome := link.functions[name](link.handle, self.number, *arguments)) == _NOT_YET:
                 deadline = deadline or time.monotonic() + link.timeout_seconds

@@ -199,7 +199,7 @@ class InputDist:
 
     def unpack(self, message: Message, blocks: list[int], num_routes: int) -> LookupIds:
         """The ids of a message, its blocks in the given order."""
-        values, offsets, weights, segments = torch.ops.meshrec.unpack_ids(
+        values, offsets, weights, segments = torch.ops.meshrec.unpack_ids.default(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
         )
         batches = message.header[blocks, 3].tolist()
@@ -223,7 +223,7 @@ class InputDist:
                 "Move one to the other with .to()."
             )
         strides, segments = features.stride_per_key(), features.segments_or_none()
-        payload, header, counts, bad = torch.ops.meshrec.route_ids(
+        payload, header, counts, bad = torch.ops.meshrec.route_ids.default(
             values,
             offsets,
             None if weights is None else weights.detach(),

@@ -136,16 +136,18 @@ class LookupTables:
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
         flat = self.sequence or ids.ragged
-        return torch.ops.meshrec.tbe_forward(  # type: ignore[no-any-return]
-            self._plain or list(self.weights),
-            *ids[:4],
-            *self._arguments,
-            flat,
-            num_elements if flat else sum(ids.batches),
-            self._out_dtype,
-            False,
-            self._names,
-        )
+        # Gradients are made elsewhere; the op's own gradient would be found, in Python, and not used.
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.meshrec.tbe_forward.default(  # type: ignore[no-any-return]
+                self._plain or list(self.weights),
+                *ids[:4],
+                *self._arguments,
+                flat,
+                num_elements if flat else sum(ids.batches),
+                self._out_dtype,
+                False,
+                self._names,
+            )
 
     def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """A gradient in fp32 with the shape of the output."""
@@ -169,7 +171,7 @@ class LookupTables:
         the same rectangles, see ``row_squares``.
         """
         tables, weights = _positions(self._arguments.tables, rectangles), self.weights
-        torch.ops.meshrec.tbe_update(
+        torch.ops.meshrec.tbe_update.default(
             grad,
             *ids[:4],
             *self._arguments._replace(tables=tables),
@@ -189,7 +191,7 @@ class LookupTables:
         """What an update of these rectangles needs to agree on with those who hold their other columns."""
         weights = self.weights
         return RowSquares(
-            *torch.ops.meshrec.tbe_row_squares(
+            *torch.ops.meshrec.tbe_row_squares.default(
                 grad,
                 *ids[:4],
                 *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
@@ -202,7 +204,7 @@ class LookupTables:
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
         """For each of the rectangles its touched rows and their gradients."""
         weights = self.weights
-        flat = torch.ops.meshrec.tbe_sparse_grad(
+        flat = torch.ops.meshrec.tbe_sparse_grad.default(
             grad,
             *ids[:4],
             *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
@@ -215,7 +217,7 @@ class LookupTables:
     def dense_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[Tensor]:
         """For each of the rectangles its whole gradient."""
         weights = self.weights
-        grads: list[Tensor] = torch.ops.meshrec.tbe_dense_grad(
+        grads: list[Tensor] = torch.ops.meshrec.tbe_dense_grad.default(
             grad,
             [weights[i] for i in rectangles],
             *ids[:4],
@@ -230,7 +232,7 @@ class LookupTables:
         values, offsets, _, segments = ids[:4]
         if self.is_empty:
             return grad.new_zeros(values.numel(), dtype=torch.float32)
-        return torch.ops.meshrec.tbe_sample_weight_grad(  # type: ignore[no-any-return]
+        return torch.ops.meshrec.tbe_sample_weight_grad.default(  # type: ignore[no-any-return]
             self.shaped(grad, ids),
             list(self.weights),
             values,

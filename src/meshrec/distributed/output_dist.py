@@ -67,14 +67,14 @@ class Hop:
         due.
         """
         arguments = local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
-        gather = torch.ops.meshrec.gather_pooled
+        gather = torch.ops.meshrec.gather_pooled.default
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(
         self, grad: Tensor, bags: SourceIds | None, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """The gradient taken apart: what goes to each rank (1-D), and that of the local columns."""
-        sent, local = torch.ops.meshrec.scatter_pooled(
+        sent, local = torch.ops.meshrec.scatter_pooled.default(
             grad, self.grad_pieces, self.grad_dims, self.local_dim, *_bags(bags), scale, dtype
         )
         return sent, local
@@ -222,13 +222,13 @@ class SequenceOutput:
         """Flat fp32: for each use [ids, dim]; the tables that every rank holds come last, as ``local`` has
         them.
         """
-        rows: Tensor = torch.ops.meshrec.gather_sequence(in_flight.wait(), *self._ids(asked.source))
+        rows: Tensor = torch.ops.meshrec.gather_sequence.default(in_flight.wait(), *self._ids(asked.source))
         return rows if local is None else torch.cat([rows, local])
 
     def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
         """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local part."""
         split = self._num_elements(asked.source)
-        sent = torch.ops.meshrec.scatter_sequence(
+        sent = torch.ops.meshrec.scatter_sequence.default(
             grad[:split], *self._ids(asked.source), scale, self._precision.backward
         )
         splits = self._splits(asked)

@@ -299,7 +299,7 @@ def update_rows(
     """Steps distinct rows [U] of a rectangle from their gradients [U, D], in place. ``origin``: the row and
     column of its table where it begins.
     """
-    torch.ops.meshrec.tbe_update(
+    torch.ops.meshrec.tbe_update.default(
         grad.reshape(-1),
         rows,
         torch.tensor([0, rows.numel()], device=rows.device),

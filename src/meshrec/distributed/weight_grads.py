@@ -34,7 +34,7 @@ class WeightGrads:
         )
         splits = Splits([part.numel() for part in by_rank], [int(counts.sum()) for counts in routes])
         received = all_to_all(torch.cat(list(by_rank)), splits, self._axis, "gradients of weights").wait()
-        return torch.ops.meshrec.gather_weight_grads(  # type: ignore[no-any-return]
+        return torch.ops.meshrec.gather_weight_grads.default(  # type: ignore[no-any-return]
             received if local is None else torch.cat([received, local]),
             source.values,
             source.offsets,

@@ -42,7 +42,7 @@ def relu(input: Tensor) -> Tensor:
 class _Relu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.meshrec.new_buffer(x, x.numel()).view(x.shape)
+        out: Tensor = torch.ops.meshrec.new_buffer.default(x, x.numel()).view(x.shape)
         torch.clamp_min(x, 0, out=out)
         ctx.save_for_backward(out)
         ctx.save_for_forward(out)

@@ -140,7 +140,7 @@ class TableLookup:
         return [index[feature] for feature in self.features]
 
     def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
-        values, counts = torch.ops.meshrec.clamp_ids(
+        values, counts = torch.ops.meshrec.clamp_ids.default(
             lookups.values,
             lookups.offsets,
             lookups.segments,

@@ -107,13 +107,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     weights_grad: list[Tensor | None] = [None] * len(weights)
     sample_grad = None
     if any(ctx.needs_input_grad[0]):
-        dense = torch.ops.meshrec.tbe_dense_grad(
+        dense = torch.ops.meshrec.tbe_dense_grad.default(
             grad, weights, values, offsets, per_sample_weights, segments, *ctx.lookups, ctx.dims
         )
         needed = ctx.needs_input_grad[0]
         weights_grad = [gradient if need else None for gradient, need in zip(dense, needed, strict=True)]
     if ctx.needs_input_grad[3]:
-        sample_grad = torch.ops.meshrec.tbe_sample_weight_grad(
+        sample_grad = torch.ops.meshrec.tbe_sample_weight_grad.default(
             grad, weights, values, offsets, segments, *ctx.lookups, ctx.dims
         ).to(per_sample_weights.dtype)
     return (weights_grad, None, None, sample_grad, *[None] * 10)

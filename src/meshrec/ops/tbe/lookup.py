@@ -53,20 +53,20 @@ def forward(
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
     """Gradients shaped and typed like the weights."""
-    result: list[Tensor] = torch.ops.meshrec.tbe_dense_grad(grad, list(weights), *lookups)
+    result: list[Tensor] = torch.ops.meshrec.tbe_dense_grad.default(grad, list(weights), *lookups)
     return result
 
 
 def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Per table: the touched rows, int64 [U] ascending, and their summed gradients, float32 [U, D]."""
-    flat = torch.ops.meshrec.tbe_sparse_grad(grad, *lookups, num_rows)
+    flat = torch.ops.meshrec.tbe_sparse_grad.default(grad, *lookups, num_rows)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
     """The gradient of the per-sample weights, float32 [N]."""
     values, offsets, _, segments, *rest = lookups
-    result: Tensor = torch.ops.meshrec.tbe_sample_weight_grad(
+    result: Tensor = torch.ops.meshrec.tbe_sample_weight_grad.default(
         grad, list(weights), values, offsets, segments, *rest
     )
     return result
