@@ -23,7 +23,9 @@ def task(tmp_path):
 
 def test_plan_save_and_explain(task, tmp_path, capsys):
     run(PlanOptions(source=task, out=tmp_path / "plan.json", html=tmp_path / "plan.html", **FAST))
-    assert "proven: no plan is" in capsys.readouterr().out.replace("\n", " ")
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert "proven: no plan is" in printed
+    assert f"the plan: {tmp_path / 'plan.json'} the page: {tmp_path / 'plan.html'}" in printed
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
     run(PlanOptions(source=tmp_path / "plan.json", json=True))
     report = json.loads(capsys.readouterr().out)
@@ -50,6 +52,21 @@ def test_mistakes_are_named(task, tmp_path):
     for ranks in ("nodes=3", "ranks=a", "ranks=2,0"):
         with pytest.raises(ValueError, match=f"--what-if '{ranks}': write ranks=16,32,64"):
             run(PlanOptions(source=task, what_if=ranks, **FAST))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"diff": ("a", "b"), "ranks": 2}, "--diff takes no --ranks: it prints one table. Leave --ranks out"),
+        ({"diff": ("a", "b"), "source": "c"}, "--diff takes no SOURCE"),
+        ({"what_if": "ranks=2", "html": "x.html"}, "--what-if takes no --html"),
+        ({"compare": "run", "json": True}, "--compare takes no --json"),
+        ({"compare": "run", "what_if": "ranks=2"}, "--compare takes no --what-if"),
+    ],
+)
+def test_no_option_is_ignored(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(PlanOptions(**options))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ def test_a_task_file(tmp_path):
     assert (found.name, found.batch_size(16), found.world_sizes) == ("mine", 4, (2,))
     assert (found.tables[0].weight_bytes, found.tables[0].optimizer) == (2, OptimizerKind.ROW_WISE_ADAGRAD)
     (tmp_path / "task.json").write_text(json.dumps({**task, "dtype": "fp5"}))
-    with pytest.raises(ValueError, match=r"is no task file: 'fp5'. It needs task, global_batch_size"):
+    with pytest.raises(
+        ValueError, match=r"is no task file: missing or unknown: 'fp5'. It needs task, global_batch_size"
+    ):
         load_task(tmp_path / "task.json")
 
 

@@ -14,6 +14,8 @@ def test_what_these_ranks_cannot_run_is_refused(small):
     small(batch_size=100).check(2)
     with pytest.raises(ValueError, match=r"100 cannot be divided among 3 ranks; take 99 or 102"):
         small(batch_size=100).check(3)
+    with pytest.raises(ValueError, match=r"100 cannot be divided among 300 ranks; take 300\.$"):
+        small(batch_size=100).check(300)
     with pytest.raises(ValueError, match=r"placement.sharded is False.*there are 2 ranks"):
         small(placement=Placement(sharded=False)).check(2)
     with pytest.raises(ValueError, match=r"early stopping would never see an evaluation"):

@@ -39,7 +39,7 @@ def test_recipes_that_are_not_there(tmp_path):
         resolve("nowhere:f")
     with pytest.raises(ValueError, match=r"has no function 'theirs'"):
         resolve(f"{tmp_path}/mine.py:theirs")
-    with pytest.raises(ValueError, match=r"wrong\(\) gave a int; it must return a"):
+    with pytest.raises(ValueError, match=r"wrong\(\) gave 3; it must return a"):
         resolve(f"{tmp_path}/mine.py:wrong")
     with pytest.raises(ValueError, match=r"loads\(\) cannot be called without arguments \(missing .* 's'"):
         resolve("json:loads")

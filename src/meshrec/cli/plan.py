@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -72,6 +72,7 @@ class PlanOptions:
 
 def run(options: PlanOptions) -> None:
     """Does what the options say. ValueError for what cannot be."""
+    _check_together(options)
     if options.diff is not None:
         old, new = options.diff
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
@@ -92,8 +93,25 @@ def run(options: PlanOptions) -> None:
     if options.json:
         json.dump(report.to_json(), sys.stdout)
         sys.stdout.write("\n")
-    else:
-        render(report)
+        return
+    render(report)
+    for what, path in (("plan", options.out), ("page", options.html)):
+        if path is not None:
+            print(f"the {what}: {path}")
+
+
+def _check_together(options: PlanOptions) -> None:
+    """ValueError for an option that another one would have ignored."""
+    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    tasks: list[str] = [name for name in ("diff", "compare", "what_if") if name in given]
+    if not tasks:
+        return
+    takes_no = [name for name in given if name != tasks[0]] if tasks[0] == "diff" else tasks[1:]
+    takes_no += [name for name in ("html", "json") if name in given]
+    if takes_no:
+        first, other = (name.replace("_", "-") for name in (tasks[0], takes_no[0]))
+        other = "SOURCE" if other == "source" else f"--{other}"
+        raise ValueError(f"--{first} takes no {other}: it prints one table. Leave {other} out.")
 
 
 def _check(options: PlanOptions) -> None:

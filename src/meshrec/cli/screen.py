@@ -36,10 +36,10 @@ class LineScreen:
         """Prints it."""
         match event:
             case Started():
-                self._print(headline(event))
+                self._print(headline(event), soft_wrap=True)
                 if event.plan is not None:
                     for line in plan_lines(make_report(event.plan)):
-                        self._print(f"  {line}")
+                        self._print(f"  {line}", soft_wrap=True)
             case Logged(line):
                 self._print(
                     f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {line['loss']:.4f}  "
@@ -48,11 +48,11 @@ class LineScreen:
             case Evaluated(line, is_best):
                 self._print(validation_text(line, is_best))
             case Said(text):
-                self._print(text)
+                self._print(text, soft_wrap=True)
             case Finished(summary):
                 self._print(summary_table(summary))
                 for text in closing_lines(self._folder, summary):
-                    self._print(text)
+                    self._print(text, soft_wrap=True)
             case Stepped():
                 pass
 

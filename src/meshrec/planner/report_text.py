@@ -65,11 +65,13 @@ def _console() -> Console:
 
 def _report(report: PlanReport) -> RenderableType:
     used = [phase for phase, seconds in report.phases.items() if seconds > 0]
-    summary = Table("phase", "slowest rank, ms", title="one training step, without the dense part")
+    title = "one training step, without the dense part"
+    summary = Table("phase", "slowest rank, ms", title=title, min_width=len(title))
     for phase in used:
         summary.add_row(phase, f"{report.phases[phase] * 1e3:.3f}")
     summary.add_row("step", f"{report.seconds * 1e3:.3f}", style="bold")
-    ranks = Table("rank", "memory", *(f"{phase}, ms" for phase in used), "tables", title="rank by rank")
+    title = "rank by rank, without latencies, which all ranks share"
+    ranks = Table("rank", "memory", *(f"{phase}, ms" for phase in used), "tables", title=title)
     for rank in report.ranks[:_MOST_RANKS]:
         names = ", ".join(rank.tables[:_MOST_NAMES])
         more = len(rank.tables) - _MOST_NAMES
@@ -87,7 +89,6 @@ def _report(report: PlanReport) -> RenderableType:
     lines += [f"[yellow]warning:[/yellow] {warning}" for warning in report.warnings]
     lines.append(
         f"step {report.seconds * 1e3:.3f} ms on {report.world_size} ranks ({report.hardware}); proven: "
-        f"no plan is "
-        f"faster than {report.lower_bound * 1e3:.3f} ms (gap {report.gap:.2%})"
+        f"no plan is faster than {report.lower_bound * 1e3:.3f} ms (gap {report.gap:.2%})"
     )
     return Group(*lines)

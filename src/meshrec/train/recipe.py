@@ -139,9 +139,10 @@ class Recipe:
         training = self.training
         if training.batch_size % world_size:
             below = training.batch_size - training.batch_size % world_size
+            choices = f"{below} or {below + world_size}" if below else world_size
             raise ValueError(
                 f"training.batch_size {training.batch_size} cannot be divided among {world_size} ranks; "
-                f"take {below or world_size} or {below + world_size}."
+                f"take {choices}."
             )
         if not self.placement.sharded and world_size > 1:
             raise ValueError(

@@ -92,8 +92,7 @@ def resolve(name: str) -> Recipe:
     recipe = function()
     if not isinstance(recipe, Recipe):
         raise ValueError(
-            f"recipe {name!r}: {function_name}() gave a {type(recipe).__name__}; it must return a "
-            "meshrec.train.Recipe."
+            f"recipe {name!r}: {function_name}() gave {recipe!r}; it must return a meshrec.train.Recipe."
         )
     return recipe
 
