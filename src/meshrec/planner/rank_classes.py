@@ -185,11 +185,10 @@ class ClassRelaxation:
         candidates = np.flatnonzero(known.admitted_C)
         program = SlotProgram(self._problem, self._elements, candidates, box, scale=self._scale)
         if not program.is_small:
-            return (
-                self._in_classes(known, cutoff, *_FINER, seconds)
-                if self._are_few(known.admitted_C)
-                else known
-            )
+            if not self._are_few(known.admitted_C):
+                return known
+            coarse = self._in_classes(known, cutoff, *_COARSE, seconds)
+            return coarse and self._in_classes(coarse, cutoff, *_FINER, seconds)
         solver = Solver(program.build(self._mean.cuts(lower_K, upper_K)), as_is=True)
         solver.set_time(seconds)
         solver.set_cutoff(cutoff + MARGIN)
