@@ -361,11 +361,19 @@ class SlotProgram:
             none,
         )
         add_largest(self._rows, problem, self.candidates, slowest, self._scale)
-        for cut in mean_cuts:
-            place_N = self._place_C[cut.candidate_N]
+        if mean_cuts:
+            row = np.arange(len(mean_cuts))
+            place_N = self._place_C[np.concatenate([cut.candidate_N for cut in mean_cuts])]
+            value_N = np.concatenate([cut.value_N for cut in mean_cuts])
+            row_N = np.repeat(row, [len(cut.candidate_N) for cut in mean_cuts])
             mine = place_N >= 0
-            columns = np.append(place_N[mine], slowest[cut.phase])
-            self._rows.add(columns, np.append(cut.value_N[mine], cut.slope), -INFINITY, cut.limit)
+            self._rows.add_each(
+                np.append(row_N[mine], row),
+                np.append(place_N[mine], slowest[[cut.phase for cut in mean_cuts]]),
+                np.append(value_N[mine], [cut.slope for cut in mean_cuts]),
+                np.full(len(row), -INFINITY),
+                np.array([cut.limit for cut in mean_cuts]),
+            )
         bytes_C = problem.mean_bytes_C()[self.candidates] / problem.memory_cap
         self._rows.add(candidate, bytes_C, -INFINITY, 1.0)
 
