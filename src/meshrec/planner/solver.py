@@ -50,6 +50,9 @@ _ALIKE_STARTS = 16
 _SEARCH_OF_SLOTS = 0.05
 """How much of the search is enough where plans begin with pieces of one size."""
 _CLOSE = 1.05
+_ROOM_OF_SLOTS = 0.65
+"""There, as much of the gap of the first way as a further one has to have to be begun as well: its plans come
+from boxes otherwise."""
 _FEW_TABLES = 5
 """On a rank: then it matters which pieces fit beside each other, and plans begin with small ones, too."""
 
@@ -220,7 +223,8 @@ class _Contest:
         self._entrants = [_Entrant(problem, way, effort, deadline) for way in ways]
         self._search = next(part for most, part in _SEARCH if len(problem.type_C) <= most)
         self._early_work = min(_EARLY_WORK, _EARLY * effort.max_work)
-        if SlotProgram.suits(problem):
+        self._has_slots = SlotProgram.suits(problem)
+        if self._has_slots:
             self._search, self._early_work = (
                 _SEARCH_OF_SLOTS * self._search,
                 _SEARCH_OF_SLOTS * self._early_work,
@@ -261,12 +265,10 @@ class _Contest:
 
     def start(self) -> None:
         """A first plan of each way that can be better than the others'."""
+        room = _ROOM_OF_SLOTS if self._has_slots else 0.0
         for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
-            if (
-                entrant.root is None
-                or (entrant.value >= self.known)
-                or (self._is_spent and self.known < np.inf)
-            ):
+            least = entrant.value + room * (self.known - self.value) if self.known < np.inf else entrant.value
+            if entrant.root is None or (least >= self.known) or (self._is_spent and self.known < np.inf):
                 continue
             entrant.start(self.known)
             if entrant.is_large and entrant.search.parts_T:
