@@ -1,4 +1,4 @@
-// Preloaded by a test: C++ gets no memory of exactly as many bytes as are refused.
+// Preloaded by a test: C++ gets no memory of as many bytes as are refused, or more.
 #include <cstdlib>
 #include <new>
 
@@ -7,7 +7,7 @@ static size_t refused = 0;
 extern "C" void refuse(size_t num_bytes) { refused = num_bytes; }
 
 void* operator new(size_t num_bytes) {
-  void* memory = num_bytes == refused ? nullptr : std::malloc(num_bytes);
+  void* memory = refused > 0 && num_bytes >= refused ? nullptr : std::malloc(num_bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
