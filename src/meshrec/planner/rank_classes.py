@@ -23,7 +23,7 @@ from meshrec.planner.elements import Elements, find_elements, on_grid
 from meshrec.planner.highs import BASIC, INFINITY, Optimum, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.rank_program import RankProgram
-from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, MeanRelaxation, Relaxed
+from meshrec.planner.relaxation import FEW_CANDIDATES, MARGIN, SHRUNK, MeanRelaxation, Relaxed
 from meshrec.planner.slot_program import SlotProgram, by_split, heaviest_type
 from meshrec.planner.slot_sizes import steps_of_sizes, sums_of_sizes
 from meshrec.planner.types import Bools, Floats, Ints
@@ -34,6 +34,8 @@ _COARSE, _FINER = (0.3, 10), (0.15, 40)
 look."""
 _MOST_PIECES = 120
 _NARROW, _ABOVE = 1.25, 1 + 1e-6
+_SHRUNK_OF_SLOTS = 0.05
+"""Narrowing a box once more has to be worth a program of slots, which narrows it as well."""
 _ROUNDS, _MOST_CUTS = 3, 30
 """How often cuts are added to a program, and how many."""
 
@@ -52,7 +54,8 @@ class ClassRelaxation:
         self._has_slots = SlotProgram.suits(problem)
         self._heaviest = heaviest_type(problem, allowed_C)
         self._work = 0
-        self._mean = MeanRelaxation(problem, allowed_C, scale)
+        shrunk = _SHRUNK_OF_SLOTS if self._has_slots else SHRUNK
+        self._mean = MeanRelaxation(problem, allowed_C, scale, shrunk=shrunk)
 
     @staticmethod
     def serves(problem: Problem) -> bool:

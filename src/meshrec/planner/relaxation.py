@@ -23,7 +23,7 @@ MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
 FEW_CANDIDATES, MOST_CANDIDATES = 2000, 50_000
-_ROUNDS, _SHRUNK, _DROPPED = 6, 0.5, 0.7
+_ROUNDS, SHRUNK, _DROPPED = 6, 0.5, 0.7
 """Most attempts to narrow a box (one that leaves less than this part of it is worth another); the part of the
 candidates that may be left where those that others dominate are dropped."""
 _CUT_ROUNDS, _FEW_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 20, 6, 1e-4, 3000
@@ -94,7 +94,8 @@ class MeanRelaxation:
     """T is at least the mean load of each phase, and the largest piece of what a single table uses.
 
     `root`: whether one optimum is all that is wanted, to begin plans with. After `deadline`, of
-    `time.perf_counter`, boxes are neither narrowed nor cut any further.
+    `time.perf_counter`, boxes are neither narrowed nor cut any further. `shrunk`: a box is narrowed again
+    where that left no more than this part of it.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class MeanRelaxation:
         root: bool = False,
         rounding: Rounding | None = None,
         deadline: float = INFINITY,
+        shrunk: float = SHRUNK,
     ) -> None:
         self._work = 0
-        self._deadline = deadline
+        self._deadline, self._shrunk = deadline, shrunk
         self._problem, self._scale = problem, scale
         self._largest_CK = problem.largest_load_CK() / scale
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
@@ -175,7 +177,7 @@ class MeanRelaxation:
             before_K = _freedom(relaxed)
             wide = before_K > MARGIN
             relaxed = self._solve(*self._narrowed(relaxed), cutoff)
-            if relaxed is None or (_freedom(relaxed)[wide] / before_K[wide]).prod() > _SHRUNK:
+            if relaxed is None or (_freedom(relaxed)[wide] / before_K[wide]).prod() > self._shrunk:
                 break
         return relaxed
 
