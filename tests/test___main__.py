@@ -16,5 +16,5 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main() == 1
     assert capsys.readouterr().err == (
-        "meshrec: the command line needs the package 'tyro': pip install 'meshrec[cli]'\n"
+        "meshrec: the command line needs the package 'tyro': pip install 'meshrec[cli,train]'\n"
     )

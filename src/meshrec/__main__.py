@@ -9,7 +9,7 @@ def main() -> int:
         from meshrec.cli.__main__ import main as run
     except ModuleNotFoundError as error:
         print(
-            f"meshrec: the command line needs the package {error.name!r}: pip install 'meshrec[cli]'",
+            f"meshrec: the command line needs the package {error.name!r}: pip install 'meshrec[cli,train]'",
             file=sys.stderr,
         )
         return 1

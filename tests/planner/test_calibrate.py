@@ -1,6 +1,7 @@
+import pytest
 import torch.distributed as dist
 
-from meshrec.planner.calibrate import Sizes, calibrate
+from meshrec.planner.calibrate import Sizes, calibrate, link_of
 from meshrec.planner.hardware import HardwareProfile, get_profile
 
 TINY = Sizes(batch_size=4, steps=1, rounds=1)
@@ -40,3 +41,15 @@ def measured_in_nodes():
 def test_nodes_have_links_of_their_own(ranks):
     profile = ranks(4).run(measured_in_nodes)[0]
     assert profile["intra"] != profile["inter"]
+
+
+def test_a_link_names_the_figures_that_noise_hid():
+    small, large = 1e-4, 1e-4 + 1e-9 * ((1 << 22) - (1 << 14))
+    link, bounds = link_of([(small, large)] * 3, 2, full_duplex=True)
+    assert bounds == []
+    assert link.all_to_all == pytest.approx(0.5e9)
+    assert link.latency == pytest.approx(small - 1e-9 * (1 << 14))
+    hidden, bounds = link_of([(1e-6, large), (large, large), (small, large)], 2, full_duplex=True)
+    assert bounds == ["reduce_scatter", "latency"]
+    assert hidden.latency > 0
+    assert hidden.reduce_scatter > link.reduce_scatter

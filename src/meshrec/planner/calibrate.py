@@ -53,17 +53,17 @@ def calibrate(
     on_cpu = device.type == "cpu"
     env, num_ranks = ShardingEnv.single_process(), 1
     base = get_profile("cpu" if on_cpu else "h100")
-    link_source = f"the built-in profile {base.name!r}: one process measures no link"
+    inter_source = intra_source = f"the built-in profile {base.name!r}: one process measures no link"
     measured = f"measured on {device.type} with torch {torch.__version__}, {torch.get_num_threads()} threads"
     known = replace(base, full_duplex=not on_cpu, sorts_once=on_cpu)
     if group is not None and group.size() > 1:
         env, num_ranks = ShardingEnv.from_process_group(group, device_type=device.type), group.size()
-        inter = _link(group, device, full_duplex=not on_cpu)
-        intra = inter
+        inter, inter_source = _link(group, device, measured, full_duplex=not on_cpu)
+        intra, intra_source = inter, inter_source
         if local_size is not None and 1 < local_size < num_ranks:
             nodes, _ = dist.new_subgroups(local_size)
-            intra = _link(nodes, device, full_duplex=not on_cpu)
-        known, link_source = replace(known, intra=intra, inter=inter), measured
+            intra, intra_source = _link(nodes, device, measured, full_duplex=not on_cpu)
+        known = replace(known, intra=intra, inter=inter)
     topology = Topology(
         world_size=num_ranks, compute_device=device.type, local_world_size=local_size, sum_in_node=False
     )
@@ -77,7 +77,7 @@ def calibrate(
         profile,
         name="calibrated",
         memory=_memory_per_rank(device, group, local_size),
-        sources={"kernels": measured, "intra": link_source, "inter": link_source, **profile.sources},
+        sources={"kernels": measured, "intra": intra_source, "inter": inter_source, **profile.sources},
     )
 
 
@@ -92,8 +92,10 @@ def _slowest(
     return [dict(zip(PHASES, row, strict=True)) for row in seconds.tolist()]
 
 
-def _link(group: dist.ProcessGroup, device: torch.device, *, full_duplex: bool) -> Link:
-    """Latency and bandwidths of a group's collectives alone; the slowest rank's."""
+def _link(
+    group: dist.ProcessGroup, device: torch.device, measured: str, *, full_duplex: bool
+) -> tuple[Link, str]:
+    """Latency and bandwidths of a group's collectives alone, the slowest rank's; and where they are from."""
     size = group.size()
     axis = Axis(size=size, rank=group.rank(), group=group)
     times = torch.zeros(3, 2, dtype=torch.float64, device=device)
@@ -109,20 +111,40 @@ def _link(group: dist.ProcessGroup, device: torch.device, *, full_duplex: bool) 
             # Of small messages what they can take: a scheduler's whim is many times that.
             times[row, column] = min(taken) if column == 0 else statistics.median(taken)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
+    link, bounds = link_of(times.tolist(), size, full_duplex=full_duplex)
+    if not bounds:
+        return link, measured
+    source = f"{measured}; noise hid {', '.join(bounds)}, for which a bound stands"
+    if dist.get_rank() == 0:
+        _logger.warning("calibration: a link is %s. Measure again on a quiet machine.", source)
+    return link, source
+
+
+def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: bool) -> tuple[Link, list[str]]:
+    """A link from seconds of all_to_all, all_gather and all_reduce, of a small and a large message each.
+
+    Returns:
+        The link, and which of its figures are bounds only: the large message must take a tenth longer than
+        the small one, and a small one longer than its bytes.
+    """
     others = (size - 1) / size
     # Bytes a rank sends; where sending and receiving exclude each other, both count.
     weights = (others * (1 if full_duplex else 2), others, 2 * others)
     sizes = _MESSAGE_BYTES[1] - _MESSAGE_BYTES[0]
     per_byte = [
         max(large - small, large / 10) / (weight * sizes)
-        for weight, (small, large) in zip(weights, times.tolist(), strict=True)
+        for weight, (small, large) in zip(weights, times, strict=True)
     ]
-    return Link(
-        latency=max(float(times[0, 0]) - weights[0] * _MESSAGE_BYTES[0] * per_byte[0], _LEAST_LATENCY),
+    names = ("all_to_all", "reduce_scatter", "all_reduce")
+    bounds = [name for name, (small, large) in zip(names, times, strict=True) if large - small < large / 10]
+    latency = times[0][0] - weights[0] * _MESSAGE_BYTES[0] * per_byte[0]
+    link = Link(
+        latency=max(latency, _LEAST_LATENCY),
         all_to_all=1 / per_byte[0],
         reduce_scatter=1 / per_byte[1],
         all_reduce=1 / per_byte[2],
     )
+    return link, [*bounds, *(["latency"] if latency < _LEAST_LATENCY else [])]
 
 
 def _even(sent: Tensor, size: int) -> Splits:
