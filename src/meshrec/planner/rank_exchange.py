@@ -21,7 +21,8 @@ _TABU = 12
 """Exchanges before a rank may take part in another one."""
 _SHARPNESS = 300.0
 """Of the groups' room, relative to what they need: how much more the scarcest counts."""
-_LEAST_SHARE, _LEAST_GAIN = 2e-3, 1e-6
+_MOST_SCARCE = 100.0
+_LEAST_SHARE, _MOST_SHARE, _LEAST_GAIN = 2e-3, 100.0, 1e-6
 _MOST_RANKS, _WORK_PER_PAIR = 256, 4
 
 
@@ -118,7 +119,8 @@ def _exchanged(state: State, places: _Places) -> Ints | None:
     with np.errstate(divide="ignore", invalid="ignore"):
         part_NNK = (most_K - places.beside_NK - places.load_NK[:, None]) / places.varying_NK
     part_NNK[:, places.varying_NK <= 0] = np.inf
-    room_NN = part_NNK.min(axis=2)  # of a piece (first) in a place
+    # Of a piece (first) in a place.
+    room_NN = np.clip(part_NNK.min(axis=2), -_MOST_SHARE, _MOST_SHARE)
     fits_NN = room_NN >= _LEAST_SHARE
     fits_NN &= (places.load_NK[:, None] + places.beside_NK <= most_K * (1 + 1e-9)).all(axis=2)
     fits_NN &= places.lacks_NN
@@ -152,11 +154,15 @@ def _changes(room_NN: Floats, slack_G: Floats, need_G: Floats, group_N: Ints) ->
     """What an exchange adds to the groups' scarcity; `room_NN` is of the piece of one place in another."""
     gain_NN = (room_NN - room_NN.diagonal()) / need_G[group_N]
     first_NN, second_NN = slack_G[group_N][:, None] + gain_NN.T, slack_G[group_N] + gain_NN
-    scarcity_N = np.exp(-_SHARPNESS * slack_G)[group_N]
-    apart_NN = np.exp(-_SHARPNESS * first_NN) + np.exp(-_SHARPNESS * second_NN)
-    apart_NN -= scarcity_N[:, None] + scarcity_N
-    within_NN = np.exp(-_SHARPNESS * (second_NN + gain_NN.T)) - scarcity_N
+    scarcity_N = _scarcity(slack_G)[group_N]
+    apart_NN = _scarcity(first_NN) + _scarcity(second_NN) - scarcity_N[:, None] - scarcity_N
+    within_NN = _scarcity(second_NN + gain_NN.T) - scarcity_N
     return np.where(group_N[:, None] == group_N, within_NN, apart_NN)
+
+
+def _scarcity(slack: Floats) -> Floats:
+    scarcity: Floats = np.exp(np.minimum(-_SHARPNESS * slack, _MOST_SCARCE))
+    return scarcity
 
 
 def _move(state: State, places: _Places, piece_N: Ints) -> dict[int, Parts]:
