@@ -9,6 +9,7 @@ import pytest
 SCRIPT = """
 import os, sys, time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ for step in range(3):
         os._exit(7)
     output = ebc(features)
     if when == "reading":  # what was sent is there, and goes with its sender
+        Path(f"{store}.{rank}").touch()
+        while not all(Path(f"{store}.{other}").exists() for other in range(3)):
+            time.sleep(0.01)
         if rank == 1:
             os._exit(7)
         time.sleep(1.0)
