@@ -288,8 +288,8 @@ class SlotProgram:
         )
 
     def _products(self) -> None:
-        """Room beyond `lower` is ranks times T - lower: for each main candidate, for ranks without, for all
-        together, and, for a rank of each, for the main candidates of a table, which uses one."""
+        """Room beyond `lower` is ranks times T - lower: for each main candidate, for ranks without, and for
+        some together."""
         box, beyond_MK, add = self.box, self._beyond_MK, self._rows.add_each
         num_main, num_phases = len(self._main_M), len(box.lower_K)
         slowest, number_M = self.first_slowest + np.arange(num_phases), self._num_ranks_M
@@ -326,6 +326,8 @@ class SlotProgram:
         )
 
     def _products_of_tables(self) -> None:
+        """For a rank of each, all main candidates of a table, of which it uses one (see `suits`); and all
+        ranks together."""
         box, mine = self.box, self._beyond_MK[:-1]
         num_phases = len(box.lower_K)
         slowest = self.first_slowest + np.arange(num_phases)
