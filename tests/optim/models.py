@@ -10,8 +10,19 @@ from meshrec import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    optim,
 )
 
+KINDS = [
+    optim.SGD,
+    optim.Adagrad,
+    optim.RowWiseAdagrad,
+    optim.Adam,
+    optim.PartialRowWiseAdam,
+    optim.LAMB,
+    optim.PartialRowWiseLAMB,
+    optim.LARS,
+]
 TABLES = {"t0": (12, 5, ["a", "b"]), "t1": (7, 16, ["b"])}
 UPDATES = pytest.mark.parametrize("update", ["in_backward", "on_step"])
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from meshrec import fuse, optim
+from meshrec import fuse
 from meshrec.optim import SGD, Adagrad, Adam, RowWiseAdagrad, apply_optimizer_in_backward
 
 from .models import (
+    KINDS,
     TABLES,
     UPDATES,
     close,
@@ -85,16 +86,7 @@ class Reference:
 
 SPECS = [
     kind(lr=0.1, weight_decay=decay, decoupled_weight_decay=decoupled)
-    for kind in (
-        optim.SGD,
-        optim.Adagrad,
-        optim.RowWiseAdagrad,
-        optim.Adam,
-        optim.PartialRowWiseAdam,
-        optim.LAMB,
-        optim.PartialRowWiseLAMB,
-        optim.LARS,
-    )
+    for kind in KINDS
     for decay, decoupled in [(0.0, False), (0.3, False), (0.3, True)]
 ]
 

@@ -9,16 +9,7 @@ from meshrec.ops.tbe import naive_update
 from meshrec.ops.tbe.naive_update import Hyper
 from meshrec.optim.optimizers import HyperOfSteps
 
-SPECS = [
-    optim.SGD,
-    optim.Adagrad,
-    optim.RowWiseAdagrad,
-    optim.Adam,
-    optim.PartialRowWiseAdam,
-    optim.LAMB,
-    optim.PartialRowWiseLAMB,
-    optim.LARS,
-]
+from .models import KINDS
 
 
 @pytest.mark.parametrize(
@@ -38,7 +29,7 @@ def test_names_and_shapes_of_state(spec, slots):
     assert {slot.name: slot.shape(9, 4) for slot in spec(lr=0.1).state_slots()} == slots
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_the_kernels_take_the_state_and_the_numbers(spec):
     made = spec(lr=0.1)
     state = [torch.full(slot.shape(5, 3), slot.initial_value) for slot in made.state_slots()]
@@ -51,7 +42,7 @@ def test_the_kernels_take_the_state_and_the_numbers(spec):
 
 
 def test_codes_are_distinct():
-    assert sorted(spec.code for spec in SPECS) == list(range(8))
+    assert sorted(spec.code for spec in KINDS) == list(range(8))
 
 
 def test_hyper_puts_every_number_in_its_place():
