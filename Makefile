@@ -11,7 +11,7 @@ STAMP_PEERS := $(VENV_PEERS)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
 KERNELS := src/meshrec/libmeshrec.so
-KERNEL_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl)
+KERNEL_SOURCES := $(wildcard $(foreach kind,cpp h inl,csrc/*.$(kind) csrc/*/*.$(kind)))
 CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
 
 # The kernels with the address and undefined-behaviour sanitizers, beside the real ones and never in their place.

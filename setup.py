@@ -70,7 +70,8 @@ class BuildKernels(build_ext):
         system += ["-isystem", str(torch / "include/torch/csrc/api/include")]
         flags = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", *WARNINGS, *system]
         flags += ["-fno-math-errno", "-fno-trapping-math"]
-        flags += [f"-I{ROOT / 'src/meshrec/ops'}", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+        flags += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'src/meshrec/ops'}"]
+        flags += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
         objects = self.compile([*compiler(), *flags], ext)
         target = Path(self.get_ext_fullpath(ext.name))
@@ -113,8 +114,8 @@ setup(
     ext_modules=[
         Extension(
             "meshrec.libmeshrec",
-            sources=files("csrc/*.cpp"),
-            depends=files("csrc/*.h", "csrc/*.inl", "src/meshrec/ops/schemas.inc"),
+            sources=files("csrc/**/*.cpp"),
+            depends=files("csrc/**/*.h", "csrc/**/*.inl", "src/meshrec/ops/schemas.inc"),
         )
     ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},

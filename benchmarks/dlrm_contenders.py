@@ -83,7 +83,7 @@ def build(library: str, kind: str, shape: Shape) -> Trainee:
 def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShardingPlan":
     """All tables sharded in one way."""
     from meshrec import distributed as md
-    from meshrec.distributed.plan_builders import Ranks
+    from meshrec.plan.builders import Ranks
 
     builders = {
         "table_wise": lambda number: md.table_wise(rank=number % num_ranks),

@@ -5,8 +5,8 @@ import gc
 import torch.distributed as dist
 
 from benchmarks.dlrm_contenders import Shape, build, make_inputs, plan_tables
+from meshrec.calibration.calibrate import calibrate
 from meshrec.distributed import record_phases
-from meshrec.planner.calibrate import calibrate
 from meshrec.planner.hardware import HardwareProfile
 from meshrec.planner.measured import Comparison, PhaseTime, compare
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs

@@ -7,6 +7,8 @@ from meshrec.testing.rank_pool import RankPool
 from meshrec.train import Recipe
 from tests.train.small import small as small_recipe
 
+pytest_plugins = ["tests.planner.cases"]  # plans of the calibration's and the reports' tests, too
+
 # The same examples in every run: a red build means a change, not a draw. No deadline: machines are shared.
 settings.register_profile("meshrec", derandomize=True, deadline=None)
 settings.load_profile("meshrec")

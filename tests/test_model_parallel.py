@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
-from meshrec.distributed.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel, get_unwrapped_module
 from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
+from meshrec.plan.mesh import default_env
 from meshrec.testing import RankError, RankPool, assert_equal_to_unsharded
 
 NAMES = ["ebc.embedding_bags.t0.weight", "ebc.embedding_bags.t1.weight", "over.weight", "over.bias"]

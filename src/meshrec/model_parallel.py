@@ -6,16 +6,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshrec.distributed.collectives import broadcast
-from meshrec.distributed.dense_gradients import DenseGradients, average_on_host
-from meshrec.distributed.mesh import Axis, ShardingEnv, default_env, group_device
-from meshrec.distributed.plan_builders import tables_of
-from meshrec.distributed.plan_checks import verify_plan, verify_same_plan
+from meshrec.comms.collectives import broadcast
+from meshrec.comms.dense_gradients import DenseGradients, average_on_host
 from meshrec.distributed.reshard import moved
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from meshrec.distributed.sharding_plan import ShardingPlan
 from meshrec.optim.keyed import CombinedOptimizer
 from meshrec.optim.parts import mark_part
+from meshrec.plan.builders import tables_of
+from meshrec.plan.checks import verify_plan, verify_same_plan
+from meshrec.plan.mesh import Axis, ShardingEnv, default_env, group_device
+from meshrec.plan.sharding_plan import ShardingPlan
 
 Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
 

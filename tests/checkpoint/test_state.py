@@ -6,8 +6,8 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.checkpoint import load, save
 from meshrec.checkpoint.state import collect
-from meshrec.distributed.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
+from meshrec.plan.mesh import default_env
 
 
 class Odd:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from meshrec.distributed.collected import Collected
-from meshrec.distributed.mesh import default_env
+from meshrec.plan.mesh import default_env
 
 
 def agree(finite):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import distributed as md
-from meshrec.distributed.mesh import default_env
 from meshrec.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -30,6 +29,7 @@ from meshrec.optim import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
+from meshrec.plan.mesh import default_env
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.testing import assert_equal_to_unsharded
 

@@ -4,8 +4,8 @@ from meshrec import distributed as md
 from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.plan_builders import Ranks
 from meshrec.distributed.routing import Table, compile_plan
+from meshrec.plan.builders import Ranks
 
 
 def lookup_tables(sequence):

@@ -8,11 +8,11 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.distributed import reshard
-from meshrec.distributed.mesh import Axis, ShardingEnv, default_env
 from meshrec.distributed.reshard import Part, transfers_of
 from meshrec.distributed.routing import Rectangle
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD
+from meshrec.plan.mesh import Axis, ShardingEnv, default_env
 from meshrec.testing import RankError
 
 _path = Path(__file__).parents[1] / "checkpoint" / "models.py"

@@ -1,8 +1,8 @@
 import torch
 
 from meshrec import distributed as md
-from meshrec.distributed.plan_builders import Ranks
 from meshrec.distributed.routing import Lookup, Rectangle, Route, Table, compile_plan
+from meshrec.plan.builders import Ranks
 
 
 def compiled(*builders, rows=10, dim=8, num_ranks=2):

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from meshrec.distributed.mesh import Axis
 from meshrec.distributed.routing import Lookup, RankWork, Rectangle, Route, Routing, Table, Use
 from meshrec.distributed.row_stats import ColumnPeers, Touched
 from meshrec.ops.tbe import naive_update
 from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad
+from meshrec.plan.mesh import Axis
 
 
 def routing(*rectangles):

@@ -2,9 +2,9 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
-from meshrec.distributed.mesh import default_env
 from meshrec.distributed.updates import distinct, slot_major, update_rows
 from meshrec.optim import Adagrad, RowWiseAdagrad
+from meshrec.plan.mesh import default_env
 from meshrec.testing import assert_equal_to_unsharded
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrec.distributed.plan_builders import (
+from meshrec.plan.builders import (
     Ranks,
     column_wise,
     data_parallel,
@@ -14,8 +14,8 @@ from meshrec.distributed.plan_builders import (
     table_row_wise,
     table_wise,
 )
-from meshrec.distributed.plan_checks import verify_plan
-from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
+from meshrec.plan.checks import verify_plan
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.evaluate import evaluate
 from meshrec.planner.optimize import optimize

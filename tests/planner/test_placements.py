@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from meshrec.distributed.sharding_plan import ShardingPlan, ShardingType
+from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.placements import from_plan, sharding_type, to_placements, to_plan

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshrec.distributed.sharding_plan import ShardingPlan, ShardingType
+from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs, load_plan, save_plan
 from meshrec.planner.types import ParameterConstraints
 

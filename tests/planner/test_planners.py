@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import meshrec
-from meshrec.distributed.plan_checks import verify_plan
-from meshrec.distributed.sharding_plan import ShardingType, TableSize
+from meshrec.plan.checks import verify_plan
+from meshrec.plan.sharding_plan import ShardingType, TableSize
 from meshrec.planner.planners import EmbeddingShardingPlanner, plan_tables
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 

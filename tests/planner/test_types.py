@@ -1,6 +1,6 @@
 import pytest
 
-from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import save_plan
 from meshrec.train import Placement
 from meshrec.train.planning import constraints_of, make_plan, topology_of

@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from meshrec.distributed.collectives import gather_objects
-from meshrec.distributed.mesh import Axis
+from meshrec.comms.collectives import gather_objects
+from meshrec.plan.mesh import Axis
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write
 from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, collect, prepare
 from meshrec.checkpoint.storage import RankFiles, Reader, Writer
-from meshrec.distributed.mesh import Axis
+from meshrec.plan.mesh import Axis
 
 Group = dist.ProcessGroup | None
 _POLL_SECONDS = 0.02

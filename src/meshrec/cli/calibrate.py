@@ -10,9 +10,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
+from meshrec.calibration.calibrate import Sizes, calibrate
 from meshrec.cli.output import check_output
-from meshrec.distributed.leaving import leave_process_group
-from meshrec.planner.calibrate import Sizes, calibrate
+from meshrec.comms.leaving import leave_process_group
 from meshrec.planner.hardware import HardwareProfile
 from meshrec.train.ranks import choose_device
 

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from meshrec.planner import PlannedShardingPlan
-from meshrec.planner.report import PlanReport, make_report
+from meshrec.reports.plan_report import PlanReport, make_report
 from meshrec.train.observers import Evaluated, Event, Finished, Line, Logged, Observer, Said, Started, Stepped
 from meshrec.train.run_folder import RunFolder
 

@@ -1,13 +1,13 @@
 """Sharded execution: plans, meshes, and the modules that run them."""
 
+from meshrec.comms.collectives import CollectiveError, measure_traffic
+from meshrec.comms.leaving import leave_process_group
+from meshrec.comms.phase_clock import record_phases
 from meshrec.distributed.awaitable import LazyAwaitable
-from meshrec.distributed.collectives import CollectiveError, measure_traffic
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.leaving import leave_process_group
-from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.output_dist import CommsPrecision
-from meshrec.distributed.phases import record_phases
-from meshrec.distributed.plan_builders import (
+from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from meshrec.plan.builders import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
@@ -17,9 +17,9 @@ from meshrec.distributed.plan_builders import (
     table_row_wise,
     table_wise,
 )
-from meshrec.distributed.plan_checks import verify_module_plan, verify_plan, verify_same_plan
-from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from meshrec.distributed.sharding_plan import (
+from meshrec.plan.checks import verify_module_plan, verify_plan, verify_same_plan
+from meshrec.plan.mesh import ShardingEnv
+from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,

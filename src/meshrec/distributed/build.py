@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.distributed.collectives import broadcast, gather_objects
+from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.distributed.fused_optimizer import (
     Deferred,
     FusedTable,
@@ -19,12 +19,9 @@ from meshrec.distributed.fused_optimizer import (
 )
 from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.input_dist import InputDist
-from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
-from meshrec.distributed.plan_checks import verify_module_plan, verify_same_plan
 from meshrec.distributed.routing import Rectangle, Routing, Table, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
-from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
 from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
@@ -34,6 +31,9 @@ from meshrec.optim.fused import UpdateMode
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.parts import mark_part
+from meshrec.plan.checks import verify_module_plan, verify_same_plan
+from meshrec.plan.mesh import Axis, ShardingEnv
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
 
 
 class SourceTable(NamedTuple):

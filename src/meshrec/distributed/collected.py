@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from meshrec.distributed.collectives import all_reduce
-from meshrec.distributed.mesh import Axis
+from meshrec.comms.collectives import all_reduce
+from meshrec.plan.mesh import Axis
 
 
 class Collected:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.distributed.collectives import all_gather, all_reduce
+from meshrec.comms.collectives import all_gather, all_reduce
 from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import LookupIds, Message
-from meshrec.distributed.mesh import Axis
+from meshrec.plan.mesh import Axis
 
 # P replicas, n messages of each, Q routes of a message
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.dist  # noqa: F401 - the ops must exist
-from meshrec.distributed.collectives import InFlight, Splits, all_to_all, gather_objects
-from meshrec.distributed.mesh import ShardingEnv
+from meshrec.comms.collectives import InFlight, Splits, all_to_all, gather_objects
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BoundsCheckMode
+from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 
 # U uses, Q routes, R ranks, K keys, N ids

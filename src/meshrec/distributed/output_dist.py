@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.distributed.collectives import InFlight, Splits, all_to_all
+from meshrec.comms.collectives import InFlight, Splits, all_to_all
 from meshrec.distributed.input_dist import SourceIds
-from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.pieces import Span, as_tensor, local_spans, pieces_of, rank_spans
 from meshrec.distributed.routing import Routing
+from meshrec.plan.mesh import Axis, ShardingEnv
 
 # B bags of this rank, D columns, Q routes, U uses
 

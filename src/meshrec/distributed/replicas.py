@@ -7,6 +7,7 @@ sizes, one sum, and one exchange of ids and gradients.
 
 from torch import Tensor
 
+from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.gradient_exchange import (
     Sizes,
     gather_gradients,
@@ -18,9 +19,8 @@ from meshrec.distributed.gradient_exchange import (
 from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import InputDist, LookupIds, Message
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.mesh import Axis
-from meshrec.distributed.phases import OFF, phase, recorders
 from meshrec.distributed.updates import LookedUp, TableGradient
+from meshrec.plan.mesh import Axis
 
 # P replicas, n messages of each, Q routes of a message
 

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshrec.comms.collectives import Splits, all_to_all, gather_objects
 from meshrec.distributed.build import Built, assemble
-from meshrec.distributed.collectives import Splits, all_to_all, gather_objects
 from meshrec.distributed.fused_optimizer import SpecRule
 from meshrec.distributed.holdings import Holdings, Packing
-from meshrec.distributed.mesh import Axis, ShardingEnv
 from meshrec.distributed.routing import Rectangle, Routing, compile_plan
-from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.ops.memory import use_huge_pages
 from meshrec.optim.in_backward import mark_in_backward
+from meshrec.plan.mesh import Axis, ShardingEnv
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 
 _TRANSFER_BYTES = 1 << 22
 # What each rank sends in a round, on average.

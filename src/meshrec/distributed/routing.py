@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.distributed.sharding_plan import (
+from meshrec.plan.sharding_plan import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingType,

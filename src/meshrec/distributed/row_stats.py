@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.distributed.collectives import Splits, all_to_all
-from meshrec.distributed.mesh import Axis
-from meshrec.distributed.phases import OFF, phase, recorders
+from meshrec.comms.collectives import Splits, all_to_all
+from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.routing import Rectangle, Routing
 from meshrec.ops.tbe import naive_update
 from meshrec.ops.tbe.naive_update import Hyper, Rows
+from meshrec.plan.mesh import Axis
 
 # U touched rows, D columns of the rectangle
 

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshrec.comms.collectives import InFlight, release_read
+from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.collected import Collected
-from meshrec.distributed.collectives import InFlight, release_read
 from meshrec.distributed.holdings import Holdings
 from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Started
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.mesh import ShardingEnv
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
-from meshrec.distributed.phases import OFF, phase, recorders
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.updates import FusedRule, TableGradient, TableUpdates, distinct
 from meshrec.distributed.weight_grads import WeightGrads
+from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 
 

@@ -7,14 +7,14 @@ import torch
 
 from meshrec.distributed.build import BuildOptions, Built, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
-from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.from_torch import from_torch
 from meshrec.optim.fused import FusedOptimizer, UpdateMode
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
+from meshrec.plan.mesh import ShardingEnv, default_env, group_device
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
 
 FusedParams = OptimizerSpec | Mapping[str, Any] | None
 

@@ -12,11 +12,11 @@ import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
 from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.mesh import Axis
 from meshrec.distributed.routing import Rectangle, Routing
 from meshrec.distributed.row_stats import ROW_WISE, ColumnPeers, Touched, needs_gradient_only
 from meshrec.ops.tbe.layout import NONE
 from meshrec.ops.tbe.naive_update import Hyper
+from meshrec.plan.mesh import Axis
 
 
 class FusedRule(Protocol):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.construct import fitting_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.estimators import NUM_PHASES, CostModel
 from meshrec.planner.problem import Layout, Problem, Scope
 from meshrec.planner.types import (

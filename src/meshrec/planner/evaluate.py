@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.planner.estimators import NUM_PHASES, PHASES, CostModel, Usage
 from meshrec.planner.placements import from_plan
 from meshrec.planner.types import Bools, Floats, Placements, Table, Topology

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel, Usage
 from meshrec.planner.evaluate import StepEstimate, evaluate_placements

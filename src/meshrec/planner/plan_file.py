@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from meshrec.distributed.sharding_plan import ShardingPlan, ShardingType
+from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.evaluate import StepEstimate, evaluate
 from meshrec.planner.hardware import HardwareProfile

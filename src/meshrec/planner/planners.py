@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.distributed.sharding_plan import ShardingPlan
+from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner.diagnose import diagnose
 from meshrec.planner.module_tables import tables_of_model
 from meshrec.planner.optimize import DEFAULT_EFFORT, optimize

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.hardware import HardwareProfile, get_profile, with_memory
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshrec.planner import load_plan
 from meshrec.planner.measured import DENSE, read_phases
-from meshrec.planner.report import make_report
+from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
 
 _PLACE = '"RUN"'

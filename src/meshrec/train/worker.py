@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshrec.distributed.leaving import leave_process_group
+from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import save_plan
-from meshrec.planner.report import make_report
-from meshrec.planner.report_html import write_html
+from meshrec.reports.plan_html import write_html
+from meshrec.reports.plan_report import make_report
 from meshrec.train.baselines import baselines
 from meshrec.train.observers import Event, Finished, FolderObserver, Observer, Said, TensorBoardObserver
 from meshrec.train.ranks import Ranks, choose_device, join

@@ -32,8 +32,8 @@ def test_all_forms_of_import(bridge):
     from torchrec.distributed.types import ShardingType
     from torchrec.modules import mlp
 
-    from meshrec.distributed import sharding_plan
     from meshrec.modules import MLP
+    from meshrec.plan import sharding_plan
 
     assert ShardingType is sharding_plan.ShardingType
     assert mlp.MLP is MLP

@@ -3,7 +3,7 @@ import pytest
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.compat.bridge import planner
 from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder
-from meshrec.distributed.sharding_plan import ShardingType
+from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import types
 
 

@@ -10,11 +10,11 @@ from meshrec.compat.bridge.plans import (
     module_to_own,
     to_own,
 )
-from meshrec.distributed import plan_builders
-from meshrec.distributed.plan_builders import Ranks
-from meshrec.distributed.sharding_plan import EmbeddingModuleShardingPlan as OwnModulePlan
-from meshrec.distributed.sharding_plan import ShardingPlan as OwnPlan
-from meshrec.distributed.sharding_plan import ShardingType, TableSize
+from meshrec.plan import builders as plan_builders
+from meshrec.plan.builders import Ranks
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan as OwnModulePlan
+from meshrec.plan.sharding_plan import ShardingPlan as OwnPlan
+from meshrec.plan.sharding_plan import ShardingType, TableSize
 
 
 def own_plan(device="cpu"):

@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from meshrec.compat.bridge.sharding_env import ShardingEnv
-from meshrec.distributed import mesh
+from meshrec.plan import mesh
 
 
 def test_one_process():

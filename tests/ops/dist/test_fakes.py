@@ -3,7 +3,7 @@ import torch
 
 from meshrec.distributed import EmbeddingModuleShardingPlan, TableSize, row_wise
 from meshrec.distributed.pieces import as_tensor, pieces_of, rank_spans
-from meshrec.distributed.plan_builders import Ranks
+from meshrec.plan.builders import Ranks
 from meshrec.distributed.routing import Table, compile_plan
 
 OPS = torch.ops.meshrec

@@ -9,7 +9,7 @@ import torch
 
 from meshrec import distributed as md
 from meshrec.distributed.pieces import as_tensor, local_spans, pieces_of, rank_spans
-from meshrec.distributed.plan_builders import Ranks
+from meshrec.plan.builders import Ranks
 from meshrec.distributed.routing import Table, compile_plan
 from meshrec.ops.dist import naive
 

@@ -17,7 +17,7 @@ from meshrec.compat.bridge.sharding_plan import (
     get_default_sharders,
     get_module_to_default_sharders,
 )
-from meshrec.distributed.mesh import ShardingEnv, default_env, group_device
+from meshrec.plan.mesh import ShardingEnv, default_env, group_device
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 

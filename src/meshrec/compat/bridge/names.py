@@ -2,7 +2,7 @@
 
 _C = "meshrec.compat.bridge"
 _T = "torch.distributed._shard"
-_OWN_PLAN = "meshrec.distributed.sharding_plan"
+_OWN_PLAN = "meshrec.plan.sharding_plan"
 
 
 def _of(module: str, names: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ from meshrec.compat.bridge.adapted import Adapted
 from meshrec.compat.bridge.plans import ShardingPlan, from_own
 from meshrec.compat.bridge.sharders import SharderAnswers
 from meshrec.compat.bridge.sharding_plan import get_default_sharders
-from meshrec.distributed.plan_builders import tables_of
-from meshrec.distributed.sharding_plan import EmbeddingComputeKernel, ShardingType
+from meshrec.plan.builders import tables_of
+from meshrec.plan.sharding_plan import EmbeddingComputeKernel, ShardingType
 from meshrec.planner import planners, types
 from meshrec.planner.module_tables import embedding_modules
 from meshrec.planner.optimize import DEFAULT_EFFORT

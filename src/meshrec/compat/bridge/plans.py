@@ -12,7 +12,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 
-from meshrec.distributed import sharding_plan as own
+from meshrec.plan import sharding_plan as own
 
 # The arguments of TorchRec's ParameterSharding that say nothing to MeshRec's kernels.
 _NOT_HERE = ("cache_params", "enforce_hbm", "bounds_check_mode", "output_dtype", "key_value_params")

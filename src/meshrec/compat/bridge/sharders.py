@@ -12,16 +12,16 @@ from meshrec.compat.bridge.optimizers import spec_of
 from meshrec.compat.bridge.plans import module_to_own
 from meshrec.distributed import sharders as own
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.mesh import ShardingEnv
-from meshrec.distributed.sharding_plan import (
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    ShardingType,
-)
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.plan.mesh import ShardingEnv
+from meshrec.plan.sharding_plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ShardingType,
+)
 
 _logger = logging.getLogger("meshrec")
 M = TypeVar("M", bound=nn.Module)

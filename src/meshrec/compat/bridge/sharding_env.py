@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from meshrec.distributed import mesh
+from meshrec.plan import mesh
 
 
 class ShardingEnv(mesh.ShardingEnv):

@@ -12,8 +12,9 @@ from meshrec.compat.bridge.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
 )
-from meshrec.distributed import plan_builders as own
-from meshrec.distributed.sharding_plan import (
+from meshrec.optim.in_backward import in_backward_spec
+from meshrec.plan import builders as own
+from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EnumerableShardingSpec,
     Placement,
@@ -21,8 +22,7 @@ from meshrec.distributed.sharding_plan import (
     ShardMetadata,
     TableSize,
 )
-from meshrec.distributed.sharding_plan import ParameterSharding as OwnSharding
-from meshrec.optim.in_backward import in_backward_spec
+from meshrec.plan.sharding_plan import ParameterSharding as OwnSharding
 
 ParameterShardingGenerator = Callable[[nn.Parameter, int, int, str, Any], ParameterSharding]
 

@@ -1,0 +1,384 @@
+// Puts the partial results that the ranks sent back in table order, and takes gradients apart the same way.
+// Arguments and results are documented in ops/dist/naive.py.
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "dist/router.h"
+#include "host/host_link.h"
+#include "host/memory.h"
+
+namespace meshrec {
+namespace {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+// Calls work with a null pointer of the element type.
+template <typename Work>
+void with_floats(ScalarType type, const Work& work) {
+  if (type == ScalarType::Float) return work(static_cast<float*>(nullptr));
+  if (type == ScalarType::Half) return work(static_cast<Half*>(nullptr));
+  if (type == ScalarType::BFloat16) return work(static_cast<BFloat16*>(nullptr));
+  fail("embeddings travel as float32, float16 or bfloat16, got another type");
+}
+
+template <typename To, typename From>
+void copy_scaled(To* to, const From* from, int64_t width, float scale) {
+  if constexpr (std::is_same_v<To, From>) {
+    if (scale == 1.0f) {
+      std::memcpy(to, from, width * sizeof(To));
+      return;
+    }
+  }
+  for (int64_t i = 0; i < width; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]) * scale);
+}
+
+template <typename From>
+void add_scaled(float* to, const From* from, int64_t width, float scale) {
+  for (int64_t i = 0; i < width; ++i) to[i] += static_cast<float>(from[i]) * scale;
+}
+
+// Columns of one source that are columns of the result.
+struct PooledPiece {
+  int64_t source, source_column, width, column, add, mean_use;
+};
+
+struct Pooled {
+  Tensor pieces_tensor;
+  const PooledPiece* pieces;
+  int64_t num_pieces, batch;
+  const std::vector<int64_t>& dims;
+  std::vector<int64_t> first_element;  // of every source's block
+  std::optional<Bags> bags;
+  const std::vector<int64_t>& keys;
+
+  Pooled(const Tensor& piece_rows, const std::vector<int64_t>& source_dims, int64_t batch_size,
+         const std::optional<Tensor>& offsets, const std::optional<Tensor>& segments, int64_t num_keys,
+         const std::vector<int64_t>& use_keys)
+      : pieces_tensor(contiguous(piece_rows)), batch(batch_size), dims(source_dims), keys(use_keys) {
+    static_assert(sizeof(PooledPiece) == 6 * sizeof(int64_t));
+    pieces = reinterpret_cast<const PooledPiece*>(pieces_tensor.const_data_ptr<int64_t>());
+    num_pieces = pieces_tensor.numel() / 6;
+    if (offsets) bags.emplace(*offsets, segments, num_keys, -1);
+    int64_t element = 0;
+    for (int64_t dim : dims) {
+      first_element.push_back(element);
+      element += batch * dim;
+    }
+    first_element.push_back(element);
+  }
+
+  float scale(const PooledPiece& piece, int64_t sample) const {
+    if (piece.mean_use < 0) return 1.0f;
+    const int64_t* bag = bags->offsets + bags->first_bag[keys[piece.mean_use]] + sample;
+    return bag[1] > bag[0] ? 1.0f / static_cast<float>(bag[1] - bag[0]) : 0.0f;
+  }
+
+  bool is_local(const PooledPiece& piece) const { return piece.source == static_cast<int64_t>(dims.size()); }
+
+  // work(first, end) of samples.
+  template <typename Work>
+  void for_chunks(const Work& work) const {
+    constexpr int64_t kChunk = 64;
+    parallel_tasks((batch + kChunk - 1) / kChunk,
+                   [&](int64_t chunk) { work(chunk * kChunk, std::min(batch, (chunk + 1) * kChunk)); });
+  }
+
+  template <typename Work>
+  void for_samples(const Work& work) const {
+    for_chunks([&](int64_t first, int64_t end) {
+      for (int64_t sample = first; sample < end; ++sample) work(sample);
+    });
+  }
+};
+
+// The rows of each source: in what was received, or in what the ranks of a link hold for this one.
+struct Sources {
+  const char* received;
+  int64_t link, exchange, element_size;
+  std::atomic<bool> failed = false;
+
+  // Rows [first, end) of a source: where row 0 of them would lie.
+  const char* rows(const Pooled& pooled, int64_t source, int64_t first, int64_t end,
+                   std::vector<char>& copy) {
+    const int64_t row_bytes = pooled.dims[source] * element_size;
+    if (link == 0) return received + pooled.first_element[source] * element_size;
+    if (int64_t(copy.size()) < (end - first) * row_bytes) copy.resize((end - first) * row_bytes);
+    const void* found =
+        read_from_link(link, exchange, source, first * row_bytes, (end - first) * row_bytes, copy.data());
+    if (found == nullptr) failed = true;
+    return static_cast<const char*>(found) - first * row_bytes;
+  }
+};
+
+Tensor gather_pooled(Tensor received, std::optional<Tensor> local, Tensor pieces, std::vector<int64_t> dims,
+                     int64_t batch, int64_t out_dim, std::optional<Tensor> offsets,
+                     std::optional<Tensor> segments, int64_t num_keys, std::vector<int64_t> keys,
+                     int64_t link, int64_t exchange) {
+  const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
+  if (link == 0 && received.numel() != pooled.first_element.back()) {
+    fail("received ", received.numel(), " elements in place of ", pooled.first_element.back());
+  }
+  const Tensor source = contiguous(received);
+  std::optional<Tensor> own;
+  if (local) own = contiguous(*local);
+  const int64_t own_dim = own && batch > 0 ? own->numel() / batch : 0;
+  const float* own_rows = own ? own->const_data_ptr<float>() : nullptr;
+  Tensor out = empty_buffer({batch, out_dim}, ScalarType::Float);
+  float* rows = out.mutable_data_ptr<float>();
+  Sources sources{static_cast<const char*>(source.const_data_ptr()), link, exchange,
+                  int64_t(source.element_size())};
+  with_floats(source.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    pooled.for_chunks([&](int64_t first, int64_t end) {
+      thread_local std::vector<char> copy;
+      for (int64_t p = 0, last; p < pooled.num_pieces && !sources.failed; p = last) {
+        const int64_t number = pooled.pieces[p].source;
+        for (last = p; last < pooled.num_pieces && pooled.pieces[last].source == number;) ++last;
+        const bool is_local = pooled.is_local(pooled.pieces[p]);
+        const char* elements = is_local ? nullptr : sources.rows(pooled, number, first, end, copy);
+        if (sources.failed) return;
+        for (int64_t sample = first; sample < end; ++sample) {
+          for (int64_t q = p; q < last; ++q) {
+            const PooledPiece& piece = pooled.pieces[q];
+            float* to = rows + sample * out_dim + piece.column;
+            const float scale = pooled.scale(piece, sample);
+            if (is_local) {
+              copy_scaled(to, own_rows + sample * own_dim + piece.source_column, piece.width, scale);
+              continue;
+            }
+            const T* from =
+                reinterpret_cast<const T*>(elements) + sample * pooled.dims[number] + piece.source_column;
+            if (piece.add) {
+              add_scaled(to, from, piece.width, scale);
+            } else {
+              copy_scaled(to, from, piece.width, scale);
+            }
+          }
+        }
+      }
+    });
+  });
+  if (sources.failed) throw std::runtime_error("the memory of a peer could not be read: it has ended");
+  return out;
+}
+
+std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vector<int64_t> dims,
+                                          int64_t local_dim, std::optional<Tensor> offsets,
+                                          std::optional<Tensor> segments, int64_t num_keys,
+                                          std::vector<int64_t> keys, double scale, ScalarType dtype) {
+  const Tensor source = contiguous(grad);
+  if (source.scalar_type() != ScalarType::Float || source.dim() != 2)
+    fail("the gradient must be 2-D float32");
+  const int64_t batch = source.size(0), grad_dim = source.size(1);
+  const Pooled pooled(pieces, dims, batch, offsets, segments, num_keys, keys);
+  const float* rows = source.const_data_ptr<float>();
+  Tensor sent = empty_buffer({pooled.first_element.back()}, dtype);
+  Tensor own = empty_buffer({batch, local_dim}, ScalarType::Float);
+  float* own_rows = own.mutable_data_ptr<float>();
+  with_floats(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* elements = static_cast<T*>(sent.mutable_data_ptr());
+    pooled.for_samples([&](int64_t sample) {
+      for (int64_t p = 0; p < pooled.num_pieces; ++p) {
+        const PooledPiece& piece = pooled.pieces[p];
+        const float* from = rows + sample * grad_dim + piece.column;
+        const float factor = static_cast<float>(scale) * pooled.scale(piece, sample);
+        if (pooled.is_local(piece)) {
+          copy_scaled(own_rows + sample * local_dim + piece.source_column, from, piece.width, factor);
+        } else {
+          copy_scaled(elements + pooled.first_element[piece.source] + sample * pooled.dims[piece.source] +
+                          piece.source_column,
+                      from, piece.width, factor);
+        }
+      }
+    });
+  });
+  return {sent, own};
+}
+
+// What a rank's lookup gives for one route: some columns of every id that was sent on it.
+struct SequenceLookup {
+  int64_t route, use, column, width;
+};
+
+// Walks the ids of one use in order, and with them the rows of all lookups that hold a part of them: since
+// routing keeps the order of ids, every lookup's rows are read one after the other.
+struct Sequence {
+  const Router router;
+  const Bags bags;
+  const std::vector<int64_t>& keys;
+  const std::vector<int64_t>& dims;
+  Tensor lookups_tensor;
+  const SequenceLookup* lookups;
+  int64_t num_lookups;
+  std::vector<int64_t> first_element, route_begin;  // of every lookup; the lookups of every route
+  std::vector<int64_t> out_begin;                   // of every use
+
+  Sequence(const Tensor& offsets, const std::optional<Tensor>& segments, int64_t num_keys,
+           const std::vector<int64_t>& use_keys, const std::vector<Tensor>& router_tensors,
+           const Tensor& lookup_rows, const Tensor& counts, const std::vector<int64_t>& use_dims,
+           int64_t num_ids)
+      : router(router_tensors),
+        bags(offsets, segments, num_keys, num_ids),
+        keys(use_keys),
+        dims(use_dims),
+        lookups_tensor(contiguous(lookup_rows)) {
+    static_assert(sizeof(SequenceLookup) == 4 * sizeof(int64_t));
+    lookups = reinterpret_cast<const SequenceLookup*>(lookups_tensor.const_data_ptr<int64_t>());
+    num_lookups = lookups_tensor.numel() / 4;
+    const Tensor count_tensor = contiguous(counts);
+    const int64_t* count = count_tensor.const_data_ptr<int64_t>();
+    int64_t element = 0;
+    route_begin.assign(router.num_routes + 1, 0);
+    for (int64_t i = 0; i < num_lookups; ++i) {
+      first_element.push_back(element);
+      element += count[lookups[i].route] * lookups[i].width;
+      route_begin[lookups[i].route + 1] = i + 1;  // lookups come in the order of their routes
+    }
+    for (int64_t route = 0; route < router.num_routes; ++route) {
+      route_begin[route + 1] = std::max(route_begin[route + 1], route_begin[route]);
+    }
+    first_element.push_back(element);
+    out_begin.push_back(0);
+    for (size_t use = 0; use < keys.size(); ++use) {
+      out_begin.push_back(out_begin.back() + bags.num_ids(keys[use]) * dims[use]);
+    }
+  }
+
+  // Calls visit(first element in the payload, first element in the result, width) for every part of every
+  // row.
+  template <typename Id, typename Visit>
+  void walk(int64_t use, const Id* values, std::vector<int64_t>& cursor, const Visit& visit) const {
+    const IntervalFinder interval_of(router, use);
+    const int64_t num_rows = router.num_rows(use), dim = dims[use];
+    if (dim == 0) return;
+    const int64_t* routes_begin = router.interval_begin + router.first_interval(use);
+    const int64_t first = bags.first_id(keys[use]), count = bags.num_ids(keys[use]);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = values[first + i];
+      const int64_t interval = interval_of(id < 0 || id >= num_rows ? 0 : id);
+      for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
+        const int64_t route = router.interval_routes[at];
+        for (int64_t l = route_begin[route]; l < route_begin[route + 1]; ++l) {
+          visit(cursor[l], out_begin[use] + i * dim + lookups[l].column, lookups[l].width);
+          cursor[l] += lookups[l].width;
+        }
+      }
+    }
+  }
+
+  template <typename Visit>
+  void for_rows(const Tensor& values, const Visit& visit) const {
+    const Tensor ids = contiguous(values);
+    std::vector<int64_t> cursor(first_element.begin(),
+                                first_element.end() - 1);  // uses touch their own lookups
+    parallel_tasks(static_cast<int64_t>(keys.size()), [&](int64_t use) {
+      if (ids.scalar_type() == ScalarType::Int) {
+        walk(use, ids.const_data_ptr<int32_t>(), cursor, visit);
+      } else {
+        walk(use, ids.const_data_ptr<int64_t>(), cursor, visit);
+      }
+    });
+  }
+};
+
+Tensor gather_sequence(Tensor received, Tensor values, Tensor offsets, std::optional<Tensor> segments,
+                       int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router,
+                       Tensor lookups, Tensor counts, std::vector<int64_t> dims) {
+  const Sequence sequence(offsets, segments, num_keys, keys, router, lookups, counts, dims, values.numel());
+  if (received.numel() != sequence.first_element.back()) {
+    fail("received ", received.numel(), " elements in place of ", sequence.first_element.back());
+  }
+  const Tensor source = contiguous(received);
+  Tensor out = empty_buffer({sequence.out_begin.back()}, ScalarType::Float);
+  float* to = out.mutable_data_ptr<float>();
+  with_floats(source.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* from = static_cast<const T*>(source.const_data_ptr());
+    sequence.for_rows(values, [&](int64_t element, int64_t row, int64_t width) {
+      copy_scaled(to + row, from + element, width, 1.0f);
+    });
+  });
+  return out;
+}
+
+Tensor scatter_sequence(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor> segments,
+                        int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router,
+                        Tensor lookups, Tensor counts, std::vector<int64_t> dims, double scale,
+                        ScalarType dtype) {
+  const Sequence sequence(offsets, segments, num_keys, keys, router, lookups, counts, dims, values.numel());
+  const Tensor source = contiguous(grad);
+  if (source.scalar_type() != ScalarType::Float || source.numel() != sequence.out_begin.back()) {
+    fail("the gradient must be float32 with ", sequence.out_begin.back(), " elements, got ", source.numel());
+  }
+  const float* from = source.const_data_ptr<float>();
+  Tensor sent = empty_buffer({sequence.first_element.back()}, dtype);
+  with_floats(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    T* to = static_cast<T*>(sent.mutable_data_ptr());
+    sequence.for_rows(values, [&](int64_t element, int64_t row, int64_t width) {
+      copy_scaled(to + element, from + row, width, static_cast<float>(scale));
+    });
+  });
+  return sent;
+}
+
+template <typename Id>
+void add_weight_grads(const Router& router, const Bags& bags, const std::vector<int64_t>& keys,
+                      const Id* values, std::vector<const float*>& next, float* out) {
+  for (int64_t use = 0; use < router.num_uses; ++use) {
+    if (router.num_rows(use) == 0) continue;
+    const IntervalFinder interval_of(router, use);
+    const int64_t* routes_begin = router.interval_begin + router.first_interval(use);
+    const int64_t first = bags.first_id(keys[use]), end = first + bags.num_ids(keys[use]);
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t id = values[i];
+      const int64_t interval = interval_of(id < 0 || id >= router.num_rows(use) ? 0 : id);
+      for (int64_t at = routes_begin[interval]; at < routes_begin[interval + 1]; ++at) {
+        out[i] += *next[router.interval_routes[at]]++;
+      }
+    }
+  }
+}
+
+// Since routing keeps the order of ids, the numbers of every route are read one after the other.
+Tensor gather_weight_grads(Tensor received, Tensor values, Tensor offsets, std::optional<Tensor> segments,
+                           int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router_tensors,
+                           Tensor counts) {
+  const Router router(router_tensors);
+  const Tensor ids = contiguous(values), source = contiguous(received), count_tensor = contiguous(counts);
+  const Bags bags(offsets, segments, num_keys, ids.numel());
+  const int64_t* count = count_tensor.const_data_ptr<int64_t>();
+  const float* from = source.const_data_ptr<float>();
+  std::vector<const float*> next;
+  int64_t total = 0;
+  for (int64_t route = 0; route < router.num_routes; ++route) {
+    next.push_back(from + total);
+    total += count[route];
+  }
+  if (source.numel() != total) fail("received ", source.numel(), " elements in place of ", total);
+  Tensor out = empty_buffer({ids.numel()}, ScalarType::Float);
+  float* to = out.mutable_data_ptr<float>();
+  std::fill_n(to, ids.numel(), 0.0f);
+  if (ids.scalar_type() == ScalarType::Int) {
+    add_weight_grads(router, bags, keys, ids.const_data_ptr<int32_t>(), next, to);
+  } else {
+    add_weight_grads(router, bags, keys, ids.const_data_ptr<int64_t>(), next, to);
+  }
+  return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("gather_pooled", TORCH_BOX(&gather_pooled));
+  m.impl("scatter_pooled", TORCH_BOX(&scatter_pooled));
+  m.impl("gather_sequence", TORCH_BOX(&gather_sequence));
+  m.impl("scatter_sequence", TORCH_BOX(&scatter_sequence));
+  m.impl("gather_weight_grads", TORCH_BOX(&gather_weight_grads));
+}
+
+}  // namespace
+}  // namespace meshrec

@@ -1,0 +1,366 @@
+// Moves messages between processes of one host. A rank says where in its memory the pieces for the others
+// lie; they read them from there (process_vm_readv): one copy, and no buffer between.
+//
+// Every rank owns a small board in shared memory that the others map; it says how many exchanges the rank has
+// started, of how many it has read everything, and where the pieces of those under way lie. Exchanges are
+// numbered, in the order in which all ranks start them. Plain C entry points, for a handle is no tensor:
+// they are documented in distributed/host_link.py.
+#include "host/host_link.h"
+
+#if defined(__linux__)
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr uint32_t kSlots = 256;  // exchanges under way at once
+constexpr size_t kErrorBytes = 256;
+constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr int64_t kSleepNanoseconds = 50'000'000;  // then it is looked whether the peer still lives
+
+// Where a message, or the part of it for one rank, lies in the memory of who sends it.
+struct Piece {
+  uint64_t address;
+  int64_t bytes;
+};
+
+// In shared memory, the slots behind it. Only its owner writes, but for ``sleepers``.
+struct Board {
+  uint64_t token;
+  alignas(64) std::atomic<uint32_t> started;  // a futex
+  std::atomic<uint32_t> sleepers;             // who wait for ``started``
+  std::atomic<uint32_t> closed;
+  alignas(64) std::atomic<uint32_t> read;  // exchanges of which the owner has read everything
+
+  static size_t bytes(int64_t size) { return sizeof(Board) + kSlots * size * sizeof(Piece); }
+  // The piece for each rank in an exchange.
+  Piece* pieces(uint32_t number, int64_t size) {
+    return reinterpret_cast<Piece*>(this + 1) + number % kSlots * size;
+  }
+};
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+enum Outcome { kDone = 0, kFailed = -1, kNotYet = -2 };
+
+Outcome fail(char* error, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(error, kErrorBytes, format, arguments);
+  va_end(arguments);
+  return kFailed;
+}
+
+// Whether exchange ``number`` is among the first ``count``; both count on beyond 32 bits.
+bool is_among(uint32_t number, uint32_t count) { return static_cast<int32_t>(count - number) > 0; }
+
+struct Peer {
+  int64_t pid = 0;
+  int pidfd = -1;
+  Board* board = nullptr;
+
+  bool has_ended() const {
+    pollfd ended{pidfd, POLLIN, 0};
+    return poll(&ended, 1, 0) > 0;
+  }
+};
+
+Board* map_board(int fd, int64_t size) {
+  void* memory = mmap(nullptr, Board::bytes(size), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  return memory == MAP_FAILED ? nullptr : static_cast<Board*>(memory);
+}
+
+class Link {
+ public:
+  Link(int64_t rank, int64_t size) : rank_(rank), size_(size), peers_(size) {
+    cpu_set_t cpus;
+    const bool known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
+    // With fewer cores than ranks, who spins may hold up whom it waits for.
+    spin_ = known && CPU_COUNT(&cpus) >= size ? kSpin : kSpin.zero();
+  }
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  ~Link() {
+    for (const Peer& peer : peers_) {
+      if (peer.board != nullptr) munmap(peer.board, Board::bytes(size_));
+      if (peer.pidfd >= 0) close(peer.pidfd);
+    }
+    if (fd_ >= 0) close(fd_);
+  }
+
+  Outcome create(uint64_t token, char* error) {
+    fd_ = memfd_create("meshrec", MFD_CLOEXEC);
+    if (fd_ < 0 || ftruncate(fd_, Board::bytes(size_)) != 0) {
+      return fail(error, "memfd_create: %s", std::strerror(errno));
+    }
+    Peer& own = peers_[rank_];
+    if ((own.board = map_board(fd_, size_)) == nullptr) return fail(error, "mmap: %s", std::strerror(errno));
+    own.board->token = token;
+    // Where Yama lets only ancestors read: whom the same launcher started may as well.
+    if (FILE* scope = std::fopen("/proc/sys/kernel/yama/ptrace_scope", "r")) {
+      if (std::fgetc(scope) == '1') prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
+      std::fclose(scope);
+    }
+    return kDone;
+  }
+
+  int fd() const { return fd_; }
+  void* board() const { return peers_[rank_].board; }
+
+  Outcome join(int64_t rank, int64_t pid, int fd, uint64_t address, uint64_t token, char* error) {
+    Peer& peer = peers_[rank];
+    peer.pid = pid;
+    peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    if (peer.pidfd < 0) return fail(error, "pidfd_open: %s", std::strerror(errno));
+    // First of all: in another PID namespace, or on another host, the number is that of another process.
+    uint64_t seen = 0;
+    if (read_from(peer, &seen, address, sizeof seen, error) != kDone) return kFailed;
+    if (seen != token) return fail(error, "process %lld is another one here", static_cast<long long>(pid));
+    const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+    const int shared = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (shared < 0) return fail(error, "open %s: %s", path.c_str(), std::strerror(errno));
+    peer.board = map_board(shared, size_);
+    close(shared);
+    return peer.board != nullptr ? kDone : fail(error, "mmap: %s", std::strerror(errno));
+  }
+
+  // How many exchanges this rank has started that not all ranks have read; they are its last ones.
+  uint32_t num_unread() const {
+    const uint32_t started = peers_[rank_].board->started.load();
+    int32_t most = 0;
+    for (const Peer& peer : peers_) {
+      // A peer may be ahead with what it has skipped.
+      most = std::max(most, static_cast<int32_t>(started - peer.board->read.load()));
+    }
+    return most;
+  }
+
+  // ``sizes``: bytes for each rank, of the message's beginning (``same``) or one after the other.
+  Outcome start(const char* message, const int64_t* sizes, int64_t width, bool same, int64_t* number) {
+    const std::lock_guard lock(mutex_);
+    Board& own = *peers_[rank_].board;
+    const uint32_t next = own.started.load();
+    if (num_unread() >= kSlots) return kNotYet;
+    Piece* pieces = own.pieces(next, size_);
+    for (int64_t rank = 0; rank < size_; ++rank) {
+      pieces[rank] = {reinterpret_cast<uint64_t>(message), width * sizes[rank]};
+      if (!same) message += width * sizes[rank];
+    }
+    own.started.store(next + 1);
+    wake(own);
+    *number = next;
+    return kDone;
+  }
+
+  // ``sizes``: elements from each rank; the result holds them one after the other.
+  Outcome wait(uint32_t number, char* result, const int64_t* sizes, int64_t width, char* error) {
+    std::vector<char*> at(size_, result);
+    for (int64_t rank = 1; rank < size_; ++rank) at[rank] = at[rank - 1] + width * sizes[rank - 1];
+    for (int64_t k = 0; k < size_; ++k) {
+      const int64_t rank = (rank_ + k) % size_;  // this rank's own piece first, while others get ready
+      if (sizes[rank] == 0) continue;
+      const Outcome outcome = read_piece(rank, number, at[rank], width * sizes[rank], error);
+      if (outcome != kDone) return outcome;
+    }
+    finish(number);
+    return kDone;
+  }
+
+  // Waits until all have started the exchange.
+  Outcome arrive(uint32_t number, const int64_t* sizes, int64_t width, char* error) const {
+    for (int64_t rank = 0; rank < size_; ++rank) {
+      const Outcome outcome =
+          sizes[rank] == 0 ? kDone : await_piece(rank, number, width * sizes[rank], error);
+      if (outcome != kDone) return outcome;
+    }
+    return kDone;
+  }
+
+  // See host_link.h.
+  const void* read(uint32_t number, int64_t rank, int64_t offset, int64_t bytes, void* copy) const {
+    const Peer& peer = peers_[rank];
+    const uint64_t address = peer.board->pieces(number, size_)[rank_].address + offset;
+    if (rank == rank_) return reinterpret_cast<const void*>(address);
+    char error[kErrorBytes];
+    return read_from(peer, copy, address, bytes, error) == kDone ? copy : nullptr;
+  }
+
+  void finish(uint32_t number) {
+    const std::lock_guard lock(mutex_);
+    Board& own = *peers_[rank_].board;
+    uint32_t read = own.read.load();
+    if (!is_among(number, read)) read_.insert(number);
+    while (read_.erase(read) > 0) ++read;
+    own.read.store(read);
+  }
+
+  void leave(double seconds) {
+    Board& own = *peers_[rank_].board;
+    const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
+    for (const Peer& peer : peers_) {
+      if (&peer == &peers_[rank_] || peer.board == nullptr) continue;
+      while (is_among(peer.board->read.load(), own.started.load()) && peer.board->closed.load() == 0 &&
+             !peer.has_ended() && Clock::now() < deadline) {
+        usleep(1000);
+      }
+    }
+    own.closed.store(1);
+    wake(own);
+  }
+
+ private:
+  static void wake(Board& own) {
+    if (own.sleepers.load() > 0) syscall(SYS_futex, &own.started, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+  }
+
+  Outcome await_piece(int64_t rank, uint32_t number, int64_t bytes, char* error) const {
+    const Peer& peer = peers_[rank];
+    const Outcome started = await_start(peer, number, error);
+    if (started != kDone) return started;
+    const Piece piece = peer.board->pieces(number, size_)[rank_];
+    if (piece.bytes == bytes) return kDone;
+    return fail(error, "the peer sends %lld bytes where %lld are expected",
+                static_cast<long long>(piece.bytes), static_cast<long long>(bytes));
+  }
+
+  Outcome read_piece(int64_t rank, uint32_t number, char* result, int64_t bytes, char* error) const {
+    const Peer& peer = peers_[rank];
+    const Outcome arrived = await_piece(rank, number, bytes, error);
+    if (arrived != kDone) return arrived;
+    const Piece piece = peer.board->pieces(number, size_)[rank_];
+    if (rank != rank_) return read_from(peer, result, piece.address, bytes, error);
+    std::memcpy(result, reinterpret_cast<const void*>(piece.address), bytes);
+    return kDone;
+  }
+
+  Outcome await_start(const Peer& peer, uint32_t number, char* error) const {
+    Board& board = *peer.board;
+    const auto is_ready = [&] { return is_among(number, board.started.load()); };
+    if (is_ready()) return kDone;
+    for (const auto end = Clock::now() + spin_; Clock::now() < end;) {
+      if (is_ready()) return kDone;
+    }
+    const timespec time{0, kSleepNanoseconds};
+    board.sleepers.fetch_add(1);
+    const uint32_t seen = board.started.load();
+    if (!is_among(number, seen)) syscall(SYS_futex, &board.started, FUTEX_WAIT, seen, &time, nullptr, 0);
+    board.sleepers.fetch_sub(1);
+    if (is_ready()) return kDone;
+    for (const Peer& each : peers_) {
+      if (is_among(number, each.board->started.load())) continue;
+      // Another one that will not start it either: the peer may be waiting for that one.
+      const auto pid = static_cast<long long>(each.pid);
+      if (each.has_ended()) return fail(error, "the peer, process %lld, has ended", pid);
+      if (each.board->closed.load() != 0) return fail(error, "the peer, process %lld, has left", pid);
+    }
+    return kNotYet;
+  }
+
+  static Outcome read_from(const Peer& peer, void* result, uint64_t address, int64_t bytes, char* error) {
+    auto* at = static_cast<char*>(result);
+    while (bytes > 0) {
+      const iovec here{at, static_cast<size_t>(bytes)};
+      const iovec there{reinterpret_cast<void*>(address), static_cast<size_t>(bytes)};
+      const ssize_t got = process_vm_readv(static_cast<pid_t>(peer.pid), &here, 1, &there, 1, 0);
+      if (got <= 0) {
+        return fail(error, "process_vm_readv from process %lld: %s", static_cast<long long>(peer.pid),
+                    std::strerror(errno));
+      }
+      at += got, address += got, bytes -= got;
+    }
+    return kDone;
+  }
+
+  const int64_t rank_, size_;
+  std::chrono::microseconds spin_;
+  int fd_ = -1;
+  std::vector<Peer> peers_;  // with itself
+  std::mutex mutex_;
+  std::set<uint32_t> read_;  // exchanges read before an earlier one
+};
+
+}  // namespace
+
+const void* meshrec::read_from_link(int64_t link, int64_t exchange, int64_t rank, int64_t offset,
+                                    int64_t bytes, void* copy) {
+  return reinterpret_cast<const Link*>(link)->read(static_cast<uint32_t>(exchange), rank, offset, bytes,
+                                                   copy);
+}
+
+#define MESHREC_C extern "C" __attribute__((visibility("default")))
+
+MESHREC_C void* meshrec_link_create(int64_t rank, int64_t size, uint64_t token, int64_t* fd,
+                                    uint64_t* address, char* error) {
+  auto link = std::make_unique<Link>(rank, size);
+  if (link->create(token, error) != kDone) return nullptr;
+  *fd = link->fd();
+  *address = reinterpret_cast<uint64_t>(link->board());
+  return link.release();
+}
+
+MESHREC_C int64_t meshrec_link_join(Link* link, int64_t rank, int64_t pid, int64_t fd, uint64_t address,
+                                    uint64_t token, char* error) {
+  return link->join(rank, pid, static_cast<int>(fd), address, token, error);
+}
+
+// Starting, waiting and skipping give the number of this rank's exchanges that not all ranks have read, or an
+// Outcome.
+MESHREC_C int64_t meshrec_link_start(Link* link, const void* message, const int64_t* sizes, int64_t width,
+                                     int64_t same, int64_t* number) {
+  const Outcome outcome = link->start(static_cast<const char*>(message), sizes, width, same != 0, number);
+  return outcome == kDone ? link->num_unread() : int64_t{outcome};
+}
+
+MESHREC_C int64_t meshrec_link_wait(Link* link, int64_t number, void* result, const int64_t* sizes,
+                                    int64_t width, char* error) {
+  const Outcome outcome =
+      link->wait(static_cast<uint32_t>(number), static_cast<char*>(result), sizes, width, error);
+  return outcome == kDone ? link->num_unread() : int64_t{outcome};
+}
+
+MESHREC_C int64_t meshrec_link_arrive(const Link* link, int64_t number, const int64_t* sizes, int64_t width,
+                                      char* error) {
+  return link->arrive(static_cast<uint32_t>(number), sizes, width, error);
+}
+
+MESHREC_C int64_t meshrec_link_unread(const Link* link) { return link->num_unread(); }
+
+MESHREC_C int64_t meshrec_link_skip(Link* link, int64_t number) {
+  link->finish(static_cast<uint32_t>(number));
+  return link->num_unread();
+}
+
+// Waits so long for the others to read what they still need, if they are there.
+MESHREC_C void meshrec_link_close(Link* link, double seconds) {
+  link->leave(seconds);
+  delete link;
+}
+
+#else
+
+const void* meshrec::read_from_link(int64_t, int64_t, int64_t, int64_t, int64_t, void*) { return nullptr; }
+
+#endif  // __linux__

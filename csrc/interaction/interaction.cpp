@@ -1,0 +1,90 @@
+// Dot products of a sample's vectors in one pass over them, forward and backward.
+// Arguments and results are documented in ops/interaction/naive.py.
+#include "host/memory.h"
+#include "stable_abi.h"
+#include "tbe/kernels.h"
+
+namespace meshrec {
+namespace {
+
+constexpr int64_t kChunk = 64;  // samples of a task
+
+struct Vectors {
+  Tensor dense, sparse;
+  int64_t batch, num_sparse, dim;
+
+  Vectors(const Tensor& dense_rows, const Tensor& sparse_rows)
+      : dense(as_contiguous(dense_rows)), sparse(as_contiguous(sparse_rows)) {
+    if (dense.scalar_type() != ScalarType::Float || sparse.scalar_type() != ScalarType::Float) {
+      fail("dot_interaction: both tensors must be float32");
+    }
+    if (dense.dim() != 2 || sparse.dim() != 3 || sparse.size(0) != dense.size(0) ||
+        sparse.size(2) != dense.size(1)) {
+      fail("dot_interaction: dense must be [B, D] and sparse [B, F, D]");
+    }
+    batch = sparse.size(0), num_sparse = sparse.size(1), dim = sparse.size(2);
+  }
+
+  int64_t out_dim() const { return dim + num_sparse * (num_sparse + 1) / 2; }
+
+  InteractionArgs arguments() const {
+    InteractionArgs args{};
+    args.dense = dense.const_data_ptr<float>();
+    args.sparse = sparse.const_data_ptr<float>();
+    args.num_sparse = num_sparse;
+    args.dim = dim;
+    return args;
+  }
+
+  // The larger of what the two passes need.
+  int64_t scratch_size() const {
+    const int64_t num_vectors = num_sparse + 1, pairs = interaction_stride(num_vectors);
+    const int64_t forward = (dim + 4) * pairs;
+    return std::max(forward, (num_vectors + 4) * (padded(dim) + pairs));
+  }
+
+  void for_chunks(const InteractionArgs& args, void (*work)(const InteractionArgs&)) const {
+    parallel_tasks((batch + kChunk - 1) / kChunk, [&](int64_t chunk) {
+      std::vector<float> scratch(scratch_size());
+      InteractionArgs own = args;
+      own.first = chunk * kChunk;
+      own.last = std::min(batch, own.first + kChunk);
+      own.scratch = scratch.data();
+      work(own);
+    });
+  }
+};
+
+Tensor dot_interaction(Tensor dense, Tensor sparse) {
+  const Vectors vectors(dense, sparse);
+  Tensor out = empty_buffer({vectors.batch, vectors.out_dim()}, ScalarType::Float);
+  InteractionArgs args = vectors.arguments();
+  args.out = out.mutable_data_ptr<float>();
+  vectors.for_chunks(args, kernels().interact);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> dot_interaction_grad(Tensor grad, Tensor dense, Tensor sparse) {
+  const Vectors vectors(dense, sparse);
+  const Tensor of_out = as_contiguous(grad);
+  if (of_out.scalar_type() != ScalarType::Float || of_out.numel() != vectors.batch * vectors.out_dim()) {
+    fail("dot_interaction_grad: the gradient must be float32 [B, D + F (F + 1) / 2]");
+  }
+  Tensor of_dense = empty_buffer({vectors.batch, vectors.dim}, ScalarType::Float);
+  Tensor of_sparse = empty_buffer({vectors.batch, vectors.num_sparse, vectors.dim}, ScalarType::Float);
+  InteractionArgs args = vectors.arguments();
+  args.grad = of_out.const_data_ptr<float>();
+  args.grad_dense = of_dense.mutable_data_ptr<float>();
+  args.grad_sparse = of_sparse.mutable_data_ptr<float>();
+  vectors.for_chunks(args, kernels().interact_grad);
+  return {of_dense, of_sparse};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
+  m.impl("dot_interaction", TORCH_BOX(&dot_interaction));
+  m.impl("dot_interaction_grad", TORCH_BOX(&dot_interaction_grad));
+}
+
+}  // namespace meshrec

@@ -1,0 +1,239 @@
+// A plan under change: where every piece is, what every rank has to do, and the smooth objective, kept up
+// from move to move.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "planner/plan_problem.h"
+
+namespace meshrec::planning {
+
+using Load = std::array<double, kPhases>;
+
+class PlanState {
+ public:
+  PlanState(const Problem& problem, int64_t num_ranks, int64_t node_size)
+      : p_(problem), num_ranks_(num_ranks), node_size_(node_size) {
+    holds_.assign(tables_.size() * num_ranks, 0);
+    for (int64_t group = 0; group < p_.count.tensor.numel(); ++group) {
+      Load whole{}, still{};
+      for (int64_t k = 0; k < p_.num_phases; ++k) {
+        whole[k] = p_.load[group * p_.num_phases + k];
+        still[k] = p_.fixed[group * p_.num_phases + k];
+      }
+      group_load_.push_back(whole);
+      group_fixed_.push_back(still);
+    }
+  }
+
+  void set(int64_t table, int64_t candidate, const int64_t* groups, const int64_t* ranks,
+           const double* amounts, int64_t count) {
+    Placed placed{candidate, {}, {}};
+    const int32_t span = p_.scope[candidate] == kNodes ? node_size_ : 1;
+    for (int64_t i = 0; i < count; i += span) {
+      placed.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(groups[i]),
+                              static_cast<int32_t>(ranks[i] / span), span, 0, static_cast<int32_t>(i)});
+      // Ranks of a node come in order.
+      for (int32_t j = 0; j < span; ++j) placed.amounts.push_back(amounts[i + j]);
+    }
+    tables_[table] = std::move(placed);
+    change(table, 1.0);
+    track(table, true);
+  }
+
+ protected:
+  double exact() const {
+    double total = common_;
+    for (int k = 0; k < p_.num_phases; ++k) {
+      double most = 0;
+      for (const auto& load : load_) most = std::max(most, load[k]);
+      total += most;
+    }
+    return total;
+  }
+
+  double smooth() const {
+    double total = common_;
+    for (double norm : norms(sum_)) total += norm;
+    return total;
+  }
+
+  void set_exponent(int exponent) {
+    exponent_ = exponent;
+    for (int k = 0; k < kPhases; ++k) {
+      double most = 0, largest = 0;
+      for (const auto& load : load_) most = std::max(most, load[k]);
+      for (const auto& load : group_load_) largest = std::max(largest, load[k]);
+      size_[k] = std::max(most, 1e-3 * largest + 1e-30);
+      scale_[k] = 1 / size_[k];
+    }
+    refresh();
+  }
+
+  // Loads anew from the units: takes away what rounding has added up.
+  void rebuild() {
+    std::fill(load_.begin(), load_.end(), Load{});
+    std::fill(bytes_.begin(), bytes_.end(), 0.0);
+    common_ = common_bytes_ = 0;
+    for (size_t table = 0; table < tables_.size(); ++table) change(table, 1.0);
+    refresh();
+  }
+
+  void refresh() {
+    sum_ = {};
+    for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+      power_[rank] = raised(load_[rank]);
+      for (int k = 0; k < kPhases; ++k) sum_[k] += power_[rank][k];
+    }
+    update_weights();
+  }
+
+  void update_weights() {
+    norm_ = norms(sum_);
+    for (int k = 0; k < kPhases; ++k) weight_[k] = norm_[k] / (std::max(sum_[k], 1e-9) * exponent_);
+  }
+
+  // The exponent is a power of two, so its root is some square roots.
+  Load norms(const Load& sum) const {
+    Load value;
+    for (int k = 0; k < kPhases; ++k) value[k] = std::max(sum[k], 0.0) / num_ranks_;
+    for (int doubled = 1; doubled < exponent_; doubled *= 2)
+      for (int k = 0; k < kPhases; ++k) value[k] = std::sqrt(value[k]);
+    for (int k = 0; k < kPhases; ++k) value[k] *= size_[k];
+    return value;
+  }
+
+  Load raised(const Load& load) const {
+    Load value;
+    for (int k = 0; k < kPhases; ++k) value[k] = load[k] * scale_[k];
+    for (int doubled = 1; doubled < exponent_; doubled *= 2)
+      for (int k = 0; k < kPhases; ++k) value[k] *= value[k];
+    return value;
+  }
+
+  Load load_of(int64_t group, double amount) const {
+    Load value;
+    for (int k = 0; k < kPhases; ++k)
+      value[k] = group_fixed_[group][k] + amount * (group_load_[group][k] - group_fixed_[group][k]);
+    return value;
+  }
+
+  double bytes_of(int64_t group, double amount) const {
+    return p_.fixed_bytes[group] + amount * (p_.bytes[group] - p_.fixed_bytes[group]);
+  }
+
+  // Adds (or takes away) a table's loads; powers are not kept up.
+  void change(int64_t table, double sign) {
+    const Placed& placed = tables_[table];
+    common_ += sign * p_.common[placed.candidate];
+    common_bytes_ += sign * p_.common_bytes[placed.candidate];
+    for (const Unit& unit : placed.units)
+      for (int32_t i = 0; i < unit.span; ++i) {
+        const int64_t rank = static_cast<int64_t>(unit.place) * unit.span + i;
+        const double amount = placed.amounts[unit.amounts + i];
+        const Load load = load_of(unit.group, amount);
+        for (int k = 0; k < kPhases; ++k) load_[rank][k] += sign * load[k];
+        bytes_[rank] += sign * bytes_of(unit.group, amount);
+      }
+  }
+
+  void settle_powers_of(int64_t table) {
+    for (const Unit& unit : tables_[table].units)
+      for (int32_t i = 0; i < unit.span; ++i) settle_powers(static_cast<int64_t>(unit.place) * unit.span + i);
+  }
+
+  void settle_powers(int64_t rank) {
+    const Load value = raised(load_[rank]);
+    for (int k = 0; k < kPhases; ++k) sum_[k] = std::max(sum_[k] + value[k] - power_[rank][k], 0.0);
+    power_[rank] = value;
+  }
+
+  struct Shifted {
+    Load load, power;
+  };
+
+  double shifted(int64_t rank, const Load& gain, double sign, Shifted& result) const {
+    for (int k = 0; k < kPhases; ++k) result.load[k] = load_[rank][k] + sign * gain[k];
+    result.power = raised(result.load);
+    double change = 0;
+    for (int k = 0; k < kPhases; ++k) change += weight_[k] * (result.power[k] - power_[rank][k]);
+    return change;
+  }
+
+  void adopt(int64_t rank, const Shifted& shifted, double bytes) {
+    for (int k = 0; k < kPhases; ++k) sum_[k] = std::max(sum_[k] + shifted.power[k] - power_[rank][k], 0.0);
+    load_[rank] = shifted.load;
+    power_[rank] = shifted.power;
+    bytes_[rank] += bytes;
+  }
+
+  // Enters a table's units into (or takes them out of) the lists by rank.
+  void track(int64_t table, bool enter) {
+    auto& units = tables_[table].units;
+    for (size_t index = 0; index < units.size(); ++index) {
+      Unit& unit = units[index];
+      if (enter)
+        list(unit, index);
+      else
+        unlist(unit);
+      for (int32_t i = 0; i < unit.span; ++i)
+        holds_[table * num_ranks_ + static_cast<int64_t>(unit.place) * unit.span + i] = enter;
+    }
+  }
+
+  double* amounts(const Unit& unit) { return tables_[unit.table].amounts.data() + unit.amounts; }
+
+  bool may_use(int64_t table, int64_t place, int32_t span) const {
+    const int64_t masks = p_.allowed.tensor.numel();
+    for (int32_t i = 0; i < span; ++i) {
+      const int64_t rank = place * span + i;
+      if (holds_[table * num_ranks_ + rank]) return false;
+      if (masks && !p_.allowed[p_.type[table] * num_ranks_ + rank]) return false;
+    }
+    return true;
+  }
+
+  void relocate(Unit& unit, int64_t place) {
+    const size_t index = &unit - tables_[unit.table].units.data();
+    unlist(unit);
+    uint8_t* const holds = holds_.data() + unit.table * num_ranks_;
+    for (int32_t i = 0; i < unit.span; ++i) holds[static_cast<int64_t>(unit.place) * unit.span + i] = 0;
+    unit.place = static_cast<int32_t>(place);
+    for (int32_t i = 0; i < unit.span; ++i) holds[place * unit.span + i] = 1;
+    list(unit, index);
+  }
+
+  using Entry = std::pair<int32_t, int32_t>;  // table, index of the unit
+
+  void list(Unit& unit, size_t index) {
+    auto& entries = on_rank_[static_cast<int64_t>(unit.place) * unit.span];
+    unit.on_rank = static_cast<int32_t>(entries.size());
+    entries.push_back({unit.table, static_cast<int32_t>(index)});
+  }
+
+  void unlist(const Unit& unit) {
+    auto& entries = on_rank_[static_cast<int64_t>(unit.place) * unit.span];
+    const Entry last = entries.back();
+    entries[unit.on_rank] = last;
+    tables_[last.first].units[last.second].on_rank = unit.on_rank;
+    entries.pop_back();
+  }
+
+  const Problem& p_;
+  const int64_t num_ranks_, node_size_;
+  std::vector<Load> load_ = std::vector<Load>(num_ranks_, Load{}), power_ = load_;
+  std::vector<double> bytes_ = std::vector<double>(num_ranks_, 0.0);
+  std::vector<std::vector<Entry>> on_rank_ = std::vector<std::vector<Entry>>(num_ranks_);
+  std::vector<Placed> tables_ = std::vector<Placed>(p_.type.tensor.numel());
+  std::vector<uint8_t> holds_;
+  std::vector<Load> group_load_, group_fixed_;
+  Load scale_{}, size_{}, sum_{}, norm_{}, weight_{};
+  double common_ = 0, common_bytes_ = 0;
+  int exponent_ = 1;
+};
+
+}  // namespace meshrec::planning

@@ -1,0 +1,80 @@
+// The arguments that all tbe_* ops share, checked and resolved into lookups: which bags of which key read
+// which table, and where their output rows lie.
+#pragma once
+
+#include "stable_abi.h"
+#include "tbe/kernels.h"
+
+namespace meshrec {
+
+enum Pooling : int { kSum, kMean, kNone };
+
+// The ids of one key in one block, read by one feature.
+struct Lookup {
+  int64_t feature;
+  int64_t table;  // -1: this feature takes no part
+  Pooling pooling;
+  int64_t dim = 0;
+  int64_t first_bag = 0, num_bags = 0;
+  int64_t first_id = 0, num_ids = 0;
+  int64_t out_offset = 0,
+          out_stride = 0;  // in elements of the output; rows are bags, or ids where nothing is pooled
+};
+
+struct Shape {
+  const std::optional<Tensor>& segments;
+  int64_t num_keys;
+  const std::vector<int64_t>& keys;
+  const std::vector<int64_t>& tables;
+  const std::vector<int64_t>& pooling;
+  bool flat;
+};
+
+struct Batch {
+  Tensor values, offsets;  // contiguous; offsets int64
+  std::optional<Tensor> sample_weights_tensor = std::nullopt;
+  const int64_t* bags = nullptr;  // offsets
+  const float* sample_weights = nullptr;
+  bool wide_ids = false;
+  int64_t num_ids = 0, num_bags = 0;
+  std::vector<Lookup> lookups = {};
+  int64_t out_rows = 0, out_columns = 0;  // not flat
+  int64_t out_size = 0;                   // elements
+
+  const void* ids(int64_t position) const;
+  int64_t id(int64_t position) const;
+};
+
+// Throws ValueError for offsets that do not describe the values, and for shapes that do not fit together.
+Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optional<Tensor>& sample_weights,
+                 const Shape& shape, const std::vector<int64_t>& dims);
+
+struct Weights {
+  std::vector<Tensor> tensors;
+  std::vector<void*> data;
+  std::vector<int64_t> num_rows, dims;
+  std::vector<WeightType> types;
+};
+// With writable = true the tensors must be contiguous.
+Weights make_weights(std::vector<Tensor> tensors, bool writable);
+std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables, const std::vector<int64_t>& table_dims);
+
+// Raises unless every feature is as wide as its table; skipped features aside.
+void check_dims(const Batch& batch, const Weights& weights);
+
+// A gradient as fp32, contiguous, with the size that the batch's output has.
+Tensor checked_grad(const Tensor& grad, const Batch& batch);
+
+// Pieces of lookups of about equal work, for parallel loops over bags.
+struct Piece {
+  int64_t lookup, first_bag, num_bags;
+};
+std::vector<Piece> cut(const Batch& batch);
+
+// What messages call the lookup's table and feature: as named, or by their numbers. names: UTF-8 bytes,
+// "table\tfeature\n" for every feature.
+std::pair<std::string, std::string> names_of(const Lookup& lookup, const Tensor* names);
+// Raises for the first id outside its table.
+[[noreturn]] void fail_for_id(const Batch& batch, int64_t lookup, int64_t num_rows, const Tensor* names);
+
+}  // namespace meshrec

@@ -1,0 +1,477 @@
+// The inner loops. Every kernels_<isa>.cpp defines MESHREC_KERNELS (the name of its table) and includes this
+// file.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "tbe/kernels.h"
+
+namespace meshrec {
+namespace {
+
+#include "simd.h"
+
+// ---- forward
+// ----------------------------------------------------------------------------------------------------
+
+#include "tbe/pool.inl"
+
+template <typename Weight>
+inline void row_to_float(const Weight* row, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
+  for (; d < dim; ++d) out[d] = to_float(row[d]);
+}
+
+template <typename Weight, typename Id>
+void gather(const GatherArgs& a) {
+  const Weight* weight = static_cast<const Weight*>(a.weight);
+  const Id* ids = static_cast<const Id*>(a.ids);
+  const int64_t ahead = rows_ahead<Weight>(a.dim);
+  for (int64_t i = 0; i < a.num_ids; ++i) {
+    if (i + ahead < a.num_ids) prefetch_row(weight + int64_t(ids[i + ahead]) * a.dim, a.dim);
+    row_to_float(weight + int64_t(ids[i]) * a.dim, a.dim, a.out + i * a.dim);
+  }
+}
+
+// Reads columns as vectors, or one by one at the end of a row; terms are written once for both.
+struct VectorAt {
+  int64_t column;
+  template <typename T>
+  Vec operator()(const T* row) const {
+    return load(row + column);
+  }
+};
+struct ScalarAt {
+  int64_t column;
+  template <typename T>
+  float operator()(const T* row) const {
+    return to_float(row[column]);
+  }
+};
+
+// The sum of term(at) over all columns, in 16 lanes and one fixed tree: every instruction set adds in one
+// order.
+template <typename Term>
+inline float sum_over(int64_t dim, const Term& term) {
+  constexpr int kParts = 16 / kLanes;
+  Vec part[kParts];
+  for (int k = 0; k < kParts; ++k) part[k] = Vec{};
+  int64_t d = 0;
+  for (; d + 16 <= dim; d += 16)
+    for (int k = 0; k < kParts; ++k) part[k] += term(VectorAt{d + k * kLanes});
+  if (d < dim) {
+    float rest[16] = {};
+    for (int j = 0; d + j < dim; ++j) rest[j] = term(ScalarAt{d + j});
+    for (int k = 0; k < kParts; ++k) part[k] += load(rest + k * kLanes);
+  }
+  return lanes_total(part);
+}
+
+template <typename Weight, typename Id>
+void dot(const DotArgs& a) {
+  const Weight* weight = static_cast<const Weight*>(a.weight);
+  const Id* ids = static_cast<const Id*>(a.ids);
+  const int64_t ahead = rows_ahead<Weight>(a.dim), end = a.offsets[a.num_bags];
+  for (int64_t bag = 0; bag < a.num_bags; ++bag) {
+    const int64_t first = a.offsets[bag], last = a.offsets[bag + 1];
+    const float* grad = a.grad + bag * a.grad_stride;
+    const float scale = a.mean ? 1.0f / float(last - first) : 1.0f;
+    for (int64_t i = first; i < last; ++i) {
+      if (i + ahead < end) prefetch_row(weight + int64_t(ids[i + ahead]) * a.dim, a.dim);
+      const Weight* row = weight + int64_t(ids[i]) * a.dim;
+      a.out[i] = scale * sum_over(a.dim, [&](auto at) { return at(grad) * at(row); });
+    }
+  }
+}
+
+// ---- runs of equal rows
+// ------------------------------------------------------------------------------------------
+
+constexpr int64_t kPairsAhead = 16;  // their rows and gradients are on their way to the L1 cache
+constexpr int64_t kRowsAhead = 256;  // those rows, partly of the next range, have left the memory
+
+inline int64_t rows_announced(const RunArgs& a) {
+  if (!a.from_memory) return INT32_MAX;
+  return a.num_pairs < kRowsAhead ? a.num_pairs : kRowsAhead;
+}
+template <typename Touch>
+__attribute__((always_inline)) inline void touch_far(const RunArgs& a, uint32_t row, const Touch& touch) {
+  if (a.to_l1) {
+    touch(row, kToL1Once);  // nor do they drive out of L2 what the rest of the step needs
+  } else {
+    touch(row, kToL2);
+  }
+}
+// Calls touch(row, locality) for the rows of the pairs that come after pair i: to L1, and where they come
+// from memory well before that out of it. The rows of the next range then arrive while this one is worked on
+// and that one is sorted: the memory is never idle. Another thread may be sorting it already; what is read of
+// it only says what to prefetch. The row in work is not touched again: a hot one has thousands of pairs.
+template <typename Touch>
+__attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
+  const uint32_t row = a.pairs[i].row;
+  const int64_t near = i + kPairsAhead, far = i + rows_announced(a);
+  if (far < a.num_pairs) {
+    if (a.pairs[far].row != row) touch_far(a, a.pairs[far].row, touch);
+  } else if (far < a.num_pairs + a.num_next) {
+    touch_far(a, a.next[far - a.num_pairs].row, touch);
+  }
+  if (near < a.num_pairs && a.pairs[near].row != row) touch(a.pairs[near].row, kToL1);
+}
+// What the next range has more than this one.
+template <typename Touch>
+__attribute__((always_inline)) inline void announce_rest(const RunArgs& a, const Touch& touch) {
+  for (int64_t i = rows_announced(a); i < a.num_next; ++i) touch_far(a, a.next[i].row, touch);
+}
+
+template <int N, bool kScaled>
+inline void sum_block(const RunArgs& a, int64_t column, int64_t first, int64_t last, float* out) {
+  Vec sum[N];
+  for (int k = 0; k < N; ++k) sum[k] = Vec{};
+  for (int64_t i = first; i < last; ++i) {
+    const uint32_t slot = a.pairs[i].slot;
+    const float* grad = a.grads[slot] + column;
+    for (int k = 0; k < N; ++k) {
+      if constexpr (kScaled) {
+        sum[k] += load(grad + k * kLanes) * a.scales[slot];
+      } else {
+        sum[k] += load(grad + k * kLanes);
+      }
+    }
+  }
+  for (int k = 0; k < N; ++k) store(out + column + k * kLanes, sum[k]);
+}
+
+template <bool kScaled>
+inline void sum_run(const RunArgs& a, int64_t first, int64_t last, float* out) {
+  int64_t column = 0;
+  while (a.dim - column >= 8 * kLanes)
+    sum_block<8, kScaled>(a, column, first, last, out), column += 8 * kLanes;
+  if (a.dim - column >= 4 * kLanes) sum_block<4, kScaled>(a, column, first, last, out), column += 4 * kLanes;
+  if (a.dim - column >= 2 * kLanes) sum_block<2, kScaled>(a, column, first, last, out), column += 2 * kLanes;
+  if (a.dim - column >= kLanes) sum_block<1, kScaled>(a, column, first, last, out), column += kLanes;
+  const int64_t rest = a.dim - column;
+  if (rest == 0) return;
+  float sum[kLanes] = {};
+  for (int64_t i = first; i < last; ++i) {
+    const uint32_t slot = a.pairs[i].slot;
+    const float* grad = a.grads[slot] + column;
+    for (int64_t d = 0; d < rest; ++d) sum[d] += kScaled ? grad[d] * a.scales[slot] : grad[d];
+  }
+  for (int64_t d = 0; d < rest; ++d) out[column + d] = sum[d];
+}
+
+// A run of equal rows: its pairs, and their summed gradient.
+struct Run {
+  uint32_t row, slot;  // the slot of its first pair
+  int64_t num_pairs;
+  const float* grad;
+};
+
+// Calls use(run) for each run, and touch(row, locality) before it.
+template <typename Touch, typename Use>
+inline void for_each_run(const RunArgs& a, const Touch& touch, const Use& use) {
+  for (int64_t first = 0; first < a.num_pairs;) {
+    Run run{a.pairs[first].row, a.pairs[first].slot, 1, a.grads[a.pairs[first].slot]};
+    while (first + run.num_pairs < a.num_pairs && a.pairs[first + run.num_pairs].row == run.row)
+      ++run.num_pairs;
+    if (run.num_pairs > 1 || a.scales != nullptr) {
+      (a.scales != nullptr ? sum_run<true> : sum_run<false>)(a, first, first + run.num_pairs, a.scratch);
+      run.grad = a.scratch;
+    }
+    for (int64_t i = first; i < first + run.num_pairs; ++i) announce(a, i, touch);
+    first += run.num_pairs;
+    use(run);
+  }
+  announce_rest(a, touch);
+}
+
+void sum(const SumArgs& a) {
+  const int64_t dim = a.runs.dim;
+  int64_t index = 0;
+  for_each_run(
+      a.runs, [](uint32_t, auto) {},
+      [&](const Run& run) {
+        if (a.rows != nullptr) a.rows[index] = run.row;
+        memcpy(a.sums + (a.dense ? int64_t(run.row) : index) * dim, run.grad, dim * sizeof(float));
+        ++index;
+      });
+}
+
+float square_row(const float* row, int64_t dim) {
+  return sum_over(dim, [&](auto at) { return at(row) * at(row); });
+}
+
+int64_t square(const SquareArgs& a) {
+  const RunArgs& runs = a.runs;
+  if (a.by_slot != nullptr)  // few rows are read again, and these are far from each other
+    for (int64_t i = 1; i < runs.num_pairs; ++i)
+      if (runs.pairs[i].row == runs.pairs[i - 1].row) {
+        prefetch_row(runs.grads[runs.pairs[i - 1].slot], runs.dim);
+        prefetch_row(runs.grads[runs.pairs[i].slot], runs.dim);
+      }
+  float* next = a.squares;
+  for_each_run(
+      a.runs, [](uint32_t, auto) {},
+      [&](const Run& run) {
+        const bool known = a.by_slot != nullptr && run.num_pairs == 1;
+        *next++ = known ? a.by_slot[run.slot] : square_row(run.grad, a.runs.dim);
+      });
+  return next - a.squares;
+}
+
+// ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py
+// --------------------------------------
+
+constexpr bool row_state0(int optimizer) { return optimizer == kRowWiseAdagrad; }
+constexpr bool row_state1(int optimizer) {
+  return optimizer == kPartialRowWiseAdam || optimizer == kPartialRowWiseLAMB;
+}
+
+struct Step {
+  const Hyper& hyper;
+  const float* stats;        // of this row, or null
+  const float* mean_square;  // of this row, or null
+  float* work;               // dim floats, for the normalised direction
+};
+
+inline float mean_square(const float* g, const float* w, int64_t dim, const Step& step) {
+  const float l2 = step.hyper.decay_mode == kL2 ? step.hyper.weight_decay : 0.0f;
+  if (step.mean_square != nullptr) return *step.mean_square;
+  if (step.stats != nullptr) return float(step.stats[0] / step.hyper.row_dim);
+  const float total =
+      l2 == 0 ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // spares reading the row
+              : sum_over(dim, [&](auto at) { return (at(g) + at(w) * l2) * (at(g) + at(w) * l2); });
+  return float(total / step.hyper.row_dim);
+}
+
+template <int kOptimizer>
+inline void step_row(float* __restrict w, const float* __restrict g, float* __restrict s0,
+                     float* __restrict s1, int64_t dim, const Step& step) {
+  const Hyper& h = step.hyper;
+  const float lr = h.lr, eps = h.eps;
+  const float l2 = h.decay_mode == kL2 ? h.weight_decay : 0.0f;
+  const bool lamb = kOptimizer == kLAMB || kOptimizer == kPartialRowWiseLAMB;
+  const float keep = h.decay_mode == kDecoupled && !lamb ? 1.0f - lr * h.weight_decay : 1.0f;
+  const auto grad = [&](int64_t d) { return g[d] + l2 * w[d]; };
+  if constexpr (kOptimizer == kSGD) {
+    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - lr * grad(d);
+  } else if constexpr (kOptimizer == kAdagrad) {
+    for (int64_t d = 0; d < dim; ++d) {
+      const float x = grad(d);
+      s0[d] += x * x;
+      w[d] = keep * w[d] - lr * x / (__builtin_sqrtf(s0[d]) + eps);
+    }
+  } else if constexpr (kOptimizer == kRowWiseAdagrad) {
+    s0[0] += mean_square(g, w, dim, step);
+    const float rate = lr / (__builtin_sqrtf(s0[0]) + eps);
+    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * grad(d);
+  } else if constexpr (kOptimizer == kLARS) {
+    const float w_norm = __builtin_sqrtf(
+        step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](auto at) { return at(w) * at(w); }));
+    const float g_norm = __builtin_sqrtf(
+        step.stats != nullptr ? step.stats[0] : sum_over(dim, [&](auto at) { return at(g) * at(g); }));
+    const float rate =
+        w_norm > 0 && g_norm > 0 ? lr * h.trust_coefficient * w_norm / (g_norm + l2 * w_norm + eps) : lr;
+    for (int64_t d = 0; d < dim; ++d) {
+      s0[d] = h.momentum * s0[d] + rate * grad(d);
+      w[d] = keep * w[d] - s0[d];
+    }
+  } else {
+    // The Adam family: work holds the normalised direction r.
+    float row_denominator = 0;
+    if constexpr (row_state1(kOptimizer)) {
+      s1[0] = h.beta2 * s1[0] + h.fresh2 * mean_square(g, w, dim, step);
+      row_denominator = __builtin_sqrtf(s1[0] / h.correction2) + eps;
+    }
+    float* r = step.work;
+    const float decay_in_r = lamb && h.decay_mode == kDecoupled ? h.weight_decay : 0.0f;
+    for (int64_t d = 0; d < dim; ++d) {
+      const float x = grad(d);
+      s0[d] = h.beta1 * s0[d] + h.fresh1 * x;
+      float denominator = row_denominator;
+      if constexpr (!row_state1(kOptimizer)) {
+        s1[d] = h.beta2 * s1[d] + h.fresh2 * x * x;
+        denominator = __builtin_sqrtf(s1[d] / h.correction2) + eps;
+      }
+      r[d] = s0[d] / h.correction1 / denominator + decay_in_r * w[d];
+    }
+    float rate = lr;
+    if (lamb) {
+      const float w_square =
+          step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](auto at) { return at(w) * at(w); });
+      const float r_square =
+          step.stats != nullptr ? step.stats[2] : sum_over(dim, [&](auto at) { return at(r) * at(r); });
+      if (w_square > 0 && r_square > 0) rate = lr * (__builtin_sqrtf(w_square) / __builtin_sqrtf(r_square));
+    }
+    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * r[d];
+  }
+}
+
+template <int kOptimizer, typename Weight>
+void update_rows(const UpdateArgs& args) {
+  const RunArgs& runs = args.runs;
+  const int64_t dim = runs.dim;
+  Weight* weight = static_cast<Weight*>(args.weight);
+  const int64_t width0 = row_state0(kOptimizer) ? 1 : dim, width1 = row_state1(kOptimizer) ? 1 : dim;
+  float* work = runs.scratch + padded(dim);
+  float* row_buffer = work + padded(dim);
+  const bool stochastic = args.hyper.seed != 0;
+  const float* mean_square = args.mean_squares;
+  const auto state = [](float* base, int64_t row, int64_t width) {
+    return base != nullptr ? base + row * width : base;
+  };
+  for_each_run(
+      runs,
+      [&](uint32_t row, auto locality) __attribute__((always_inline)) {
+        prefetch_row<locality()>(weight + int64_t(row) * dim, dim);
+        if (args.state0 != nullptr) prefetch_row<locality()>(args.state0 + int64_t(row) * width0, width0);
+        if (args.state1 != nullptr) prefetch_row<locality()>(args.state1 + int64_t(row) * width1, width1);
+      },
+      [&](const Run& run) {
+        Weight* target = weight + int64_t(run.row) * dim;
+        const float* stats = args.row_stats != nullptr ? args.row_stats[run.slot] : nullptr;
+        const Step step{args.hyper, stats, mean_square, work};
+        if (mean_square != nullptr) ++mean_square;
+        float* s0 = state(args.state0, run.row, width0);
+        float* s1 = state(args.state1, run.row, width1);
+        if constexpr (sizeof(Weight) == sizeof(float)) {
+          step_row<kOptimizer>(target, run.grad, s0, s1, dim, step);
+        } else {
+          row_to_float(target, dim, row_buffer);
+          step_row<kOptimizer>(row_buffer, run.grad, s0, s1, dim, step);
+          const uint64_t row = uint64_t(args.first_row) + run.row, column = uint64_t(args.first_column);
+          for (int64_t d = 0; d < dim; ++d) {
+            const uint32_t noise =
+                stochastic ? random_bits(args.hyper.seed, args.hyper.step, row, column + uint64_t(d)) : 0;
+            target[d] = round_to(target, row_buffer[d], noise, stochastic);
+          }
+        }
+      });
+}
+
+// The usual widths of the usual optimizers: the gradient is summed in registers, and so few instructions are
+// left per row that the processor reaches the next rows while this one waits for memory.
+template <int kOptimizer, int kDim, bool kScaled>
+void update_rows_of(const UpdateArgs args) {
+  static_assert(kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad);
+  constexpr int kVectors = kDim / kLanes, kParts = 16 / kLanes;
+  const RunArgs a = args.runs;
+  const Hyper h = args.hyper;
+  float* const state0 = args.state0;
+  float* weight = static_cast<float*>(args.weight);
+  const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
+  const float* mean_square = args.mean_squares;
+  const auto touch = [&](uint32_t row, auto locality) __attribute__((always_inline)) {
+    constexpr int once = locality() == kToL1() ? kToL1Once() : locality();  // gradient rows come again
+    prefetch<kDim * sizeof(float), once>(weight + int64_t(row) * kDim);
+    if constexpr (kOptimizer == kRowWiseAdagrad) prefetch<64, locality()>(state0 + row);
+  };
+  for (int64_t i = 0; i < a.num_pairs;) {
+    const uint32_t row = a.pairs[i].row;
+    Vec grad[kVectors];
+    const auto add = [&](bool first) __attribute__((always_inline)) {
+      announce(a, i, touch);
+      if (i + kPairsAhead < a.num_pairs)
+        prefetch<kDim * sizeof(float), kToL1()>(a.grads[a.pairs[i + kPairsAhead].slot]);
+      const uint32_t slot = a.pairs[i].slot;
+      const float* from = a.grads[slot];
+      for (int k = 0; k < kVectors; ++k) {
+        Vec part = load(from + k * kLanes);
+        if constexpr (kScaled) part *= a.scales[slot];
+        grad[k] = first ? part : grad[k] + part;
+      }
+    };
+    add(true);
+    for (++i; i < a.num_pairs && a.pairs[i].row == row; ++i) add(false);
+    float rate = h.lr;
+    if constexpr (kOptimizer == kRowWiseAdagrad) {
+      float& sum = state0[row];
+      if (mean_square != nullptr) {
+        sum += *mean_square++;
+      } else {
+        Vec part[kParts];
+        for (int k = 0; k < kParts; ++k) part[k] = Vec{};
+        for (int k = 0; k < kVectors; ++k) part[k % kParts] += grad[k] * grad[k];
+        sum += lanes_total(part) / kDim;
+      }
+      rate = h.lr / (__builtin_sqrtf(sum) + h.eps);
+    }
+    float* target = weight + int64_t(row) * kDim;
+    for (int k = 0; k < kVectors; ++k)
+      store(target + k * kLanes, keep * load(target + k * kLanes) - rate * grad[k]);
+  }
+  announce_rest(a, touch);
+}
+
+template <int kOptimizer, int kDim>
+void update_rows_of(const UpdateArgs& args) {
+  if (args.runs.scales != nullptr) {
+    update_rows_of<kOptimizer, kDim, true>(args);
+  } else {
+    update_rows_of<kOptimizer, kDim, false>(args);
+  }
+}
+
+template <int kOptimizer, typename Weight>
+void update(const UpdateArgs& a) {
+  if constexpr (sizeof(Weight) == sizeof(float) && (kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad)) {
+    const bool own_mean = a.mean_squares != nullptr || a.hyper.row_dim == double(a.runs.dim);
+    const bool plain = a.hyper.decay_mode != kL2 && a.row_stats == nullptr && own_mean;
+    switch (plain ? a.runs.dim : 0) {
+      case 32:
+        return update_rows_of<kOptimizer, 32>(a);
+      case 64:
+        return update_rows_of<kOptimizer, 64>(a);
+      case 128:
+        return update_rows_of<kOptimizer, 128>(a);
+      case 256:
+        return update_rows_of<kOptimizer, 256>(a);
+    }
+  }
+  update_rows<kOptimizer, Weight>(a);
+}
+
+template <typename Id>
+bool all_below(const Id* ids, int64_t n, uint64_t bound) {
+  uint64_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= uint64_t(uint64_t(int64_t(ids[i])) >= bound);
+  return bad == 0;
+}
+
+#include "interaction/interaction.inl"
+
+#define MESHREC_BY_WEIGHT(function)                            \
+  {                                                            \
+    {function<float, int32_t>, function<float, int64_t>},      \
+        {function<Half, int32_t>, function<Half, int64_t>}, {  \
+      function<BFloat16, int32_t>, function<BFloat16, int64_t> \
+    }                                                          \
+  }
+#define MESHREC_UPDATE(optimizer) \
+  {update<optimizer, float>, update<optimizer, Half>, update<optimizer, BFloat16>}
+
+const Kernels kTable = {MESHREC_NAME,
+                        MESHREC_BY_WEIGHT(pool),
+                        MESHREC_BY_WEIGHT(gather),
+                        MESHREC_BY_WEIGHT(dot),
+                        {MESHREC_UPDATE(kSGD), MESHREC_UPDATE(kAdagrad), MESHREC_UPDATE(kRowWiseAdagrad),
+                         MESHREC_UPDATE(kAdam), MESHREC_UPDATE(kPartialRowWiseAdam), MESHREC_UPDATE(kLAMB),
+                         MESHREC_UPDATE(kPartialRowWiseLAMB), MESHREC_UPDATE(kLARS)},
+                        sum,
+                        square,
+                        square_row,
+                        all_below<int32_t>,
+                        all_below<int64_t>,
+                        interact,
+                        interact_grad};
+
+}  // namespace
+
+const Kernels* MESHREC_KERNELS() { return &kTable; }
+
+}  // namespace meshrec

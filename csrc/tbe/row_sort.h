@@ -1,0 +1,12 @@
+// Sorting (row, gradient) pairs, a range of rows at a time.
+#pragma once
+
+#include "tbe/kernels.h"
+
+namespace meshrec {
+
+// Sorts pairs by row, stably; the rows are in [first_row, first_row + num_rows). Gives where the sorted pairs
+// are: in pairs or in spare.
+const Pair* sort_by_row(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, uint32_t num_rows);
+
+}  // namespace meshrec

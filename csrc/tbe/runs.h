@@ -1,0 +1,183 @@
+// From a batch to runs: for every table, the (row, gradient) pairs sorted by row, cut into ranges that can be
+// worked on in parallel. A stable sort by row has one result, so neither the cuts nor the threads show in the
+// numbers.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+
+#include "host/memory.h"
+#include "tbe/batch.h"
+
+namespace meshrec {
+
+// Uninitialised memory that a thread keeps between calls, up to a limit: fresh pages cost more than the sort.
+class Arena {
+ public:
+  explicit Arena(size_t bytes);
+  explicit Arena(Tensor& memory) : next_(static_cast<char*>(memory.mutable_data_ptr())) {}
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // What was taken from here on may be taken anew.
+  void rewind(size_t offset) { next_ = static_cast<char*>(memory_.get()) + offset; }
+  template <typename T>
+  T* take(size_t count) {
+    char *start = next_, *end = start + count * sizeof(T);
+    next_ += bytes<T>(count);
+    if (next_ > end) std::memset(end, 0, next_ - end);  // what is saved holds nothing undefined
+    return reinterpret_cast<T*>(start);
+  }
+  template <typename T>
+  static size_t bytes(size_t count) {
+    return (count * sizeof(T) + 63) / 64 * 64;
+  }
+
+ private:
+  Memory memory_;
+  size_t capacity_ = 0;
+  char* next_ = nullptr;
+};
+
+struct TableRuns {
+  int64_t table, num_rows, dim;
+  std::vector<int64_t> lookups = {};
+  int64_t num_pairs = 0, num_slots = 0, num_grads = 0;
+  int64_t first_pair = 0;            // among those of all tables
+  int64_t num_parts = 1, shift = 0;  // a row's part is row >> shift
+  int64_t lane = 0, wave = 0;
+  bool slot_per_id = false, scaled = false, pack = false;
+  Pair* pairs = nullptr;          // by range; sorted once the range is done
+  const float** grads = nullptr;  // by slot
+  float* packed = nullptr;        // the gradient rows side by side, or null: used where they lie
+  float* scales = nullptr;        // null: all 1
+  const float** row_stats = nullptr;
+  float* squares = nullptr;  // of the gradient rows, by slot; null: not taken
+};
+
+struct Range {
+  int64_t table;  // index into tables
+  int64_t begin, end;
+  int64_t first_row, end_row;  // rows of the range
+  int64_t first_run;           // among those of all tables, once they are counted
+};
+
+// Some tables, one after the other. Their pairs and packed gradients fit a thread's own cache, where they
+// still are when the ranges are worked on, and where those of the next wave in the lane take their place.
+// Each thread has a lane.
+struct Wave {
+  int64_t lane = 0;
+  int64_t first_table = 0, end_table = 0;
+  int64_t first_chunk = 0, end_chunk = 0;
+  int64_t first_range = 0, end_range = 0;
+};
+
+class Runs {
+ public:
+  enum Use {
+    kAtOnce,  // all tables at once: one wave
+    kSaved,   // so, and they can be saved
+    kInWaves  // filled by for_ranges_in_waves, wave by wave: what the lane's last one had is then gone
+  };
+  // num_rows by table index; throws before anything is written if an id is outside its table.
+  Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats,
+       Use use = kAtOnce);
+  // From what was saved for the same batch: nothing is sorted again.
+  Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved);
+
+  // From how many runs each range has: numbers them, table by table; where those of each table begin, and
+  // how many there are.
+  std::vector<int64_t> number_runs(const std::vector<int64_t>& counts, size_t num_tables);
+  // The sorted ranges and pairs and the packed gradient: int64, to be read by the same build only.
+  Tensor save();
+
+  // Runs work(index) for all ranges, in parallel, and fills the waves for it. A thread goes through the waves
+  // of its lane, then helps with other lanes': no thread waits while another has work to share, and as one
+  // deals out its pairs, which keeps the processor busy, another may have the memory to itself.
+  template <typename Work>
+  void for_ranges_in_waves(const Batch& batch, const float* grad, const float* row_stats, const Work& work) {
+    struct Progress {
+      Dealer chunks, ranges;
+      Countdown chunks_left, ranges_left;
+    };
+    const int64_t num_threads = torch::stable::get_num_threads();
+    std::deque<Progress> progress;
+    for (const Wave& wave : waves)
+      progress.push_back({Dealer(even_sections(wave.first_chunk, wave.end_chunk, num_threads)),
+                          Dealer(sections(wave.first_range, wave.end_range)),
+                          Countdown(wave.end_chunk - wave.first_chunk),
+                          Countdown(wave.end_range - wave.first_range)});
+    const auto serve = [&](int64_t thread, int64_t lane) {
+      Progress* last = nullptr;  // in the lane, whose memory the next one takes
+      for (size_t w = 0; w < waves.size(); ++w) {
+        if (waves[w].lane != lane) continue;
+        if (last != nullptr && !last->ranges_left.wait()) return;
+        last = &progress[w];
+        last->chunks.serve(thread, last->chunks_left,
+                           [&](int64_t chunk) { fill(batch, chunks_[chunk], grad, row_stats); });
+        if (!last->chunks_left.wait()) return;
+        last->ranges.serve(thread, last->ranges_left, work);
+      }
+    };
+    const int64_t num_lanes = waves.back().lane + 1;
+    const auto serve_all = [&](int64_t thread) {
+      for (int64_t k = 0; k < num_lanes; ++k) serve(thread, (thread + k) % num_lanes);
+    };
+    if (num_threads == 1) return serve_all(0);
+    parallel_for(num_threads, 1, [&](int64_t thread, int64_t) { serve_all(thread); });
+  }
+  // Runs work(index) for the wave's ranges, in parallel.
+  template <typename Work>
+  void for_ranges(const Wave& wave, const Work& work) const {
+    parallel_sections(sections(wave.first_range, wave.end_range), work);
+  }
+  // Sorts the range's pairs by row, stably.
+  void sort(const Range& range) const;
+  // Of a range that was sorted; or with sort_now = true of one that is not: then they hold, and its pairs are
+  // in order, only until the same thread's next range.
+  RunArgs arguments(int64_t range, float* scratch, bool sort_now = false) const;
+
+  std::vector<TableRuns> tables;
+  std::vector<Range> ranges;  // wave by wave, table by table; of a thread's share the large ones first
+  std::vector<Wave> waves;
+  int64_t num_pairs = 0;
+  int64_t num_runs = 0;  // once they are counted
+
+ private:
+  struct Chunk {
+    int64_t table, lookup, first_bag, last_bag;
+    int64_t first_slot, first_grad;
+    int64_t first_count;  // its streams' parts' entries in positions_
+  };
+  void make_tables(const Batch& batch, const std::vector<int64_t>& num_rows);
+  void make_waves();
+  void make_chunks(const Batch& batch);
+  bool count(const Batch& batch, const Chunk& chunk);
+  std::vector<uint32_t> place_parts(size_t first_chunk, size_t last_chunk);
+  void make_ranges();
+  void cut(size_t first_chunk, size_t last_chunk);
+  std::vector<int64_t> sections(int64_t first_range, int64_t end_range) const;
+  const Pair* sorted(const Range& range) const;
+  size_t lasting_bytes() const;
+  int64_t saved_words(int64_t num_ranges) const;
+  void load(const Tensor& saved);
+  void allocate(bool with_row_stats, bool with_squares);
+  void fill(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats);
+  void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
+
+  std::vector<Chunk> chunks_;
+  // By chunk, stream and part: the number of pairs, then where the next one goes.
+  std::vector<uint32_t> positions_;
+  std::unique_ptr<Arena> arena_;
+  std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][two numbers][ranges]
+  bool is_loaded_ = false;
+  bool rows_from_memory_ = false;
+};
+
+// Scratch rows for one task, kept by its thread.
+float* task_scratch(int64_t dim);
+
+}  // namespace meshrec

@@ -1,0 +1,1 @@
+"""Measures a machine and fits the planner's cost model to it."""

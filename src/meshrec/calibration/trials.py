@@ -1,0 +1,151 @@
+"""Training steps of small sharded modules: how long their phases are is what a profile is fitted to.
+
+They run what a training step runs: routing, exchanges, lookups and fused updates, on all ranks at once.
+"""
+
+import gc
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshrec.comms.phase_clock import DENSE, record_phases
+from meshrec.distributed.sharders import EmbeddingBagCollectionSharder
+from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
+from meshrec.optim import RowWiseAdagrad
+from meshrec.plan.builders import Ranks, column_wise, data_parallel, row_wise, table_wise
+from meshrec.plan.mesh import ShardingEnv
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, TableSize
+from meshrec.planner.types import OptimizerKind, Table
+from meshrec.sparse import KeyedJaggedTensor
+
+_KINDS = ("table_wise", "column_wise", "row_wise", "data_parallel")
+_ROWS_PER_ID = 12  # of the global batch: tables larger than the caches, of which a batch touches a twelfth
+_MOST_ROWS = 200_000
+_WARM_UP = 3
+_NUM_BATCHES = 4
+_DENSE_BYTES = 1 << 25
+
+
+class Trial(NamedTuple):
+    """Equal tables, sharded in one way; a rank has ``batch_size`` bags of ``bag`` ids for each."""
+
+    kind: str
+    num_tables: int
+    num_rows: int
+    dim: int
+    batch_size: int
+    bag: int
+
+    def tables(self) -> list[Table]:
+        """The tables as the cost model sees them."""
+        return [
+            Table(
+                name=name,
+                num_embeddings=self.num_rows,
+                embedding_dim=self.dim,
+                pooling_factors=(float(self.bag),),
+                optimizer=OptimizerKind.ROW_WISE_ADAGRAD,
+            )
+            for name in self._names()
+        ]
+
+    def plan(self, num_ranks: int) -> EmbeddingModuleShardingPlan:
+        """Every rank has equally much to do."""
+        ranks, size = Ranks(num_ranks, num_ranks), TableSize(self.num_rows, self.dim)
+        builders = {
+            "table_wise": lambda number: table_wise(rank=number % num_ranks),
+            "column_wise": lambda number: column_wise(ranks=[number % num_ranks, (number + 1) % num_ranks]),
+            "row_wise": lambda number: row_wise(),
+            "data_parallel": lambda number: data_parallel(),
+        }
+        return EmbeddingModuleShardingPlan(
+            {name: builders[self.kind](i)(name, size, ranks) for i, name in enumerate(self._names())}
+        )
+
+    def _names(self) -> list[str]:
+        return [f"t{number}" for number in range(self.num_tables)]
+
+
+def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
+    """What to try: embeddings and bags of several sizes, sharded in every way, and one step of next to
+    nothing.
+    """
+    found = []
+    half, few = max(1, batch_size // 2), max(1, batch_size // 32)
+    # No column shard is narrower than the planner makes them.
+    for num_tables, dim, bag, batch in (
+        (16, 64, 6, half),
+        (32, 64, 2, batch_size),
+        (16, 128, 3, half),
+        (16, 64, 1, few),
+    ):
+        for_all = -(-num_tables // num_ranks) * num_ranks
+        rows = min(_ROWS_PER_ID * bag * batch * num_ranks, _MOST_ROWS)
+        for kind in _KINDS if num_ranks > 1 else _KINDS[:1]:
+            found.append(Trial(kind, for_all, rows, dim, batch, bag))
+    return found
+
+
+def measure(
+    trials: Sequence[Trial], env: ShardingEnv, device: torch.device, *, steps: int, rounds: int
+) -> list[Mapping[str, float]]:
+    """For each trial the seconds of its phases on this rank: medians over ``rounds`` times ``steps`` steps.
+
+    Every round takes all trials, so that what the machine does meanwhile falls on all of them. Collective.
+    """
+    found: list[dict[str, list[float]]] = [{} for _ in trials]
+    dense = torch.ones(_DENSE_BYTES // 4, device=device)
+    gc.freeze()
+    for _ in range(rounds):
+        for trial, times in zip(trials, found, strict=True):
+            for seconds in _take_steps(trial, env, dense, steps):
+                for phase, taken in seconds.items():
+                    times.setdefault(phase, []).append(taken)
+            gc.collect()  # tables lie in reference cycles
+    gc.unfreeze()
+    return [
+        {phase: statistics.median(taken) for phase, taken in times.items() if phase != DENSE}
+        for times in found
+    ]
+
+
+def _take_steps(trial: Trial, env: ShardingEnv, dense: Tensor, steps: int) -> list[dict[str, float]]:
+    device = dense.device
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=trial.dim,
+            num_embeddings=trial.num_rows,
+            feature_names=[name],
+            init_fn=nn.init.zeros_,
+        )
+        for name in (table.name for table in trial.tables())
+    ]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    sharder = EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=1e-3))
+    module = sharder.shard(collection, trial.plan(env.shard.size), env, device)
+    generator = torch.Generator().manual_seed(env.world.rank)
+    batches = [_batch(trial, generator, device) for _ in range(_NUM_BATCHES)]
+    found = []
+    for number in range(_WARM_UP + steps):
+        if env.world.group is not None:
+            dist.barrier(env.world.group)
+        with record_phases(device=device, overlap=False) as seconds:
+            embeddings = module(batches[number % _NUM_BATCHES]).values()
+            dense.mul_(1.0)  # as a dense model does, this takes up the caches
+            embeddings.backward(embeddings.detach() * 1e-3)
+        found.append(seconds)
+    return found[_WARM_UP:]
+
+
+def _batch(trial: Trial, generator: torch.Generator, device: torch.device) -> KeyedJaggedTensor:
+    num_bags = trial.num_tables * trial.batch_size
+    ids = torch.randint(0, trial.num_rows, (num_bags * trial.bag,), generator=generator)
+    offsets = torch.arange(num_bags + 1) * trial.bag
+    return KeyedJaggedTensor(
+        [table.name for table in trial.tables()], ids.to(device), offsets=offsets.to(device)
+    )

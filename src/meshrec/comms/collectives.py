@@ -1,0 +1,231 @@
+"""The collectives that sharded modules use: started here, waited for where the value is needed.
+
+A failure names the collective, this rank, and the ranks that do not answer; that is found out through the
+store of the process group, since a broken connection tells an address, not a rank.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrec.comms.host_link import Reading, links
+from meshrec.comms.phase_clock import recorders
+from meshrec.plan.mesh import Axis
+
+_ANSWER_SECONDS = 3.0
+# The older name warns where the newer one exists.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_traffic: list[Counter[str]] = []
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not finish: a peer died, hung, or left."""
+
+
+@dataclass
+class InFlight:
+    """A collective under way; ``wait`` gives the tensor that it fills."""
+
+    tensor: Tensor | None
+    """None: the work makes it when it is waited for."""
+    work: Any
+    name: str
+    group: dist.ProcessGroup | None
+
+    def wait(self) -> Tensor:
+        """Blocks (on CUDA: the current stream) until the tensor is filled. Raises CollectiveError."""
+        if self.work is not None:
+            work, self.work = self.work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if not _has_failed(work):
+                    raise
+                raise _explained(error, self.name, self.group) from error
+            if self.tensor is None:
+                self.tensor = work.result
+        assert self.tensor is not None
+        return self.tensor
+
+    def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+        """``make(tensor, 0, 0)``; or, where ranks read each other's memory, what it makes of that, see
+        ``Reading.wait``: the tensor need not be put together then. Raises CollectiveError, and what ``make``
+        raises.
+        """
+        if self.tensor is not None:
+            return make(self.wait(), 0, 0)
+        work, self.work = self.work, None
+        try:
+            work.wait(make)
+        except RuntimeError as error:
+            if not _has_failed(work):
+                raise
+            raise _explained(error, self.name, self.group) from error
+        return cast(Tensor, work.result)
+
+
+class Splits(NamedTuple):
+    """Elements for (or from) each rank of an axis."""
+
+    sent: list[int]
+    received: list[int]
+
+
+def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: bool = False) -> InFlight:
+    """Starts sending consecutive pieces of a 1-D tensor to the ranks of an axis; ``same``: all of it to each.
+
+    ``sent`` must not be written to any more, also after the wait: ranks of one host read it where it is.
+    """
+    group = axis.group
+    if group is None or axis.size == 1:
+        return InFlight(sent, None, name, None)
+    if _traffic:
+        _count(name, sent, splits.sent, axis.rank)
+    try:
+        link = links[group] if sent.is_cpu else None
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    # Memory that is not there tells of itself: that is no failure of the collective.
+    received, sent = None, sent.contiguous()
+    if link is None:
+        sent = sent.repeat(axis.size) if same else sent
+        received = torch.ops.meshrec.new_buffer.default(sent, sum(splits.received))
+    work: Any
+    try:
+        if link is not None:
+            work = link.start(sent, splits.sent, None, splits.received, same=same)
+        else:
+            work = dist.all_to_all_single(
+                received, sent, splits.received, splits.sent, group=group, async_op=True
+            )
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    started = InFlight(received, work, name, group)
+    if recorders and not recorders[0].overlap:
+        started.wait()
+    return started
+
+
+def release_read(axis: Axis) -> None:
+    """Lets go of messages on this axis that all ranks have read; else that waits for the next one."""
+    link = links.get(axis.group) if axis.group is not None else None
+    if link is not None:
+        link.release_read()
+
+
+def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
+    """Starts gathering tensors of one shape: [size of the axis, *shape]. ``sent`` as for ``all_to_all``."""
+    group = axis.group
+    if group is None or axis.size == 1:
+        return InFlight(sent[None], None, name, None)
+    if _traffic:
+        _count(name, sent, [sent.numel()] * axis.size, axis.rank)
+    sent = sent.contiguous()
+    received = torch.ops.meshrec.new_buffer.default(sent, axis.size * sent.numel())
+    work: Any
+    try:
+        if sent.is_cpu and (link := links[group]) is not None:
+            sizes = [sent.numel()] * axis.size
+            work = link.start(sent, sizes, received, sizes, same=True)
+        else:
+            work = _all_gather(received, sent.view(-1), group=group, async_op=True)
+    except RuntimeError as error:
+        raise _explained(error, name, group) from error
+    started = InFlight(received.view(axis.size, *sent.shape), work, name, group)
+    if recorders and not recorders[0].overlap:
+        started.wait()
+    return started
+
+
+def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
+    """Sums a tensor over an axis, in place."""
+    if axis.group is None or axis.size == 1:
+        return
+    if _traffic:
+        share = 2 * tensor.numel() // axis.size
+        _count(name, tensor, [share] * axis.size, axis.rank)
+    try:
+        dist.all_reduce(tensor, group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
+
+
+def broadcast(tensor: Tensor, axis: Axis, name: str) -> None:
+    """Gives all ranks of an axis what its first rank has, in place."""
+    if axis.group is None or axis.size == 1:
+        return
+    try:
+        dist.broadcast(tensor, dist.get_global_rank(axis.group, 0), group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
+
+
+def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
+    """What every rank of an axis has; for start-up and failures only."""
+    if axis.group is None or axis.size == 1:
+        return [item]
+    items: list[Any] = [None] * axis.size
+    try:
+        dist.all_gather_object(items, item, group=axis.group)
+    except RuntimeError as error:
+        raise _explained(error, name, axis.group) from error
+    return items
+
+
+@contextmanager
+def measure_traffic() -> Iterator[Counter[str]]:
+    """Counts the bytes that this rank sends to others, by the name of the collective."""
+    counter: Counter[str] = Counter()
+    _traffic.append(counter)
+    try:
+        yield counter
+    finally:
+        _traffic.remove(counter)
+
+
+def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:
+    for counter in _traffic:
+        counter[name] += (sum(elements) - elements[own]) * tensor.element_size()
+
+
+def _has_failed(work: Any) -> bool:
+    """Whether an error is the collective's; else it is that of making the result, and tells of itself."""
+    return not isinstance(work, Reading) or bool(work.link.failure)
+
+
+def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> CollectiveError:
+    """An error of the backend as one that names collective and peers."""
+    ranks = dist.get_process_group_ranks(group)
+    silent = _silent_peers(ranks)
+    whom = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
+    return CollectiveError(
+        f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {whom}. See the log "
+        "of that "
+        "rank for the first error; restart all ranks from the last checkpoint. The backend says: "
+        f"{str(error).splitlines()[0]}"
+    )
+
+
+def _silent_peers(ranks: list[int]) -> list[int]:
+    """The ranks that do not report a failure of their own soon: a live peer sees this collective fail,
+    too.
+    """
+    me = dist.get_rank()
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"meshrec/failed/{me}", "1")
+        waiting = [rank for rank in ranks if rank != me]
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while waiting and time.monotonic() < deadline:
+            waiting = [rank for rank in waiting if not store.check([f"meshrec/failed/{rank}"])]
+            time.sleep(0.05)
+    except RuntimeError:
+        return [0]  # the store lives in rank 0
+    return waiting

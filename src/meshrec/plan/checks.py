@@ -1,0 +1,147 @@
+"""Proves that a plan is one: exact covers, all tables, ranks that exist, and the same plan on every rank."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshrec.plan.mesh import group_device
+from meshrec.plan.sharding_plan import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+    ShardMetadata,
+    TableSize,
+)
+
+
+def verify_plan(
+    plan: ShardingPlan, tables: Mapping[str, Mapping[str, TableSize]], *, world_size: int
+) -> None:
+    """Proves ``plan`` right for a model, or raises a ValueError that names module and table.
+
+    ``tables``: module path -> table -> size (see ``tables_of``). ``world_size``: ranks on the ``shard`` axis.
+    """
+    for path in tables:
+        if path not in plan.plan:
+            raise ValueError(
+                f"the plan has no module {path!r}; it has {list(plan.plan)}. Every embedding module needs "
+                "a plan."
+            )
+    for path, module_plan in plan.plan.items():
+        if path not in tables:
+            raise ValueError(f"the plan speaks of module {path!r}; the embedding modules are {list(tables)}.")
+        verify_module_plan(module_plan, tables[path], world_size=world_size)
+
+
+def verify_module_plan(
+    plan: EmbeddingModuleShardingPlan, tables: Mapping[str, TableSize], *, world_size: int
+) -> None:
+    """Proves the plan of one module: every table present and covered exactly once by rectangles on ranks
+    that exist.
+    """
+    for table in tables:
+        if table not in plan:
+            raise ValueError(
+                f"table {table!r} is not in the plan, which has {list(plan)}. Plan all tables of the module."
+            )
+    for table, sharding in plan.items():
+        if table not in tables:
+            raise ValueError(f"the plan has a table {table!r}; the module has {list(tables)}.")
+        _verify_table(table, sharding, TableSize(*tables[table]), world_size)
+
+
+def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> None:
+    """Collective over ``group``: raises the same ValueError on every rank unless all hold the same plan."""
+    if group is None or group.size() == 1:
+        return
+    mine = torch.frombuffer(bytearray.fromhex(plan.digest()), dtype=torch.uint8).to(group_device(group))
+    digests = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(digests, mine, group=group)
+    if all(torch.equal(digests[0], digest) for digest in digests):
+        return
+    # All ranks see the same digests, so all of them come here.
+    parts = {(path, table): sharding.digest() for path, table, sharding in plan.tables()}
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, parts, group=group)
+    raise ValueError(_difference(everyone))
+
+
+def _difference(everyone: Sequence[Mapping[tuple[str, str], str]]) -> str:
+    for rank, other in enumerate(everyone):
+        for key in sorted({*everyone[0], *other}):
+            if everyone[0].get(key) != other.get(key):
+                path, table = key
+                holders = [f"rank {r}" for r in (0, rank) if key not in everyone[r]]
+                what = (
+                    f"it is missing on {holders[0]}"
+                    if holders
+                    else f"ranks 0 and {rank} place it differently"
+                )
+                return (
+                    f"the ranks hold different plans: table {table!r} of module {path!r}: {what}. Make the "
+                    "plan on "
+                    "one rank and broadcast it (EmbeddingShardingPlanner.collective_plan does)."
+                )
+    raise AssertionError("digests differ, plans do not")
+
+
+def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, world_size: int) -> None:
+    if sharding.sharding_type is ShardingType.DATA_PARALLEL:
+        if sharding.shards:
+            raise ValueError(
+                f"table {table!r} is data-parallel, but its plan has rectangles. Leave them out."
+            )
+        return
+    if not sharding.shards:
+        raise ValueError(
+            f"table {table!r} is {sharding.sharding_type.value}, but its plan has no rectangle. "
+            "Only data-parallel tables have none."
+        )
+    for shard in sharding.shards:
+        _verify_shard(table, shard, size, world_size)
+    owners = tuple(shard.placement.rank for shard in sharding.shards)
+    if sharding.ranks is not None and set(sharding.ranks) != set(owners):
+        raise ValueError(
+            f"table {table!r}: ranks is {sharding.ranks}, but the rectangles are on ranks {owners}. They "
+            "must agree."
+        )
+    _verify_disjoint(table, sharding.shards)
+    covered = sum(shard.shard_sizes[0] * shard.shard_sizes[1] for shard in sharding.shards)
+    total = size.num_embeddings * size.embedding_dim
+    if covered != total:
+        raise ValueError(
+            f"table {table!r}: its rectangles {' '.join(map(str, sharding.shards))} cover {covered} of "
+            f"{total} "
+            f"elements ({size.num_embeddings} x {size.embedding_dim}). Add rectangles for the rest."
+        )
+
+
+def _verify_shard(table: str, shard: ShardMetadata, size: TableSize, world_size: int) -> None:
+    rank = shard.placement.rank
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"table {table!r}: rectangle {shard} is on rank {rank}; the ranks are [0, {world_size})."
+        )
+    if min(shard.shard_sizes) < 1 or min(shard.shard_offsets) < 0:
+        raise ValueError(f"table {table!r}: rectangle {shard} is empty or starts below 0. Leave it out.")
+    if shard.rows[1] > size.num_embeddings or shard.columns[1] > size.embedding_dim:
+        raise ValueError(
+            f"table {table!r}: rectangle {shard} goes beyond the table, which is "
+            f"{size.num_embeddings} x {size.embedding_dim}. Plan for this size."
+        )
+
+
+def _verify_disjoint(table: str, shards: Sequence[ShardMetadata]) -> None:
+    """A sweep down the rows: a rectangle is compared only to those that reach its first row."""
+    open_shards: list[ShardMetadata] = []
+    for shard in sorted(shards, key=lambda s: s.shard_offsets):
+        open_shards = [other for other in open_shards if other.rows[1] > shard.rows[0]]
+        for other in open_shards:
+            if other.columns[0] < shard.columns[1] and shard.columns[0] < other.columns[1]:
+                raise ValueError(
+                    f"table {table!r}: rectangles {other} and {shard} overlap. Each element lives once."
+                )
+        open_shards.append(shard)

@@ -1,0 +1,245 @@
+"""What a plan means, as data: rank by rank, table by table, with warnings. Rendered by `report_text` and
+`report_html`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshrec.plan.sharding_plan import ParameterSharding, ShardingPlan, ShardingType
+from meshrec.planner.alternatives import Alternative, alternatives
+from meshrec.planner.estimators import PHASES
+from meshrec.planner.plan_file import PlannedShardingPlan
+from meshrec.planner.planners import plan_tables
+from meshrec.planner.search import Effort
+from meshrec.planner.types import OptimizerKind
+
+_TIGHT_MEMORY = 0.95
+_LARGE_GAP = 0.05
+_SLOW_RANK = 1.25
+
+
+class RankReport(NamedTuple):
+    """One rank: bytes, seconds per phase (latencies left out), and the names of tables with a part on it."""
+
+    rank: int
+    num_bytes: float
+    phases: dict[str, float]
+    tables: list[str]
+
+
+class TableReport(NamedTuple):
+    """One table: where it is ([first row, first column, rows, columns, rank] each), and the cost of
+    alternatives."""
+
+    name: str
+    module_path: str
+    num_embeddings: int
+    embedding_dim: int
+    num_bytes: int
+    sharding_type: str
+    rectangles: list[tuple[int, int, int, int, int]]
+    alternatives: list[Alternative]
+
+
+class PlanReport(NamedTuple):
+    """All that the report shows. Times in seconds, memory in bytes."""
+
+    seconds: float
+    lower_bound: float
+    gap: float
+    hardware: str
+    world_size: int
+    replicas: int
+    batch_size: int
+    memory_cap: float
+    phases: dict[str, float]
+    ranks: list[RankReport]
+    tables: list[TableReport]
+    replicated: list[str]
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON types."""
+        values = self._asdict()
+        values["ranks"] = [rank._asdict() for rank in self.ranks]
+        values["tables"] = [
+            table._asdict() | {"alternatives": [choice._asdict() for choice in table.alternatives]}
+            for table in self.tables
+        ]
+        return values
+
+
+def make_report(plan: PlannedShardingPlan) -> PlanReport:
+    """The report of a plan that knows what it was made from."""
+    inputs = plan.required_inputs()
+    estimate = plan.estimate()
+    reasons = alternatives(plan)
+    on_rank: list[list[str]] = [[] for _ in estimate.bytes_R]
+    tables, replicated = [], []
+    for table in inputs.tables:
+        sharding = plan.plan[table.module_path][table.name]
+        if sharding.sharding_type is ShardingType.DATA_PARALLEL:
+            replicated.append(table.name)
+        for rank in sorted({shard.placement.rank for shard in sharding.shards}):
+            on_rank[rank].append(table.name)
+        tables.append(
+            TableReport(
+                name=table.name,
+                module_path=table.module_path,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                num_bytes=table.num_bytes,
+                sharding_type=sharding.sharding_type.value,
+                rectangles=_rectangles(sharding),
+                alternatives=reasons.get(table.name, []),
+            )
+        )
+    ranks = [
+        RankReport(rank, float(num_bytes), dict(zip(PHASES, map(float, load_F), strict=True)), on_rank[rank])
+        for rank, (num_bytes, load_F) in enumerate(zip(estimate.bytes_R, estimate.load_RF, strict=True))
+    ]
+    return PlanReport(
+        seconds=plan.seconds,
+        lower_bound=plan.lower_bound,
+        gap=plan.gap,
+        hardware=inputs.topology.profile.name,
+        world_size=inputs.topology.world_size,
+        replicas=plan.replicas,
+        batch_size=inputs.batch_size,
+        memory_cap=estimate.memory_cap,
+        phases=estimate.phases,
+        ranks=ranks,
+        tables=tables,
+        replicated=replicated,
+        warnings=_warnings(plan, ranks, estimate.memory_cap),
+    )
+
+
+def what_if(
+    plan: PlannedShardingPlan, world_sizes: Sequence[int], effort: Effort
+) -> list[tuple[int, PlannedShardingPlan | str]]:
+    """The same tables and global batch on other numbers of ranks: (ranks, plan or why there is none)."""
+    inputs = plan.required_inputs()
+    samples = inputs.batch_size * inputs.topology.world_size
+    found: list[tuple[int, PlannedShardingPlan | str]] = []
+    for world_size in world_sizes:
+        local = min(inputs.topology.local_size, world_size)
+        try:
+            topology = replace(inputs.topology, world_size=world_size, local_world_size=local, replicate=(1,))
+            other = plan_tables(
+                inputs.tables,
+                topology,
+                batch_size=max(1, samples // world_size),
+                constraints=inputs.constraints,
+                effort=effort,
+            )
+            found.append((world_size, other))
+        except ValueError as error:
+            found.append((world_size, str(error)))
+    return found
+
+
+class Move(NamedTuple):
+    """What changes for one table between two plans: its types, and the bytes that some rank must newly
+    receive."""
+
+    table: str
+    old_type: str | None
+    new_type: str | None
+    num_bytes: int
+
+
+def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
+    """The tables that two plans place differently, largest move first. Bytes count weights and optimizer
+    state."""
+    moves = []
+    before = {(path, name): sharding for path, name, sharding in old.tables()}
+    for table in new.required_inputs().tables:
+        key = (table.module_path, table.name)
+        now = new.plan[table.module_path][table.name]
+        then = before.pop(key, None)
+        if then is not None and then.digest() == now.digest():
+            continue
+        bytes_per_element = table.num_bytes / (table.num_embeddings * table.embedding_dim)
+        elements = _new_elements(then, now, table.num_embeddings, table.embedding_dim, new)
+        moves.append(
+            Move(
+                table.name,
+                None if then is None else then.sharding_type.value,
+                now.sharding_type.value,
+                round(elements * bytes_per_element),
+            )
+        )
+    moves += [Move(name, sharding.sharding_type.value, None, 0) for (_, name), sharding in before.items()]
+    return sorted(moves, key=lambda move: (-move.num_bytes, move.table))
+
+
+def _new_elements(
+    then: ParameterSharding | None, now: ParameterSharding, rows: int, columns: int, new: PlannedShardingPlan
+) -> int:
+    """Elements that a rank holds in the new plan and did not hold in the old one."""
+    ranks = range(new.required_inputs().topology.world_size // new.replicas)
+    wanted = _by_rank(now, rows, columns, ranks)
+    held = {} if then is None else _by_rank(then, rows, columns, ranks)
+    missing = 0
+    for rank, rectangles in wanted.items():
+        for rectangle in rectangles:
+            kept = sum(_overlap(rectangle, other) for other in held.get(rank, ()))
+            missing += (rectangle[1] - rectangle[0]) * (rectangle[3] - rectangle[2]) - kept
+    return missing
+
+
+_Rectangle = tuple[int, int, int, int]
+
+
+def _by_rank(
+    sharding: ParameterSharding, rows: int, columns: int, ranks: range
+) -> dict[int, list[_Rectangle]]:
+    if sharding.sharding_type is ShardingType.DATA_PARALLEL:
+        return {rank: [(0, rows, 0, columns)] for rank in ranks}
+    found: dict[int, list[_Rectangle]] = {}
+    for shard in sharding.shards:
+        found.setdefault(shard.placement.rank, []).append((*shard.rows, *shard.columns))
+    return found
+
+
+def _overlap(a: _Rectangle, b: _Rectangle) -> int:
+    rows = min(a[1], b[1]) - max(a[0], b[0])
+    columns = min(a[3], b[3]) - max(a[2], b[2])
+    return max(rows, 0) * max(columns, 0)
+
+
+def _rectangles(sharding: ParameterSharding) -> list[tuple[int, int, int, int, int]]:
+    return [(*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank) for shard in sharding.shards]
+
+
+def _warnings(plan: PlannedShardingPlan, ranks: Sequence[RankReport], memory_cap: float) -> list[str]:
+    inputs = plan.required_inputs()
+    found = []
+    fullest = max(ranks, key=lambda rank: rank.num_bytes)
+    if fullest.num_bytes > _TIGHT_MEMORY * memory_cap:
+        found.append(
+            f"rank {fullest.rank} uses {fullest.num_bytes / memory_cap:.0%} of the memory it may use"
+        )
+    if plan.gap > _LARGE_GAP:
+        found.append(
+            f"a plan up to {plan.gap:.1%} faster could exist: the search stopped, or the bound is loose"
+        )
+    totals = np.array([sum(rank.phases.values()) for rank in ranks])
+    if totals.mean() > 0 and totals.max() > _SLOW_RANK * totals.mean():
+        slowest = int(totals.argmax())
+        found.append(
+            f"rank {slowest} works {totals.max() / totals.mean():.2f} times as long as the mean rank"
+        )
+    assumed = [table.name for table in inputs.tables if set(table.pooling_factors) == {1.0}]
+    if assumed and len(assumed) == len(inputs.tables):
+        found.append(
+            "every pooling factor is 1: measure them with estimate_from_batches, or set pooling_factors"
+        )
+    if any(table.optimizer is OptimizerKind.NONE for table in inputs.tables):
+        found.append(
+            "tables without a fused optimizer: their optimizer state and dense gradients are not counted"
+        )
+    return found

@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrec.calibration.trials import Trial, make_trials, measure
+from meshrec.plan.checks import verify_plan
+from meshrec.plan.mesh import ShardingEnv
+from meshrec.plan.sharding_plan import ShardingPlan, TableSize
+from meshrec.planner.estimators import PHASES
+from meshrec.planner.evaluate import evaluate
+from meshrec.planner.types import Topology
+
+TINY = {"num_tables": 4, "num_rows": 40, "dim": 8, "batch_size": 3, "bag": 2}
+DEVICE = torch.device("cpu")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 16])
+def test_trials_keep_all_ranks_equally_busy(num_ranks, profile):
+    topology = Topology(world_size=num_ranks, local_world_size=num_ranks, hardware=profile)
+    trials = make_trials(num_ranks, 32)
+    assert len(trials) == (16 if num_ranks > 1 else 4)
+    for trial in trials:
+        plan = trial.plan(num_ranks)
+        sizes = {table.name: TableSize(table.num_embeddings, table.embedding_dim) for table in trial.tables()}
+        verify_plan(ShardingPlan({"": plan}), {"": sizes}, world_size=num_ranks)
+        load_RF = evaluate({"": plan}, trial.tables(), topology, batch_size=trial.batch_size).load_RF
+        np.testing.assert_allclose(load_RF, np.broadcast_to(load_RF[0], load_RF.shape), rtol=0.02)
+
+
+def test_one_rank_has_lookups_and_updates():
+    (found,) = measure([Trial("table_wise", **TINY)], ShardingEnv.single_process(), DEVICE, steps=2, rounds=2)
+    assert {"lookup", "update"} <= set(found) <= set(PHASES)
+    assert all(0 < seconds < 1 for seconds in found.values())
+
+
+def measured():
+    trials = [Trial(kind, **TINY) for kind in ("column_wise", "data_parallel")]
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return measure(trials, env, DEVICE, steps=1, rounds=1)
+
+
+def test_ranks_take_the_steps_together(ranks):
+    for split, copied in ranks(2).run(measured):
+        assert split["row_stats"] > 0
+        assert copied["data_parallel"] > 0

@@ -1,0 +1,144 @@
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrec.comms.collectives import (
+    CollectiveError,
+    Splits,
+    all_gather,
+    all_to_all,
+    broadcast,
+    gather_objects,
+    measure_traffic,
+    release_read,
+)
+from meshrec.comms.host_link import links
+from meshrec.plan.mesh import Axis, default_env
+from meshrec.testing import RankError, RankPool
+
+
+def exchange():
+    axis = default_env().world
+    mine = torch.arange(3) + 10 * axis.rank
+    with measure_traffic() as traffic:
+        received = all_to_all(mine, Splits([1, 2], [1 + axis.rank] * 2), axis, "test").wait()
+        gathered = all_gather(mine, axis, "gather").wait()
+    value = torch.tensor([axis.rank])
+    broadcast(value, axis, "first")
+    return (
+        received.tolist(),
+        gathered.tolist(),
+        dict(traffic),
+        value.item(),
+        gather_objects(axis.rank, axis, "o"),
+    )
+
+
+def test_collectives(ranks):
+    first, second = ranks(2).run(exchange)
+    assert first == ([0, 10], [[0, 1, 2], [10, 11, 12]], {"test": 16, "gather": 24}, 0, [0, 1])
+    assert second[0] == [1, 2, 11, 12]
+    assert second[2]["test"] == 8
+
+
+def send_the_same():
+    """Rank p gives everybody p + 1 elements."""
+    axis = default_env().world
+    mine = torch.full((axis.rank + 1,), axis.rank)
+    in_flight = all_to_all(mine, Splits([axis.rank + 1] * 2, [1, 2]), axis, "test", same=True)
+    received = in_flight.wait().tolist()
+    dist.barrier()
+    release_read(axis)
+    link = links[axis.group]
+    return received, len(link.sent) if link else 0, link is not None
+
+
+@contextmanager
+def pool_of_two(host_link: str) -> Iterator[RankPool]:
+    """Two ranks that may link, or not ("0"): set there, as they do not see the environment of tests."""
+    with RankPool(2) as pool:
+        pool.run(set_host_link, host_link)
+        yield pool
+
+
+def set_host_link(value):
+    os.environ["MESHREC_HOST_LINK"] = value
+
+
+@pytest.mark.parametrize("host_link", ["1", "0"])
+def test_all_ranks_get_the_same(host_link):
+    with pool_of_two(host_link) as pool:
+        assert pool.run(send_the_same) == [([0, 1, 1], 0, host_link == "1")] * 2
+
+
+def run_out_of_memory():
+    axis = default_env().world
+    try:
+        all_to_all(torch.arange(2), Splits([1, 1], [2**50, 2**50]), axis, "embeddings").wait()
+    except RuntimeError as error:
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize("host_link", ["1", "0"])
+def test_missing_memory_is_not_told_as_a_failed_collective(host_link):
+    with pool_of_two(host_link) as pool:
+        for kind, text in pool.run(run_out_of_memory):
+            assert kind is RuntimeError
+            assert "allocate" in text
+        assert len(pool.run(exchange)) == 2
+
+
+def test_one_rank_needs_no_group():
+    mine = torch.arange(3)
+    assert all_to_all(mine, Splits([3], [3]), Axis(), "test").wait() is mine
+    assert all_gather(mine, Axis(), "test").wait().tolist() == [[0, 1, 2]]
+    assert gather_objects("x", Axis(), "test") == ["x"]
+
+
+def die_or_wait():
+    axis = default_env().world
+    if axis.rank == 1:
+        os._exit(7)
+    time.sleep(0.5)
+    try:
+        for _ in range(3):
+            all_to_all(torch.arange(2), Splits([1, 1], [1, 1]), axis, "embeddings").wait()
+    except CollectiveError as error:
+        return str(error)
+    return dist.get_rank()
+
+
+def test_a_dead_rank_is_named_with_the_collective():
+    pool = RankPool(2, timeout_seconds=40)
+    try:
+        with pytest.raises(RankError, match="rank 1:\nthe process ended with exit code 7") as failure:
+            pool.run(die_or_wait)
+        assert "rank 0:" not in str(failure.value)  # it reports, and does not hang
+    finally:
+        pool.close()
+
+
+def report_death():
+    axis = default_env().world
+    if axis.rank == 1:
+        os._exit(7)
+    time.sleep(0.5)
+    for _ in range(3):
+        all_to_all(torch.arange(2), Splits([1, 1], [1, 1]), axis, "embeddings").wait()
+
+
+def test_the_error_says_who_does_not_answer():
+    pool = RankPool(2, timeout_seconds=40)
+    try:
+        with pytest.raises(
+            RankError, match=r"collective 'embeddings' over ranks \[0, 1\] failed: no answer from rank 1"
+        ):
+            pool.run(report_death)
+    finally:
+        pool.close()

@@ -1,0 +1,91 @@
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshrec.comms.dense_gradients import DenseGradients, average_on_host
+from meshrec.comms.host_link import links
+from meshrec.plan.mesh import Axis, default_env
+from meshrec.testing import RankError, RankPool
+
+
+def wrapped(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 300), nn.ReLU(), nn.Linear(300, 301), nn.ReLU(), nn.Linear(301, 1))
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1, **options)
+
+
+def gradients(model, steps):
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(steps):  # buckets are laid out anew after the first
+        model.zero_grad()
+        model(torch.rand(5, 7)).sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def both_ways(options):
+    axis = default_env().world
+    hooked = wrapped(**options)
+    state = DenseGradients.for_axis(axis)
+    if links[axis.group] is None:
+        return None
+    hooked.register_comm_hook(state, average_on_host)
+    return [(gradients(model, steps=3)) for model in (hooked, wrapped(**options))]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_are_those_of_gloo(ranks, world_size, view):
+    found = ranks(world_size).run(both_ways, {"gradient_as_bucket_view": view})
+    if found[0] is None:
+        pytest.skip("no links here")
+    for own, expected in found:
+        for gradient, first, reference in zip(own, found[0][0], expected, strict=True):
+            assert torch.equal(gradient, first)  # on every rank
+            if world_size == 2:
+                assert torch.equal(gradient, reference)
+            torch.testing.assert_close(gradient, reference)
+
+
+def fewer_elements_than_ranks():
+    axis = default_env().world
+    state = DenseGradients.for_axis(axis)
+    if state is None:
+        return None
+    future = state.start(torch.tensor([1.0 + axis.rank]))
+    empty = state.start(torch.empty(0))
+    state.finish()
+    return future.value().tolist(), empty.value().tolist()
+
+
+def test_ranks_may_have_no_part(ranks):
+    assert ranks(4).run(fewer_elements_than_ranks) in ([([2.5], [])] * 4, [None] * 4)
+
+
+def test_one_rank_needs_no_hook():
+    assert DenseGradients.for_axis(Axis()) is None
+
+
+def die_in_the_backward_pass():
+    axis = default_env().world
+    model = wrapped()
+    model.register_comm_hook(DenseGradients.for_axis(axis), average_on_host)
+    gradients(model, steps=1)
+    loss = model(torch.rand(5, 7)).sum()
+    if axis.rank == 1:
+        os._exit(7)
+    loss.backward()
+
+
+def test_the_others_name_the_dead_rank(ranks):
+    if ranks(2).run(fewer_elements_than_ranks)[0] is None:
+        pytest.skip("no links here")
+    pool = RankPool(2, timeout_seconds=40)
+    try:
+        failed = r"'gradients of dense parameters' over ranks \[0, 1\] failed: no answer from rank 1"
+        with pytest.raises(RankError, match=f"CollectiveError: rank 0: the collective {failed}"):
+            pool.run(die_in_the_backward_pass)
+    finally:
+        pool.close()

@@ -1,0 +1,89 @@
+import pytest
+
+from meshrec import distributed as md
+from meshrec.plan.builders import Ranks
+from meshrec.plan.checks import _difference
+
+SIZE = md.TableSize(10, 8)
+
+
+def _sharding(*rectangles, ranks=None):
+    shards = tuple(
+        md.ShardMetadata(
+            shard_offsets=(r0, c0), shard_sizes=(rows, columns), placement=md.Placement(rank=rank)
+        )
+        for r0, c0, rows, columns, rank in rectangles
+    )
+    return md.ParameterSharding(
+        sharding_type=md.ShardingType.GRID_SHARD,
+        ranks=ranks,
+        sharding_spec=md.EnumerableShardingSpec(shards=shards),
+    )
+
+
+def _verify(sharding):
+    plan = md.EmbeddingModuleShardingPlan({"t0": sharding})
+    md.verify_module_plan(plan, {"t0": SIZE}, world_size=2)
+
+
+def test_exact_cover_that_is_no_grid_is_fine():
+    _verify(_sharding((0, 0, 4, 8, 0), (4, 0, 6, 3, 1), (4, 3, 6, 5, 0)))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "match"),
+    [
+        (
+            _sharding((0, 0, 10, 8, 2)),
+            r"'t0': rectangle \[0:10, 0:8\]@2 is on rank 2; the ranks are \[0, 2\)",
+        ),
+        (_sharding((0, 0, 11, 8, 0)), "'t0': .* goes beyond the table, which is 10 x 8"),
+        (_sharding((0, 0, 0, 8, 0)), "'t0': .* is empty or starts below 0"),
+        (
+            _sharding((0, 0, 6, 8, 0), (5, 0, 5, 8, 1)),
+            r"\[0:6, 0:8\]@0 and \[5:10, 0:8\]@1 overlap",
+        ),
+        (_sharding((0, 0, 5, 8, 0), (5, 0, 5, 7, 1)), "'t0': its rectangles .* cover 75 of 80 elements"),
+        (_sharding((0, 0, 10, 8, 0), ranks=(1,)), r"ranks is \(1,\), but the rectangles are on ranks \(0,\)"),
+        (_sharding(), "'t0' is grid_shard, but its plan has no rectangle"),
+        (
+            md.ParameterSharding(
+                sharding_type=md.ShardingType.DATA_PARALLEL,
+                sharding_spec=_sharding((0, 0, 10, 8, 0)).sharding_spec,
+            ),
+            "'t0' is data-parallel, but its plan has rectangles",
+        ),
+    ],
+)
+def test_bad_plans_name_table_and_rectangle(sharding, match):
+    with pytest.raises(ValueError, match=match):
+        _verify(sharding)
+
+
+def test_tables_and_modules_must_match():
+    sharding = md.table_wise(rank=0)("t0", SIZE, Ranks(1, 1))
+    plan = md.ShardingPlan({"ebc": md.EmbeddingModuleShardingPlan({"t0": sharding})})
+    md.verify_plan(plan, {"ebc": {"t0": SIZE}}, world_size=1)
+    with pytest.raises(ValueError, match="table 't1' is not in the plan"):
+        md.verify_plan(plan, {"ebc": {"t0": SIZE, "t1": SIZE}}, world_size=1)
+    with pytest.raises(ValueError, match="the plan has a table 't0'"):
+        md.verify_plan(plan, {"ebc": {}}, world_size=1)
+    with pytest.raises(ValueError, match="the plan has no module 'other'"):
+        md.verify_plan(plan, {"ebc": {"t0": SIZE}, "other": {}}, world_size=1)
+    with pytest.raises(ValueError, match="the plan speaks of module 'ebc'"):
+        md.verify_plan(plan, {}, world_size=1)
+
+
+def test_same_plan_needs_no_group_with_one_process():
+    md.verify_same_plan(md.ShardingPlan({}), None)
+
+
+def test_difference_names_the_table_and_the_ranks():
+    with_t1 = {("ebc", "t0"): "a", ("ebc", "t1"): "b"}
+    assert "table 't1' of module 'ebc': it is missing on rank 1" in _difference(
+        [with_t1, {("ebc", "t0"): "a"}]
+    )
+    moved = {("ebc", "t0"): "c", ("ebc", "t1"): "b"}
+    assert "table 't0' of module 'ebc': ranks 0 and 2 place it differently" in _difference(
+        [with_t1, with_t1, moved]
+    )

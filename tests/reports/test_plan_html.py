@@ -1,0 +1,29 @@
+import json
+import re
+
+from meshrec.reports.plan_html import to_html, write_html
+from meshrec.reports.plan_report import make_report
+from tests.browser import drawn, needs_browser
+
+
+def test_the_page_needs_nothing_else(small_plan):
+    page = to_html(make_report(small_plan))
+    assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org/2000/svg)", page)
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert json.loads(data[1])["seconds"] == small_plan.seconds
+
+
+def test_names_cannot_end_the_script(small_plan):
+    report = make_report(small_plan)
+    evil = report._replace(warnings=["</script><b>"])
+    assert to_html(evil).count("</script>") == to_html(report).count("</script>")
+
+
+@needs_browser
+def test_a_browser_draws_it(small_plan, tmp_path):
+    write_html(make_report(small_plan), tmp_path / "plan.html")
+    page = drawn(f"file://{tmp_path}/plan.html#search=t1&open=1")
+    body = page.split("<script id=")[0] + page.split('<tbody id="tables">')[1]
+    assert page.count('class="rank"') == 4
+    assert "1 of 6" in body
+    assert '<svg class="map"' in body
