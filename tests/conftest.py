@@ -27,7 +27,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     def pool(world_size: int) -> RankPool:
         if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
+            # Long enough for a machine that does other things as well.
+            pools[world_size] = RankPool(world_size, timeout_seconds=180.0)
         return pools[world_size]
 
     yield pool

@@ -1,4 +1,5 @@
 import os
+import time
 
 import pytest
 import torch.distributed as dist
@@ -31,6 +32,23 @@ def test_an_error_leaves_the_pool_usable(ranks):
     assert ranks(2).run(rank_and_size, 0) == [(0, 2), (1, 2)]
 
 
-def test_a_dead_process_is_reported():
-    with RankPool(2, timeout_seconds=30) as pool, pytest.raises(RankError, match="ended with exit code 3"):
-        pool.run(die)
+def answer_late():
+    time.sleep(2.0 if dist.get_rank() == 0 else 0.0)
+    return "late"
+
+
+def test_a_dead_process_is_reported_and_the_next_call_has_new_ones():
+    with RankPool(2, timeout_seconds=30) as pool:
+        with pytest.raises(RankError, match="ended with exit code 3"):
+            pool.run(die)
+        assert pool.run(rank_and_size, 0) == [(0, 2), (1, 2)]
+
+
+def test_a_late_answer_is_not_taken_for_another():
+    with RankPool(2, timeout_seconds=30) as pool:
+        pool.run(rank_and_size, 0)
+        pool._timeout = 0.2
+        with pytest.raises(RankError, match="no answer in time"):
+            pool.run(answer_late)
+        pool._timeout = 30
+        assert pool.run(rank_and_size, 0) == [(0, 2), (1, 2)]

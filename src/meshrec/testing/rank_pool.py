@@ -46,16 +46,19 @@ class RankPool:
     def __init__(self, world_size: int, *, timeout_seconds: float = 60.0) -> None:
         self.world_size = world_size
         self._timeout = timeout_seconds
+        self._start()
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         # The server imports torch once; ranks fork from it before any thread exists.
         context = get_context("forkserver")
         context.set_forkserver_preload(["torch", "meshrec.distributed.sharded_tables", "meshrec.checkpoint"])
-        pairs = [context.Pipe() for _ in range(world_size)]
+        pairs = [context.Pipe() for _ in range(self.world_size)]
         self._pipes: list[Connection] = [mine for mine, _ in pairs]
         store = str(Path(self._folder.name) / "store")
         self._processes = [
             context.Process(
-                target=_serve, args=(theirs, rank, world_size, store, timeout_seconds), daemon=True
+                target=_serve, args=(theirs, rank, self.world_size, store, self._timeout), daemon=True
             )
             for rank, (_, theirs) in enumerate(pairs)
         ]
@@ -68,26 +71,33 @@ class RankPool:
         """The results of ``function(*args)`` by rank.
 
         Raises:
-            RankError: when a rank raised, died, or did not answer in time. The pool is of no use after the
-            latter two.
+            RankError: when a rank raised, died, or did not answer in time. After the latter two the next
+                call begins with new processes, as an answer that comes late would be taken for another.
         """
         task = _Task(function.__module__, inspect.getfile(function), function.__qualname__, args)
+        if not self._processes:
+            self._start()
         for pipe in self._pipes:
             pipe.send(task)
         outcomes: dict[int, _Outcome] = {}
+        lost = False
         while len(outcomes) < self.world_size:
             open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in outcomes]
             ready = connection.wait(open_pipes, self._timeout)
             if not ready:
+                lost = True
                 missing = [rank for rank in range(self.world_size) if rank not in outcomes]
                 outcomes |= {rank: _Outcome(None, "no answer in time") for rank in missing}
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
                     outcomes[rank] = self._pipes[rank].recv()
                 except EOFError:
+                    lost = True
                     self._processes[rank].join(1.0)
                     code = self._processes[rank].exitcode
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
+        if lost:
+            self._kill()
         errors = [
             f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error
         ]
@@ -102,8 +112,16 @@ class RankPool:
                 pipe.send(None)
         for process in self._processes:
             process.join(5.0)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
             if process.is_alive():
                 process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
         self._folder.cleanup()
 
     def __enter__(self) -> "RankPool":
