@@ -29,6 +29,44 @@ def test_parts_of_one_table_on_one_rank_are_joined():
     assert rows.work[0].rectangles == (Rectangle(0, 0, 7, 0, 8),)
 
 
+def placed(*rectangles, whole_rows, num_ranks=3):
+    """What each rank has of a table of 10 x 8, from (rank, r0, r1, c0, c1)."""
+    shards = tuple(
+        md.ShardMetadata(
+            shard_offsets=(r0, c0), shard_sizes=(r1 - r0, c1 - c0), placement=md.Placement(rank=rank)
+        )
+        for rank, r0, r1, c0, c1 in rectangles
+    )
+    sharding = md.ParameterSharding(
+        sharding_type=md.ShardingType.GRID_SHARD, sharding_spec=md.EnumerableShardingSpec(shards=shards)
+    )
+    plan = md.EmbeddingModuleShardingPlan({"t": sharding})
+    routing = compile_plan(
+        [Table("t", 10, 8, ("f",))], plan, num_ranks=num_ranks, whole_rows=[0] if whole_rows else []
+    )
+    return [[tuple(x)[1:] for x in work.rectangles] for work in routing.work]
+
+
+BANDS = (0, 0, 5, 0, 4), (0, 5, 10, 0, 4), (1, 0, 5, 4, 8), (2, 5, 10, 4, 8)
+PINWHEEL = (0, 0, 6, 0, 3), (0, 0, 4, 3, 8), (0, 4, 10, 5, 8), (0, 6, 10, 0, 5), (0, 4, 6, 3, 5)
+
+
+def test_rows_that_must_be_whole_are_cut_where_their_columns_change_hands():
+    assert placed(*BANDS, whole_rows=False) == [[(0, 10, 0, 4)], [(0, 5, 4, 8)], [(5, 10, 4, 8)]]
+    assert placed(*BANDS, whole_rows=True) == [
+        [(0, 5, 0, 4), (5, 10, 0, 4)],
+        [(0, 5, 4, 8)],
+        [(5, 10, 4, 8)],
+    ]
+    halves = (0, 0, 3, 0, 4), (0, 3, 10, 0, 4), (1, 0, 7, 4, 8), (1, 7, 10, 4, 8)
+    assert placed(*halves, whole_rows=True) == [[(0, 10, 0, 4)], [(0, 10, 4, 8)], []]
+
+
+def test_a_rank_alone_has_the_whole_in_one():
+    for whole_rows in (False, True):
+        assert placed(*PINWHEEL, whole_rows=whole_rows) == [[(0, 10, 0, 8)], [], []]
+
+
 def test_parts_that_do_not_touch_share_their_route():
     routing = compiled(md.column_wise(ranks=[0, 1, 0]))
     work = routing.work[0]

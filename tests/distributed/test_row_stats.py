@@ -40,7 +40,7 @@ def test_an_update_of_column_parts_is_that_of_whole_rows(spec):
         slots += [slot.clone() if slot.dim() == 1 else slot[:, columns].clone() for slot in state]
         part = weight[:, columns].clone()
         touched.append(Touched(rows, grad[:, columns], part[rows], [slot[rows] for slot in slots]))
-    peers = ColumnPeers(routing(*HALVES), Axis(), [0], "x")
+    peers = ColumnPeers(routing(*HALVES), Axis(), [0])
     stats = peers.row_stats(touched, spec.code, [hyper, hyper])
     whole = weight.clone()
     naive_update.update_rows(whole, state, rows, grad, None, spec.code, hyper)
@@ -51,15 +51,7 @@ def test_an_update_of_column_parts_is_that_of_whole_rows(spec):
 
 
 def test_means_are_taken_over_the_columns_of_all_rectangles():
-    peers = ColumnPeers(routing(*HALVES), Axis(), [0], "x")
+    peers = ColumnPeers(routing(*HALVES), Axis(), [0])
     means = peers.mean_squares(torch.tensor([1.0, 2.0, 4.0, 3.0, 6.0, 8.0]), [3, 3], [4, 4])
     assert means.tolist() == [1.0, 2.0, 3.0] * 2
-    assert ColumnPeers(routing(), Axis(), [0], "x").mean_squares(torch.empty(0), [], []).shape == (0,)
-
-
-def test_columns_must_be_cut_at_the_same_rows():
-    uneven = Rectangle(0, 0, 4, 0, 2), Rectangle(0, 0, 2, 2, 4), Rectangle(0, 2, 4, 2, 4)
-    with pytest.raises(
-        ValueError, match="table 't0': RowWiseAdagrad needs whole rows, but the columns of rows"
-    ):
-        ColumnPeers(routing(*uneven), Axis(), [0], "RowWiseAdagrad")
+    assert ColumnPeers(routing(), Axis(), [0]).mean_squares(torch.empty(0), [], []).shape == (0,)

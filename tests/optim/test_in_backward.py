@@ -40,7 +40,7 @@ def test_filter_knows_torchs_own_mark():
     model["a"].weight._in_backward_optimizers = [object()]
     names = [name for name, _ in in_backward_optimizer_filter(model.named_parameters(), include=True)]
     assert names == ["a.weight"]
-    with pytest.raises(ValueError, match=r"already has an optimizer in backward\. One"):
+    with pytest.raises(ValueError, match="already has an optimizer in backward, torch's object, and is"):
         apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
 
 
@@ -50,7 +50,9 @@ def test_filter_knows_torchs_own_mark():
 def test_two_optimizers_for_one_parameter(pick):
     model = make_model()
     apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
-    message = r"parameter 1 of shape \[.*\] already has an optimizer in backward, \w+\(lr="
+    message = (
+        r"parameter 1 of shape \[.*\] already has an optimizer in backward, \w+\(lr=.*, and is given Adam\("
+    )
     with pytest.raises(ValueError, match=message):
         apply_optimizer_in_backward(torch.optim.Adam, pick(model), {"lr": 0.1})
     assert in_backward_spec(model["b"].bias) is None
@@ -67,5 +69,20 @@ def test_what_torch_recorded_counts():
     _apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
     assert in_backward_spec(model["a"].weight) == optim.SGD(lr=0.5)
     _apply_optimizer_in_backward(torch.optim.Adam, [model["a"].weight], {"lr": 0.1})
-    with pytest.raises(ValueError, match=r"has 2 optimizers in backward, \['SGD', 'Adam'\]"):
+    with pytest.raises(ValueError, match=r"has 2 optimizers in backward, torch's SGD\(.*and torch's Adam\("):
         in_backward_spec(model["a"].weight)
+
+
+@pytest.mark.parametrize("second", [torch.optim.SGD, torch.optim.RMSprop])
+def test_torchs_choice_beside_ours_is_an_error_that_names_both(second):
+    model = make_model()
+    apply_optimizer_in_backward(optim.SGD, [model["a"].weight], {"lr": 0.5})
+    _apply_optimizer_in_backward(torch.optim.SGD, [model["a"].weight], {"lr": 0.5})
+    assert in_backward_spec(model["a"].weight) == optim.SGD(lr=0.5)
+    model = make_model()
+    apply_optimizer_in_backward(optim.RowWiseAdagrad, [model["a"].weight], {"lr": 0.5})
+    _apply_optimizer_in_backward(second, [model["a"].weight], {"lr": 0.25})
+    with pytest.raises(ValueError, match=rf"RowWiseAdagrad\(lr=0.5.* and torch's {second.__name__}\("):
+        in_backward_spec(model["a"].weight)
+    with pytest.raises(ValueError, match=r"already has .* RowWiseAdagrad.* and torch's .* given Adam"):
+        apply_optimizer_in_backward(torch.optim.Adam, [model["a"].weight], {"lr": 0.1})

@@ -157,12 +157,12 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
         raise _explained(error, name, axis.group) from error
 
 
-def broadcast(tensor: Tensor, axis: Axis, name: str) -> None:
-    """Gives all ranks of an axis what its first rank has, in place."""
+def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
+    """Gives all ranks of an axis what its rank ``source`` has, in place."""
     if axis.group is None or axis.size == 1:
         return
     try:
-        dist.broadcast(tensor, dist.get_global_rank(axis.group, 0), group=axis.group)
+        dist.broadcast(tensor, dist.get_global_rank(axis.group, source), group=axis.group)
     except RuntimeError as error:
         raise _explained(error, name, axis.group) from error
 

@@ -21,6 +21,7 @@ from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.routing import Rectangle, Routing, Table, compile_plan
+from meshrec.distributed.row_stats import ROW_WISE
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
@@ -28,7 +29,7 @@ from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.ops.memory import keep_freed_memory, use_huge_pages
 from meshrec.optim.fused import UpdateMode
-from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
+from meshrec.optim.in_backward import in_backward_spec, mark_in_backward, mark_sharded
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.parts import mark_part
 from meshrec.plan.checks import verify_module_plan, verify_same_plan
@@ -49,11 +50,13 @@ class SourceTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What the sharder decides. ``optimizer``: for tables without one of their own. ``update``: when fused
-    tables are updated. ``seed``: of the stochastic rounding of fp16 and bf16 tables.
+    """What the sharder decides. ``optimizer``: for tables without one of their own; if there are
+    ``optimizer_tables``, of those. ``update``: when fused tables are updated. ``seed``: of the stochastic
+    rounding of fp16 and bf16 tables.
     """
 
     optimizer: OptimizerSpec | None = None
+    optimizer_tables: frozenset[str] | None = None
     update: UpdateMode = "in_backward"
     seed: int = DEFAULT_SEED
     precision: CommsPrecision = FULL_PRECISION
@@ -129,8 +132,8 @@ def build(
     verify_same_plan(ShardingPlan({"": plan}), env.world.group)
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
     verify_module_plan(plan, sizes, world_size=env.shard.size)
-    routing = compile_plan([source.table for source in sources], plan, num_ranks=env.shard.size)
     rules = _rules(sources, options)
+    routing = compiled([source.table for source in sources], plan, rules, env)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
     split = _allocate(routing.work[env.shard.rank].rectangles, sources, rules, device, seed)
     local = _allocate(routing.local.rectangles, sources, rules, device, seed)
@@ -138,7 +141,8 @@ def build(
     _make_equal(local, env.world)
     steps = [source.state.get("step", 0) for source in sources]
     dtypes = [source.weight.dtype for source in sources]
-    return assemble(plan, routing, rules, steps, dtypes, split, local, env, device, options)
+    trained = [source.weight.requires_grad for source in sources]
+    return assemble(plan, routing, rules, steps, dtypes, trained, split, local, env, device, options)
 
 
 def assemble(
@@ -147,17 +151,25 @@ def assemble(
     rules: list[SpecRule | None],
     steps: Sequence[int],
     dtypes: list[torch.dtype],
+    trained: Sequence[bool],
     split: Holdings,
     local: Holdings,
     env: ShardingEnv,
     device: torch.device,
     options: BuildOptions,
 ) -> Built:
-    """The parts from weights and state that are there. ``steps``: the updates that each table has had."""
+    """The parts from weights and state that are there. ``steps``: the updates that each table has had.
+    ``trained``: the tables that are not frozen.
+    """
     shards, fused = {}, {}
+    holders = routing.holders
     for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True)):
         held, mesh = (local, None) if routing.replicated[t] else (split, env.shard_mesh)
-        shards[table.name] = TableShards(table, held.of_table(t), mesh)
+        nothing = nn.Parameter(torch.empty(0, table.dim, dtype=dtypes[t], device=device), trained[t])
+        shards[table.name] = TableShards(table, held.of_table(t), nothing, holders[t], mesh)
+        mark_sharded(shards[table.name].weight)
+        if rule is not None:
+            mark_in_backward(shards[table.name].weight, rule.spec)
         if rule is not None:
             fused[table.name] = _fused_table(shards[table.name], rule, held.state_of_table(t), steps[t])
     if env.shard.group is not None:
@@ -199,10 +211,23 @@ def assemble(
     )
 
 
+def compiled(
+    tables: Sequence[Table],
+    plan: EmbeddingModuleShardingPlan,
+    rules: Sequence[SpecRule | None],
+    env: ShardingEnv,
+) -> Routing:
+    """The routing of a verified plan, cut as the tables' optimizers need it."""
+    whole_rows = [t for t, rule in enumerate(rules) if rule is not None and rule.code in ROW_WISE]
+    return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
+
+
 def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[SpecRule | None]:
     """One rule for each spec, so that tables with equal specs are updated together."""
     rules: dict[OptimizerSpec, SpecRule] = {}
-    specs = [source.spec if source.spec is not None else options.optimizer for source in sources]
+    given = options.optimizer_tables
+    default = [options.optimizer if given is None or s.table.name in given else None for s in sources]
+    specs = [other if s.spec is None else s.spec for s, other in zip(sources, default, strict=True)]
     deferred = options.update == "on_step"
     return [
         None if spec is None else rules.setdefault(spec, SpecRule(spec, deferred=deferred, seed=options.seed))
@@ -229,8 +254,6 @@ def _allocate(
             _fill(weight, rectangle, source, seed)
             state.append([] if rule is None else _state(rule, rectangle, source, weight))
         parameters.append(nn.Parameter(packed, source.weight.requires_grad))
-        if rule is not None:
-            mark_in_backward(parameters[-1], rule.spec)
         packings.append(packing)
     return Holdings(parameters, packings, state)
 

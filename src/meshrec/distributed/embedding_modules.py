@@ -17,6 +17,7 @@ from meshrec.modules import (
     EmbeddingConfig,
 )
 from meshrec.modules.embedding_modules import holder_of
+from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 # B batch, D columns of all tables, N ids of a feature
@@ -34,6 +35,7 @@ class _ShardedCollection(nn.Module):
         setattr(self, holder, holder_of(built.shards))
         self._tables, self.plan, self.built = built.tables, built.plan, built
         self._names, self._dims = built.names, built.dims
+        self._has_started = False
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix=holder)
 
     @property
@@ -53,7 +55,15 @@ class _ShardedCollection(nn.Module):
         return self._tables.num_clamped_ids
 
     def start(self, features: KeyedJaggedTensor) -> Started:
-        """Routes the ids and starts to exchange sizes."""
+        """Routes the ids and starts to exchange sizes.
+
+        Raises:
+            ValueError: for an optimizer that torch attached to a table beside its own.
+        """
+        if not self._has_started:
+            for fused in self.built.fused.values():
+                in_backward_spec(fused.shards.weight)
+            self._has_started = True
         return self._tables.start(features)
 
     def exchange(self, started: Started) -> Exchanging:
@@ -91,7 +101,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """[B, D] by feature, as the unsharded module has it; waits when it is first used."""
-        return self.look_up(self._tables.exchange(self._tables.start(features)))
+        return self.look_up(self._tables.exchange(self.start(features)))
 
     def _keyed(self, results: Results) -> KeyedTensor:
         return KeyedTensor(self._names, self._dims, results.wait(), offset_per_key=self._offsets)
@@ -122,7 +132,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         """A JaggedTensor of [N, dim] for each feature, as the unsharded module has it; waits when first
         used.
         """
-        return self.look_up(self._tables.exchange(self._tables.start(features)))
+        return self.look_up(self._tables.exchange(self.start(features)))
 
     def _jagged(self, results: Results) -> dict[str, JaggedTensor]:
         source = results.step.asked.source

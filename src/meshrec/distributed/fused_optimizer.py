@@ -128,8 +128,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
         self._own = _Own(params, state, groups)
         self.rebind(tables, deferred)
         super().__init__(params, state, groups)
-        self.register_state_dict_pre_hook(_join_again)
-        self.register_load_state_dict_pre_hook(_load_split)
+        self.register_load_state_dict_pre_hook(_check_loaded)
 
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
         """Goes on with tables that have moved; whoever holds this optimizer or its groups sees the new
@@ -142,7 +141,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             table.rule.group["params"].clear()
             table.rule.states.clear()
         for name, table in tables.items():
-            params[name] = _stand_in(table.shards)
+            params[name] = table.shards.weight
             table.rule.group["params"].append(params[name])
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
@@ -176,35 +175,13 @@ class ShardedFusedOptimizer(KeyedOptimizer):
         """Nothing: the state was made with the tables."""
 
 
-def _stand_in(shards: TableShards) -> Tensor:
-    """A parameter to name the table by, where this rank holds nothing of it too."""
-    return shards.weight if shards.rectangles else nn.Parameter(torch.empty(0))
-
-
 def _whole_state(table: FusedTable) -> dict[str, Tensor]:
     return {name: table.shards.whole(slot.parts, per_row=slot.per_row) for name, slot in table.slots.items()}
 
 
-def _join_again(optimizer: torch.optim.Optimizer) -> None:
-    """One process that holds a table in several pieces has no view of the whole: it must be copied anew."""
+def _check_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, ShardedFusedOptimizer)
-    for name, table in optimizer.tables.items():
-        if table.shards.is_joined:
-            optimizer.state[optimizer.params[name]].update(_whole_state(table))
-
-
-def _load_split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Copies the parts of split tables; what is left for ``load_state_dict`` is the same tensors again."""
-    assert isinstance(optimizer, ShardedFusedOptimizer)
-    state = {name: dict(slots) for name, slots in state_dict.get("state", {}).items()}
-    _check_steps(optimizer, state)
-    own = optimizer.state_dict()["state"]
-    for name, table in optimizer.tables.items():
-        for slot, (per_row, parts) in table.slots.items():
-            if slot in state.get(name, {}):
-                table.shards.load(parts, state[name][slot], f"{name}: {slot}", per_row=per_row)
-                state[name][slot] = own[name][slot]
-    return {**state_dict, "state": state}
+    _check_steps(optimizer, state_dict.get("state", {}))
 
 
 def _check_steps(optimizer: ShardedFusedOptimizer, state: Mapping[str, Mapping[str, Any]]) -> None:

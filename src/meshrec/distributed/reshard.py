@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
-from meshrec.distributed.build import Built, assemble
+from meshrec.distributed.build import Built, assemble, compiled
 from meshrec.distributed.fused_optimizer import SpecRule
 from meshrec.distributed.holdings import Holdings, Packing
-from meshrec.distributed.routing import Rectangle, Routing, compile_plan
+from meshrec.distributed.routing import Rectangle, Routing
 from meshrec.ops.memory import use_huge_pages
-from meshrec.optim.in_backward import mark_in_backward
 from meshrec.plan.mesh import Axis, ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 
@@ -95,6 +94,7 @@ class _New(NamedTuple):
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
+    trained: list[bool]
     split: Holdings
     local: Holdings
 
@@ -106,6 +106,7 @@ class _New(NamedTuple):
             old.rules,
             [0 if rule is None else rule.step for rule in old.rules],
             old.dtypes,
+            self.trained,
             self.split,
             self.local,
             old.env,
@@ -140,10 +141,11 @@ def _check_fused(built: Mapping[str, Built], trained: set[tuple[str, str]]) -> N
 def _allocated(
     path: str, built: Built, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
 ) -> _New:
-    routing = compile_plan(built.routing.tables, plan, num_ranks=built.env.shard.size)
+    routing = compiled(built.routing.tables, plan, built.rules, built.env)
     own = routing.work[built.env.shard.rank].rectangles
     flags = [(path, table.name) in trained for table in routing.tables]
-    return _New(plan, routing, _empty(own, built, flags), _empty(routing.local.rectangles, built, flags))
+    local = routing.local.rectangles
+    return _New(plan, routing, flags, _empty(own, built, flags), _empty(local, built, flags))
 
 
 def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool]) -> Holdings:
@@ -156,8 +158,6 @@ def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool
         use_huge_pages(packed)
         state += [_empty_state(rule, weight) for weight in packing.views(packed)]
         parameters.append(nn.Parameter(packed, trained[table]))
-        if rule is not None:
-            mark_in_backward(parameters[-1], rule.spec)
         packings.append(packing)
     return Holdings(parameters, packings, state)
 

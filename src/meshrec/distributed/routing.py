@@ -7,10 +7,12 @@ in a rectangle. Every rank compiles the same plan and gets the same numbers, so 
 what it sends.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -113,6 +115,15 @@ class Routing:
         """[U + 1] first column of each use in the output, and the output's width."""
         return list(accumulate(self.dims, initial=0))
 
+    @property
+    def holders(self) -> list[list[list[Rectangle]]]:
+        """For each table, for each rank, the rectangles that it holds; none of data-parallel tables."""
+        found: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
+        for rank, work in enumerate(self.work):
+            for rectangle in work.rectangles:
+                found[rectangle.table][rank].append(rectangle)
+        return found
+
     @cached_property
     def row_split(self) -> list[bool]:
         """For each table whether its rows lie on several rectangles, so that partial results are summed."""
@@ -161,16 +172,26 @@ class Routing:
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def compile_plan(tables: Sequence[Table], plan: EmbeddingModuleShardingPlan, *, num_ranks: int) -> Routing:
-    """Compiles a verified plan. Uses come in table order, for each table in the order of its features."""
+def compile_plan(
+    tables: Sequence[Table],
+    plan: EmbeddingModuleShardingPlan,
+    *,
+    num_ranks: int,
+    whole_rows: Collection[int] = (),
+) -> Routing:
+    """Compiles a verified plan. Uses come in table order, for each table in the order of its features.
+
+    ``whole_rows``: the tables whose updates need sums over whole rows. Two of their rectangles have all rows
+    in common or none.
+    """
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]
     local: list[Rectangle] = []
     for t, table in enumerate(tables):
         if plan[table.name].sharding_type is ShardingType.DATA_PARALLEL:
             local.append(Rectangle(t, 0, table.num_rows, 0, table.dim))
-        for rank, own in _by_rank(plan[table.name], t, num_ranks).items():
-            rectangles[rank] += _merged(own)
+        for rank, own in _by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
+            rectangles[rank] += own
     return Routing(
         tables=tuple(tables),
         uses=tuple(uses),
@@ -180,11 +201,42 @@ def compile_plan(tables: Sequence[Table], plan: EmbeddingModuleShardingPlan, *, 
     )
 
 
-def _by_rank(sharding: ParameterSharding, table: int, num_ranks: int) -> dict[int, list[Rectangle]]:
+def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict[int, list[Rectangle]]:
+    """What each rank has of a table, in as few rectangles as is known; a rank alone has the whole in one."""
     own: dict[int, list[Rectangle]] = {}
     for shard in sharding.shards:
         own.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
-    return own
+    if in_bands or len(own) == 1:
+        return _in_bands(own)
+    return {rank: _merged(rectangles) for rank, rectangles in own.items()}
+
+
+def _in_bands(own: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
+    """Cuts the rectangles of a table at common rows, and only there where its columns change hands."""
+    edges = sorted({edge for rectangles in own.values() for x in rectangles for edge in (x.r0, x.r1)})
+    columns: list[list[tuple[int, int, int]]] = [[] for _ in edges[1:]]
+    for rank, rectangles in own.items():
+        for x in rectangles:
+            for band in range(bisect_left(edges, x.r0), bisect_left(edges, x.r1)):
+                columns[band].append((x.c0, x.c1, rank))
+    owners = [_joined_columns(sorted(each)) for each in columns]
+    found: dict[int, list[Rectangle]] = {rank: [] for rank in own}
+    for same, bands in groupby(zip(pairwise(edges), owners, strict=True), key=itemgetter(1)):
+        rows = [edge for band, _ in bands for edge in band]
+        for c0, c1, rank in same:
+            found[rank].append(Rectangle(own[rank][0].table, rows[0], rows[-1], c0, c1))
+    return found
+
+
+def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """(first, end, rank) in order, neighbours of one rank joined."""
+    joined: list[tuple[int, int, int]] = []
+    for c0, c1, rank in columns:
+        if joined and joined[-1][1:] == (c0, rank):
+            joined[-1] = (joined[-1][0], c1, rank)
+        else:
+            joined.append((c0, c1, rank))
+    return joined
 
 
 def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:

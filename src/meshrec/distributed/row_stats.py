@@ -55,21 +55,17 @@ def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
 class ColumnPeers:
     """Who holds other columns of the same rows, for the tables of one fused group, over all ranks.
 
-    ``tables``: the tables of the group; every rank must name the same.
-
-    Raises:
-        ValueError: when the columns of a table are not all cut at the same rows.
+    ``tables``: the tables of the group; every rank must name the same. They were compiled for whole rows (see
+    ``compile_plan``).
     """
 
-    def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int], optimizer: str) -> None:
+    def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int]) -> None:
         self._axis = axis
         self._bands: list[list[_Band]] = []
         """For each rank the bands of rows it has columns of."""
         for work in routing.work:
             chosen = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
             self._bands.append(sorted({_band(rectangle) for rectangle in chosen}))
-            for rectangle in chosen:
-                _check_whole_rows(routing, rectangle, optimizer)
         own = routing.work[axis.rank].rectangles
         self._own = [_band(rectangle) for rectangle in own if rectangle.table in tables]
 
@@ -135,23 +131,6 @@ class _Band(NamedTuple):
 
 def _band(rectangle: Rectangle) -> _Band:
     return _Band(rectangle.table, rectangle.r0, rectangle.r1)
-
-
-def _check_whole_rows(routing: Routing, rectangle: Rectangle, optimizer: str) -> None:
-    width = sum(
-        other.c1 - other.c0
-        for work in routing.work
-        for other in work.rectangles
-        if _band(other) == _band(rectangle)
-    )
-    table = routing.tables[rectangle.table]
-    if width != table.dim:
-        raise ValueError(
-            f"table {table.name!r}: {optimizer} needs whole rows, but the columns of rows "
-            f"[{rectangle.r0}, {rectangle.r1}) are not all cut at the same rows. Use a plan whose "
-            "rectangles form a "
-            "grid, or an optimizer without norms and means over rows."
-        )
 
 
 def _squares(x_UD: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Make sharded modules from unsharded ones."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ class _Sharder:
         *,
         precision: CommsPrecision | None = None,
         update: UpdateMode | None = None,
+        tables: Collection[str] | None = None,
     ) -> None:
         self.optimizer = _spec(fused_params)
+        self.tables = None if tables is None else frozenset(tables)
         self.precision = precision or FULL_PRECISION
         self.update = _checked(update)
 
@@ -42,11 +44,13 @@ class _Sharder:
         **kind: bool,
     ) -> Built:
         env, device = _place(env, device)
+        self._check_tables(module)
         fused = module.fused_optimizer if module.is_fused else None
         attached = fused if isinstance(fused, FusedOptimizer) else None
         is_deferred = attached is not None and not attached.updates_in_backward
         options = BuildOptions(
             optimizer=self.optimizer,
+            optimizer_tables=self.tables,
             update=self.update or ("on_step" if is_deferred else "in_backward"),
             seed=DEFAULT_SEED if attached is None else attached.seed,
             precision=self.precision,
@@ -54,6 +58,14 @@ class _Sharder:
             **kind,
         )
         return build(source_tables(module), plan, env, device, options)
+
+    def _check_tables(self, module: TableCollection) -> None:
+        names = [config.name for config, _ in module.tables().values()]
+        if unknown := sorted((self.tables or frozenset()).difference(names)):
+            raise ValueError(
+                f"the sharder's optimizer is for a table {unknown[0]!r}; the module has {names}. Name tables "
+                "of the module, or leave tables out: all."
+            )
 
 
 class EmbeddingBagCollectionSharder(_Sharder):

@@ -3,41 +3,51 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrec.distributed.holdings import Held
 from meshrec.distributed.routing import Rectangle, Table
-from meshrec.distributed.state_dict import copy_into, split_tensor
 
 
 class TableShards(nn.Module):
-    """``weight`` is what this rank holds of the table: nothing, a rectangle, or several in one parameter (see
-    ``Packing``), so that the name of the whole table is the only one.
+    """``weight`` is what this rank holds of the table: nothing (a parameter without rows), a rectangle, or
+    several in one parameter (see ``Packing``), so that the name of the whole table is the only one, and every
+    rank has it.
 
-    ``state_dict`` has one entry ``weight`` for the whole table, on every rank: a DTensor for a split table,
-    which torch.distributed.checkpoint saves and loads in place under any plan; the plain tensor for a
-    data-parallel one.
+    ``state_dict`` has one entry ``weight`` for the whole table, on every rank: a ``SplitTensor`` for a split
+    table, which torch.distributed.checkpoint saves and loads in place under any plan, and which gives the
+    whole by ``full_tensor()``; the plain tensor for a data-parallel one, and in one process.
+
+    Args:
+        table: the table.
+        held: what of it is here, None for nothing.
+        empty: the parameter of a rank that holds nothing.
+        holders: the rectangles on every rank of ``mesh``.
+        mesh: the ranks that the table is split over; None where each has the whole.
     """
 
-    def __init__(self, table: Table, held: Held | None, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        held: Held | None,
+        empty: nn.Parameter,
+        holders: Sequence[Sequence[Rectangle]],
+        mesh: DeviceMesh | None,
+    ) -> None:
         super().__init__()
         self._table, self._packing, self._mesh = table, held.packing if held else None, mesh
+        self._holders = [list(rectangles) for rectangles in holders]
         self.rectangles: list[Rectangle] = held.packing.rectangles if held else []
-        if held:
-            self.weight = held.parameter
+        self.weight = held.parameter if held else empty
         self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
 
     @property
     def is_split(self) -> bool:
         """Whether this rank may hold only a part of the table."""
-        return self._mesh is not None or len(self.rectangles) != 1
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether ``whole`` gives a copy: one process without a mesh, with the table in several pieces."""
-        return self._mesh is None and len(self.rectangles) > 1
+        return self._mesh is not None
 
     def shards(self) -> list[Tensor]:
         """The rectangles that are here: ``weight``, or views of it where there are several."""
@@ -46,12 +56,36 @@ class TableShards(nn.Module):
         return [self.weight] if len(self.rectangles) == 1 else self._packing.views(self.weight.detach())
 
     def whole(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
-        """The table, or a state of it, from what of it is here."""
-        return split_tensor(parts, self.rectangles, self._size(per_row), self._mesh)
+        """The table, or a state of it, from what of it is here; without a copy."""
+        parts = [part.detach() for part in parts]
+        if self._mesh is None:
+            return parts[0]
+        # Imported here: torch's DTensor costs much.
+        from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
 
-    def load(self, parts: Sequence[Tensor], value: Tensor, name: str, *, per_row: bool = False) -> None:
-        """Copies a whole table (or a state of it) into what of it is here."""
-        copy_into(parts, self.rectangles, value, name, self._size(per_row))
+        like = parts[0] if parts else self.weight.detach()
+        local = LocalRectangles(parts, self.rectangles, like, self._size(per_row))
+        return SplitTensor.of(local, self._holders, self._mesh)
+
+    def load(self, value: Tensor, name: str) -> None:
+        """Copies a whole table, or one that the same plan has split, into what of it is here.
+
+        Raises:
+            ValueError: when the size differs, or the value holds other rectangles.
+        """
+        size = self._size(per_row=False)
+        if tuple(value.shape) != size:
+            raise ValueError(
+                f"{name}: the state dict has shape {list(value.shape)}, the table {list(size)}. "
+                "Load it into a model with the same tables."
+            )
+        if self._mesh is None and hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        with torch.no_grad():
+            try:
+                self.whole(self.shards()).copy_(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
     def _size(self, per_row: bool) -> tuple[int, ...]:
         return (self._table.num_rows,) if per_row else (self._table.num_rows, self._table.dim)
@@ -64,9 +98,7 @@ class TableShards(nn.Module):
 
 def _put_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
     assert isinstance(module, TableShards)
-    shards = module.shards()
-    if shards or module._mesh is not None:
-        state_dict[prefix + "weight"] = module.whole(shards)
+    state_dict[prefix + "weight"] = module.whole(module.shards())
 
 
 def _take_whole(
@@ -80,15 +112,11 @@ def _take_whole(
     error_msgs: list[str],
 ) -> None:
     assert isinstance(module, TableShards)
-    value = state_dict.pop(prefix + "weight", None)
-    shards = module.shards()
-    if value is None:
-        if not shards:
-            missing_keys.append(prefix + "weight")
-        return
+    name = prefix + "weight"
+    if name not in state_dict:
+        return  # torch says so
     try:
-        module.load(shards, value, prefix + "weight")
+        module.load(state_dict[name], name)
     except ValueError as error:
         error_msgs.append(str(error))
-    if shards:
-        state_dict[prefix + "weight"] = module.weight.detach()
+    state_dict[name] = module.weight.detach()

@@ -130,7 +130,7 @@ class TableUpdates:
             own = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table in of_rule]
             whole = [i for i in own if self._rectangles[i].table not in peers]
             split = [i for i in own if self._rectangles[i].table in peers]
-            column_peers = ColumnPeers(routing, axis, sorted(peers), rule.name) if peers else None
+            column_peers = ColumnPeers(routing, axis, sorted(peers)) if peers else None
             self._groups.append(_Group(rule, whole, split, column_peers))
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rules[rectangle.table] is None]
         self._deferred = [

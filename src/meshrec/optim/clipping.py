@@ -63,7 +63,7 @@ class GradientClippingOptimizer(KeyedOptimizer):
         self._max_gradient = max_gradient
         self._norm_type = float(norm_type)
         self._last_total_grad_norm: Tensor | None = None
-        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups)
+        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups, [("", optimizer)])
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:

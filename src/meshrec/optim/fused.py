@@ -87,6 +87,7 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         check_seed(seed)
         self._tables = tables
         self._update: UpdateMode = update
+        self._has_taken = False
         self.seed = seed
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
         by_spec: dict[OptimizerSpec, list[int]] = {}
@@ -119,6 +120,10 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
 
         Tables that do not require a gradient (now, not when they were fused) are left alone.
         """
+        if not self._has_taken:
+            for weight in self.params.values():
+                in_backward_spec(weight)  # torch may have attached another one since
+            self._has_taken = True
         trained = [
             [index for index in group.tables if self._weights[index].requires_grad] for group in self._groups
         ]

@@ -1,5 +1,6 @@
 """Choosing, parameter by parameter, the optimizer that the backward pass applies."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import OptimizerSpec
 
 _SPEC = "_meshrec_in_backward"
+_SHARDED = "_meshrec_sharded"
 # Where torch.distributed.optim._apply_optimizer_in_backward records its optimizers.
 _TORCH_OPTIMIZERS = "_in_backward_optimizers"
 _TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
@@ -33,13 +35,19 @@ def apply_optimizer_in_backward(
     spec = from_torch(optimizer_class, optimizer_kwargs)
     chosen = list(params)
     for index, parameter in enumerate(chosen):
-        present = in_backward_spec(parameter)
-        if present is None and any(parameter is other for other in chosen[:index]):
-            present = spec
-        if present is not None or hasattr(parameter, _TORCH_OPTIMIZERS):
+        what = f"parameter {index} of shape {list(parameter.shape)}"
+        present = _choices(parameter)
+        if not present and any(parameter is other for other in chosen[:index]):
+            present = [str(spec)]
+        if present:
             raise ValueError(
-                f"parameter {index} of shape {list(parameter.shape)} already has an optimizer in backward"
-                f"{'' if present is None else f', {present}'}. One parameter takes one; remove this choice."
+                f"{what} already has an optimizer in backward, {' and '.join(present)}, and is given {spec}. "
+                "One parameter takes one; remove one of the choices."
+            )
+        if hasattr(parameter, _SHARDED):
+            raise ValueError(
+                f"{what} belongs to a sharded table, whose optimizer was chosen when it was sharded. Choose "
+                "it before sharding, or in the sharder's fused_params."
             )
     for parameter in chosen:
         mark_in_backward(parameter, spec)
@@ -50,24 +58,45 @@ def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
     setattr(parameter, _SPEC, spec)
 
 
+def mark_sharded(parameter: Tensor) -> None:
+    """Records that a parameter is what a rank holds of a sharded table: it is too late to choose."""
+    setattr(parameter, _SHARDED, True)
+
+
 def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
-    """What ``apply_optimizer_in_backward`` recorded on a parameter, or torch's function of that purpose
-    (``torch.distributed.optim._apply_optimizer_in_backward``).
+    """The optimizer that was chosen for a parameter: by ``apply_optimizer_in_backward``, ``fuse``, sharding,
+    or torch's function of that purpose (``torch.distributed.optim._apply_optimizer_in_backward``).
 
     Raises:
-        ValueError: for an optimizer of torch's record without a fused form, and for several.
+        ValueError: where two choices differ, and for one of torch's record without a fused form.
     """
     spec: OptimizerSpec | None = getattr(parameter, _SPEC, None)
     classes = getattr(parameter, _TORCH_CLASSES, [])
-    if spec is not None or not classes:
+    if not classes:
         return spec
-    if len(classes) > 1:
-        names = [optimizer_class.__name__ for optimizer_class in classes]
-        raise ValueError(
-            f"a parameter of shape {list(parameter.shape)} has {len(names)} optimizers in backward, {names}. "
-            "One table takes one; remove the others."
-        )
-    return from_torch(classes[0], getattr(parameter, _TORCH_ARGUMENTS)[0])
+    if len(classes) == 1:
+        arguments = getattr(parameter, _TORCH_ARGUMENTS)[0]
+        if spec is None:
+            return from_torch(classes[0], arguments)
+        with contextlib.suppress(ValueError):  # without a fused form it is another choice
+            if spec == from_torch(classes[0], arguments):
+                return spec
+    choices = _choices(parameter)
+    raise ValueError(
+        f"a parameter of shape {list(parameter.shape)} has {len(choices)} optimizers in backward, "
+        f"{' and '.join(choices)}. One table takes one; remove the others."
+    )
+
+
+def _choices(parameter: Tensor) -> list[str]:
+    """All optimizers that were chosen for a parameter, in words."""
+    spec = getattr(parameter, _SPEC, None)
+    if hasattr(parameter, _TORCH_CLASSES):
+        pairs = zip(getattr(parameter, _TORCH_CLASSES), getattr(parameter, _TORCH_ARGUMENTS), strict=True)
+        recorded = [f"{optimizer_class.__name__}({dict(kwargs)})" for optimizer_class, kwargs in pairs]
+    else:
+        recorded = [type(optimizer).__name__ for optimizer in getattr(parameter, _TORCH_OPTIMIZERS, [])]
+    return [*([] if spec is None else [str(spec)]), *(f"torch's {words}" for words in recorded)]
 
 
 def in_backward_optimizer_filter(

@@ -22,6 +22,8 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         params: the parameters by name.
         state: per parameter a dict of its state.
         param_groups: torch's groups, each with ``"params"`` and hyperparameters such as ``"lr"``.
+        parts: the optimizers that it is made of, each with the prefix of its names here. Their hooks see what
+            is loaded.
 
     Raises:
         ValueError: if ``state`` has an entry for something that is not among ``params``.
@@ -32,6 +34,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         params: Mapping[str, Tensor],
         state: Mapping[Tensor, Any],
         param_groups: Sequence[dict[str, Any]],
+        parts: Sequence[tuple[str, "KeyedOptimizer"]] = (),
     ) -> None:
         # torch's constructor would make groups and state of its own; this makes the rest, such as hooks.
         self.__setstate__({"defaults": {}})
@@ -40,6 +43,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         self.state = cast(Any, state)
         self.param_groups = cast(Any, param_groups)
         self._saves_param_groups = True
+        self._parts = parts
         known = set(params.values())
         strangers = sum(parameter not in known for parameter in state)
         if strangers:
@@ -116,12 +120,11 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: where names, slots, shapes or groups differ, with the first difference of each kind.
         """
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
         if "state" not in state_dict:
             raise ValueError(
                 f"an optimizer's state_dict must have the key 'state', got {sorted(state_dict)}."
             )
+        state_dict = self._seen_by_hooks(state_dict)
         new_state: Mapping[str, Mapping[str, Any]] = state_dict["state"]
         _check_names(new_state, self.params, "the state_dict", "this optimizer")
         groups = self._matched_groups(state_dict.get("param_groups"))
@@ -134,7 +137,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         for name, slots in state.items():
             for slot, value in new_state[name].items():
                 if value is slots[slot]:
-                    continue  # a hook has loaded it in place
+                    continue  # filled in place
                 if isinstance(value, Tensor):
                     slots[slot].detach().copy_(value)
                 else:
@@ -150,6 +153,17 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     def _named_state(self) -> dict[str, dict[str, Any]]:
         found = {name: self.state.get(parameter) for name, parameter in self.params.items()}
         return {name: slots for name, slots in found.items() if slots}
+
+    def _seen_by_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the hooks make of a state_dict, its own and those of its parts."""
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
+        state = dict(state_dict["state"])
+        for prefix, part in self._parts:
+            own = {name: full for name in part.params if (full := _prefixed(prefix, name)) in state}
+            seen = part._seen_by_hooks({"state": {name: state[full] for name, full in own.items()}})
+            state.update({_prefixed(prefix, name): slots for name, slots in seen["state"].items()})
+        return {**state_dict, "state": state}
 
     def _matched_groups(
         self, new_groups: Sequence[Mapping[str, Any]] | None
@@ -269,7 +283,8 @@ class CombinedOptimizer(KeyedOptimizer):
                     )
                 names.add(full)
                 owners[parameter] = full
-        super().__init__(_AllParams(self._optims), _AllState(self._optims), _AllGroups(self._optims))
+        views = _AllParams(self._optims), _AllState(self._optims), _AllGroups(self._optims)
+        super().__init__(*views, self._optims)
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
@@ -323,7 +338,7 @@ class OptimizerWrapper(KeyedOptimizer):
         self._optimizer = optimizer
         self._before_step = before_step
         self._after_step = after_step
-        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups)
+        super().__init__(optimizer.params, optimizer.state, optimizer.param_groups, [("", optimizer)])
 
     @property
     def updates_in_backward(self) -> bool:

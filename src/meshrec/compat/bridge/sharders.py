@@ -14,7 +14,7 @@ from meshrec.distributed import sharders as own
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
+from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import (
@@ -83,8 +83,8 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
     ) -> ShardedEmbeddingBagCollection:
         """The sharded module, by a plan of either library's form. Collective."""
         plan = module_to_own(params)
-        _choose_fused(module, plan, self.optimizer)
-        plain = own.EmbeddingBagCollectionSharder(precision=self.precision)
+        tables = _fused_tables(module, plan, self.optimizer)
+        plain = own.EmbeddingBagCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
         return plain.shard(module, plan, env, device)
 
 
@@ -111,26 +111,26 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
     ) -> ShardedEmbeddingCollection:
         """The sharded module, by a plan of either library's form. Collective."""
         plan = module_to_own(params)
-        _choose_fused(module, plan, self.optimizer)
-        plain = own.EmbeddingCollectionSharder(precision=self.precision)
+        tables = _fused_tables(module, plan, self.optimizer)
+        plain = own.EmbeddingCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
         return plain.shard(module, plan, env, device)
 
 
-def _choose_fused(
+def _fused_tables(
     module: TableCollection, plan: EmbeddingModuleShardingPlan, optimizer: OptimizerSpec | None
-) -> None:
-    """Gives the sharder's optimizer to the tables that the plan has with the kernel ``fused``.
+) -> list[str]:
+    """The tables that the sharder's optimizer is for: those that the plan has with the kernel ``fused``.
 
     As in TorchRec the others have ordinary gradients, for the dense optimizer.
     """
-    left = []
+    fused, left = [], []
     for config, weight in module.tables().values():
         placed = plan.get(config.name)
         if optimizer is None or placed is None or in_backward_spec(weight) is not None:
             continue
         is_fused = placed.compute_kernel is EmbeddingComputeKernel.FUSED
         if is_fused and placed.sharding_type is not ShardingType.DATA_PARALLEL:
-            mark_in_backward(weight, optimizer)
+            fused.append(config.name)
         else:
             left.append(config.name)
     if left:
@@ -139,6 +139,7 @@ def _choose_fused(
             "they have ordinary gradients.",
             left,
         )
+    return fused
 
 
 def check_codecs(qcomm_codecs_registry: object | None) -> None:

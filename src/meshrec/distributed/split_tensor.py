@@ -1,0 +1,268 @@
+"""A split table as torch's tools see it: a DTensor of the whole, of which some rectangles are here.
+
+DTensor's own placements know even chunks of one dimension. Here every rank may hold any rectangles, so what
+speaks of them is overridden: how the whole is put together (``full_tensor``, ``redistribute``), and the three
+methods by which torch.distributed.checkpoint (DCP) asks which pieces are here. The placement is
+``Replicate``: torch's tools then hand over, and ask for, whole tensors, and each rank takes its rectangles of
+them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from meshrec.comms.collectives import broadcast
+from meshrec.distributed.routing import Rectangle
+from meshrec.plan.mesh import Axis, group_device
+
+_aten = torch.ops.aten
+
+
+class LocalRectangles(Tensor):
+    """What of a table is here, in the shape of the whole.
+
+    It takes copies from whole tensors, and gives copies of itself; it has no other arithmetic.
+    """
+
+    _parts: list[Tensor]
+    _rectangles: list[Rectangle]
+
+    @staticmethod
+    def __new__(
+        cls, parts: Sequence[Tensor], rectangles: Sequence[Rectangle], like: Tensor, size: Sequence[int]
+    ) -> "LocalRectangles":
+        """``like``: type and device, also where nothing is here. ``size``: of the whole; 1-D for state with a
+        number per row.
+        """
+        made: LocalRectangles = Tensor._make_wrapper_subclass(
+            cls, torch.Size(size), dtype=like.dtype, device=like.device
+        )
+        made._parts, made._rectangles = list(parts), list(rectangles)
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def local_shards(self) -> list[Tensor]:
+        """The parts. Of state per row, rectangles with the same rows have a part each, of equal numbers."""
+        return self._parts
+
+    def local_offsets(self) -> list[tuple[int, ...]]:
+        """Where in the whole each of them begins."""
+        return [rectangle.origin[: self.dim()] for rectangle in self._rectangles]
+
+    def copy_from(self, source: Tensor) -> None:
+        """Copies from a whole tensor, or from one with the same rectangles.
+
+        Raises:
+            ValueError: for another shape, or other rectangles.
+        """
+        if source.shape != self.shape:
+            raise ValueError(
+                f"a table (or its state) of shape {list(self.shape)} cannot take one of shape "
+                f"{list(source.shape)}. Load what tables of the same size gave."
+            )
+        if isinstance(source, LocalRectangles):
+            if source._rectangles != self._rectangles:
+                raise ValueError(
+                    "the state dict holds other rectangles of the table than this plan has on this rank. Let "
+                    "torch.distributed.checkpoint load it, which reshards, or give whole tensors "
+                    "(full_tensor())."
+                )
+            sources = source._parts
+        else:
+            sources = [region(source, rectangle) for rectangle in self._rectangles]
+        for part, values in zip(self._parts, sources, strict=True):
+            if part.data_ptr() != values.data_ptr():
+                part.detach().copy_(values)
+
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
+        """The same rectangles with other parts."""
+        like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        return LocalRectangles([fn(part) for part in self._parts], self._rectangles, like, self.shape)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LocalRectangles({_places(self._rectangles)} of {list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default and isinstance(args[0], LocalRectangles):
+            args[0].copy_from(args[1])
+            return args[0]
+        if func in _MAPPED:
+            local, *rest = args
+            return local.mapped(lambda part: func(part, *rest, **kwargs))
+        if func is _aten.equal.default and all(isinstance(arg, LocalRectangles) for arg in args[:2]):
+            one, other = args[:2]
+            return one._rectangles == other._rectangles and all(map(torch.equal, one._parts, other._parts))
+        raise _refusal(func)
+
+
+_MAPPED = (
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+)
+
+
+class SplitTensor(DTensor):
+    """A table, or a state of it, that is split over the ranks of ``mesh`` by a plan.
+
+    ``full_tensor`` gives the whole on every rank. DCP saves it and loads into it, in place, whatever plan the
+    other side had; ``copy_`` takes whole tensors. Everything else is for plain tensors.
+    """
+
+    _holders: Sequence[Sequence[Rectangle]]
+
+    @staticmethod
+    def of(local: LocalRectangles, holders: Sequence[Sequence[Rectangle]], mesh: DeviceMesh) -> "SplitTensor":
+        """``holders``: the rectangles of the table on each rank of the mesh, which has one axis."""
+        stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
+        spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(local.shape, stride, local.dtype))
+        made: SplitTensor = SplitTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        made._holders = holders
+        return made
+
+    @property
+    def local(self) -> LocalRectangles:
+        """What is here."""
+        local = self._local_tensor
+        assert isinstance(local, LocalRectangles)
+        return local
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """What is here."""
+        return self.local
+
+    @torch.no_grad()
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole, as a plain tensor, on every rank. Collective over the ranks of the mesh.
+
+        A rank needs memory for the whole, and for the largest rectangle beside it.
+        """
+        group = self.device_mesh.get_group()
+        axis = Axis(size=group.size(), rank=group.rank(), group=group)
+        local = self.local
+        own = dict(zip(local._rectangles, local._parts, strict=True))
+        whole = torch.empty(self.shape, dtype=self.dtype, device=group_device(group))
+        seen: set[tuple[int, ...]] = set()
+        for rank, rectangles in enumerate(self._holders):
+            for rectangle in rectangles:
+                place = tuple(rectangle[1:] if self.dim() == 2 else rectangle[1:3])
+                if place in seen:
+                    continue  # columns of the same rows have the same number per row
+                seen.add(place)
+                target = region(whole, rectangle)
+                buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+                if rank == axis.rank:
+                    buffer.copy_(own[rectangle])
+                broadcast(buffer, axis, "a whole table", source=rank)
+                if buffer is not target:
+                    target.copy_(buffer)
+        return whole.to(self.device)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **_: Any,
+    ) -> DTensor:
+        """An ordinary DTensor of the whole, for placements of ``Replicate``; collective.
+
+        Raises:
+            ValueError: for other placements.
+        """
+        if not placements or not all(placement.is_replicate() for placement in placements):
+            raise ValueError(
+                f"a split table can be redistributed to Replicate() only, got {placements}. Where its "
+                "rectangles lie is for the plan to say: DistributedModelParallel.reshard."
+            )
+        whole = self.full_tensor().to(self.device_mesh.device_type)
+        return DTensor.from_local(whole, self.device_mesh, [Replicate()], run_check=False)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """For DCP: what this rank can write. Of state per row, each row once."""
+        items: dict[tuple[int, ...], WriteItem] = {}
+        for chunk, part in zip(self.__create_chunk_list__(), self.local._parts, strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.shape)
+            index = MetadataIndex(fqn, chunk.offsets)
+            items.setdefault(tuple(chunk.offsets), WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return list(items.values())
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """For DCP: what this rank must read, every part of it."""
+        return [
+            ChunkStorageMetadata(torch.Size(offset), part.shape)
+            for offset, part in zip(self.local.local_offsets(), self.local._parts, strict=True)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """For DCP: the memory of a part. Parts with the same rows are told apart by their number."""
+        offsets, offset = self.local.local_offsets(), tuple(index.offset or ())
+        number = index.index
+        if number is None or number >= len(offsets) or offsets[number] != offset:
+            number = offsets.index(offset)
+        return self.local._parts[number]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ValueError(
+            "a table that is split over ranks cannot be pickled: a rank has only its rectangles. Take the "
+            "whole with full_tensor(), on every rank (those of a model with torch.distributed.checkpoint."
+            "state_dict.get_model_state_dict and StateDictOptions(full_state_dict=True)), or save the model "
+            "with meshrec.checkpoint.save."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SplitTensor({list(self.shape)}, {self.dtype}, here: {_places(self.local._rectangles)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if func is _aten.copy_.default and not isinstance(first, SplitTensor):
+            raise _refusal(func)
+        plain = [_plain(arg) for arg in args]
+        result = LocalRectangles.__torch_dispatch__(func, types, plain, kwargs)
+        if func is _aten.copy_.default:
+            return first
+        if isinstance(result, LocalRectangles):
+            assert isinstance(first, SplitTensor)
+            return SplitTensor.of(result, first._holders, first.device_mesh)
+        return result
+
+
+def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
+    """A rectangle in the memory of the whole, or its rows in that of state per row."""
+    rows = whole[rectangle.r0 : rectangle.r1]
+    return rows if whole.dim() == 1 else rows[:, rectangle.c0 : rectangle.c1]
+
+
+def _plain(arg: Any) -> Any:
+    if isinstance(arg, SplitTensor):
+        return arg.local
+    return arg.full_tensor() if isinstance(arg, DTensor) else arg
+
+
+def _refusal(func: object) -> ValueError:
+    return ValueError(
+        f"{func} is not for a table that is split over ranks: a rank has only its rectangles. Take the whole "
+        "with full_tensor(), on every rank."
+    )
+
+
+def _places(rectangles: Sequence[Rectangle]) -> str:
+    return " ".join(f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in rectangles) or "nothing"
