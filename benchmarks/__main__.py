@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, dlrm_step, import_time, planner, reading, tbe, trainer
+from benchmarks import checkpoint, dlrm_step, import_time, planner, reading, stages, tbe, trainer
 from benchmarks.harness import Effort, Result, bars_table, save
 
 
@@ -38,6 +38,10 @@ def run_checkpoint(arguments: argparse.Namespace, effort: Effort) -> Result:
     return checkpoint.run(effort, tiny=arguments.tiny)
 
 
+def run_stages(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return stages.run(effort, tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "import": run_import,
@@ -46,6 +50,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "data": run_data,
     "trainer": run_trainer,
     "checkpoint": run_checkpoint,
+    "stages": run_stages,
 }
 
 

@@ -49,6 +49,8 @@ def messages(source: Path = SOURCE) -> Iterator[Message]:
 
 def next_step(message: Message) -> str:
     """What to do about an error; empty where nothing says."""
+    if message.text.endswith("{error}"):
+        return "What the error that it passes on says."
     return split(message.text)[1] or _OF_ROOM.get(message.room, "")
 
 

@@ -234,8 +234,10 @@ class DistributedModelParallel(nn.Module):
             local_world_size=self._env.local_size,
         )
         planner = EmbeddingShardingPlanner(topology=topology)
-        plan: ShardingPlan = planner.collective_plan(module, list(sharders), self._env.world.group)
-        return plan
+        group = self._env.world.group
+        if group is None:  # one process, whatever other processes there are
+            return planner.plan(module, list(sharders))
+        return planner.collective_plan(module, list(sharders), group)
 
     def _table_names(self) -> set[str]:
         return {

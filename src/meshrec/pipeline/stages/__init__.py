@@ -1,0 +1,21 @@
+"""Model parallelism in stages: a model cut into parts that work on different splits of the batch."""
+
+from meshrec.pipeline.stages.choosing import Choice
+from meshrec.pipeline.stages.links import DeviceLink, Link
+from meshrec.pipeline.stages.ranks import StagedOverRanks, StepResult
+from meshrec.pipeline.stages.running import StageError, split_seed
+from meshrec.pipeline.stages.staged import Staged
+from meshrec.pipeline.stages.timeline import Event, Timeline
+
+__all__ = [
+    "Choice",
+    "DeviceLink",
+    "Event",
+    "Link",
+    "StageError",
+    "Staged",
+    "StagedOverRanks",
+    "StepResult",
+    "Timeline",
+    "split_seed",
+]

@@ -1,0 +1,168 @@
+"""The best cut of a model into stages, and a bound on what any cut can reach.
+
+With K splits, all alike, a batch takes, for stages that take f_s seconds forward and b_s backward for a split
+and links that take c,
+
+    sum of f + sum of b + 2 * sum of c + (K - 1) * (max(f, c) + max(b, c)):
+
+the first split goes through all stages, and each other one leaves the slowest stage after the one before it
+(Huang et al., "GPipe", 2019). Sums of f and b are the same for every cut, so a cut is judged by its slowest
+stages and its links.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MOST_CUTS = 2000
+"""A model with more places to cut than this is cut along the order in which it runs only: all pairs of places
+are looked at, four million take seconds."""
+
+
+class UnitCost(NamedTuple):
+    """Seconds of a unit for one split."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    ``stage_of``: for each unit its stage. ``seconds``: the predicted step. ``bound``: no cut into as many
+    stages takes less, with these splits. ``predicted``: the best step by number of splits.
+    """
+
+    stage_of: list[int]
+    num_splits: int
+    seconds: float
+    bound: float
+    predicted: dict[int, float]
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted step may be from the best possible, as a share of the bound."""
+        return self.seconds / self.bound - 1.0
+
+
+class Cut(NamedTuple):
+    """An assignment of units to stages, and its seconds. ``is_best``: all others were looked at."""
+
+    stage_of: list[int]
+    seconds: float
+    is_best: bool
+
+
+class _Part(NamedTuple):
+    """The slowest stage and link so far, and the links' sum; ``places``: where stages ended."""
+
+    forward: float
+    backward: float
+    links: float
+    places: tuple[int, ...]
+
+
+def best_cut(
+    costs: Sequence[UnitCost],
+    needs: Sequence[set[int]],
+    num_stages: int,
+    num_splits: int,
+    links: "dict[int, float] | None" = None,
+) -> Cut:
+    """The fastest of all assignments of units to stages in which no unit needs a later stage.
+
+    A place to cut is a set of units that need nothing outside it (as bits). Dynamic programming over places
+    keeps, for each, every choice that no other beats in slowest stage forward, backward, and links.
+
+    Args:
+        costs: of the units, in an order in which they can run.
+        needs: for each unit those whose results it reads.
+        num_stages, num_splits: n and K.
+        links: seconds by place; a place that is not there costs nothing.
+
+    Raises:
+        ValueError: for more stages than units.
+    """
+    if num_stages > len(costs):
+        raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
+    places, is_all = _places(needs)
+    links = links or {}
+    forward = {place: sum(costs[u].forward for u in _units(place)) for place in places}
+    backward = {place: sum(costs[u].backward for u in _units(place)) for place in places}
+    everything = places[-1]
+    parts: dict[int, list[_Part]] = {0: [_Part(0.0, 0.0, 0.0, ())]}
+    for stage in range(num_stages):
+        last = stage == num_stages - 1
+        found: dict[int, list[_Part]] = {}
+        for before, known in parts.items():
+            for place in [everything] if last else places:
+                # A stage has a unit at least, and leaves one for each stage after it.
+                if before & ~place or place == before or place == 0:
+                    continue
+                if place.bit_count() > len(costs) - (num_stages - 1 - stage):
+                    continue
+                link = 0.0 if last else links.get(place, 0.0)
+                f, b = forward[place] - forward[before], backward[place] - backward[before]
+                found.setdefault(place, []).extend(
+                    _Part(
+                        max(p.forward, f, link), max(p.backward, b, link), p.links + link, (*p.places, place)
+                    )
+                    for p in known
+                )
+        parts = {place: _unbeaten(own) for place, own in found.items()}
+    total = forward[everything] + backward[everything]
+
+    def seconds(part: _Part) -> float:
+        return total + 2 * part.links + (num_splits - 1) * (part.forward + part.backward)
+
+    best = min(parts[everything], key=seconds)
+    stage_of = [next(s for s, place in enumerate(best.places) if place >> u & 1) for u in range(len(costs))]
+    return Cut(stage_of, seconds(best), is_all)
+
+
+def bound(cut: Cut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
+    """No cut takes less than that: ``cut``, of ``best_cut``, where it is the best of all; else what the
+    slowest stage takes at least, which has its share of the work and some unit as large as the largest."""
+    if cut.is_best:
+        return cut.seconds
+
+    def slowest(seconds: Sequence[float]) -> float:
+        return max(sum(seconds) / num_stages, max(seconds))
+
+    forward, backward = [c.forward for c in costs], [c.backward for c in costs]
+    return sum(forward) + sum(backward) + (num_splits - 1) * (slowest(forward) + slowest(backward))
+
+
+def _unbeaten(parts: Sequence[_Part]) -> list[_Part]:
+    kept: list[_Part] = []
+    for part in sorted(parts):
+        if not any(k.backward <= part.backward and k.links <= part.links for k in kept):
+            kept.append(part)
+    return kept
+
+
+def _places(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
+    """All sets of units that need nothing outside, from none to all, and True; where these are too many,
+    those along the order of units, and False."""
+    masks = [sum(1 << n for n in own) for own in needs]
+    found = {0}
+    waiting = [0]
+    while waiting:
+        place = waiting.pop()
+        for unit, mask in enumerate(masks):
+            if not place >> unit & 1 and not mask & ~place:
+                larger = place | 1 << unit
+                if larger not in found:
+                    found.add(larger)
+                    waiting.append(larger)
+        if len(found) > MOST_CUTS:
+            return [(1 << length) - 1 for length in range(len(needs) + 1)], False
+    return sorted(found, key=lambda place: (place.bit_count(), place)), True
+
+
+def _units(place: int) -> Iterator[int]:
+    while place:
+        lowest = place & -place
+        yield lowest.bit_length() - 1
+        place ^= lowest

@@ -1,0 +1,209 @@
+"""What stages on several ranks say to each other: values of splits, their gradients, and that one failed."""
+
+import pickle
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from meshrec.pipeline.stages.programs import StageProgram, Staging
+from meshrec.pipeline.stages.running import Exchange, Gradients
+
+_HEADER_BYTES = 2048
+"""A header that fits goes in one message: enough for the forms of some twenty tensors."""
+
+
+class Message(NamedTuple):
+    """One value, or its gradients, of one split. ``source`` made the value, ``destination`` took it."""
+
+    kind: Literal["value", "gradient"]
+    name: str
+    k: int
+    source: int
+    destination: int
+
+
+class _Header(NamedTuple):
+    """``error``: what went wrong at the sender, instead of a value. ``leaves``: shape, dtype and whether a
+    gradient is wanted of each tensor; other leaves as they are."""
+
+    error: str | None
+    spec: Any
+    leaves: list[Any]
+
+
+class _Form(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+
+class ElsewhereError(RuntimeError):
+    """Another stage failed; its text says which and why."""
+
+
+class RankExchange(Exchange):
+    """Point-to-point messages on a process group whose ranks are the stages.
+
+    Every message that the schedule asks for is sent, whatever happens: after ``fail`` it says why there is no
+    value. So nobody waits in vain, and the next batch finds nothing left over.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, names: Iterable[str]) -> None:
+        self._group = group
+        self._tags = {name: index for index, name in enumerate(sorted(names))}
+        self._sends: list[tuple[dist.Work | None, Tensor]] = []
+        self._done: set[Message] = set()
+        self.error: str | None = None
+
+    def begin(self) -> None:
+        """A new batch."""
+        self._done.clear()
+        self.error = None
+
+    def finish(self) -> None:
+        """Waits until everything has been sent."""
+        for work, _ in self._sends:
+            if work is not None:
+                work.wait()
+        self._sends.clear()
+
+    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
+        """A value."""
+        self._put(Message("value", name, k, source, destination), value)
+
+    def get(self, name: str, k: int, source: int, destination: int) -> Any:
+        """The value."""
+        return self._get(Message("value", name, k, source, destination))
+
+    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
+        """Gradients, back to ``source``."""
+        self._put(Message("gradient", name, k, source, destination), gradients)
+
+    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
+        """The gradients."""
+        found: Gradients = self._get(Message("gradient", name, k, source, destination))
+        return found
+
+    def settle(self, messages: Iterable[tuple[Message, bool]]) -> None:
+        """After a failure: sends ``error`` in place of what is still owed, and takes what is still coming.
+        With each message: whether it is one to send."""
+        for message, is_own in messages:
+            if message in self._done:
+                continue
+            if is_own:
+                self._put(message, None)
+            else:
+                try:
+                    self._get(message)
+                except ElsewhereError as error:
+                    self.error = self.error or str(error)
+
+    def _put(self, message: Message, value: Any) -> None:
+        self._done.add(message)
+        peer = message.destination if message.kind == "value" else message.source
+        if self.error is not None:
+            self._send_header(_Header(self.error, None, []), peer, message)
+            return
+        flat, spec = pytree.tree_flatten(value)
+        tensors = [leaf.detach().contiguous() for leaf in flat if isinstance(leaf, Tensor)]
+        forms = [
+            _Form(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            for leaf in flat
+        ]
+        self._send_header(_Header(None, spec, forms), peer, message)
+        for tensor in tensors:
+            if tensor.numel():
+                self._send(tensor, peer, message)
+
+    def _get(self, message: Message) -> Any:
+        self._done.add(message)
+        peer = message.source if message.kind == "value" else message.destination
+        header = self._receive_header(peer, message)
+        if header.error is not None:
+            raise ElsewhereError(header.error)
+        flat = []
+        for leaf in header.leaves:
+            if isinstance(leaf, _Form):
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+                if tensor.numel():
+                    self._receive(tensor, peer, message)
+                flat.append(tensor.requires_grad_(leaf.wants_gradient))
+            else:
+                flat.append(leaf)
+        return pytree.tree_unflatten(flat, header.spec)
+
+    def _send_header(self, header: _Header, peer: int, message: Message) -> None:
+        data = pickle.dumps(tuple(header))
+        first = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        fits = len(data) <= _HEADER_BYTES - 8
+        first[:8] = torch.tensor([len(data)]).view(torch.uint8)
+        if fits:
+            first[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._send(first, peer, message)
+        if not fits:
+            self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, message)
+
+    def _receive_header(self, peer: int, message: Message) -> _Header:
+        first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        self._receive(first, peer, message)
+        length = int(first[:8].view(torch.int64))
+        if length <= _HEADER_BYTES - 8:
+            return _Header(*pickle.loads(bytes(first[8 : 8 + length].tolist())))
+        rest = torch.empty(length, dtype=torch.uint8)
+        self._receive(rest, peer, message)
+        return _Header(*pickle.loads(bytes(rest.tolist())))
+
+    def _send(self, tensor: Tensor, peer: int, message: Message) -> None:
+        destination = dist.get_global_rank(self._group, peer)
+        work = dist.isend(tensor, destination, group=self._group, tag=self._tag(message))
+        self._sends.append((work, tensor))
+
+    def _receive(self, tensor: Tensor, peer: int, message: Message) -> None:
+        dist.recv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=self._tag(message))
+
+    def _tag(self, message: Message) -> int:
+        return 2 * (message.k * len(self._tags) + self._tags[message.name]) + (message.kind == "gradient")
+
+
+def messages_of(
+    staging: Staging, stage: StageProgram, action: str, k: int, carried: Iterable[str], generator: str | None
+) -> list[tuple[Message, bool]]:
+    """All messages of what a stage does: "tables", "forward" and "backward" of a split, "collect"
+    (``k``: the number of splits where it is for all). With each whether this stage sends it.
+    """
+    makers, users, own = staging.makers(), staging.users(), stage.index
+    last = len(staging.stages) - 1
+    for name in carried:
+        users.setdefault(name, []).append(last)
+    takes = [name for name in stage.split.takes if makers.get(name, own) != own]
+    takes += [name for name in carried if own == last]
+    whole = stage.whole.gives if stage.whole is not None else []
+    if action == "tables":
+        return [
+            (Message("value", n, i, own, u), True) for n in whole for i in range(k) for u in users.get(n, ())
+        ]
+    if action == "collect":
+        return [
+            (Message("gradient", n, i, own, u), False)
+            for n in whole
+            for i in range(k)
+            for u in users.get(n, ())
+        ]
+    kind: Literal["value", "gradient"] = "value" if action == "forward" else "gradient"
+    found = [(Message(kind, n, k, makers[n], own), action == "backward") for n in takes]
+    found += [
+        (Message(kind, n, k, own, u), action == "forward")
+        for n in stage.split.gives
+        for u in users.get(n, ())
+    ]
+    if generator is not None and action == "forward":
+        if own > 0:
+            found.append((Message("value", generator, k, own - 1, own), False))
+        if own < last:
+            found.append((Message("value", generator, k, own, own + 1), True))
+    # First what comes, as in the action itself.
+    return sorted(found, key=lambda each: each[1])

@@ -1,0 +1,155 @@
+"""Units assigned to stages, and the program of each stage."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, fx, nn
+
+from meshrec.pipeline.stages.tracing import Program, Traced, path_of
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What a stage does. ``whole``: once per batch, before the splits; ``split``: for every split."""
+
+    index: int
+    name: str
+    whole: Program | None
+    split: Program
+
+
+class Staging(NamedTuple):
+    """The stages of a model; ``stage_of``: for each unit its stage; ``output``: what the model returns."""
+
+    stages: list[StageProgram]
+    stage_of: list[int]
+    output: fx.Node
+
+    def makers(self) -> dict[str, int]:
+        """The stage that makes each value; those of the batch are in none."""
+        programs = [(stage.index, p) for stage in self.stages for p in (stage.whole, stage.split) if p]
+        return {name: index for index, program in programs for name in program.gives}
+
+    def users(self) -> dict[str, list[int]]:
+        """For each value the other stages that take it."""
+        makers = self.makers()
+        found: dict[str, list[int]] = {}
+        for stage in self.stages:
+            for name in stage.split.takes:
+                if makers.get(name, stage.index) != stage.index:
+                    found.setdefault(name, []).append(stage.index)
+        return found
+
+
+def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
+    """For each unit its stage: a new one begins at the first unit of each submodule that ``cuts`` names.
+
+    Raises:
+        ValueError: for a name that is no submodule, that holds nothing that runs, or that begins where a
+            stage has begun already; and for names that are not in the order in which the model runs.
+    """
+    firsts = []
+    for cut in cuts:
+        own = [
+            unit.index
+            for unit in traced.units
+            if any(path == cut or path.startswith(f"{cut}.") for path in map(path_of, unit.nodes))
+        ]
+        if not own:
+            names = ", ".join(dict(traced.model.named_modules()))
+            raise ValueError(
+                f"cuts names {cut!r}, but no part of the model that runs has that name. Its submodules are: "
+                f"{names.lstrip(', ')}."
+            )
+        firsts.append(own[0])
+    order = [0, *firsts]
+    for (before, after), cut in zip(itertools.pairwise(order), cuts, strict=True):
+        if after <= before:
+            raise ValueError(
+                f"a stage would begin at {cut!r}, which runs first or not after the cut before it: a stage "
+                "before it would be empty. Name the cuts in the order in which the model runs."
+            )
+    bounds = [*firsts, len(traced.units)]
+    return [next(s for s, bound in enumerate(bounds) if unit.index < bound) for unit in traced.units]
+
+
+def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
+    """The programs of an assignment of units to stages: no unit may read what a later stage makes.
+
+    Raises:
+        ValueError: where stages share a module with parameters.
+    """
+    num_stages = max(stage_of) + 1
+    for unit in traced.units:
+        assert all(stage_of[needed] <= stage_of[unit.index] for needed in unit.needs)
+    _check_not_shared(traced, stage_of)
+    names = [
+        [unit.name for unit in traced.units if stage_of[unit.index] == stage] for stage in range(num_stages)
+    ]
+    final = set(traced.output.all_input_nodes)
+    stages = []
+    for stage in range(num_stages):
+        own = [unit for unit in traced.units if stage_of[unit.index] == stage]
+        whole = [node for unit in own if unit.whole for node in unit.nodes]
+        split = [node for unit in own if not unit.whole for node in unit.nodes]
+        title = f"{names[stage][0]} to {names[stage][-1]}" if len(names[stage]) > 1 else "".join(names[stage])
+        stages.append(
+            StageProgram(
+                stage,
+                title,
+                program(traced, whole, final) if whole else None,
+                program(traced, split, final),
+            )
+        )
+    return Staging(stages, list(stage_of), traced.output)
+
+
+def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Program:
+    """The nodes as a program of their own; ``final``: those that the model returns."""
+    own = set(nodes)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    takes: list[str] = []
+    for node in nodes:
+        for needed in node.all_input_nodes:
+            if needed not in own and needed not in copies and needed.op != "get_attr":
+                copies[needed] = graph.placeholder(needed.name)
+                takes.append(needed.name)
+    for node in nodes:
+        for needed in node.all_input_nodes:
+            if needed.op == "get_attr" and needed not in copies:
+                copies[needed] = graph.node_copy(needed)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    gives = [node for node in nodes if node in final or any(user not in own for user in node.users)]
+    graph.output(tuple(copies[node] for node in gives))
+    return Program(fx.GraphModule(traced.model, graph), takes, [node.name for node in gives])
+
+
+def _check_not_shared(traced: Traced, stage_of: Sequence[int]) -> None:
+    owner: dict[Tensor, tuple[int, str]] = {}
+    for unit in traced.units:
+        stage = stage_of[unit.index]
+        for node in unit.nodes:
+            for name, parameter in _parameters_of(traced.model, node):
+                first = owner.setdefault(parameter, (stage, name))
+                if first[0] != stage:
+                    raise ValueError(
+                        f"{name!r} is used in stage {first[0]} and in stage {stage}: a parameter lives in "
+                        "one stage. Move the cut so that all its uses are in one, or give each its own."
+                    )
+
+
+def _parameters_of(model: nn.Module, node: fx.Node) -> list[tuple[str, nn.Parameter]]:
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return [(f"{node.target}.{name}", p) for name, p in module.named_parameters()]
+    found = []
+    for needed in node.all_input_nodes:
+        if needed.op == "get_attr":
+            path, _, name = str(needed.target).rpartition(".")
+            value = getattr(model.get_submodule(path), name)
+            if isinstance(value, nn.Parameter):
+                found.append((str(needed.target), value))
+    return found

@@ -1,0 +1,49 @@
+"""Random numbers that do not depend on which stage draws first: each split has a generator of its own.
+
+Stages work at the same time, so draws from torch's one generator would come in any order. Instead a split
+carries its generator from stage to stage: its draws are those that the model without stages makes on the
+split's samples after ``torch.manual_seed(seed)``.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class SplitRandomness(TorchDispatchMode):
+    """Has random operations draw from ``generator``; ``drew``: whether any did."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+        self.drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drew = True
+            if not any(argument.name == "generator" for argument in func._schema.arguments):
+                func, kwargs = _with_generator(func), kwargs
+            if kwargs.get("generator") is None:
+                kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of ``func`` that takes a generator.
+
+    Raises:
+        RuntimeError: where there is none, as for fused dropout.
+    """
+    packet = func.overloadpacket
+    name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    if name in packet.overloads():
+        return getattr(packet, name)
+    raise RuntimeError(
+        f"{func} draws random numbers but takes no generator, so that its numbers would depend on which "
+        "stage comes first. Use nn.Dropout or torch.rand-like functions, or do without splits "
+        "(split_size = batch size)."
+    )

@@ -1,0 +1,373 @@
+"""What a stage does with a batch: forward and backward of each split, and of its tables.
+
+Between stages the graph of autograd is cut: a stage gets detached values, and later sends back their
+gradients. How values travel, and in which order a stage works, is for `threads` (one process) and `ranks`.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshrec.distributed.awaitable import LazyAwaitable
+from meshrec.pipeline.stages.programs import StageProgram, Staging
+from meshrec.pipeline.stages.randomness import SplitRandomness
+from meshrec.pipeline.stages.samples import split
+from meshrec.pipeline.stages.timeline import Kind, Timeline
+
+Gradients = list[Tensor | None]
+"""Of the leaves of a value."""
+
+
+GENERATOR = "random numbers"
+
+
+class StageError(RuntimeError):
+    """A stage raised; its message names stage and split, ``__cause__`` is what it raised."""
+
+
+class Exchange(ABC):
+    """Carries the values of splits from the stage that makes them to those that take them; gradients back."""
+
+    @abstractmethod
+    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
+        """Sends a value of split ``k``; does not wait."""
+
+    @abstractmethod
+    def get(self, name: str, k: int, source: int, destination: int) -> Any:
+        """Waits for what ``put`` sends at the other end; tensors that want a gradient there want one here."""
+
+    @abstractmethod
+    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
+        """Sends the gradients of a value back to the stage that made it; does not wait."""
+
+    @abstractmethod
+    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
+        """Waits for them."""
+
+
+class Inputs(NamedTuple):
+    """A batch: by name what is taken from it, whole and cut into splits; ``sizes``: samples of the splits."""
+
+    whole: Mapping[str, Any]
+    splits: Mapping[str, Sequence[Any]]
+    sizes: Sequence[int]
+
+
+class Mode(NamedTuple):
+    """``grad``: keep what a backward pass needs. ``seed``: of random numbers; None: none are drawn."""
+
+    grad: bool
+    seed: int | None
+
+
+class _Kept(NamedTuple):
+    """What the backward pass of a split needs: the detached inputs, and the outputs with their graph."""
+
+    leaves: dict[str, Gradients]
+    """By value taken: its leaves; None for those without a gradient."""
+    outputs: dict[str, list[Any]]
+
+
+class StageRun:
+    """One batch in one stage: ``tables``, then ``forward`` of each split; later ``backward`` of each in any
+    order, ``deliver``, ``collect`` and ``tables_backward``.
+
+    Args:
+        call: runs a program of the stage: "whole" or "split".
+        exchange: to other stages.
+        timeline: takes down what is done.
+        carried: values of other stages that this one takes only to return them.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        stage: StageProgram,
+        call: "Caller",
+        inputs: Inputs,
+        exchange: Exchange,
+        mode: Mode,
+        timeline: Timeline,
+        carried: Sequence[str] = (),
+    ) -> None:
+        self.stage, self.where = stage, "before its first split"
+        self.results: dict[tuple[str, int], Any] = {}
+        """By name and split what the model returns, with its graph."""
+        self.input_gradients: dict[tuple[str, int], Gradients] = {}
+        self._call, self._inputs, self._exchange, self._mode = call, inputs, exchange, mode
+        self._last = len(staging.stages) - 1
+        self.drew = False
+        """Whether it drew random numbers; known where ``mode.seed`` is given."""
+        self._timeline = timeline
+        self._makers = staging.makers()
+        self._final = {node.name for node in staging.output.all_input_nodes}
+        self._users = staging.users()
+        for name in carried:
+            self._users.setdefault(name, []).append(len(staging.stages) - 1)
+        self._takes = [*stage.split.takes, *(name for name in carried if stage.index == self._last)]
+        self._kept: dict[int, _Kept] = {}
+        self._num_backward = 0
+        self._pieces: dict[str, list[Any]] = {}
+        self._piece_gradients: dict[str, list[Gradients | None]] = {}
+        self._parameters = [] if call.direct else [p for p in call.parameters() if p.requires_grad]
+        self._sums: Gradients = [None] * len(self._parameters)
+        self._ours: set[int] = set()
+        self._autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+    @property
+    def num_splits(self) -> int:
+        """Into which the batch is cut."""
+        return len(self._inputs.sizes)
+
+    def tables(self) -> None:
+        """Looks up tables for the whole batch, where the stage has some."""
+        whole = self.stage.whole
+        if whole is None:
+            return
+        with self._recorded("tables", -1), torch.set_grad_enabled(self._mode.grad):
+            results = self._call("whole", [self._inputs.whole[name] for name in whole.takes])
+            for name, value in zip(whole.gives, results, strict=True):
+                value = value.wait() if isinstance(value, LazyAwaitable) else value
+                self._pieces[name] = split(value, self._inputs.sizes, f"the value {name!r}")
+        for name, pieces in self._pieces.items():
+            for k, piece in enumerate(pieces):
+                self._publish(name, k, piece)
+
+    def forward(self, k: int) -> None:
+        """Runs split ``k``, when what it takes is there."""
+        program = self.stage.split
+        taken = {name: self._take(name, k) for name in self._takes}
+        with self._recorded("forward", k):
+            leaves: dict[str, Gradients] = {}
+            arguments = []
+            for name, value in taken.items():
+                argument, leaves[name] = _detached(value, self._mode.grad)
+                arguments.append(argument)
+            num_arguments = len(program.takes)
+            with self._context(k):
+                given = dict(zip(program.gives, self._call("split", arguments[:num_arguments]), strict=True))
+            carried = dict(zip(self._takes[num_arguments:], arguments[num_arguments:], strict=True))
+            self.results.update({(name, k): value for name, value in carried.items()})
+            if self._mode.grad:
+                outputs = {
+                    name: pytree.tree_leaves(value) for name, value in (*given.items(), *carried.items())
+                }
+                self._kept[k] = _Kept(leaves, outputs)
+        for name, value in given.items():
+            self._publish(name, k, value)
+
+    def backward(self, k: int, result_gradients: Mapping[str, Gradients]) -> None:
+        """The gradients of split ``k``, from those of what the model returned and other stages took."""
+        if k not in self._kept:
+            raise RuntimeError(
+                "this batch has had its backward pass: its stages kept nothing. Run the model again "
+                "(retain_graph is not supported by stages)."
+            )
+        arrived = self.arrived(k, result_gradients)
+        kept = self._kept.pop(k)
+        self._num_backward += 1
+        with self._recorded("backward", k):
+            leaves = [leaf for each in kept.leaves.values() for leaf in each if leaf is not None]
+            ends, given = _ends(kept.outputs, arrived)
+            if self._call.direct:
+                self._call.before_backward(last=self._num_backward == self.num_splits)
+                if ends:
+                    torch.autograd.backward(ends, given)
+                found: Sequence[Tensor | None] = [leaf.grad for leaf in leaves]
+            else:
+                found = _gradients(ends, given, [*leaves, *self._parameters])
+            self._add(found[len(leaves) :])
+        by_leaf = iter(found[: len(leaves)])
+        for name, each in kept.leaves.items():
+            self._give_back(name, k, [None if leaf is None else next(by_leaf) for leaf in each])
+
+    def arrived(self, k: int, result_gradients: Mapping[str, Gradients]) -> dict[str, Gradients | None]:
+        """By value that the stage gave for split ``k`` the sum of its gradients; waits for other stages."""
+        index = self.stage.index
+        found: dict[str, Gradients | None] = {**result_gradients}
+        for name in self.stage.split.gives:
+            total = result_gradients.get(name)
+            for user in self._users.get(name, ()):
+                total = _added(total, self._exchange.get_gradients(name, k, index, user))
+            found[name] = total
+        return found
+
+    def deliver(self) -> None:
+        """Adds the gradients of all splits to the parameters' ``grad``, by way of autograd: once per batch,
+        so that hooks (those of DistributedDataParallel, say) see one gradient, however many splits."""
+        pairs = zip(self._parameters, self._sums, strict=True)
+        given = [(parameter, total) for parameter, total in pairs if total is not None]
+        if given:
+            parameters, gradients = zip(*given, strict=True)
+            with torch.enable_grad():
+                _Deliver.apply(list(gradients), *parameters).backward()  # type: ignore[no-untyped-call]
+
+    def collect(self) -> None:
+        """Waits for the gradients of table values that other stages took."""
+        for name, pieces in self._pieces.items():
+            own = self._piece_gradients.setdefault(name, [None] * len(pieces))
+            for user in self._users.get(name, ()):
+                for k in range(len(pieces)):
+                    own[k] = _added(own[k], self._exchange.get_gradients(name, k, self.stage.index, user))
+
+    def tables_backward(self) -> None:
+        """The backward pass of the tables, which updates those with a fused optimizer."""
+        outputs, gradients = [], []
+        for name, pieces in self._pieces.items():
+            for piece, own in zip(pieces, self._piece_gradients[name], strict=True):
+                for leaf, gradient in zip(pytree.tree_leaves(piece), own or (), strict=False):
+                    if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+                        outputs.append(leaf)
+                        gradients.append(gradient)
+        if outputs:
+            with self._recorded("tables", -1):
+                torch.autograd.backward(outputs, gradients)
+        self._pieces.clear()
+
+    def _add(self, gradients: Sequence[Tensor | None]) -> None:
+        for index, gradient in enumerate(gradients):
+            own = self._sums[index]
+            if own is None or gradient is None:
+                self._sums[index] = gradient if own is None else own
+            elif index in self._ours:
+                own += gradient
+            else:
+                # The first one may be another parameter's as well: from the second on the sum is ours.
+                self._sums[index] = own + gradient
+                self._ours.add(index)
+
+    def _take(self, name: str, k: int) -> Any:
+        if name in self._pieces:
+            return self._pieces[name][k]
+        if name in self._inputs.splits:
+            return self._inputs.splits[name][k]
+        return self._exchange.get(name, k, self._makers[name], self.stage.index)
+
+    def _publish(self, name: str, k: int, value: Any) -> None:
+        if name in self._final:
+            self.results[name, k] = value
+        for user in self._users.get(name, ()):
+            self._exchange.put(name, k, value, self.stage.index, user)
+
+    def _give_back(self, name: str, k: int, gradients: Gradients) -> None:
+        if name in self._pieces:
+            self._piece_gradients.setdefault(name, [None] * self.num_splits)[k] = gradients
+        elif name in self._inputs.splits:
+            self.input_gradients[name, k] = gradients
+        else:
+            self._exchange.put_gradients(name, k, gradients, self._makers[name], self.stage.index)
+
+    @contextmanager
+    def _context(self, k: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._mode.grad))
+            enabled, dtype = self._autocast
+            if enabled:
+                stack.enter_context(torch.autocast("cpu", dtype=dtype))
+            if self._mode.seed is None:
+                yield
+                return
+            # A split's generator goes from stage to stage with it.
+            index, generator = self.stage.index, torch.Generator()
+            if index == 0:
+                generator.manual_seed(split_seed(self._mode.seed, k))
+            else:
+                generator.set_state(self._exchange.get(GENERATOR, k, index - 1, index))
+            randomness = stack.enter_context(SplitRandomness(generator))
+            yield
+            self.drew |= randomness.drew
+            if index < self._last:
+                self._exchange.put(GENERATOR, k, generator.get_state(), index, index + 1)
+
+    @contextmanager
+    def _recorded(self, kind: Kind, k: int) -> Iterator[None]:
+        self.where = "tables" if k < 0 else f"{kind} of split {k} of {self.num_splits}"
+        start = time.perf_counter()
+        yield
+        self._timeline.add(self.stage.index, kind, k, start)
+
+
+class Caller(ABC):
+    """Runs the programs of a stage, with what the stage holds.
+
+    ``direct``: backward passes add to the parameters' ``grad`` themselves, split by split. Otherwise
+    gradients are added up beside them, and ``StageRun.deliver`` hands them over.
+    """
+
+    direct = False
+
+    @abstractmethod
+    def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The values that the program "whole" or "split" gives."""
+
+    @abstractmethod
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the program "split"; what tables hold is no concern of the splits."""
+
+    @abstractmethod
+    def before_backward(self, *, last: bool) -> None:
+        """Called before the backward pass of a split, where ``direct``; ``last``: of the batch's."""
+
+
+def split_seed(seed: int, k: int) -> int:
+    """What the generator of split ``k`` begins with, in a batch whose seed is ``seed``."""
+    return (seed + k) % (1 << 63)
+
+
+def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
+    """``value`` with leaves of autograd in place of its tensors, and those leaves that want a gradient."""
+    flat, spec = pytree.tree_flatten(value)
+    leaves: Gradients = []
+    for index, leaf in enumerate(flat):
+        wanted = grad and isinstance(leaf, Tensor) and leaf.requires_grad
+        if isinstance(leaf, Tensor):
+            flat[index] = leaf.detach().requires_grad_(wanted)
+        leaves.append(flat[index] if wanted else None)
+    return (pytree.tree_unflatten(flat, spec) if any(leaf is not None for leaf in leaves) else value), leaves
+
+
+def _added(one: Sequence[Tensor | None] | None, other: Sequence[Tensor | None] | None) -> Gradients | None:
+    if one is None or other is None:
+        given = one if other is None else other
+        return None if given is None else list(given)
+    return [b if a is None else a if b is None else a + b for a, b in zip(one, other, strict=True)]
+
+
+def _ends(
+    outputs: Mapping[str, Sequence[Any]], gradients: Mapping[str, Sequence[Tensor | None] | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Where a backward pass begins: the outputs that have a gradient, and these."""
+    pairs = [
+        (leaf, gradient)
+        for name, leaves in outputs.items()
+        for leaf, gradient in zip(leaves, gradients.get(name) or [None] * len(leaves), strict=True)
+        if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    return [end for end, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _gradients(
+    ends: Sequence[Tensor], given: Sequence[Tensor], wanted: Sequence[Tensor | nn.Parameter]
+) -> Sequence[Tensor | None]:
+    if not ends or not wanted:
+        return [None] * len(wanted)
+    return torch.autograd.grad(ends, wanted, given, allow_unused=True)
+
+
+class _Deliver(torch.autograd.Function):
+    """Ready gradients, as if they came of an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.gradients

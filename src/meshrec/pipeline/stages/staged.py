@@ -1,0 +1,328 @@
+"""``Staged``: a model cut into stages that work at the same time, in one process."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshrec.pipeline.stages.batch_norm import batch_norms, deferred_statistics
+from meshrec.pipeline.stages.choosing import Choice
+from meshrec.pipeline.stages.links import DeviceLink, Link
+from meshrec.pipeline.stages.profiling import choose_for
+from meshrec.pipeline.stages.programs import Staging, at_cuts, stage_programs
+from meshrec.pipeline.stages.running import Inputs, Mode
+from meshrec.pipeline.stages.samples import join_leaves, num_samples, split, split_sizes
+from meshrec.pipeline.stages.threads import ThreadedBatch, Workers
+from meshrec.pipeline.stages.timeline import Timeline
+from meshrec.pipeline.stages.tracing import Program, Traced, trace
+
+
+class Staged(nn.Module):
+    """A model in stages: while one works on a split of the batch, the others work on other splits.
+
+    Used as the model itself: ``loss = criterion(staged(x), y); loss.backward(); optimizer.step()``. Results
+    and gradients are those of the unsplit model (batch normalisation, whose statistics are per split, apart).
+    Names of parameters are those of the model. Gradients are added to ``parameter.grad`` by ``backward``;
+    ``torch.autograd.grad`` with respect to parameters is not served.
+
+    Embedding tables are looked up, and updated, once per batch. A result without dimensions (a loss inside
+    the model) is taken to be a mean over samples. Dropout and other random numbers are drawn per split, from
+    a generator that goes with the split: those that ``model`` alone draws on the split's samples after
+    ``torch.manual_seed(split_seed(seed, k))``.
+
+    Args:
+        model: what torch.fx can trace; a submodule that it cannot becomes one piece.
+        cuts: the submodules at which a new stage begins, in the order in which they run; or "auto": chosen by
+            measuring at the first batch in training.
+        num_stages: with ``cuts="auto"`` (default: one per device, or 2).
+        split_size: samples per split (the last one has the rest); or "auto": chosen by measuring.
+        devices: of the stages. On CPU each stage is a thread with ``num_threads`` threads of torch.
+        link: what carries values between stages; default: copies on a stream of their own where devices
+            differ.
+        deferred_batch_norm: move running statistics once per batch, by the whole batch's statistics.
+        num_workers: threads that run the stages: one for each, or 1, which runs split after split with the
+            same numbers.
+        num_threads: of torch, in each worker.
+
+    Attributes:
+        timeline: what the stages did in the last batch.
+        choice: what was chosen by measuring, with the predicted step and a bound; None where nothing was.
+
+    Raises:
+        ValueError: for cuts that name nothing or leave a stage empty, a parameter used in two stages, more
+            stages than the model has parts or than there are devices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        cuts: Sequence[str] | Literal["auto"] = "auto",
+        num_stages: int | None = None,
+        split_size: int | Literal["auto"] = "auto",
+        devices: Sequence[torch.device | str] | None = None,
+        link: Link | None = None,
+        deferred_batch_norm: bool = False,
+        num_workers: int | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        super().__init__()
+        self._traced: Traced = trace(model)
+        self._num_stages = _checked_num_stages(self._traced, cuts, num_stages, devices)
+        if isinstance(split_size, int) and split_size < 1:
+            raise ValueError(f"split_size is {split_size}; it must be at least 1, or 'auto'.")
+        if num_workers not in (None, 1, self._num_stages):
+            raise ValueError(f"num_workers is {num_workers}; take 1, or {self._num_stages}: one per stage.")
+        self.module = model
+        self._split_size: int | Literal["auto"] = split_size
+        self._devices = [torch.device(d) for d in devices or ["cpu"] * self._num_stages]
+        differ = any(device != self._devices[0] for device in self._devices)
+        self._link = link or (DeviceLink() if differ else None)
+        self._deferred = deferred_batch_norm
+        self._num_workers = num_workers or self._num_stages
+        self._num_threads = num_threads
+        self._workers: Workers | None = None
+        self._staging: Staging | None = None
+        self._draws: bool | None = None  # not known before the first batch
+        self.timeline = Timeline()
+        self.choice: Choice | None = None
+        self.seed: int | None = None
+        """Of the last batch's random numbers; None where it drew none."""
+        if cuts != "auto":
+            self._stage(at_cuts(self._traced, cuts))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's results. The first call in training measures, where something is to be chosen.
+
+        Raises:
+            ValueError: for a batch that cannot be cut by samples, or a split_size that does not fit it.
+            StageError: where a stage raises; names stage and split.
+        """
+        batch = num_samples([args, kwargs])
+        if batch is None:
+            raise ValueError("the batch has no tensor with samples in its first dimension: give one.")
+        taken = take_apart(self._traced.taking, args, kwargs)
+        sizes = split_sizes(batch, self._settled(batch, taken))
+        assert self._staging is not None
+        splits = {name: split(value, sizes, f"the input {name!r}") for name, value in taken.items()}
+        run = self._batch(Inputs(taken, splits, sizes))
+        deferred = deferred_statistics(batch_norms(self.module)) if self._deferred and self.training else None
+        with deferred or nullcontext():
+            outputs = self._run(run, splits)
+        if self.seed is not None:
+            self._draws = any(stage.drew for stage in run.runs)
+        self.timeline = run.timeline
+        return self._joined(outputs, taken, sizes)
+
+    @property
+    def stages(self) -> list[str]:
+        """What each stage holds; empty until the cuts are chosen."""
+        return [] if self._staging is None else [stage.name for stage in self._staging.stages]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names of the model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """By the names of the model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads what the model's ``state_dict`` gave, under any cuts."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def _stage(self, stage_of: Sequence[int]) -> None:
+        self._staging = stage_programs(self._traced, stage_of)
+        for stage, device in zip(self._staging.stages, self._devices, strict=True):
+            for program in (stage.whole, stage.split):
+                if program is not None and device.type != "cpu":
+                    program.module.to(device)
+
+    def _settled(self, batch: int, taken: Mapping[str, Any]) -> int:
+        """The split size, chosen now if it is to be; the cuts as well."""
+        if self._staging is None or (self._split_size == "auto" and self.choice is None):
+            self.choice = choose_for(
+                self._traced,
+                taken,
+                batch,
+                num_stages=self._num_stages,
+                staging=self._staging,
+                split_size=self._split_size,
+                num_threads=self._num_threads,
+            )
+            if self._staging is None:
+                self._stage(self.choice.stage_of)
+        if self._split_size != "auto":
+            return self._split_size
+        assert self.choice is not None
+        # A batch of another size (the last of an epoch, say) is cut into as many splits.
+        return max(1, -(-batch // self.choice.num_splits))
+
+    def _batch(self, inputs: Inputs) -> ThreadedBatch:
+        assert self._staging is not None
+        if self._workers is None:
+            self._workers = Workers(self._num_workers, self._num_threads)
+        draws = self.training and self._draws is not False
+        self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
+        mode = Mode(torch.is_grad_enabled(), self.seed)
+        return ThreadedBatch(self._staging, self._workers, inputs, mode, self._devices, self._link)
+
+    def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":
+        """Runs the stages; gives the values of the results by name and split, with a graph back to the
+        batch."""
+        assert self._staging is not None
+        names = [n.name for n in self._staging.output.all_input_nodes if n.name in self._staging.makers()]
+        wanted = [
+            (name, k, i, leaf)
+            for name, parts in splits.items()
+            for k, part in enumerate(parts)
+            for i, leaf in enumerate(pytree.tree_leaves(part))
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        if not torch.is_grad_enabled():
+            run.forward()
+            return run.result
+        form = _Form(names, [each[:3] for each in wanted])
+        anchor = torch.empty(0, requires_grad=True)
+        tensors = _Through.apply(run, form, anchor, *(each[3] for each in wanted))  # type: ignore[no-untyped-call]
+        form.give(list(tensors))
+        return form.result
+
+    def _joined(
+        self, result: "Callable[[str, int], Any]", taken: Mapping[str, Any], sizes: Sequence[int]
+    ) -> Any:
+        assert self._staging is not None
+        makers = self._staging.makers()
+
+        def value(node: torch.fx.Node) -> Any:
+            if node.name not in makers:
+                return taken[node.name]
+            parts = [result(node.name, k) for k in range(len(sizes))]
+            flat, specs = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
+            return pytree.tree_unflatten(
+                [join_leaves(leaves, sizes) for leaves in zip(*flat, strict=True)], specs[0]
+            )
+
+        return torch.fx.node.map_arg(self._staging.output.args[0], value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the threads, which a copy starts anew."""
+        return {**self.__dict__, "_workers": None}
+
+
+def take_apart(taking: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """By name what the stages read of the model's arguments.
+
+    Raises:
+        ValueError: for arguments that the model does not take.
+    """
+    given = dict(zip(taking.takes, args, strict=False))
+    if len(args) > len(taking.takes) or set(kwargs) - set(taking.takes) or given.keys() & kwargs.keys():
+        raise ValueError(
+            f"the model takes {taking.takes}; got {len(args)} by position, and {sorted(kwargs)} by name."
+        )
+    return dict(zip(taking.gives, taking.module(**given, **kwargs), strict=True))
+
+
+class _Form:
+    """How the results' tensors lie in the flat tuple that goes through autograd."""
+
+    def __init__(self, names: Sequence[str], wanted: Sequence[tuple[str, int, int]]) -> None:
+        self.names, self.wanted = names, wanted
+        self._specs: dict[tuple[str, int], Any] = {}
+        self._leaves: dict[tuple[str, int], list[Any]] = {}
+        self.places: list[tuple[str, int, int]] = []
+
+    def take(self, run: ThreadedBatch, num_splits: int) -> list[Tensor]:
+        """The results' tensors, detached."""
+        found = []
+        for name in self.names:
+            for k in range(num_splits):
+                leaves, self._specs[name, k] = pytree.tree_flatten(run.result(name, k))
+                self._leaves[name, k] = leaves
+                for i, leaf in enumerate(leaves):
+                    if isinstance(leaf, Tensor):
+                        self.places.append((name, k, i))
+                        found.append(leaf.detach())
+        return found
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """The same tensors, with autograd's graph."""
+        for (name, k, i), tensor in zip(self.places, tensors, strict=True):
+            self._leaves[name, k][i] = tensor
+
+    def result(self, name: str, k: int) -> Any:
+        return pytree.tree_unflatten(self._leaves[name, k], self._specs[name, k])
+
+    def by_value(self, grads: Sequence[Tensor | None]) -> dict[tuple[str, int], list[Tensor | None]]:
+        """Gradients of the tensors, by name and split."""
+        found: dict[tuple[str, int], list[Tensor | None]] = {
+            key: [None] * len(leaves) for key, leaves in self._leaves.items()
+        }
+        for (name, k, i), gradient in zip(self.places, grads, strict=True):
+            found[name, k][i] = gradient
+        return found
+
+
+class _Through(torch.autograd.Function):
+    """The stages as one operation: batch's leaves in, results' leaves of all splits out."""
+
+    @staticmethod
+    def forward(ctx: Any, run: ThreadedBatch, form: _Form, anchor: Tensor, *leaves: Tensor) -> Any:
+        with torch.enable_grad():
+            run.forward()
+        ctx.run, ctx.form, ctx.num_leaves = run, form, len(leaves)
+        ctx.set_materialize_grads(False)
+        tensors = form.take(run, run.num_splits)
+        ctx.mark_non_differentiable(*(t for t in tensors if not t.is_floating_point()))
+        return tuple(tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        found = ctx.run.backward(ctx.form.by_value(grads))
+        given = [(found.get((name, k)) or {}) for name, k, _ in ctx.form.wanted]
+        leaves = [g[i] if g else None for g, (_, _, i) in zip(given, ctx.form.wanted, strict=True)]
+        return None, None, None, *leaves
+
+
+def _checked_num_stages(
+    traced: Traced,
+    cuts: Sequence[str] | Literal["auto"],
+    num_stages: int | None,
+    devices: Sequence[torch.device | str] | None,
+) -> int:
+    if isinstance(cuts, str) and cuts != "auto":
+        raise ValueError(f"cuts must be 'auto' or a sequence of submodules' names, got {cuts!r}.")
+    wanted = num_stages
+    if cuts != "auto":
+        wanted = len(cuts) + 1
+        if num_stages not in (None, wanted):
+            raise ValueError(
+                f"{len(cuts)} cuts make {wanted} stages, but num_stages is {num_stages}. Leave it out."
+            )
+    if wanted is None:
+        wanted = len(devices) if devices is not None else 2
+    if wanted < 1:
+        raise ValueError(f"num_stages is {wanted}; it must be at least 1.")
+    if devices is not None and len(devices) != wanted:
+        raise ValueError(
+            f"there are {wanted} stages and {len(devices)} devices. Give one device for each stage."
+        )
+    if wanted > len(traced.units):
+        raise ValueError(
+            f"the model has {len(traced.units)} parts that could be stages, fewer than {wanted} stages: "
+            f"{[unit.name for unit in traced.units]}. Take fewer stages."
+        )
+    return wanted

@@ -1,0 +1,237 @@
+"""Stages in one process: a worker thread for each, and carriers between devices.
+
+Every stage takes the splits in order. Backward they come last to first, so that the numbers are those of the
+splits one after the other, whatever the workers' speeds.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshrec.pipeline.stages.links import Link
+from meshrec.pipeline.stages.programs import StageProgram, Staging
+from meshrec.pipeline.stages.running import Caller, Exchange, Gradients, Inputs, Mode, StageError, StageRun
+from meshrec.pipeline.stages.timeline import Timeline
+
+
+class Workers:
+    """The threads, ``num_threads`` of torch each. One worker in all does the stages in turn."""
+
+    def __init__(self, num_workers: int, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._pools = [ThreadPoolExecutor(1, f"meshrec-stage-{s}") for s in range(num_workers)]
+        self._carriers: dict[tuple[int, int], ThreadPoolExecutor] = {}
+        for pool in self._pools:
+            pool.submit(torch.set_num_threads, num_threads).result()
+
+    def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None]) -> None:
+        """Has the stages' threads do their jobs. Raises the first error, after ``failed`` was called."""
+        errors: list[BaseException] = []
+
+        def guarded(job: Callable[[], None]) -> None:
+            try:
+                job()
+            except BaseException as error:
+                errors.append(error)
+                failed()
+
+        before = torch.get_num_threads()
+        # MKL's number of threads is the process's: the workers' holds while they work.
+        if before != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        try:
+            own = [
+                self._pools[min(stage, len(self._pools) - 1)].submit(guarded, job)
+                for stage, job in jobs.items()
+            ]
+            for future in own:
+                future.result()
+        finally:
+            if before != self.num_threads:
+                torch.set_num_threads(before)
+        if errors:
+            raise errors[0]
+
+    def carrier(self, source: int, destination: int) -> ThreadPoolExecutor:
+        """What carries values from one stage to the other."""
+        if (source, destination) not in self._carriers:
+            name = f"meshrec-link-{source}-{destination}"
+            self._carriers[source, destination] = ThreadPoolExecutor(1, name)
+        return self._carriers[source, destination]
+
+
+class ThreadExchange(Exchange):
+    """Values in futures; over a link they are carried by a thread of their own."""
+
+    def __init__(
+        self, workers: Workers, devices: Sequence[torch.device], link: Link | None, timeline: Timeline
+    ) -> None:
+        self._workers, self._devices, self._link, self._timeline = workers, devices, link, timeline
+        self._futures: dict[tuple[str, int, int, int, str], Future[Callable[[], Any]]] = {}
+        self._lock = threading.Lock()
+        self._broken = False
+
+    def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
+        """A value, for the other stage to detach."""
+        self._send(self._future(name, k, source, destination, "value"), value, source, destination, k)
+
+    def get(self, name: str, k: int, source: int, destination: int) -> Any:
+        """The value."""
+        return self._future(name, k, source, destination, "value").result()()
+
+    def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
+        """Gradients, back to ``source``."""
+        self._send(self._future(name, k, source, destination, "gradient"), gradients, destination, source, k)
+
+    def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
+        """The gradients."""
+        found: Gradients = self._future(name, k, source, destination, "gradient").result()()
+        return found
+
+    def stop(self) -> None:
+        """Whoever waits, or will, is told that it is in vain."""
+        with self._lock:
+            self._broken = True
+            for future in self._futures.values():
+                future.cancel()
+
+    def _future(self, *key: Any) -> "Future[Callable[[], Any]]":
+        with self._lock:
+            future = self._futures.setdefault(key, Future())
+            if self._broken:
+                future.cancel()
+            return future
+
+    def _send(self, future: "Future[Any]", value: Any, source: int, destination: int, k: int) -> None:
+        link = self._link
+        if link is None or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+            if not future.cancelled():
+                future.set_result(lambda: value)
+            return
+        # The link carries data; the graph is cut by the stage that takes it.
+        flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)]
+        plain = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+        ready = link.ready(plain)
+
+        def carry() -> None:
+            start = time.perf_counter()
+            try:
+                arrive = link.carry(plain, ready, self._devices[destination])
+            except BaseException as error:
+                future.set_exception(error)
+                return
+            self._timeline.add(source, "copy", k, start)
+            if not future.cancelled():
+                future.set_result(lambda: _flagged(arrive(), flags))
+
+        self._workers.carrier(source, destination).submit(carry)
+
+
+class ProgramCaller(Caller):
+    """Runs the programs as they are."""
+
+    def __init__(self, stage: StageProgram) -> None:
+        self._stage = stage
+
+    def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
+        """What the program gives."""
+        program = self._stage.whole if which == "whole" else self._stage.split
+        assert program is not None
+        results: Sequence[Any] = program.module(*arguments)
+        return results
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the splits' program."""
+        return list(self._stage.split.module.parameters())
+
+    def before_backward(self, *, last: bool) -> None:
+        """Nothing: gradients are delivered."""
+
+
+class ThreadedBatch:
+    """One batch through all stages, forward and backward."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        workers: Workers,
+        inputs: Inputs,
+        mode: Mode,
+        devices: Sequence[torch.device],
+        link: Link | None,
+    ) -> None:
+        self._workers, self._sizes = workers, inputs.sizes
+        self.timeline = Timeline()
+        self._exchange = ThreadExchange(workers, devices, link, self.timeline)
+        self.runs = [
+            StageRun(staging, stage, ProgramCaller(stage), inputs, self._exchange, mode, self.timeline)
+            for stage in staging.stages
+        ]
+
+    @property
+    def num_splits(self) -> int:
+        """Into which the batch is cut."""
+        return len(self._sizes)
+
+    def forward(self) -> None:
+        """Runs all stages. StageError where one raises."""
+
+        def job(run: StageRun) -> None:
+            run.tables()
+            for k in range(self.num_splits):
+                run.forward(k)
+
+        self._all(job, self.runs)
+
+    def result(self, name: str, k: int) -> Any:
+        """A value that the model returns, of a split, with its graph."""
+        return next(run.results[name, k] for run in self.runs if (name, k) in run.results)
+
+    def backward(self, gradients: Mapping[tuple[str, int], Gradients]) -> dict[tuple[str, int], Gradients]:
+        """From the gradients of the results, by name and split, to those of the batch; parameters' gradients
+        are added to ``grad``."""
+        by_split: list[dict[str, Gradients]] = [{} for _ in self._sizes]
+        for (name, k), given in gradients.items():
+            by_split[k][name] = given
+
+        def job(run: StageRun) -> None:
+            for k in reversed(range(self.num_splits)):
+                run.backward(k, by_split[k])
+            run.deliver()
+            run.collect()
+
+        self._all(job, self.runs[::-1])
+        # Tables are updated after everything else went well.
+        self._all(lambda run: run.tables_backward(), self.runs)
+        found: dict[tuple[str, int], Gradients] = {}
+        for run in self.runs:
+            for key, own in run.input_gradients.items():
+                both = zip(found.get(key, [None] * len(own)), own, strict=True)
+                found[key] = [b if a is None else a if b is None else a + b for a, b in both]
+        return found
+
+    def _all(self, job: Callable[[StageRun], None], runs: Sequence[StageRun]) -> None:
+        def named(run: StageRun) -> None:
+            try:
+                job(run)
+            except Exception as error:
+                stage = run.stage
+                raise StageError(
+                    f"stage {stage.index} ({stage.name}), {run.where}: {type(error).__name__}: {error}"
+                ) from error
+
+        self._workers.run({run.stage.index: lambda r=run: named(r) for run in runs}, self._exchange.stop)  # type: ignore[misc]
+
+
+def _flagged(value: Any, flags: Sequence[bool]) -> Any:
+    flat, spec = pytree.tree_flatten(value)
+    for leaf, flag in zip(flat, flags, strict=True):
+        if flag:
+            leaf.requires_grad_()
+    return pytree.tree_unflatten(flat, spec)
