@@ -123,3 +123,19 @@ inline void step_row(Code<kPartialRowWiseLAMB>, float* w, const float* g, float*
                      const Step& step) {
   step_by_moments<true, true>(w, g, s0, s1, dim, step);
 }
+
+inline void step_row(Code<kFTRL>, float* __restrict w, const float* __restrict g, float* __restrict sum,
+                     float* __restrict linear, int64_t dim, const Step& step) {
+  const Hyper& h = step.hyper;
+  const float l2 = step.l2();
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = g[d] + l2 * w[d], total = sum[d] + x * x;
+    const float root = __builtin_sqrtf(total);
+    const float z = linear[d] + (x - x * x / (root + __builtin_sqrtf(sum[d]) + 1e-37f) / h.lr * w[d]);
+    sum[d] = total;
+    linear[d] = z;
+    const float over = __builtin_fabsf(z) - h.l1;
+    const float size = over / ((h.beta + root) / h.lr + h.l2);
+    w[d] = over > 0 ? -__builtin_copysignf(size, z) : 0.0f;
+  }
+}

@@ -24,6 +24,7 @@ from .models import KINDS
         (optim.LAMB, {"exp_avg": (9, 4), "exp_avg_sq": (9, 4)}),
         (optim.PartialRowWiseLAMB, {"exp_avg": (9, 4), "exp_avg_sq": (9,)}),
         (optim.LARS, {"momentum_buffer": (9, 4)}),
+        (optim.FTRL, {"sum": (9, 4), "linear": (9, 4)}),
     ],
 )
 def test_names_and_shapes_of_state(spec, slots):
@@ -113,6 +114,13 @@ def test_adagrad_state_starts_at_its_initial_value():
         (optim.Adam, {"lr": 1, "betas": (0.9, 1.0)}, r"Adam: betas must be two numbers in \[0, 1\)"),
         (optim.LAMB, {"lr": 1, "betas": (0.9,)}, "LAMB: betas must be two numbers"),
         (optim.LARS, {"lr": 1, "momentum": 1.0}, r"LARS: momentum must be a number in \[0, 1\), got 1.0"),
+        (optim.FTRL, {"lr": 0}, "FTRL: lr must be a number above 0, got 0"),
+        (optim.FTRL, {"lr": 1, "l1": -1}, "FTRL: l1 must be a number >= 0, got -1"),
+        (
+            optim.FTRL,
+            {"lr": 1, "weight_decay": 0.1, "decoupled_weight_decay": True},
+            "FTRL: decoupled_weight_decay must be False",
+        ),
         (optim.LARS, {"lr": 1, "trust_coefficient": 0}, "trust_coefficient must be a number above 0"),
     ],
 )

@@ -221,6 +221,36 @@ class LARS(OptimizerSpec, kind=OptimizerKind.LARS):
     eps: float = 1e-8
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
+    """Follow the regularised leader, proximal, element by element; ``l1`` makes rows sparse.
+
+    ``z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2``, and then
+    ``w = -sign(z) * max(|z| - l1, 0) / ((beta + sqrt(n)) / lr + l2)``. McMahan et al.: "Ad click prediction:
+    a view from the trenches" (2013), algorithm 1, where ``lr`` is alpha. ``n`` (``sum``) starts at
+    ``initial_accumulator_value``, ``z`` (``linear``) at 0; as ``w`` follows from them, tables usually begin
+    with zeros. L2 decay adds to the gradient, which is not what ``l2`` does.
+
+    Raises:
+        ValueError: for a number outside its range, ``lr`` = 0, which the formula divides by, and decoupled
+            weight decay, which would change a row behind the back of its state.
+    """
+
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr == 0:
+            raise ValueError("FTRL: lr must be a number above 0, got 0. To rest, leave out the steps.")
+        if self.weight_decay and self.decoupled_weight_decay:
+            raise ValueError(
+                "FTRL: decoupled_weight_decay must be False, got True: rows follow from their state. Use l2."
+            )
+
+
 SPECS: tuple[type[OptimizerSpec], ...] = tuple(OptimizerSpec.__subclasses__())
 """All of them."""
 

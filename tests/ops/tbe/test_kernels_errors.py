@@ -5,7 +5,7 @@ import torch
 
 from meshrec.ops import library
 from meshrec.ops.tbe import naive
-from meshrec.ops.tbe.formulas import HYPER_SIZE, OptimizerKind
+from meshrec.ops.tbe.formulas import FORMULAS, HYPER_SIZE, OptimizerKind
 from meshrec.ops.tbe.layout import NONE
 
 OPS = torch.ops.meshrec
@@ -376,7 +376,9 @@ def test_updates_refuse_what_does_not_fit_the_optimizer(case, ops):
     refused_update(case, ops, message, state=[])
     message = "got 3 state tensors for 3 tables of an optimizer with 2 state slots"
     refused_update(case, ops, message, optimizer=3)
-    refused_update(case, ops, "optimizer 8 is unknown; codes 0 to 7 exist", optimizer=8)
+    unknown = len(FORMULAS)
+    message = f"optimizer {unknown} is unknown; codes 0 to {unknown - 1} exist"
+    refused_update(case, ops, message, optimizer=unknown)
     refused_update(case, ops, "optimizer -1 is unknown", optimizer=-1)
     message = "hyper must be a float64 CPU tensor with [0-9]+ entries"
     refused_update(case, ops, message, hyper=make_hyper(HYPER_SIZE - 1))

@@ -6,6 +6,7 @@ import torch
 from meshrec.ops.tbe.formulas import FORMULAS, HYPER_SIZE, Hyper, OptimizerKind, formula_of
 from meshrec.ops.tbe.naive_update import random_bits, stochastic_round, update_rows
 
+FTRL = OptimizerKind.FTRL.code
 ADAGRAD = OptimizerKind.ADAGRAD.code
 ADAM = OptimizerKind.ADAM.code
 LAMB = OptimizerKind.LAMB.code
@@ -16,6 +17,7 @@ ROW_WISE_ADAGRAD = OptimizerKind.ROW_WISE_ADAGRAD.code
 SGD = OptimizerKind.SGD.code
 
 LR, EPS, DECAY, B1, B2, MOMENTUM, TRUST = 0.05, 1e-3, 0.1, 0.8, 0.95, 0.7, 0.02
+BETA, L1, L2_PROXIMAL = 0.3, 0.5, 0.2
 NONE, L2, DECOUPLED = range(3)
 PER_ROW = "row"
 PER_ELEMENT = "element"
@@ -34,6 +36,9 @@ def make_hyper(*, mode=NONE, step=1, seed=0, decay=DECAY, lr=LR, row_dim=0):
         beta2=B2,
         momentum=MOMENTUM,
         trust_coefficient=TRUST,
+        beta=BETA,
+        l1=L1,
+        l2=L2_PROXIMAL,
         step=step,
         seed=seed,
         row_dim=row_dim,
@@ -66,6 +71,14 @@ def written_out(optimizer, w, g, slots, mode, t):
     lamb = optimizer in (LAMB, PARTIAL_ROW_WISE_LAMB)
     if mode == L2:
         g = [g[i] + DECAY * old[i] for i in range(dim)]
+    if optimizer == FTRL:
+        for i in range(dim):
+            before, slots[0][i] = math.sqrt(slots[0][i]), slots[0][i] + g[i] * g[i]
+            root = math.sqrt(slots[0][i])
+            slots[1][i] += g[i] - (root - before) / LR * old[i]
+            over = max(abs(slots[1][i]) - L1, 0.0)
+            w[i] = -math.copysign(over, slots[1][i]) / ((BETA + root) / LR + L2_PROXIMAL)
+        return
     if mode == DECOUPLED and not lamb:
         for i in range(dim):
             w[i] = old[i] * (1 - LR * DECAY)
@@ -235,8 +248,8 @@ def test_seed_zero_rounds_to_nearest_and_other_seeds_do_not(dtype):
 
 
 def test_unknown_code_and_bad_hyper():
-    with pytest.raises(ValueError, match="optimizer 8 is unknown; codes 0 to 7 exist"):
-        formula_of(8)
+    with pytest.raises(ValueError, match=r"optimizer 99 is unknown; codes 0 to \d+ exist"):
+        formula_of(99)
     with pytest.raises(ValueError, match=r"hyper must be a float64 .* entries, got torch\.float32"):
         Hyper.from_tensor(torch.zeros(HYPER_SIZE))
 

@@ -49,6 +49,9 @@ class Hyper(NamedTuple):
     beta2: float = 0.0
     momentum: float = 0.0
     trust_coefficient: float = 0.0
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
@@ -191,6 +194,24 @@ def _lars(rows: Rows, h: Hyper) -> Tensor:
     return _decayed(rows, h) - m
 
 
+_TINY = 1e-37
+
+
+def _ftrl(rows: Rows, h: Hyper) -> Tensor:
+    """z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2; w = -sign(z) * max(|z| - l1, 0) / scale.
+
+    scale = (beta + sqrt(n)) / lr + l2. The roots' difference is taken as g^2 / (their sum), which loses
+    nothing where g is small; _TINY keeps it 0 where both are.
+    """
+    g, (n, z) = decayed_gradient(rows, h), rows.slots
+    before = n.sqrt()
+    n += g.square()
+    root = n.sqrt()
+    z += g - g.square() / (root + before + _TINY) / h.lr * rows.weight
+    over = (z.abs() - h.l1).clamp(min=0)
+    return torch.where(over > 0, -z.sign() * over / ((h.beta + root) / h.lr + h.l2), 0.0)
+
+
 @unique
 class OptimizerKind(Enum):
     """The fused optimizers, by the names that plan files and recipes use."""
@@ -204,6 +225,7 @@ class OptimizerKind(Enum):
     LAMB = "lamb"
     PARTIAL_ROW_WISE_LAMB = "partial_row_wise_lamb"
     LARS = "lars"
+    FTRL = "ftrl"
 
     @property
     def code(self) -> int:
@@ -305,6 +327,12 @@ FORMULAS = (
         slots=(Slot("momentum_buffer"),),
         row_sums=frozenset({RowSum.GRADIENT, RowSum.WEIGHT}),
         gradient=_plain_gradient,
+    ),
+    Formula(
+        OptimizerKind.FTRL,
+        "FTRL",
+        _ftrl,
+        slots=(Slot("sum", initial="initial_accumulator_value"), Slot("linear")),
     ),
 )
 """The optimizers, by code."""

@@ -31,6 +31,7 @@ _PARTIAL_ROWWISE_ADAM: tl.constexpr = tl.constexpr(OptimizerKind.PARTIAL_ROW_WIS
 _LAMB: tl.constexpr = tl.constexpr(OptimizerKind.LAMB.code)
 _PARTIAL_ROWWISE_LAMB: tl.constexpr = tl.constexpr(OptimizerKind.PARTIAL_ROW_WISE_LAMB.code)
 _LARS: tl.constexpr = tl.constexpr(OptimizerKind.LARS.code)
+_FTRL: tl.constexpr = tl.constexpr(OptimizerKind.FTRL.code)
 _GRADIENT_SUM: tl.constexpr = tl.constexpr(int(RowSum.GRADIENT))
 _WEIGHT_SUM: tl.constexpr = tl.constexpr(int(RowSum.WEIGHT))
 _DIRECTION_SUM: tl.constexpr = tl.constexpr(int(RowSum.DIRECTION))
@@ -51,6 +52,9 @@ _BETA1: tl.constexpr = _place_of("beta1")
 _BETA2: tl.constexpr = _place_of("beta2")
 _MOMENTUM: tl.constexpr = _place_of("momentum")
 _TRUST: tl.constexpr = _place_of("trust_coefficient")
+_BETA: tl.constexpr = _place_of("beta")
+_L1: tl.constexpr = _place_of("l1")
+_L2_PROXIMAL: tl.constexpr = _place_of("l2")
 _CORRECTION1: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE)
 _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
@@ -340,6 +344,19 @@ def _lars(w, g, m_at, inside, stats, hyper, DECAY: tl.constexpr, STATS: tl.const
 
 
 @triton.jit
+def _ftrl(w, g, n_at, z_at, inside, hyper):
+    lr, n = _number(hyper, _LR), tl.load(n_at, inside, 0.0)
+    root = tl.sqrt(n + g * g)
+    tl.store(n_at, n + g * g, inside)
+    z = tl.load(z_at, inside, 0.0) + g - g * g / (root + tl.sqrt(n) + 1e-37) / lr * w
+    tl.store(z_at, z, inside)
+    over = tl.abs(z) - _number(hyper, _L1)
+    # Where nothing is over, the root may be 0 as well.
+    scale = tl.where(over > 0, (_number(hyper, _BETA) + root) / lr + _number(hyper, _L2_PROXIMAL), 1.0)
+    return tl.where(over > 0, tl.where(z > 0, -over, over) / scale, 0.0)
+
+
+@triton.jit
 def update_runs(
     grad,
     rows,
@@ -407,6 +424,8 @@ def update_runs(
         w = _lamb(w, r, inside, stats, hyper, DECAY, STATS)
     elif OPTIMIZER == _LARS:
         w = _lars(w, g, slot0 + place, inside, stats, hyper, DECAY, STATS)
+    elif OPTIMIZER == _FTRL:
+        w = _ftrl(w, g, slot0 + place, slot1 + place, inside, hyper)
     else:
         tl.static_assert(False, "an optimizer of formulas.py has no formula here")
 
