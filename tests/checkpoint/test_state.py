@@ -5,7 +5,7 @@ from torch import nn
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.checkpoint import load, save
-from meshrec.checkpoint.state import collect
+from meshrec.checkpoint.state import collect, merged
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.plan.mesh import default_env
 
@@ -139,3 +139,18 @@ def test_plain_values_need_a_dict_to_go_to(tmp_path):
     save(tmp_path, {"a": 1})
     with pytest.raises(ValueError, match="'a' is a plain value, which load replaces: pass the"):
         load(tmp_path, MappingProxyType({"a": 2}))
+
+
+def test_what_ranks_hold_of_one_entry_is_put_together():
+    one = {"state": {"a": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
+    other = {
+        "state": {"b": {"step": 1}},
+        "param_groups": [{"lr": 0.1, "params": ["b"]}, {"lr": 1.0, "params": []}],
+    }
+    assert merged(one, other, "optimizer") == {
+        "state": {"a": {"step": 1}, "b": {"step": 1}},
+        "param_groups": [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 1.0, "params": []}],
+    }
+    other["param_groups"][0]["lr"] = 0.2
+    with pytest.raises(ValueError, match=r"optimizer.param_groups.lr is 0.1 on one rank and 0.2 on another"):
+        merged(one, other, "optimizer")

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,7 +19,7 @@ from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_
 from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
 from meshrec.checkpoint.snapshot import read_note
-from meshrec.checkpoint.state import Collected, collect, prepare
+from meshrec.checkpoint.state import Collected, collect, merged, prepare
 from meshrec.checkpoint.storage import RankFiles, Reader, Writer
 from meshrec.plan.mesh import Axis
 
@@ -200,14 +200,22 @@ class _Save:
         self._step, self._background = step, background
         self._collected = Collected()
 
-        def begin() -> str:
-            self._collected = collect(state, axis.rank)
+        def begin() -> _Part:
+            self._collected = collected = collect(state, axis.rank)
             if axis.rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
-            return secrets.token_hex(4)
+            names = {name: entry for name, entry in collected.entries.items() if entry in collected.parts}
+            return _Part(
+                secrets.token_hex(4), {entry: collected.values[entry] for entry in collected.parts}, names
+            )
 
-        nonces = agreed(axis, begin, f"saving to {path}")
-        self.files = RankFiles(path, nonces[0])
+        parts = agreed(axis, begin, f"saving to {path}")
+        for part in parts[1:]:
+            self._collected.entries.update(part.names)
+            for entry, values in part.values.items():
+                own = self._collected.values.get(entry, values)
+                self._collected.values[entry] = merged(own, values, entry)
+        self.files = RankFiles(path, parts[0].nonce)
         self.writer = Writer(self.files, background=background)
 
     def run(self) -> None:
@@ -254,6 +262,14 @@ class _Save:
             leftover.unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+class _Part(NamedTuple):
+    """What other ranks have to know of a rank: ``values`` of entries of which it holds some ``names``."""
+
+    nonce: str
+    values: dict[str, Any]
+    names: dict[str, str]
 
 
 def _entries(writer: Writer, collected: Collected) -> dict[str, str]:

@@ -36,6 +36,8 @@ class Collected:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    parts: set[str] = field(default_factory=set)
+    """The entries of which this rank holds some names, and other ranks the others."""
     plans: dict[str, str] = field(default_factory=dict)
 
     def add(self, entry: str, kind: str, content: Any) -> None:
@@ -68,6 +70,8 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
             raise ValueError(f"a state has entries with names of text other than {RANDOM!r}, got {entry!r}.")
         kind = _kind(item)
         collected.add(entry, kind, _content(item, kind, state))
+        if _is_part(kind, item, state):
+            collected.parts.add(entry)
         if isinstance(item, DistributedModelParallel):
             collected.plans[entry] = item.plan.to_json()
     for name, tensor in random_state().items():
@@ -97,10 +101,12 @@ def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial:
         kind = _kind(item)
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
-            own, job = _in_place(entry, item, kind, content, state)
+            is_part = _is_part(kind, item, state)
+            own, job = _in_place(entry, item, kind, content, state, is_part=is_part)
+            names = saved.get(entry, set())
             if partial and kind == _MODULE:
-                own, job = _common(entry, item, own, saved.get(entry, set()), rank)
-            _compare(entry, own, manifest, set(own) if partial else saved.get(entry, set()))
+                own, job = _common(entry, item, own, names, rank)
+            _compare(entry, own, manifest, set(own) if partial else names & set(own) if is_part else names)
         else:
             own = {name: _empty(manifest, name) for name in saved.get(entry, ())}
             job = _replaced(state, entry, item, kind, content, own)
@@ -135,19 +141,64 @@ def _content(item: Any, kind: str, state: Mapping[str, Any]) -> Any:
     return _keyed(item, state).state_dict() if kind == _OPTIMIZER else dict(item.state_dict())
 
 
+def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
+    """Whether a rank holds some names only, as those of a stage: such modules say ``holds_part``, and their
+    optimizers do so with them."""
+    if kind == _OPTIMIZER:
+        return any(getattr(each, "holds_part", False) for each in state.values())
+    return bool(getattr(item, "holds_part", False))
+
+
+def merged(one: Any, other: Any, where: str) -> Any:
+    """What two ranks hold of one entry, as JSON, put together: names of both.
+
+    Raises:
+        ValueError: where both have the same and it differs.
+    """
+    if one == other:
+        return one
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {key: merged(one[key], other[key], f"{where}.{key}") for key in one.keys() & other.keys()}
+        return {**one, **other, **both}
+    if isinstance(one, list) and isinstance(other, list):
+        if all(isinstance(item, dict) for item in (*one, *other)):
+            shared = [merged(a, b, where) for a, b in zip(one, other, strict=False)]
+            return shared + max(one, other, key=len)[len(shared) :]
+        return [*one, *(item for item in other if item not in one)]
+    raise ValueError(f"{where} is {one!r} on one rank and {other!r} on another; it must be the same.")
+
+
+def _own_part(content: Any, target: KeyedOptimizer) -> Any:
+    """Of an optimizer's saved content what is about the parameters of this rank."""
+    groups = content.get("param_groups", [])[: len(target.param_groups)]
+    return {
+        **content,
+        "state": {name: slots for name, slots in content["state"].items() if name in target.params},
+        "param_groups": [
+            {**group, "params": [name for name in group["params"] if name in target.params]}
+            for group in groups
+        ],
+    }
+
+
 def _in_place(
-    entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any]
+    entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, is_part: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """The tensors that a module or optimizer has, and how it takes them back."""
     target = _keyed(item, state) if kind == _OPTIMIZER else item
     if kind == _OPTIMIZER:
+        if is_part:
+            content = _own_part(content, target)
         present = target.state_dict()["state"]
         target.create_state([n for n in content["state"] if n in target.params and n not in present])
     own: dict[str, Tensor] = {}
     encode(dict(target.state_dict()), entry, own)
 
     def finish() -> None:
-        target.load_state_dict(decode(content, own.__getitem__))
+        if is_part and kind == _MODULE:
+            target.load_state_dict(target.state_dict())  # filled in place; for what else the module does
+        else:
+            target.load_state_dict(decode(content, own.__getitem__))
 
     return own, finish
 

@@ -1,3 +1,4 @@
+import copy
 import random
 import time
 
@@ -5,14 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshrec
+from meshrec.checkpoint import load, save
 from meshrec.data import Batch
 from meshrec.distributed import EmbeddingBagCollectionSharder, ShardingPlan, construct_module_sharding_plan
 from meshrec.models.dlrm import DLRM, DLRMTrain
 from meshrec.optim import Adam
-from meshrec.pipeline.stages import StagedOverRanks, StageError, split_seed
+from meshrec.pipeline.stages import Staged, StagedOverRanks, StageError, split_seed
 
 NUM_ROWS, WIDTH, STEPS = 40, 8, 4
 
@@ -64,15 +67,13 @@ def train_staged(names, sizes, cuts, dense):
         sharders=[EmbeddingBagCollectionSharder(Adam(lr=0.01))],
         dense=dense,
     )
-    optimizer = torch.optim.Adam(staged.dense_parameters(), lr=0.01) if staged.dense_parameters() else None
+    optimizer = torch.optim.Adam(staged.dense_param_groups(), lr=0.01)
     lane = lane_of(mesh)
     losses = []
     for step in range(STEPS):
-        if optimizer is not None:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         losses.append(float(staged.step(clicks(12, 100 * step + lane)).loss))
-        if optimizer is not None:
-            optimizer.step()
+        optimizer.step()
     state = {
         name: value.full_tensor()
         if hasattr(value, "full_tensor") and dense == "fsdp2" and "embedding" not in name
@@ -292,24 +293,82 @@ def test_what_cannot_be_is_named(ranks):
         assert "the loss is a tensor (2, 6); it must be one number" in messages[3]
 
 
-def save_under(folder, names, sizes, cuts):
-    from meshrec.checkpoint import load, save
+def ddp_around_stages():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    staged = nn.parallel.DistributedDataParallel(Staged(copy.deepcopy(plain), cuts=["2"], split_size=3))
+    calls = []
 
-    def make():
-        return StagedOverRanks(
-            dlrm(),
-            mesh=mesh_of(names, sizes),
-            cuts=cuts,
-            split_size=5,
-            plan=sharded_plan(names, sizes) if "shard" in names else None,
-            sharders=[EmbeddingBagCollectionSharder(Adam(lr=0.01))],
-        )
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
-    staged = make()
-    optimizer = torch.optim.Adam(staged.dense_parameters(), lr=0.01)
-    staged.step(clicks(12, 0))
-    optimizer.step()
-    save(folder, {"model": staged, "tables": staged.fused_optimizer})
-    other = make()
-    load(folder, {"model": other, "tables": other.fused_optimizer})
-    return float(staged.evaluate(clicks(12, 1)).loss) == float(other.evaluate(clicks(12, 1)).loss)
+    staged.register_comm_hook(None, hook)
+    torch.manual_seed(1)
+    xs = torch.randn(3, 2, 11, 6)
+    for x in xs:
+        for model, batch in ((plain, x.flatten(0, 1)), (staged, x[dist.get_rank()])):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(plain.parameters(), staged.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+    return len(calls)
+
+
+def test_ddp_around_stages_reduces_once_per_batch(ranks):
+    assert ranks(2).run(ddp_around_stages) == [3, 3]
+
+
+def train_on(folder, layout, first, last, dense="ddp"):
+    """Steps ``first`` to ``last`` under a layout, from a checkpoint where there is one, to another."""
+    names, sizes, cuts = layout
+    mesh = mesh_of(names, sizes)
+    staged = StagedOverRanks(
+        dlrm(),
+        mesh=mesh,
+        cuts=cuts,
+        split_size=5,
+        plan=sharded_plan(names, sizes) if "shard" in names else None,
+        sharders=[EmbeddingBagCollectionSharder(Adam(lr=0.01))],
+        dense=dense,
+    )
+    optimizer = torch.optim.Adam(staged.dense_param_groups(), lr=0.01)
+    state = {"model": staged, "tables": staged.fused_optimizer, "optimizer": optimizer}
+    if first:
+        load(folder / str(first), state)
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        losses.append(float(staged.step(clicks(12, 100 * step + lane_of(mesh))).loss))
+        optimizer.step()
+    save(folder / str(last), state)
+    return losses
+
+
+def train_on_one(folder, first, last):
+    model = dlrm()
+    meshrec.fuse(model, optimizer=Adam(lr=0.01))
+    tables = {id(p) for p in model.model.sparse_arch.parameters()}
+    optimizer = torch.optim.Adam([p for p in model.parameters() if id(p) not in tables], lr=0.01)
+    state = {"model": model, "tables": model.fused_optimizer, "optimizer": optimizer}
+    if first:
+        load(folder / str(first), state)
+    for step in range(first, last):
+        optimizer.zero_grad()
+        joint(model, [clicks(12, 100 * step + lane) for lane in range(2)]).backward()
+        optimizer.step()
+    save(folder / str(last), state)
+    return model.state_dict()
+
+
+def test_checkpoints_fit_every_layout(ranks, tmp_path):
+    expected = train_on_one(tmp_path / "one", 0, 4)
+    ranks(4).run(train_on, tmp_path, (("shard", "stage"), (2, 2), ["model.over_arch"]), 0, 1)
+    ranks(4).run(train_on, tmp_path, (("stage", "shard"), (2, 2), ["model.inter_arch"]), 1, 2, "fsdp2")
+    train_on_one(tmp_path, 2, 3)
+    ranks(4).run(train_on, tmp_path, (("shard", "stage"), (2, 2), ["model.dense_arch"]), 3, 4)
+    found = train_on_one(tmp_path, 4, 4)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)

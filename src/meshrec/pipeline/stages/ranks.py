@@ -50,7 +50,7 @@ class StagedOverRanks(nn.Module):
     gradients of the mean loss over all lanes, and tables are updated::
 
         staged = StagedOverRanks(model, mesh=mesh, cuts=["over_arch"], split_size=512, criterion=loss)
-        optimizer = torch.optim.Adam(staged.dense_parameters())
+        optimizer = torch.optim.Adam(staged.dense_param_groups())
         for batch, target in loader:
             optimizer.zero_grad()
             loss, _ = staged.step(batch, target=target)
@@ -74,6 +74,8 @@ class StagedOverRanks(nn.Module):
     Raises:
         ValueError: as `Staged`, and where the number of cuts does not fit the mesh.
     """
+
+    holds_part = True  # of the model's names; checkpoints put the ranks' together
 
     def __init__(
         self,
@@ -153,10 +155,11 @@ class StagedOverRanks(nn.Module):
         """Of the tables of this stage, see DistributedModelParallel."""
         return self.part.fused_optimizer
 
-    def dense_parameters(self) -> list[nn.Parameter]:
-        """What an optimizer of this rank has to step: all but the tables."""
+    def dense_param_groups(self) -> list[dict[str, Any]]:
+        """What an optimizer of this rank has to step, all but the tables, as torch's optimizers take it: one
+        group, which a stage that has tables only leaves empty."""
         tables = {p for module in self.part.sharded_modules.values() for p in module.parameters()}
-        return [p for p in self.part.parameters() if p not in tables]
+        return [{"params": [p for p in self.part.parameters() if p not in tables]}]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
