@@ -59,6 +59,7 @@ def test_mistakes_are_named(task, tmp_path):
     [
         ({"diff": ("a", "b"), "ranks": 2}, "--diff takes no --ranks: it prints one table. Leave --ranks out"),
         ({"diff": ("a", "b"), "source": "c"}, "--diff takes no SOURCE"),
+        ({"layouts": True, "html": "x.html"}, "--layouts takes no --html"),
         ({"what_if": "ranks=2", "html": "x.html"}, "--what-if takes no --html"),
         ({"compare": "run", "json": True}, "--compare takes no --json"),
         ({"compare": "run", "what_if": "ranks=2"}, "--compare takes no --what-if"),
@@ -128,3 +129,12 @@ def test_a_file_of_hardware_says_what_to_plan_for(task, tmp_path, built_in, devi
         run(PlanOptions(source=source, **options))
         plan = load_plan(tmp_path / "plan.json")
         assert plan.required_inputs().topology.compute_device == device
+
+
+def test_layouts_of_a_recipe_are_compared(task, capsys):
+    run(PlanOptions(source=Path("movielens_dlrm"), ranks=2, layouts=True))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("data-parallel (DDP)", "sharded (FSDP2)", "2 stages, "))
+    assert " wins, " in printed
+    with pytest.raises(ValueError, match=r"--layouts measures the model of a recipe; .* is a file"):
+        run(PlanOptions(source=task, layouts=True))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from meshrec.cli.output import check_output
+from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_plan, plan_tables, save_plan
 from meshrec.planner.json_file import read_json
@@ -66,6 +67,8 @@ class PlanOptions:
     """Other numbers of ranks to compare: ranks=16,32,64."""
     diff: tuple[Path, Path] | None = None
     """Two saved plans: what moves from the old to the new one."""
+    layouts: bool = False
+    """For a recipe: measure its dense part here, and compare copies, shards and stages of it."""
     compare: Path | None = None
     """A training run's folder or phases.jsonl, to compare with SOURCE's prediction or its own plan's."""
 
@@ -78,6 +81,9 @@ def run(options: PlanOptions) -> None:
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
     _check(options)
+    if options.layouts:
+        _print_layouts(_source(options), options)
+        return
     plan = _plan(_source(options), options)
     if options.out is not None:
         save_plan(plan, options.out)
@@ -103,7 +109,7 @@ def run(options: PlanOptions) -> None:
 def _check_together(options: PlanOptions) -> None:
     """ValueError for an option that another one would have ignored."""
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
-    tasks: list[str] = [name for name in ("diff", "compare", "what_if") if name in given]
+    tasks: list[str] = [name for name in ("diff", "layouts", "compare", "what_if") if name in given]
     if not tasks:
         return
     takes_no = [name for name in given if name != tasks[0]] if tasks[0] == "diff" else tasks[1:]
@@ -201,6 +207,27 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
     )
     effort = _effort(options, DEFAULT_EFFORT.max_work)
     return make_plan(recipe, recipe.model.build(dataset), dataset, topology, effort=effort)
+
+
+def _print_layouts(source: Path, options: PlanOptions) -> None:
+    if source.is_file():
+        raise ValueError(f"--layouts measures the model of a recipe; {source} is a file. Name a recipe.")
+    recipe, ranks = resolve(str(source)), options.ranks or _RANKS
+    dataset = recipe.data.load()
+    batch_size = recipe.training.batch_size if options.batch_size is None else options.batch_size * ranks
+    batch = next(iter(dataset.train.batches(batch_size)))
+    profile = get_profile(options.hardware or recipe.placement.hardware or "cpu")
+    link = profile.intra if (options.ranks_per_node or ranks) >= ranks else profile.inter
+    found = layouts(recipe.model.build(dataset), batch.dense, batch.sparse, world_size=ranks, link=link)
+    grid = Grid("dense part", "compute, ms", "exchange, ms", "step, ms", "over the best")
+    for each in found:
+        times = (f"{1e3 * seconds:.3f}" for seconds in each[1:])
+        grid.add_row(each.name, *times, f"{each.seconds / found[0].seconds:.2f}x")
+    Console().print(grid)
+    if len(found) > 1:
+        gain = found[1].seconds / found[0].seconds - 1.0
+        first, second = found[0].name, found[1].name
+        print(f"{first} wins, {gain:.0%} before {second} (measured here; links of {profile.name}).")
 
 
 def _effort(options: PlanOptions, max_work: float) -> Effort:

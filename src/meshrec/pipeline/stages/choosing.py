@@ -86,7 +86,7 @@ def best_cut(
     """
     if num_stages > len(costs):
         raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
-    places, is_all = _places(needs)
+    places, is_all = places_of(needs)
     links = links or {}
     forward = {place: sum(costs[u].forward for u in _units(place)) for place in places}
     backward = {place: sum(costs[u].backward for u in _units(place)) for place in places}
@@ -142,7 +142,7 @@ def _unbeaten(parts: Sequence[_Part]) -> list[_Part]:
     return kept
 
 
-def _places(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
+def places_of(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
     """All sets of units that need nothing outside, from none to all, and True; where these are too many,
     those along the order of units, and False."""
     masks = [sum(1 << n for n in own) for own in needs]
