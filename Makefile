@@ -25,7 +25,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
-	$(BIN)/python -m meshrec train movielens_dlrm --nproc 2 $(DEMO)
+	$(BIN)/python -m meshrec train movielens_dlrm --nproc 2 --baselines $(DEMO)
 
 test: build
 	$(BIN)/python -m pytest -n 2

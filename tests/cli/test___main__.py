@@ -20,7 +20,7 @@ def test_help_lists_the_commands():
 def test_mistakes_end_with_one_line():
     result = run("plan", "nothing.json")
     assert result.returncode == 1
-    assert result.stderr.startswith("meshrec: nothing.json is no file and no recipe; give a task file")
+    assert result.stderr.startswith("meshrec: nothing.json is no file in /")
 
 
 def test_files_that_cannot_be_read_are_named():

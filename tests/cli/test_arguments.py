@@ -32,7 +32,7 @@ def test_what_may_be_left_out_is_shown_by_its_type(capsys, monkeypatch):
     assert "--ranks INT Ranks; if none, all. (default: none)" in lines
     assert "--kind {a,b,none} Kind. (default: none)" in lines
     assert "--pair PATH PATH Two files. (default: none)" in lines
-    assert "--quick Quickly. (default: False)" in lines
+    assert "--quick, --no-quick Quickly. (default: False)" in lines
 
 
 @pytest.mark.parametrize(

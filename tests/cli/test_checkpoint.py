@@ -54,7 +54,7 @@ def test_export_and_import(folder, tmp_path, capsys):
 
 
 def test_mistakes_are_named(folder, tmp_path):
-    with pytest.raises(ValueError, match="is no checkpoint, and holds none"):
+    with pytest.raises(ValueError, match="holds no finished checkpoint"):
         main(["inspect", str(tmp_path / "nowhere")])
     with pytest.raises(ValueError, match="there is no folder"):
         main(["export", str(folder), str(tmp_path / "nowhere" / "x")])

@@ -46,7 +46,7 @@ def test_mistakes_are_named(task, tmp_path):
     with pytest.raises(ValueError, match="name a recipe, a task file or a saved plan, or use --diff OLD NEW"):
         run(PlanOptions())
     with pytest.raises(
-        ValueError, match="is no file and no recipe; give a task file, a saved plan, or one of"
+        ValueError, match=r"is no file in /.* and no recipe; give a task file, a saved plan, or one of"
     ):
         run(PlanOptions(source=tmp_path / "nothing"))
     for ranks in ("nodes=3", "ranks=a", "ranks=2,0"):

@@ -38,9 +38,9 @@ def test_two_runs_side_by_side(runs, capsys):
 
 
 def test_mistakes_are_named(runs, tmp_path):
-    with pytest.raises(ValueError, match=r"there is no run 'c'; in .* there are: a, b"):
+    with pytest.raises(ValueError, match=r"there is no run 'c' in /.*; there are: a, b"):
         run(RunsOptions(words=("compare", "a", "c"), runs=runs))
-    with pytest.raises(ValueError, match=r"write `meshrec runs` or `meshrec runs compare A B`"):
+    with pytest.raises(ValueError, match=r"write `meshrec runs`, `meshrec runs compare A B ...`"):
         run(RunsOptions(words=("delete",), runs=runs))
     with pytest.raises(ValueError, match=r"holds no run; start one: meshrec train RECIPE"):
         run(RunsOptions(runs=tmp_path / "nowhere"))

@@ -14,7 +14,16 @@ SUMMARY = {
     "seconds": 1.0,
     "samples_per_second": 2000.0,
     "validation": {"auc": 0.7, "loss": 0.5},
+    "test": {"auc": 0.69, "loss": 0.51},
     "baselines": {"global mean": {"auc": 0.5, "loss": 0.7}},
+    "baselines_test": {"global mean": {"auc": 0.5, "loss": 0.71}},
+    "weights_step": 10,
+    "train_seconds": 0.4,
+    "failed_saves": ["no space left"],
+    "skipped": {"a.parquet": {"null": 1}},
+    "phases": [{"phase": "step", "predicted": 0.001, "measured": 0.009}],
+    "checkpoints": {"weights": "runs/mine/best/step-0000000010", "last": None},
+    "error": None,
     "best_possible_auc": 0.8,
 }
 
@@ -39,7 +48,16 @@ def test_lines(tmp_path, small):
         "step     20",
     ):
         assert text in out, out
-    for text in ("(best so far)", "0.8000", "--name mine --resume", "report.html", "something"):
+    for text in ("(best so far)", "0.8000", "--resume --name mine", "report.html", "something"):
+        assert text in out, out
+    for text in (
+        "stopped at step 20: 1.0 s in all, 0.4 s of them training",
+        "no checkpoint was saved: no space left",
+        "skipped 1 row of a.parquet",
+        "9.00 ms, the plan's model says 1.00 ms (9.0 times)",
+        "the weights of step 10",
+        "the weights:  runs/mine/best/step-0000000010",
+    ):
         assert text in out, out
     assert "\x1b" not in out
 

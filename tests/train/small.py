@@ -13,7 +13,9 @@ from meshrec.train import (
     Training,
 )
 
-DATA = SyntheticClicks(num_samples=1000, num_validation=400, num_features=3, num_embeddings=50, num_dense=2)
+DATA = SyntheticClicks(
+    num_samples=1000, num_validation=400, num_test=300, num_features=3, num_embeddings=50, num_dense=2
+)
 
 
 def small(*, placement=None, **training) -> Recipe:

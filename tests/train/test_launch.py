@@ -5,9 +5,20 @@ from meshrec.train.launch import first_error
 from meshrec.train.run_folder import RunFolder
 
 
+def lost_peer(folder):
+    folder.error(0).write_text("Traceback\nmeshrec.CollectiveError: no answer from rank 1\n")
+    return first_error(folder, 2, {1: 9}, {1})
+
+
 def test_the_cause_is_told_from_its_consequences(tmp_path):
     folder = RunFolder(tmp_path)
-    assert first_error(folder, 2) == "a rank ended without a word: killed, or out of memory."
+    assert first_error(folder, 2).startswith("a rank ended without a word. Its log is one of")
+    assert "rank 1 was killed by signal 9 (SIGKILL), as the system does when memory runs out" in first_error(
+        folder, 2, {0: 15, 1: 9}
+    )
+    folder.error(0).write_text("")  # on a full disk
+    assert "its traceback could not be written" in first_error(folder, 2)
+    assert "rank 1 did not answer any more" in lost_peer(folder)
     folder.error(0).write_text("Traceback\nmeshrec.CollectiveError: no answer from rank 1\n")
     assert "no answer from rank 1" in first_error(folder, 2)
     folder.error(1).write_text("Traceback\nZeroDivisionError: division by zero\n")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def start(folder, *options):
     command = [sys.executable, "-m", "meshrec", "train", "tests/train/small.py:small", "--nproc", "2"]
-    command += ["--runs", str(folder), "--name", "mine", "--quiet", "--no-baselines"]
+    command += ["--runs", str(folder), "--name", "mine", "--quiet"]
     command += ["--training.epochs", "20", "--training.checkpoint-every", "10", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
     return subprocess.Popen(

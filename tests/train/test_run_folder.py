@@ -25,7 +25,7 @@ def test_names_are_not_taken_twice(tmp_path):
         new_run("other", "small", tmp_path, resume=True)
     with pytest.raises(ValueError, match=r"holds no run of large to resume"):
         new_run(None, "large", tmp_path, resume=True)
-    with pytest.raises(ValueError, match=r"there is no run 'other'; in .* there are: mine"):
+    with pytest.raises(ValueError, match=r"there is no run 'other' in /.*; there are: mine. --runs names"):
         find_run("other", tmp_path)
 
 

@@ -28,24 +28,27 @@ def test_a_run_learns_and_tells(small):
     lines = [event.line for event in of(Logged, events)]
     assert [line["step"] for line in lines] == list(range(5, 81, 5))
     assert lines[-1]["loss"] < lines[0]["loss"]
-    evaluations = of(Evaluated, events)
+    *evaluations, test = of(Evaluated, events)
+    assert (test.line["kind"], test.line["step"]) == ("test", trainer.weights_step)
+    assert trainer.test["auc"] == test.line["auc"]
     assert [event.line["step"] for event in evaluations] == list(range(10, 81, 10))
-    assert validation["auc"] == evaluations[-1].line["auc"] > 0.6
+    assert validation["auc"] == max(event.line["auc"] for event in evaluations) > 0.6
     assert trainer.progress.position == (8, 0)
 
 
 def test_steps_are_limited_and_the_end_is_judged(small):
     trainer, validation, events = trained(small(max_steps=7, epochs=3, evaluate_every=3))
     assert trainer.progress.step == 7
-    assert [event.line["step"] for event in of(Evaluated, events)] == [3, 6, 7]
-    assert validation["auc"] == of(Evaluated, events)[-1].line["auc"]
+    evaluations = [event.line for event in of(Evaluated, events) if event.line["kind"] == "validation"]
+    assert [line["step"] for line in evaluations] == [3, 6, 7]
+    assert validation["auc"] == max(line["auc"] for line in evaluations)
 
 
 def test_early_stopping_takes_the_best_weights(small):
     recipe = replace(small(epochs=40, patience=3, evaluate_every=10))
     trainer, validation, events = trained(recipe)
     assert trainer.progress.step < trainer.num_steps
-    best = max(event.line["auc"] for event in of(Evaluated, events))
+    best = max(event.line["auc"] for event in of(Evaluated, events) if event.line["kind"] == "validation")
     assert validation["auc"] == pytest.approx(best, abs=1e-12)
     assert trainer.early.best_auc == best
     assert "the best by validation AUC" in of(Said, events)[0].text

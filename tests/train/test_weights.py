@@ -16,5 +16,5 @@ def test_the_kept_weights_come_back(tmp_path, on_disk):
         best.keep(step)
     model.weight.data.fill_(3.0)
     model.running_mean.fill_(3.0)
-    assert best.restore()
+    assert best.restore() == 1
     assert model.weight.tolist() == model.running_mean.tolist() == [2.0, 2.0]

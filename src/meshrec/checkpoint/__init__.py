@@ -2,6 +2,7 @@
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
 from meshrec.checkpoint.delta import RowTracker
+from meshrec.checkpoint.finding import find_checkpoint
 from meshrec.checkpoint.manager import CheckpointManager
 from meshrec.checkpoint.manifest import Manifest, read_manifest
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
@@ -17,6 +18,7 @@ __all__ = [
     "RowTracker",
     "async_save",
     "export_safetensors",
+    "find_checkpoint",
     "import_weights",
     "load",
     "read_manifest",

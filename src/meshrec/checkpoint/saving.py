@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_error, combined, ranks_of
 from meshrec.checkpoint.data_file import Written
+from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
 from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, collect, merged, prepare
@@ -77,29 +78,31 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
     """Loads a checkpoint into a state with the entries that are wanted, in place. Collective.
 
     The plan and the number of ranks may be others than at the time of saving. A rank whose number existed
-    then
-    goes on with its random numbers. Every byte is verified before it is used.
+    then goes on with its random numbers. Every byte is verified before it is used.
 
     Args:
+        path: a checkpoint, or a run's folder: the weights that the run reports, see `find_checkpoint`.
         state: as for ``save``; plain values are replaced in it.
         partial: modules take what the checkpoint has of them and keep the rest, such as pretrained tables;
-        the
-            log says what was left.
+            the log says what was left.
 
     Raises:
         ValueError: on every rank, for a state that does not fit; nothing has been changed then.
         DamagedCheckpointError: on every rank, for files that are not what was written; when that is seen
-        only in
-            the data, the state is partly loaded.
+            only in the data, the state is partly loaded.
     """
-    folder, axis = Path(path), ranks_of(group)
+    axis = ranks_of(group)
     box: dict[str, Any] = {}
 
     def begin() -> None:
+        # Of a run: the weights that it reports. What is no run is read as it is, to name what is wrong.
+        is_run = (Path(path) / BEST).is_dir() or (Path(path) / CHECKPOINTS).is_dir()
+        box["folder"] = folder = find_checkpoint(path) if is_run else Path(path)
         box["manifest"] = manifest = read_manifest(folder)
         box["loading"] = prepare(state, manifest, axis.rank, partial=partial)
 
-    agreed(axis, begin, f"reading {folder}")
+    agreed(axis, begin, f"reading {path}")
+    folder: Path = box["folder"]
     loading = box["loading"]
     with _errors_of_dcp(f"loading {folder}"):
         dcp_load(

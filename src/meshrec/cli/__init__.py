@@ -1,1 +1,1 @@
-"""The command line: ``meshrec plan``, ``meshrec calibrate``."""
+"""The command line: ``meshrec train``, ``meshrec runs``, ``meshrec plan`` and others."""

@@ -1,52 +1,86 @@
 """``python -m meshrec.cli``, and the ``meshrec`` command."""
 
+import errno
+import importlib
+import os
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import tyro
 
-from meshrec.cli import calibrate, checkpoint, plan, runs, train
-from meshrec.cli.arguments import parse
+class Command(NamedTuple):
+    """Where ``main(arguments) -> exit code`` of a command is, and what it does."""
 
-_COMMANDS = (
-    Annotated[train.TrainOptions, tyro.conf.subcommand("train")]
-    | Annotated[runs.RunsOptions, tyro.conf.subcommand("runs")]
-    | Annotated[checkpoint.CheckpointOptions, tyro.conf.subcommand("checkpoint")]
-    | Annotated[plan.PlanOptions, tyro.conf.subcommand("plan")]
-    | Annotated[calibrate.CalibrateOptions, tyro.conf.subcommand("calibrate")]
-)
-_DESCRIPTION = "Recommender models with large embedding tables: train them, plan where their tables go."
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("meshrec.cli.train", "Trains a recipe, and leaves a folder with all there is to see."),
+    "runs": Command("meshrec.cli.runs", "Lists the training runs, compares and removes them."),
+    "checkpoint": Command("meshrec.cli.checkpoint", "Looks into checkpoints, takes weights in and out."),
+    "plan": Command("meshrec.cli.plan", "Plans where tables go, explains and compares plans."),
+    "calibrate": Command("meshrec.cli.calibrate", "Measures this machine for the planner."),
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> int:
     """Runs the command line; 1 with a message for what the user can mend."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"meshrec {version('meshrec')}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        print(
+            f"meshrec: there is no {kind} {name!r}; the command comes first, one of {', '.join(COMMANDS)}.",
+            file=sys.stderr,
+        )
+        return 2
+    return _run(COMMANDS[name], rest)
+
+
+def _run(command: Command, arguments: Sequence[str]) -> int:
     try:
-        if sys.argv[1:2] == ["train"]:  # its options depend on the recipe that it names
-            return train.main(sys.argv[2:])
-        if sys.argv[1:2] == ["checkpoint"]:  # it has commands of its own
-            return checkpoint.main(sys.argv[2:])
-        options = parse(_COMMANDS, sys.argv[1:], program="meshrec", description=_DESCRIPTION)
-        match options:
-            case plan.PlanOptions():
-                plan.run(options)
-            case runs.RunsOptions():
-                runs.run(options)
-            case calibrate.CalibrateOptions():
-                calibrate.run(options)
+        code: int = importlib.import_module(command.module).main(arguments)
+        return code
     except (ValueError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:  # of no extra
             raise
         print(f"meshrec: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        if error.filename is None or sys.argv[1] == "train":  # a rank that fails shows where
+        full = error.errno in _FULL
+        if not full and (error.filename is None or command is COMMANDS["train"]):  # a rank shows where
             raise
-        print(
-            f"meshrec: {error.filename}: {error.strerror}. Look at the path and its permissions.",
-            file=sys.stderr,
-        )
+        where = error.filename or os.getcwd()
+        remedy = "Make room on the disk" if full else "Look at the path and its permissions"
+        print(f"meshrec: {where}: {error.strerror}. {remedy}.", file=sys.stderr)
         return 1
-    return 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: meshrec [-h] [--version] {{{','.join(COMMANDS)}}} ...",
+            "",
+            "Recommender models with large embedding tables: train them, plan where their tables go.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`meshrec COMMAND --help` says what a command takes.",
+        ]
+    )
 
 
 if __name__ == "__main__":

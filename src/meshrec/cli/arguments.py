@@ -45,6 +45,6 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
     Raises:
         SystemExit: The help was asked for (0), or an argument is wrong (2): both are printed.
     """
-    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+    config = (tyro.conf.AvoidSubcommands,)
     with _REGISTRY:
         return tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)

@@ -1,5 +1,6 @@
 """``meshrec calibrate``: measures the machine and saves a hardware profile."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from meshrec.calibration.calibrate import Sizes, calibrate
+from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner.hardware import HardwareProfile
@@ -34,6 +36,12 @@ class CalibrateOptions:
     """cpu or cuda."""
     quick: bool = False
     """Small tables and few rounds: a rough profile in seconds."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses and does it; the exit code."""
+    run(parse(CalibrateOptions, arguments, program="meshrec calibrate"))
+    return 0
 
 
 def run(options: CalibrateOptions) -> None:

@@ -10,12 +10,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshrec.checkpoint import export_safetensors, import_weights, read_manifest, verify_data
-from meshrec.checkpoint.manifest import DTYPE_NAMES, MANIFEST, Manifest
+from meshrec.checkpoint import export_safetensors, find_checkpoint, import_weights, read_manifest, verify_data
+from meshrec.checkpoint.finding import all_checkpoints
+from meshrec.checkpoint.manifest import DTYPE_NAMES, Manifest
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.planner.sizes import size_text
-from meshrec.train.run_folder import CHECKPOINTS
 
 _PIPE_WIDTH = 140
 
@@ -25,7 +25,11 @@ class InspectOptions:
     """Shows what is in a checkpoint: step, entries, tensors, types, shapes, sizes."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of them, or a run: its newest."""
+    """A checkpoint, a folder of them (the newest), or a run (the weights that it reports)."""
+    step: int | None = None
+    """The checkpoint of that step instead."""
+    last: bool = False
+    """Of a run, the last step instead."""
     json: bool = False
     """Print JSON."""
 
@@ -43,9 +47,13 @@ class ExportOptions:
     """Writes the weights of a checkpoint's model as one safetensors file of whole tensors."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of them, or a run: its newest."""
+    """A checkpoint, a folder of them (the newest), or a run (the weights that it reports)."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The file to write."""
+    step: int | None = None
+    """The checkpoint of that step instead."""
+    last: bool = False
+    """Of a run, the last step instead."""
     to: str = "safetensors"
     """The format: safetensors."""
     entry: str | None = None
@@ -95,58 +103,40 @@ def run(options: InspectOptions | VerifyOptions | ExportOptions | ImportOptions)
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options:
         case InspectOptions():
-            path = _newest(options.path)
+            path = find_checkpoint(options.path, step=options.step, last=options.last)
             manifest = read_manifest(path)
             if options.json:
                 print(json.dumps(_summary(path, manifest)))
             else:
                 _print(console, path, manifest)
         case VerifyOptions():
-            return _verify(console, _all(options.path))
+            return _verify(console, options.path)
         case ExportOptions():
             if options.to != "safetensors":
                 raise ValueError(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
             check_output(options.out)
-            names = export_safetensors(_newest(options.path), options.out, entry=options.entry)
-            console.print(f"{len(names)} tensors in {options.out}")
+            path = find_checkpoint(options.path, step=options.step, last=options.last)
+            names = export_safetensors(path, options.out, entry=options.entry)
+            console.print(f"{path}: {len(names)} tensors in {options.out}")
         case ImportOptions():
             names = import_weights(options.source, options.out, entry=options.entry, rename=options.rename)
             console.print(f"{len(names)} tensors in {options.out}: {', '.join(names)}")
     return 0
 
 
-def _verify(console: Console, paths: Sequence[Path]) -> int:
+def _verify(console: Console, path: Path) -> int:
     failed = 0
-    for path in paths:
+    for each in all_checkpoints(path):
         try:
-            manifest = read_manifest(path)
-            verify_data(path, manifest)
-            console.print(f"{path}: sound, {size_text(manifest.num_bytes)}")
+            manifest = read_manifest(each)
+            verify_data(each, manifest)
+            console.print(f"{each}: sound, {size_text(manifest.num_bytes)}")
         except RuntimeError as error:
             failed = 1
             console.print(str(error), markup=False)
     return failed
-
-
-def _all(path: Path) -> list[Path]:
-    if (path / MANIFEST).exists() or path.name.startswith("step-"):
-        return [path]
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    found = sorted(each for each in folder.glob("step-*") if each.is_dir())
-    if not found:
-        raise ValueError(
-            f"{path} is no checkpoint, and holds none. Name a folder that `meshrec train` wrote."
-        )
-    return found
-
-
-def _newest(path: Path) -> Path:
-    finished = [each for each in _all(path) if (each / MANIFEST).exists()]
-    if not finished:
-        raise ValueError(f"{path} holds no finished checkpoint. Name a checkpoint, or a folder of them.")
-    return finished[-1]
 
 
 def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:

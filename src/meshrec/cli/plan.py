@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table as Grid
 
+from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
@@ -71,6 +73,12 @@ class PlanOptions:
     """For a recipe: measure its dense part here, and compare copies, shards and stages of it."""
     compare: Path | None = None
     """A training run's folder or phases.jsonl, to compare with SOURCE's prediction or its own plan's."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses and does it; the exit code."""
+    run(parse(PlanOptions, arguments, program="meshrec plan"))
+    return 0
 
 
 def run(options: PlanOptions) -> None:
@@ -156,7 +164,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         if str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
         raise ValueError(
-            f"{source} is no file and no recipe; give a task file, a saved plan, or one of "
+            f"{source} is no file in {Path.cwd()} and no recipe; give a task file, a saved plan, or one of "
             f"{', '.join(RECIPES)}."
         )
     if "planner" in read_json(source, "a task file or a saved plan"):

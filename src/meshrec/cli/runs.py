@@ -1,30 +1,65 @@
-"""``meshrec runs``: lists training runs, and puts two side by side."""
+"""``meshrec runs``: lists training runs, compares them, and removes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from meshrec.cli.arguments import parse
 from meshrec.train.report import phase_times
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat
+from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat, remove_run
 
 _PIPE_WIDTH = 140
+_USAGE = "write `meshrec runs`, `meshrec runs compare A B ...` or `meshrec runs rm A ...`"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunsOptions:
-    """Lists the training runs; `meshrec runs compare A B` puts two side by side."""
+    """Lists the training runs; `compare A B ...` puts some side by side, `rm A ...` removes some."""
 
     words: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[compare A B]", help_behavior_hint="")
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="[compare A B ... | rm A ...]", help_behavior_hint=""),
     ] = ()
-    """Two runs, by name, to put side by side; otherwise all are listed."""
+    """Runs, by name, to compare with the first, or to remove; otherwise all are listed."""
     runs: Path = RUNS
     """Where run folders are."""
+    state: Literal["running", "stopped", "failed", "finished"] | None = None
+    """List only runs in that state."""
+    recipe: str | None = None
+    """List only runs of that recipe."""
+    sort: Literal["began", "name", "state", "steps", "speed", "auc", "loss", "test"] = "began"
+    """What to sort by: the best last, as far as there is a best."""
+
+
+class Figure(NamedTuple):
+    """A number of a run; ``better`` says which way is better: 1 up, -1 down, 0 neither."""
+
+    name: str
+    value: float
+    better: int = 0
+
+
+_BETTER = {"auc": 1, "accuracy": 1, "loss": -1, "normalized_entropy": -1}
+_PLAIN = {
+    "step": 0,
+    "samples": 0,
+    "samples_per_second": 1,
+    "train_seconds": -1,
+    "seconds": -1,
+    "weights_step": 0,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses and does it; the exit code."""
+    run(parse(RunsOptions, arguments, program="meshrec runs"))
+    return 0
 
 
 def run(options: RunsOptions) -> None:
@@ -33,75 +68,152 @@ def run(options: RunsOptions) -> None:
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options.words:
         case ():
-            found = all_runs(options.runs)
-            if not found:
-                raise ValueError(f"{options.runs} holds no run; start one: meshrec train RECIPE.")
-            console.print(_list(found))
-        case ("compare", first, second):
-            for table in compare(find_run(first, options.runs), find_run(second, options.runs)):
+            console.print(_list(_wanted(options)))
+        case ("compare", first, second, *more):
+            for table in compare([find_run(name, options.runs) for name in (first, second, *more)]):
                 console.print(table)
+        case ("rm", first, *more):
+            for folder in [find_run(name, options.runs) for name in (first, *more)]:
+                remove_run(folder)
+                console.print(f"removed {folder.path}")
         case words:
-            raise ValueError(
-                f"meshrec runs {' '.join(words)}: write `meshrec runs` or `meshrec runs compare A B`."
-            )
+            raise ValueError(f"meshrec runs {' '.join(words)}: {_USAGE}.")
 
 
-def compare(first: RunFolder, second: RunFolder) -> list[Table]:
-    """Results side by side, then the options that differ."""
+def compare(runs: Sequence[RunFolder]) -> list[Table]:
+    """Results side by side, each compared with the first run's; then the options that differ."""
     results = Table(title="results", title_justify="left", title_style="bold")
-    for name in ("", first.path.name, second.path.name, "change"):
-        results.add_column(name, justify="right" if name else "left")
-    figures = [dict(_figures(run)) for run in (first, second)]
-    for name in {**figures[0], **figures[1]}:
-        old, new = (each.get(name) for each in figures)
-        change = f"{new - old:+,.4g}" if old is not None and new is not None else ""
-        results.add_row(name, _number(old), _number(new), change)
+    names = [each.path.name for each in runs]
+    results.add_column("")
+    for name in names:
+        results.add_column(name, justify="right")
+    figures = [{figure.name: figure for figure in _figures(each)} for each in runs]
+    for name in {name: None for found in figures for name in found}:
+        row = [found.get(name) for found in figures]
+        results.add_row(name, *(_compared(row[0], each) for each in row))
     options = Table(title="options that differ", title_justify="left", title_style="bold")
-    for name in ("", first.path.name, second.path.name):
+    for name in ("", *names):
         options.add_column(name)
-    configs = [dict(flat(run.read_json(CONFIG) or {})) for run in (first, second)]
-    for name in {**configs[0], **configs[1]}:
-        old, new = (each.get(name) for each in configs)
-        if old != new and name != "began":
-            options.add_row(name, _text(old), _text(new))
+    configs = [dict(flat(_options(each))) for each in runs]
+    for name in {name: None for found in configs for name in found}:
+        values = [found.get(name) for found in configs]
+        if any(value != values[0] for value in values):
+            options.add_row(name, *map(_text, values))
     return [results, options] if options.row_count else [results]
+
+
+def _compared(first: Figure | None, figure: Figure | None) -> str:
+    """A value; of another run than the first also the change, and whether that is better."""
+    if figure is None:
+        return "-"
+    text = _number(figure.value)
+    if first is None or first is figure:
+        return text
+    change = figure.value - first.value
+    text = f"{text} ({change:+,.4g})"
+    if not change or not figure.better:
+        return text
+    is_better = (change > 0) == (figure.better > 0)
+    return f"[green]{text} better[/green]" if is_better else f"[red]{text} worse[/red]"
+
+
+def _options(run: RunFolder) -> dict[str, Any]:
+    config = run.read_json(CONFIG) or {}
+    return {name: config.get(name) for name in ("recipe", "ranks", "device", "data", "torch")}
+
+
+def _wanted(options: RunsOptions) -> list[RunFolder]:
+    found = all_runs(options.runs)
+    if not found:
+        raise ValueError(f"{options.runs.resolve()} holds no run; start one: meshrec train RECIPE.")
+    chosen = [
+        each
+        for each in found
+        if options.state in (None, each.state().name) and options.recipe in (None, _recipe(each))
+    ]
+    if not chosen:
+        raise ValueError(
+            f"none of the {len(found)} runs in {options.runs} is so; leave --state or --recipe out."
+        )
+    key = _KEYS.get(options.sort)
+    return (
+        chosen if key is None else sorted(chosen, key=lambda each: key(each, each.read_json(SUMMARY) or {}))
+    )
+
+
+def _recipe(folder: RunFolder) -> str:
+    return str((folder.read_json(CONFIG) or {}).get("recipe", {}).get("name", "?"))
+
+
+def _of(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str, Any]], Any]:
+    """A sort key: what a summary has at a path; runs without it come first."""
+
+    def key(_: RunFolder, summary: Mapping[str, Any]) -> float:
+        value: Any = summary
+        for name in path:
+            value = (value or {}).get(name)
+        return float("-inf") if value is None else sign * float(value)
+
+    return key
+
+
+_KEYS: Mapping[str, Callable[[RunFolder, Mapping[str, Any]], Any]] = {
+    "name": lambda folder, _: folder.path.name,
+    "state": lambda folder, _: folder.state().name,
+    "steps": _of("step"),
+    "speed": _of("samples_per_second"),
+    "auc": _of("validation", "auc"),
+    "loss": _of("validation", "loss", sign=-1),
+    "test": _of("test", "auc"),
+}
 
 
 def _list(found: Sequence[RunFolder]) -> Table:
     table = Table()
-    for name in ("run", "recipe", "began", "ranks", "state", "steps", "samples/s", "AUC", "log loss"):
-        table.add_column(
-            name, justify="right" if name in ("ranks", "steps", "samples/s", "AUC", "log loss") else "left"
-        )
+    numbers = ("ranks", "steps", "samples/s", "AUC", "log loss", "test AUC")
+    for name in ("run", "recipe", "began", "ranks", "state", *numbers[1:]):
+        table.add_column(name, justify="right" if name in numbers else "left")
     for folder in found:
-        config, summary = folder.read_json(CONFIG) or {}, folder.read_json(SUMMARY) or {}
-        validation = summary.get("validation", {})
+        config, summary, state = (
+            folder.read_json(CONFIG) or {},
+            folder.read_json(SUMMARY) or {},
+            folder.state(),
+        )
+        validation, test = summary.get("validation") or {}, summary.get("test") or {}
         table.add_row(
             folder.path.name,
-            config.get("recipe", {}).get("name", "?"),
+            _recipe(folder),
             str(config.get("began", "?"))[:16].replace("T", " "),
             str(config.get("ranks", "?")),
-            summary.get("state", "running, or ended without a word"),
-            _number(summary.get("step")),
+            state.name if state.error is None else f"{state.name}: {state.error}",
+            _number(summary.get("step") if state.step is None else state.step),
             _number(summary.get("samples_per_second")),
             _number(validation.get("auc")),
             _number(validation.get("loss")),
+            _number(test.get("auc")),
         )
     return table
 
 
-def _figures(folder: RunFolder) -> list[tuple[str, float]]:
+def _figures(folder: RunFolder) -> list[Figure]:
     summary: dict[str, Any] = folder.read_json(SUMMARY) or {}
-    found = [(f"validation {name}", value) for name, value in summary.get("validation", {}).items()]
-    found += [(name.replace("_", " "), summary[name]) for name in _PLAIN if summary.get(name) is not None]
+    found = [
+        Figure(f"{data} {name}", value, _BETTER.get(name, 0))
+        for data in ("validation", "test")
+        for name, value in (summary.get(data) or {}).items()
+        if value is not None
+    ]
+    found += [
+        Figure(name.replace("_", " "), summary[name], better)
+        for name, better in _PLAIN.items()
+        if summary.get(name) is not None
+    ]
     for rank in phase_times(folder):
         found += [
-            (f"rank {rank['rank']}: {name}, ms", 1e3 * seconds) for name, seconds in rank["phases"].items()
+            Figure(f"rank {rank['rank']}: {name}, ms", 1e3 * seconds, -1)
+            for name, seconds in rank["phases"].items()
         ]
     return found
-
-
-_PLAIN = ("step", "samples", "samples_per_second", "train_seconds", "best_step")
 
 
 def _number(value: float | None) -> str:

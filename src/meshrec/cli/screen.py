@@ -9,12 +9,25 @@ from rich.table import Table
 
 from meshrec.planner import PlannedShardingPlan
 from meshrec.reports.plan_report import PlanReport, make_report
-from meshrec.train.observers import Evaluated, Event, Finished, Line, Logged, Observer, Said, Started, Stepped
+from meshrec.train.observers import (
+    Advanced,
+    Evaluated,
+    Event,
+    Finished,
+    Line,
+    Logged,
+    Observer,
+    Said,
+    Started,
+    Stepped,
+)
 from meshrec.train.run_folder import RunFolder
+from meshrec.train.worker import commands
 
 _PIPE_WIDTH = 120
 _MOST_RANKS = 16
 _MOST_NAMES = 8
+_MOST_FAILURES = 3
 _MIB = 2**20
 
 
@@ -53,7 +66,7 @@ class LineScreen:
                 self._print(summary_table(summary))
                 for text in closing_lines(self._folder, summary):
                     self._print(text, soft_wrap=True)
-            case Stepped():
+            case Stepped() | Advanced():
                 pass
 
 
@@ -87,6 +100,10 @@ class LiveScreen:
                     speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
                     quality=f"loss {line['loss']:.4f}  AUC {_auc(line)}",
                 )
+            case Advanced(what, done) if self._task is not None:
+                self._progress.update(
+                    self._task, description=what, total=100, completed=int(100 * done), speed="", quality=""
+                )
             case Evaluated(line, is_best):
                 self._progress.console.print(validation_text(line, is_best))
             case Said(text):
@@ -115,7 +132,8 @@ def headline(start: Started) -> str:
     again = f", from step {start.first_step}" if start.first_step else ""
     return (
         f"[bold]{start.recipe.name}[/bold]: {start.num_samples:,} samples of {start.dataset} "
-        f"({start.num_validation:,} for validation), {where}, {start.num_steps:,} steps of "
+        f"({start.num_validation:,} for validation, {start.num_test:,} for the test), {where}, "
+        f"{start.num_steps:,} {'step' if start.num_steps == 1 else 'steps'} of "
         f"{start.recipe.training.batch_size:,}{again}\n"
         f"{_count(start.num_table_parameters)} parameters in tables, "
         f"{_count(start.num_dense_parameters)} in the dense part"
@@ -150,20 +168,22 @@ def plan_lines(report: PlanReport) -> list[str]:
 def validation_text(line: Line, is_best: bool) -> str:
     """An evaluation."""
     best = "  [green](best so far)[/green]" if is_best else ""
-    return f"validation at step {line['step']:>6}: AUC {_auc(line)}  loss {line['loss']:.4f}{best}"
+    return f"{line['kind']} at step {line['step']:>6}: AUC {_auc(line)}  loss {line['loss']:.4f}{best}"
 
 
 def summary_table(summary: Line) -> Table:
-    """Quality against the baselines."""
-    table = Table(title="validation", title_justify="left", title_style="bold")
-    for name in ("", "AUC", "log loss", "normalized entropy", "calibration"):
-        table.add_column(name, justify="right" if name else "left")
-    for name, quality in summary["baselines"].items():
-        table.add_row(name, *_quality(quality))
-    if summary["validation"]:
-        table.add_row(summary["recipe"], *_quality(summary["validation"]), style="bold green")
-    if summary.get("best_possible_auc"):
-        table.add_row("the best possible", f"{summary['best_possible_auc']:.4f}", "", "", "")
+    """Quality against the baselines, on the data that chose the weights and on that of the test."""
+    title = f"the weights of step {summary['weights_step']:,}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("", "data", "AUC", "log loss", "normalized entropy", "calibration"):
+        table.add_column(name, justify="left" if name in ("", "data") else "right")
+    for data, key in (("validation", "baselines"), ("test", "baselines_test")):
+        for name, quality in summary[key].items():
+            table.add_row(name, data, *_quality(quality))
+        if summary[data]:
+            table.add_row(summary["recipe"], data, *_quality(summary[data]), style="bold")
+        if data == "validation" and summary.get("best_possible_auc"):
+            table.add_row("the best possible", data, f"{summary['best_possible_auc']:.4f}", "", "", "")
     return table
 
 
@@ -171,13 +191,31 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
     """Speed, and where to look next."""
     path = folder.path
     lines = [
-        f"{summary['state']} at step {summary['step']:,}: {summary['samples']:,} samples in "
-        f"{summary['seconds']:.1f} s, {summary['samples_per_second']:,.0f} samples/s while training"
+        f"{summary['state']} at step {summary['step']:,}: {summary['seconds']:.1f} s in all, "
+        f"{summary['train_seconds']:.1f} s of them training; {summary['samples']:,} samples, "
+        f"{summary['samples_per_second']:,.0f} samples/s while training"
     ]
-    if summary["state"] == "stopped":
+    lines += [f"no checkpoint was saved: {failure}" for failure in summary["failed_saves"][-_MOST_FAILURES:]]
+    lines += [
+        f"skipped {count_text(sum(reasons.values()), 'row')} of {file}"
+        for file, reasons in summary["skipped"].items()
+    ]
+    step = next((row for row in summary["phases"] if row["phase"] == "step"), None)
+    if step is not None and step["predicted"]:
         lines.append(
-            f"stopped as asked, with a checkpoint: to go on, add `--name {path.name} --resume` to the command"
+            f"a step's tables took {1e3 * step['measured']:.2f} ms, the plan's model says "
+            f"{1e3 * step['predicted']:.2f} ms ({step['measured'] / step['predicted']:.1f} times)"
         )
+    if summary["state"] == "failed":
+        lines.append(f"[bold red]failed[/bold red]: {summary['error']}")
+    commanded = commands(folder)
+    if summary["state"] == "stopped":
+        lines.append(f"stopped as asked, with a checkpoint: to go on, {commanded['resume']}")
+    if summary["checkpoints"]["weights"]:
+        lines.append(f"the weights:  {summary['checkpoints']['weights']}")
+        lines.append(f"export them:  {commanded['export']}")
+    if summary["checkpoints"]["last"]:
+        lines.append(f"last step:    {summary['checkpoints']['last']}")
     return [
         *lines,
         f"the run:      {path / 'report.html'}",
@@ -185,6 +223,11 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
         f"TensorBoard:  tensorboard --logdir {path.parent}",
         "all runs:     meshrec runs",
     ]
+
+
+def count_text(count: int, noun: str) -> str:
+    """Such as "1 row", "1,000 rows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _types(report: PlanReport) -> str:

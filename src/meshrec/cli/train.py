@@ -4,10 +4,11 @@ import dataclasses
 import inspect
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -17,22 +18,32 @@ from meshrec.train.launch import launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import RUNS, RunFolder, new_run
-from meshrec.train.worker import RUN_VARIABLE, Job, work
+from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, drop_unstarted, new_run
+from meshrec.train.saved_recipe import changes, load_recipe
+from meshrec.train.worker import (
+    BEGAN_VARIABLE,
+    RANK_TIMEOUT,
+    RUN_VARIABLE,
+    Job,
+    commands,
+    record_failure,
+    work,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Trains a recipe: plans, shards, trains, evaluates, and leaves a folder with all there is to see.
 
-    RECIPE is a name, path/to/file.py:function or package.module:function. Its own options follow it:
-    `meshrec train RECIPE --help` lists them. Several nodes: torchrun ... -m meshrec train RECIPE.
+    RECIPE is a name, path/to/file.py:function or package.module:function. It has options of its own:
+    `meshrec train RECIPE --help` lists them. `meshrec train --resume --name RUN` goes on with a run; options
+    given then are changes to it. Several nodes: torchrun ... -m meshrec train RECIPE.
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
     """What to train; `meshrec train --help` lists the names."""
-    nproc: int = 1
-    """Ranks on this machine."""
+    nproc: int | None = None
+    """Ranks on this machine; if none, 1, and to resume as many as the run had."""
     name: str | None = None
     """The run's name; if none, the recipe's with the next number."""
     runs: Path = RUNS
@@ -40,60 +51,163 @@ class TrainOptions:
     device: str | None = None
     """cpu or cuda; if none, cuda where there is one."""
     resume: bool = False
-    """Go on with a run from its last checkpoint."""
+    """Go on with a run from its last checkpoint; if there is no name, with the recipe's last one."""
     quiet: bool = False
     """Lines in place of a live display."""
     profile: bool = False
     """Trace a few steps for Perfetto (ui.perfetto.dev)."""
-    baselines: bool = True
-    """Judge the three baselines, too; the flag leaves them out."""
+    baselines: bool = False
+    """Judge three baselines on the same data, too: global mean, item popularity, logistic regression."""
     max_restarts: int = 0
     """How often to start all ranks anew when one fails."""
+    rank_timeout: float = RANK_TIMEOUT
+    """Seconds to wait for a rank that does not answer, while training."""
+
+
+_FLAGS = {each.name for each in dataclasses.fields(TrainOptions) if each.type in (bool, "bool")}
+_VALUED = {each.name for each in dataclasses.fields(TrainOptions)} - _FLAGS - {"recipe"}
+
+
+class _Asked(NamedTuple):
+    """The recipe's name, the other arguments, and the run to go on with."""
+
+    source: str
+    recipe: Recipe
+    rest: list[str]
+    resumed: RunFolder | None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parses, launches or works; the exit code."""
-    if not arguments or arguments[0].startswith("-"):
-        _help(arguments)
-        return 0 if arguments else 2
-    recipe = resolve(arguments[0])
-    options, recipe = parse(arguments, recipe)
+    began = os.environ.get(BEGAN_VARIABLE, str(time.time()))
+    at = recipe_at(arguments)
+    if at is None and "--resume" not in arguments:
+        return _help(arguments)
+    asked = _asked(arguments, at)
+    options, recipe = parse([asked.source, *asked.rest], asked.recipe)
+    resumed = asked.resumed
     job = Job(
         recipe=recipe,
-        name=options.name,
+        source=asked.source,
+        name=options.name if resumed is None else resumed.path.name,
         runs=options.runs,
         device=options.device,
         resume=options.resume,
+        changes=[] if resumed is None else changes(asked.recipe, recipe),
         profile=options.profile,
         baselines=options.baselines,
+        rank_timeout=options.rank_timeout,
     )
     if launched():
-        try:
-            work(job, make_screen(quiet=options.quiet))
-        except ValueError:
-            made = os.environ.get(RUN_VARIABLE)
-            if made and RunFolder(Path(made)).error(int(os.environ["RANK"])).is_file():
-                return 1  # our launcher tells it once, for all ranks
-            raise
-        return 0
-    if options.nproc < 1:
-        raise ValueError(f"--nproc is {options.nproc}; it must be at least 1.")
-    recipe.check(options.nproc)
+        return _as_rank(job, quiet=options.quiet)
+    nproc = options.nproc
+    if nproc is None:
+        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
+    if nproc < 1:
+        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
+    if options.rank_timeout <= 0:
+        raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
+    recipe.check(nproc)
     device = choose_device(options.device)
-    if options.nproc == 1 and options.max_restarts == 0:
-        work(job, make_screen(quiet=options.quiet))
-        return 0
-    folder = new_run(options.name, recipe.name, options.runs, resume=options.resume)
+    if nproc == 1 and options.max_restarts == 0:
+        return _code(work(job, make_screen(quiet=options.quiet)))
+    if resumed is not None and resumed.state().name == "running":
+        raise ValueError(f"{resumed.path} is running already; stop it first.")
+    folder = resumed or new_run(options.name, recipe.name, options.runs)
+    for rank in range(nproc):
+        folder.error(rank).unlink(missing_ok=True)
     ended = launch(
-        ["train", *arguments, "--device", device],
-        num_ranks=options.nproc,
+        ["train", asked.source, *asked.rest, "--device", device],
+        num_ranks=nproc,
         folder=folder,
         max_restarts=options.max_restarts,
-        environment={RUN_VARIABLE: str(folder.path)},
+        environment={RUN_VARIABLE: str(folder.path), BEGAN_VARIABLE: began},
     )
     if ended.error is not None:
-        sys.stderr.write(f"meshrec: {ended.error}\n")
-    return ended.code
+        return _tell_failure(folder, ended.error, ended.code)
+    return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def recipe_at(arguments: Sequence[str]) -> int | None:
+    """Where among the arguments the recipe is: options may stand before it and after it.
+
+    What follows an option of a recipe may be its value, and is the recipe only if it looks like one.
+    """
+    candidates = []
+    taken = False  # as a value by the option before
+    unsure = False
+    for number, word in enumerate(arguments):
+        if word.startswith("-"):
+            name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
+            taken = name in _VALUED and not equals
+            unsure = "." in name and not equals
+            continue
+        if not taken:
+            candidates.append((number, unsure))
+        taken = unsure = False
+    for doubt in (False, True):
+        for number, unsure in candidates:
+            if unsure is doubt and (arguments[number] in RECIPES or ":" in arguments[number]):
+                return number
+    return next((number for number, unsure in candidates if not unsure), None)
+
+
+def _asked(arguments: Sequence[str], at: int | None) -> _Asked:
+    rest = [word for number, word in enumerate(arguments) if number != at]
+    source = None if at is None else arguments[at]
+    if "--resume" not in rest:
+        assert source is not None
+        return _Asked(source, resolve(source), rest, None)
+    name, runs = _value(rest, "--name"), Path(_value(rest, "--runs") or RUNS)
+    made = os.environ.get(RUN_VARIABLE)
+    if made:
+        folder = RunFolder(Path(made))
+    elif source is None and name is None:
+        raise ValueError("--resume: name the run to go on with (--name RUN), or its recipe.")
+    else:
+        folder = new_run(name, resolve(source).name if source else "", runs, resume=True)
+    recipe = load_recipe(folder, source)
+    return _Asked(source or str(folder.read_json(CONFIG)["source"]), recipe, rest, folder)
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    for number, word in enumerate(arguments):
+        if word == option and number + 1 < len(arguments):
+            return arguments[number + 1]
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _as_rank(job: Job, *, quiet: bool) -> int:
+    ours = os.environ.get(RUN_VARIABLE)
+    try:
+        summary = work(job, make_screen(quiet=quiet))
+    except Exception:
+        if ours and RunFolder(Path(ours)).error(int(os.environ["RANK"])).is_file():
+            return 1  # our launcher tells it once, for all ranks
+        raise
+    return 0 if ours else _code(summary)
+
+
+def _code(summary: dict[str, Any]) -> int:
+    return 1 if summary["state"] == "failed" else 0
+
+
+def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
+    sys.stderr.write(f"meshrec: {error}\n")
+    record_failure(folder, error.splitlines()[0])
+    if not (folder.path / CONFIG).exists():
+        if str(folder.path) not in error:  # it names no file in there
+            drop_unstarted(folder)
+        return code
+    if list(folder.path.glob("checkpoints/step-*/manifest.json")):
+        sys.stderr.write(f"to go on from the last checkpoint: {commands(folder)['resume']}\n")
+    else:
+        sys.stderr.write(
+            "no checkpoint was saved: train anew (--training.checkpoint-every saves on the way)\n"
+        )
+    return code
 
 
 def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recipe]:
@@ -118,13 +232,21 @@ def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recip
     return parsed.options, dataclasses.replace(recipe, **{name: getattr(parsed, name) for name in parts})
 
 
-def _help(arguments: Sequence[str]) -> None:
+def _help(arguments: Sequence[str]) -> int:
+    """The help of all recipes together; 2 where a recipe is missing."""
     names = "\n".join(
         f"  {name}: {(function.__doc__ or '').splitlines()[0]}" for name, function in RECIPES.items()
     )
+    asked_for = "--help" in arguments or "-h" in arguments
+    if not asked_for and arguments:
+        raise ValueError(
+            f"meshrec train {' '.join(arguments)}: which recipe? One of {', '.join(RECIPES)}, or your own: "
+            "path/to/file.py:function."
+        )
     parse_arguments(
         TrainOptions,
-        arguments or ["--help"],
+        ["--help"],
         program="meshrec train",
         description=f"{inspect.getdoc(TrainOptions)}\n\nRecipes:\n{names}",
     )
+    return 2

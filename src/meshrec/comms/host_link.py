@@ -239,6 +239,11 @@ links.data = _OpenedWhenMissed()  # type: ignore[attr-defined]  # no call of our
 _open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
+def open_links() -> list[HostLink]:
+    """The links of this process."""
+    return list(_open_links)
+
+
 def open_link(group: dist.ProcessGroup) -> HostLink | None:
     """A new link between the ranks of a group; None where gloo has to do. Collective.
 

@@ -20,7 +20,9 @@ class Batch:
     sparse: KeyedJaggedTensor
     """B bags per key."""
     labels: Tensor
-    """[B] float32."""
+    """[B] float32; NaN where the data has no labels."""
+    rows: Tensor | None = None
+    """[B] int64: which row of the data each sample is, see :attr:`meshrec.data.Reader.files`. On the CPU."""
 
     @property
     def dense_features(self) -> Tensor:
@@ -41,11 +43,12 @@ class Batch:
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
+            self.rows,
         )
 
     def pin_memory(self) -> "Batch":
         """In pinned host memory, from which copies to a GPU do not block."""
-        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), self.rows)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` uses the memory."""

@@ -1,8 +1,8 @@
 """What every source of samples offers: features, readers, and a position that a checkpoint can hold."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshrec.data.batch import Batch
@@ -76,15 +76,17 @@ class Reader(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Samples to train on, samples to judge by, and what both consist of.
+    """Samples to train on, samples to choose and to judge by, and what they consist of.
 
     Args:
         name: for reports.
         features: the keys of ``Batch.sparse``, in order.
         num_dense: columns of ``Batch.dense``.
-        train, validation: the readers; validation keeps one order in all epochs.
+        train, validation, test: the readers; validation chooses among weights, test judges those that were
+            chosen, once. Both keep the order of the data.
         item: the feature that names what is recommended, where there is one.
         best_auc: the AUC that nothing can beat on ``validation``, where it is known.
+        skipped: rows that were left out as damaged so far, by file and reason, each row once.
     """
 
     name: str
@@ -92,8 +94,10 @@ class Dataset:
     num_dense: int
     train: Reader
     validation: Reader | None = None
+    test: Reader | None = None
     item: str | None = None
     best_auc: float | None = None
+    skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
         """One table per feature (or group of features that share one), all of one width.

@@ -158,6 +158,7 @@ def synthetic_clicks(
     *,
     num_samples: int = 1_000_000,
     num_validation: int = 100_000,
+    num_test: int = 100_000,
     num_features: int = 4,
     num_embeddings: int | Sequence[int] = 200,
     ids_per_feature: int = 1,
@@ -172,7 +173,8 @@ def synthetic_clicks(
     samples.
 
     Args:
-        num_samples, num_validation: training and validation samples; without the latter there is no best AUC.
+        num_samples, num_validation, num_test: samples of each part, drawn alike; without validation samples
+            there is no best AUC.
         num_features: keys f0, f1, ...
         num_embeddings: rows of each table, or of all.
         ids_per_feature: ids in each bag.
@@ -189,10 +191,18 @@ def synthetic_clicks(
     sizes = [num_embeddings] * num_features if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != num_features or num_features < 1 or min(sizes) < 1:
         raise ValueError(f"num_embeddings must be >= 1 for each of {num_features} features, got {sizes}.")
-    if num_samples < 1 or num_validation < 0 or ids_per_feature < 1 or num_dense < 0 or exponent <= 0:
+    if (
+        num_samples < 1
+        or num_validation < 0
+        or num_test < 0
+        or ids_per_feature < 1
+        or num_dense < 0
+        or exponent <= 0
+    ):
         raise ValueError(
-            "num_samples and ids_per_feature must be >= 1, num_validation and num_dense >= 0, exponent > 0; "
-            f"got {num_samples=}, {ids_per_feature=}, {num_validation=}, {num_dense=}, {exponent=}."
+            "num_samples and ids_per_feature must be >= 1, num_validation, num_test and num_dense >= 0, "
+            f"exponent > 0; got {num_samples=}, {ids_per_feature=}, {num_validation=}, {num_test=}, "
+            f"{num_dense=}, {exponent=}."
         )
     teacher = Teacher(seed=seed, bias=bias, signal=signal)
 
@@ -209,11 +219,10 @@ def synthetic_clicks(
         )
 
     train = source(0, num_samples)
-    validation, best_auc = None, None
-    if num_validation:
-        held_out = source(1, num_validation)
-        validation = StreamReader(held_out, seed=seed, shuffle=False, window=_BLOCK, lanes=lanes)
-        best_auc = _best_auc(held_out)
+
+    def held_out(split: int, num: int) -> StreamReader | None:
+        return StreamReader(source(split, num), seed=seed, shuffle=False, window=_BLOCK) if num else None
+
     return Dataset(
         name="synthetic_clicks",
         features=tuple(
@@ -222,9 +231,10 @@ def synthetic_clicks(
         ),
         num_dense=num_dense,
         train=StreamReader(train, seed=seed, window=_BLOCK, lanes=lanes),
-        validation=validation,
+        validation=held_out(1, num_validation),
+        test=held_out(2, num_test),
         item="f0",
-        best_auc=best_auc,
+        best_auc=_best_auc(source(1, num_validation)) if num_validation else None,
     )
 
 

@@ -1,13 +1,16 @@
 """Training: recipes, the trainer, and the folder a run leaves behind."""
 
 from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig, tables_on_meta
+from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import RunFolder
+from meshrec.train.run_folder import RunFolder, RunState, find_run
+from meshrec.train.saved_recipe import load_recipe
 from meshrec.train.schedule import Schedule
 from meshrec.train.sources import MovieLens, SyntheticClicks
 from meshrec.train.trainer import Trainer
+from meshrec.train.watch import LossError
 
 __all__ = [
     "RECIPES",
@@ -16,17 +19,24 @@ __all__ = [
     "DataSource",
     "DeepFMConfig",
     "DenseOptimizer",
+    "LossError",
     "ModelConfig",
     "MovieLens",
     "Placement",
     "Ranks",
     "Recipe",
     "RunFolder",
+    "RunState",
     "Schedule",
+    "Scored",
     "SyntheticClicks",
     "Trainer",
     "Training",
+    "evaluate",
+    "find_run",
     "join",
+    "load_recipe",
     "resolve",
+    "score",
     "tables_on_meta",
 ]

@@ -1,9 +1,10 @@
 """Quality over all ranks: of the training steps since the last line, and of the validation data."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshrec.metrics import binary_metrics
 from meshrec.train.ranks import Ranks
@@ -39,19 +40,46 @@ class Window:
         return binary_metrics(logits, labels, group=ranks.control)
 
 
+class Scored(NamedTuple):
+    """What the model says of one batch of a reader, on this rank, on the CPU.
+
+    ``rows_B`` are the samples' row numbers (see `meshrec.data.Reader.files`), None where the reader has none;
+    ``labels_B`` are NaN where the data has none.
+    """
+
+    rows_B: Tensor | None
+    logits_B: Tensor
+    labels_B: Tensor
+
+
+def score(
+    model: nn.Module,
+    reader: "Reader",
+    ranks: Ranks,
+    *,
+    batch_size: int = EVALUATION_BATCH,
+    bf16: bool = False,
+) -> Iterator[Scored]:
+    """The model's logits for all samples of ``reader``, this rank's part, in the reader's order.
+
+    Collective: all ranks take the same number of steps. The model is in training mode again afterwards.
+    """
+    model.eval()
+    try:
+        for batch in reader.batches(batch_size, rank=ranks.rank, world_size=ranks.size):
+            with torch.no_grad():
+                logits = forward(model, batch.to(ranks.device), ranks.device, bf16=bf16)
+            yield Scored(batch.rows, logits.cpu(), batch.labels)
+    finally:
+        model.train()
+
+
 def evaluate(model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False) -> dict[str, float]:
     """`meshrec.metrics.binary_metrics` on all of ``reader``.
 
     Collective; the model is in training mode again afterwards.
     """
-    logits, labels = [], []
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in reader.batches(EVALUATION_BATCH, rank=ranks.rank, world_size=ranks.size):
-                moved = batch.to(ranks.device)
-                logits.append(forward(model, moved, ranks.device, bf16=bf16))
-                labels.append(moved.labels)
-    finally:
-        model.train()
-    return binary_metrics(torch.cat(logits).cpu(), torch.cat(labels).cpu(), group=ranks.control)
+    found = list(score(model, reader, ranks, bf16=bf16))
+    logits = torch.cat([each.logits_B for each in found])
+    labels = torch.cat([each.labels_B for each in found])
+    return binary_metrics(logits, labels, group=ranks.control)

@@ -1,15 +1,23 @@
 """Starts the ranks of a run on this machine, through PyTorch's elastic launcher."""
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from meshrec.train.run_folder import RunFolder
 
 _SHUTDOWN_SECONDS = 120
+# How long the other ranks have to end by themselves once one has failed.
+_GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.2
 
 
 class Ended(NamedTuple):
@@ -30,7 +38,8 @@ def launch(
     """Runs ``python -m meshrec ARGUMENTS`` in ``num_ranks`` processes, and waits for them.
 
     Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share the cores of this machine
-    unless OMP_NUM_THREADS says otherwise.
+    unless OMP_NUM_THREADS says otherwise. Once a rank has failed, those that do not end by themselves are
+    killed: a process that hangs would keep the others waiting.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,36 +67,108 @@ def launch(
     before = dict(os.environ)
     os.environ.update(added)
     try:
-        elastic_launch(config, sys.executable)("-m", "meshrec", *arguments)
-    except ChildFailedError:
-        return Ended(1, first_error(folder, num_ranks))
-    except SignalException as signal:
-        return Ended(128 + int(signal.sigval), None)
+        with _ends_stragglers(folder, num_ranks) as silent:
+            elastic_launch(config, sys.executable)("-m", "meshrec", *arguments)
+    except ChildFailedError as failed:
+        return Ended(1, first_error(folder, num_ranks, signals_of(failed), silent))
+    except SignalException as stopped:
+        return Ended(128 + int(stopped.sigval), None)
     finally:
         os.environ.clear()
         os.environ.update(before)
     return Ended(0, None)
 
 
-def first_error(folder: RunFolder, num_ranks: int) -> str:
-    """What went wrong: not the ranks that only lost a peer, if another says more."""
+def signals_of(failed: Any) -> dict[int, int]:
+    """Of a ``ChildFailedError``: the signals that killed ranks."""
+    return {rank: -each.exitcode for rank, each in failed.failures.items() if each.exitcode < 0}
+
+
+@contextmanager
+def _ends_stragglers(folder: RunFolder, num_ranks: int) -> Iterator[set[int]]:
+    """Kills the ranks that are there still, some time after another one has failed; gives their numbers."""
+    over, killed = threading.Event(), set[int]()
+
+    def watch() -> None:
+        while not over.wait(_POLL_SECONDS):
+            failed = [rank for rank in range(num_ranks) if folder.error(rank).is_file()]
+            if not failed:
+                continue
+            age = time.time() - min(folder.error(rank).stat().st_mtime for rank in failed)
+            for rank in set(range(num_ranks)) - set(failed) if age > _GRACE_SECONDS else ():
+                with contextlib.suppress(OSError, ValueError):
+                    pid = int(folder.process(rank).read_text())
+                    os.kill(pid, signal.SIGKILL)
+                    folder.process(rank).unlink()
+                    killed.add(rank)
+
+    thread = threading.Thread(target=watch, name="stragglers", daemon=True)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+def first_error(
+    folder: RunFolder,
+    num_ranks: int,
+    signals: Mapping[int, int] | None = None,
+    silent: Sequence[int] | set[int] = (),
+) -> str:
+    """What went wrong: not the ranks that only lost a peer, if another says more.
+
+    Args:
+        signals: what killed ranks.
+        silent: ranks that did not answer any more, and were ended for it.
+    """
     found = []
     for rank in range(num_ranks):
         path = folder.error(rank)
         if path.is_file():
             found.append((path.stat().st_mtime, rank, _error_in(path.read_text())))
+    causes = [each for each in found if not _has_lost_a_peer(each[2])]
+    if not causes and silent:
+        ranks = ", ".join(map(str, sorted(silent)))
+        logs = ", ".join(str(folder.log(rank)) for rank in sorted(silent))
+        return (
+            f"rank {ranks} did not answer any more: the others waited in vain (--rank-timeout), and it was "
+            f"ended. Its log is {logs}"
+        )
+    killed = {rank: number for rank, number in (signals or {}).items() if number != signal.SIGTERM}
+    if not causes and killed:
+        rank, number = min(killed.items())
+        return (
+            f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
+            f"{_hint(number)}. Its log is {folder.log(rank)}"
+        )
     if not found:
-        return "a rank ended without a word: killed, or out of memory."
-    causes = [each for each in found if "CollectiveError" not in each[2]] or found
-    _, rank, error = min(causes)
+        return f"a rank ended without a word. Its log is one of {folder.path / 'log_rank*.txt'}"
+    _, rank, error = min(causes or found)
     name, _, message = error.partition(": ")
-    if name == "ValueError":
+    if name.rpartition(".")[2] in MESSAGES:
         return message
     return f"rank {rank}: {error} (the traceback is in {folder.error(rank)})"
+
+
+MESSAGES = ("ValueError", "DataError", "LossError", "CheckpointError", "DamagedCheckpointError")
+"""Errors whose message says it all, to one who does not know the code."""
+
+
+def _hint(number: int) -> str:
+    return ", as the system does when memory runs out" if number == signal.SIGKILL else ""
+
+
+def _has_lost_a_peer(error: str) -> bool:
+    words = ("CollectiveError", "Connection closed by peer", "Timed out waiting", "Connection reset")
+    return any(word in error for word in words)
 
 
 def _error_in(text: str) -> str:
     """The error at the end of a traceback, which may have several lines: what follows the last call."""
     lines = text.strip().splitlines()
     calls = [number for number, line in enumerate(lines) if line.startswith(("Traceback", "  File ", "    "))]
+    if not calls or calls[-1] + 1 == len(lines):  # cut off, as on a full disk
+        return "it failed, and its traceback could not be written: is the disk full?"
     return "\n".join(lines[calls[-1] + 1 :])

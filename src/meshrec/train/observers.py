@@ -25,6 +25,7 @@ class Started(NamedTuple):
     dataset: str
     num_samples: int
     num_validation: int
+    num_test: int
     num_ranks: int
     device: str
     num_table_parameters: int
@@ -48,7 +49,7 @@ class Logged(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Validation metrics, and whether their AUC is the best so far."""
+    """Metrics of validation or test data (``line["kind"]``), and whether their AUC is the best so far."""
 
     line: Line
     is_best: bool
@@ -60,27 +61,40 @@ class Said(NamedTuple):
     text: str
 
 
+class Advanced(NamedTuple):
+    """Work beside training goes on: what, and how much of it is done, in [0, 1]."""
+
+    what: str
+    done: float
+
+
 class Finished(NamedTuple):
     """The end, early or not: what ``summary.json`` says."""
 
     summary: Line
 
 
-Event = Started | Stepped | Logged | Evaluated | Said | Finished
+Event = Started | Stepped | Logged | Evaluated | Said | Advanced | Finished
 Observer = Callable[[Event], None]
 """Is told every event, on rank 0 only."""
 
 
 class FolderObserver:
-    """Appends metrics to the run's ``metrics.jsonl``."""
+    """Appends metrics to the run's ``metrics.jsonl``; on a full disk, a warning says what is not written."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        self._has_failed = False
 
     def __call__(self, event: Event) -> None:
         """Takes note of metrics."""
         if isinstance(event, Logged | Evaluated):
-            self._folder.append_metrics(dict(event.line))
+            try:
+                self._folder.append_metrics(dict(event.line))
+            except OSError as error:
+                if not self._has_failed:
+                    _logger.warning("metrics from step %d on are not kept: %s", event.line["step"], error)
+                self._has_failed = True
 
 
 class TensorBoardObserver:
@@ -98,14 +112,18 @@ class TensorBoardObserver:
             self._writer = SummaryWriter(str(folder))
 
     def __call__(self, event: Event) -> None:
-        """Writes scalars under ``train/`` and ``validation/``."""
+        """Writes scalars under ``train/``, ``validation/`` and ``test/``."""
         if self._writer is None:
             return
         if isinstance(event, Logged | Evaluated):
-            tag = "train" if isinstance(event, Logged) else "validation"
-            for name, value in event.line.items():
-                if isinstance(value, float):
-                    self._writer.add_scalar(f"{tag}/{name}", value, event.line["step"])
-            self._writer.flush()
+            tag = event.line.get("kind", "train")
+            try:
+                for name, value in event.line.items():
+                    if isinstance(value, float):
+                        self._writer.add_scalar(f"{tag}/{name}", value, event.line["step"])
+                self._writer.flush()
+            except OSError as error:
+                _logger.warning("no more TensorBoard events are written: %s", error)
+                self._writer = None
         elif isinstance(event, Finished):
             self._writer.close()

@@ -6,7 +6,11 @@ from meshrec.data import Position
 
 
 class Progress:
-    """Steps, samples, the position in the data, and the seconds that training took."""
+    """Steps, samples, the position in the data, and the seconds that training took.
+
+    ``num_samples`` are those that were trained, over all ranks: rows that were skipped as damaged take a
+    place in the data, and so count in the position only.
+    """
 
     def __init__(self) -> None:
         self.step = 0
@@ -15,9 +19,8 @@ class Progress:
         self.position = Position()
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
-        """After a step of ``num_samples`` samples over all ranks."""
+        """After a step of ``num_samples`` places in the data, over all ranks."""
         self.step += 1
-        self.num_samples += num_samples
         epoch, sample = self.position
         sample += num_samples
         self.position = Position(epoch + 1, 0) if sample >= samples_per_epoch else Position(epoch, sample)

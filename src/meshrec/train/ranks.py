@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshrec.comms.timeouts import set_timeout
 from meshrec.plan.mesh import ShardingEnv
 
+_NO_TIMEOUT = timedelta(days=30)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -68,9 +70,14 @@ class Ranks:
         return found
 
     def wait_for_all(self) -> None:
-        """Until every rank is here."""
+        """Until every rank is here, however long one of them works alone."""
         if self.control is not None:
-            dist.barrier(group=self.control)
+            dist.monitored_barrier(self.control, timeout=_NO_TIMEOUT)
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """From here, a collective that waits longer for a rank fails."""
+        if self.control is not None:
+            set_timeout(seconds)
 
 
 def choose_device(name: str | None) -> str:

@@ -3,19 +3,32 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import shutil
+import socket
 import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 CONFIG = "config.json"
 PLAN = "plan.json"
-CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+STATE = "state.json"
 RUNS = Path("runs")
+
+StateName = Literal["running", "stopped", "failed", "finished"]
+
+
+class RunState(NamedTuple):
+    """What ``state.json`` says of a run; ``error`` is the line that a failed one ended with."""
+
+    name: StateName
+    error: str | None = None
+    step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +65,51 @@ class RunFolder:
         """What a rank failed with."""
         return self.path / f"error_rank{rank}.txt"
 
+    def log(self, rank: int) -> Path:
+        """What a rank said, also where it showed nothing on the screen."""
+        return self.path / f"log_rank{rank}.txt"
+
+    def process(self, rank: int) -> Path:
+        """The number of a rank's process, while it works."""
+        return self.path / f".process_rank{rank}"
+
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a file at once: a reader sees the old or the new one."""
+        """Writes a file at once: a reader sees the old or the new one. Numbers that are none become null."""
+        text = json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
         scratch = self.path / f".{name}.{os.getpid()}"
-        scratch.write_text(json.dumps(value, indent=1) + "\n")
+        try:
+            scratch.write_text(text)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
         scratch.replace(self.path / name)
+
+    def write_state(self, name: StateName, *, error: str | None = None, step: int | None = None) -> None:
+        """Says how the run is, and in which process."""
+        self.write_json(
+            STATE,
+            {
+                "state": name,
+                "error": error,
+                "step": step,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "time": now(),
+            },
+        )
+
+    def state(self) -> RunState:
+        """How the run is: one whose process is gone, on this machine, has failed."""
+        found = self.read_json(STATE)
+        if found is None:  # written by an earlier release
+            return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
+        lost = found["host"] == socket.gethostname() and not _is_alive(found["pid"])
+        if found["state"] == "running" and lost:
+            return RunState("failed", "it ended without a word: killed, or out of memory", self._last_step())
+        return RunState(found["state"], found["error"], found["step"])
+
+    def _last_step(self) -> int | None:
+        return max((line["step"] for line in self.metrics()), default=None)
 
     def read_json(self, name: str) -> Any:
         """What `write_json` wrote; None where there is no such file."""
@@ -67,7 +120,7 @@ class RunFolder:
     def append_metrics(self, values: dict[str, Any]) -> None:
         """Adds a line to ``metrics.jsonl``."""
         with (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(json.dumps(_finite(values), allow_nan=False) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``; a last line that was cut off is left out."""
@@ -80,7 +133,7 @@ class RunFolder:
 
     def drop_metrics_after(self, step: int) -> None:
         """Forgets what was recorded after ``step``: a resumed run records it again."""
-        kept = [line for line in self.metrics() if line["step"] <= step]
+        kept = [line for line in self.metrics() if line["step"] <= step and line.get("kind") != "test"]
         scratch = self.path / f".{METRICS}"
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
         scratch.replace(self.path / METRICS)
@@ -99,7 +152,11 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
     if resume:
         path = runs / name if name is not None else _last(runs, recipe)
         if path is None or not (path / CONFIG).is_file():
-            what = f"{path} holds no run" if path is not None else f"{runs} holds no run of {recipe}"
+            what = (
+                f"{path.resolve()} holds no run"
+                if path is not None
+                else f"{runs.resolve()} holds no run of {recipe}"
+            )
             raise ValueError(f"{what} to resume; leave out --resume, or name one with --name.")
         return RunFolder(path)
     try:
@@ -122,7 +179,22 @@ def find_run(name: str | Path, runs: Path = RUNS) -> RunFolder:
         if (path / CONFIG).is_file():
             return RunFolder(path)
     known = ", ".join(run.path.name for run in all_runs(runs)) or "none"
-    raise ValueError(f"there is no run {str(name)!r}; in {runs} there are: {known}.")
+    raise ValueError(
+        f"there is no run {str(name)!r} in {runs.resolve()}; there are: {known}. --runs names another folder."
+    )
+
+
+def remove_run(folder: RunFolder) -> None:
+    """Removes a run with all it holds. ValueError while it is running."""
+    if folder.state().name == "running":
+        raise ValueError(f"{folder.path} is running; stop it first, then remove it.")
+    shutil.rmtree(folder.path)
+
+
+def drop_unstarted(folder: RunFolder) -> None:
+    """Removes the folder of a run that ended before it began: nothing in it is worth a look."""
+    if not (folder.path / CONFIG).exists():
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def all_runs(runs: Path = RUNS) -> list[RunFolder]:
@@ -152,6 +224,27 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}.{key}" if prefix else key)
     else:
         yield prefix, config
+
+
+def _finite(value: Any) -> Any:
+    """The same without NaN and infinity, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def now() -> str:

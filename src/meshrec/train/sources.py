@@ -18,6 +18,8 @@ class SyntheticClicks(DataSource):
     """Training samples per epoch."""
     num_validation: int = 100_000
     """Validation samples."""
+    num_test: int = 100_000
+    """Test samples."""
     num_features: int = 4
     """Sparse features, each with a table."""
     num_embeddings: int = 200
@@ -38,6 +40,7 @@ class SyntheticClicks(DataSource):
         return synthetic_clicks(
             num_samples=self.num_samples,
             num_validation=self.num_validation,
+            num_test=self.num_test,
             num_features=self.num_features,
             num_embeddings=self.num_embeddings,
             ids_per_feature=self.ids_per_feature,

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.train.building import Built
 from meshrec.train.ranks import Ranks
+from meshrec.train.watch import OutputWatch
 
 if TYPE_CHECKING:
     from meshrec.data import Batch
@@ -33,6 +34,9 @@ class TrainStep:
 
     def __init__(self, built: Built, ranks: Ranks, *, bf16: bool) -> None:
         self._built, self._ranks, self._bf16 = built, ranks, bf16
+        self._watch = OutputWatch(built.model)
+        self.failure: str | None = None
+        """Of the last step, on this rank: why its loss is no number."""
 
     def __call__(self, batches: "Sequence[Batch]", num_samples: int) -> list[Outputs]:
         """``num_samples``: of all ranks and batches of this step."""
@@ -40,19 +44,36 @@ class TrainStep:
         # DistributedDataParallel and sharded tables average over ranks.
         scale = self._ranks.size / num_samples
         outputs = []
+        self.failure = None
         for number, batch in enumerate(batches):
             with nullcontext() if number == len(batches) - 1 else self._no_sync():
+                self._watch.forget()
                 with record_function("meshrec.forward"):
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
                     loss = nn.functional.binary_cross_entropy_with_logits(
                         logits, batch.labels, reduction="sum"
                     )
+                if self.failure is None and not bool(loss.isfinite()):
+                    # The other ranks wait for this one in the backward pass: the end comes after it.
+                    self.failure = self._why(batch, float(loss.detach()))
                 with record_function("meshrec.backward"):
                     (loss * scale).backward()
             outputs.append(Outputs(loss.detach(), logits.detach(), batch.labels))
         with record_function("meshrec.optimizer"):
             self._built.optimizer.step()
         return outputs
+
+    def _why(self, batch: "Batch", loss: float) -> str:
+        if not bool(torch.isfinite(batch.dense).all()):
+            cause = "the dense values of the batch are no numbers already"
+        else:
+            first = self._watch.first_bad()
+            cause = (
+                f"the first module whose output is no number is {first}"
+                if first is not None
+                else "the outputs of all modules are numbers, so look at the labels"
+            )
+        return f"rank {self._ranks.rank}: the loss is {loss}; {cause}"
 
     def _no_sync(self) -> AbstractContextManager[None]:
         model = self._built.model

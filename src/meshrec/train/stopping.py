@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,13 @@ def stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it went before it was asked for
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Agreement(NamedTuple):
+    """What all ranks know together after a step: one was asked to stop; one could not go on."""
+
+    stop: bool = False
+    failed: bool = False
 
 
 class StopRequest:
@@ -49,24 +56,31 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def agreed(self, ranks: Ranks) -> bool:
-        """Whether all ranks stop now because one of them was asked to. Collective, once per step."""
-        if ranks.control is None:
-            return self.signal is not None
-        stop = False
-        if self._asked is not None:
-            flag, work = self._asked
-            work.wait()
-            stop = bool(flag.item())
-        flag = torch.tensor([float(self.signal is not None)])
-        self._asked = (flag, dist.all_reduce(flag, group=ranks.control, async_op=True))
-        return stop
+    def agreed(self, ranks: Ranks, *, failed: bool = False, at_once: bool = False) -> Agreement:
+        """What the ranks agreed on: all stop because one was asked to, or failed. Collective, once per step.
 
-    def finish(self) -> None:
-        """Waits for the question that is under way."""
-        if self._asked is not None:
-            self._asked[1].wait()
-            self._asked = None
+        Args:
+            failed: whether this rank's step did.
+            at_once: wait for this step's answer; otherwise it comes with that of the next step. The same on
+                all ranks.
+        """
+        if ranks.control is None:
+            return Agreement(self.signal is not None, failed)
+        found = self.finish()
+        flags = torch.tensor([float(self.signal is not None), float(failed)])
+        self._asked = (flags, dist.all_reduce(flags, group=ranks.control, async_op=True))
+        if at_once:
+            newer = self.finish()
+            found = Agreement(found.stop or newer.stop, found.failed or newer.failed)
+        return found
+
+    def finish(self) -> Agreement:
+        """Waits for the question that is under way, and gives its answer."""
+        if self._asked is None:
+            return Agreement()
+        (flags, work), self._asked = self._asked, None
+        work.wait()
+        return Agreement(*(bool(flag) for flag in flags.tolist()))
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.signal = number
@@ -84,9 +98,12 @@ class EarlyStopping:
         self.best_auc = float("-inf")
         self.best_step = 0
         self.num_worse = 0
+        self.last_step = 0
+        """Of the last evaluation."""
 
     def improves(self, auc: float, step: int) -> bool:
         """Whether this is the best AUC so far."""
+        self.last_step = step
         if auc > self.best_auc:
             self.best_auc, self.best_step, self.num_worse = auc, step, 0
             return True
@@ -100,9 +117,14 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"best_auc": self.best_auc, "best_step": self.best_step, "num_worse": self.num_worse}
+        return {
+            "best_auc": self.best_auc,
+            "best_step": self.best_step,
+            "num_worse": self.num_worse,
+            "last_step": self.last_step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self.best_auc, self.best_step = float(state["best_auc"]), int(state["best_step"])
-        self.num_worse = int(state["num_worse"])
+        self.num_worse, self.last_step = int(state["num_worse"]), int(state["last_step"])

@@ -1,13 +1,16 @@
 """The trainer: steps, metrics, evaluations, and an orderly end."""
 
 import itertools
+import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from meshrec.checkpoint import CheckpointManager
-from meshrec.data import Batch, Dataset, prefetch
+from meshrec.checkpoint import CheckpointError, CheckpointManager
+from meshrec.checkpoint.finding import BEST
+from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.distributed import record_phases
 from meshrec.planner.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
@@ -22,7 +25,10 @@ from meshrec.train.run_folder import RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stopping import EarlyStopping, StopRequest
+from meshrec.train.watch import LossError
 from meshrec.train.weights import BestWeights
+
+_logger = logging.getLogger("meshrec.train")
 
 
 class Trainer:
@@ -41,6 +47,11 @@ class Trainer:
         state: all that a checkpoint holds, by name: the model, its optimizers, the progress, early stopping.
             Learning rates and the order of samples are functions of the progress.
         stopped: whether `stop` ended the run.
+        validation, test: metrics of the weights that the run reports; the test data is looked at once, at the
+            end.
+        weights_step: the step of these weights: the best by validation AUC, or the last.
+        failures: what went wrong with each checkpoint that could not be saved.
+        is_saved: whether the end is on the disk; True where nothing is kept.
 
     Raises:
         ValueError: on every rank, for a recipe that these ranks cannot run.
@@ -71,6 +82,10 @@ class Trainer:
         }
         self.stopped = False
         self.validation: dict[str, float] = {}
+        self.test: dict[str, float] = {}
+        self.weights_step = 0
+        self.failures: list[str] = []
+        self.is_saved = True
         self._observer = observer if ranks.is_first else None
         self._stop = stop or StopRequest()
         self._profile = profile
@@ -84,11 +99,16 @@ class Trainer:
             self._checkpoints = Checkpoints(
                 folder, recipe.training, ranks, self.state, lambda text: self._tell(Said(text))
             )
-            best = CheckpointManager(folder.path / "best", keep_last=1, group=ranks.control)
+            self.failures = self._checkpoints.failures
+            best = CheckpointManager(folder.path / BEST, keep_last=1, group=ranks.control)
         self._best = BestWeights(self.built.model, best)
         self._phase_times: list[PhaseTime] = []
         self._logged = (0, 0.0)
         self._measured_step = -1
+        self._kept_step: int | None = None
+        self._first_failure: tuple[int, str] | None = None
+        self._num_untold = 0
+        """Samples that this rank has trained since all ranks counted them."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -106,27 +126,44 @@ class Trainer:
         """Goes on from the folder's last sound checkpoint; False where there is none. Collective."""
         assert self._checkpoints is not None
         assert self.folder is not None
+        groups = [group for each in (self.built.tables, self.built.dense) for group in each.param_groups]
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         found = self._checkpoints.resume()
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)  # the recipe's, not those of the checkpoint
         if found and self.ranks.is_first:
             self.folder.drop_metrics_after(self.progress.step)
         return found
 
     def run(self) -> dict[str, float]:
-        """Trains to the end, or to an early one; returns the validation metrics of the final weights."""
+        """Trains to the end, or to an early one; returns the validation metrics of the weights then taken.
+
+        Raises:
+            LossError: on every rank, at the first step whose loss is no number on one of them.
+        """
         self._tell(self._started())
         with ExitStack() as stack:
             if self._profile and self.folder is not None:
                 self._profiler = stack.enter_context(StepProfiler(self.folder.trace(self.ranks.rank)))
+            if self._owes_an_evaluation():
+                self._evaluate()
             while not self._is_over():
                 self._epoch()
-        self._stop.finish()
+        if self._stop.finish().failed:
+            self._fail()
+        self._count()
         self._write_phases()
         if self._checkpoints is not None:
             # Before the best weights take the place of the last ones: from here, training can go on.
-            self._checkpoints.finish(self.progress.step)
-        if not self.stopped:
-            self._finish()
+            self.is_saved = self._checkpoints.finish(self.progress.step)
+        self._finish()
         return self.validation
+
+    def _owes_an_evaluation(self) -> bool:
+        """Whether a run is resumed that was stopped between the end of an epoch and its evaluation."""
+        at_end = self.progress.step > 0 and self.progress.position.sample == 0
+        between = self.recipe.training.evaluate_every is None and self.early.last_step < self.progress.step
+        return at_end and between and not self._is_over()
 
     @property
     def _samples_per_step(self) -> int:
@@ -148,9 +185,6 @@ class Trainer:
             self._start_clock()
             for group in _groups(batches, training.accumulate):
                 self._one_step(group)
-                if self.progress.position.sample or training.evaluate_every is not None:
-                    self._checkpoint()
-                self.stopped = self._stop.agreed(ranks)
                 if self._is_over():
                     return
         if training.evaluate_every is None:
@@ -159,8 +193,9 @@ class Trainer:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.after_step(self.progress.step)
+        if self._checkpoints is not None and self._checkpoints.is_due(self.progress.step):
+            self._count()
+            self._checkpoints.save(self.progress.step)
 
     def _one_step(self, batches: Sequence[Batch]) -> None:
         progress, training = self.progress, self.recipe.training
@@ -169,22 +204,61 @@ class Trainer:
         moved = [batch.to(self.ranks.device, non_blocking=True) for batch in batches]
         with self._phases():
             self._window.add(self._step(moved, num_samples))
+        if self._step.failure is not None and self._first_failure is None:
+            self._first_failure = (progress.step + 1, self._step.failure)
+        self._num_untold += sum(len(batch) for batch in batches)
         progress.advance(num_samples, self.dataset.train.num_samples)
-        self._tell(Stepped(progress.step, num_samples))
-        if progress.step % training.log_every == 0:
+        step = progress.step
+        self._tell(Stepped(step, num_samples))
+        logs = step % training.log_every == 0
+        evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
+        # The last step of an epoch is saved after its evaluation.
+        saves = progress.position.sample > 0 or training.evaluate_every is not None
+        saves = saves and self._checkpoints is not None and self._checkpoints.is_due(step)
+        ends_epoch = progress.position.sample == 0
+        # Before anything is reported or kept of this step, all ranks know that it went well.
+        agreed = self._stop.agreed(
+            self.ranks,
+            failed=self._step.failure is not None,
+            at_once=logs or evaluates or saves or ends_epoch,
+        )
+        if agreed.failed:
+            self._fail()
+        if logs:
             self._log()
-        if training.evaluate_every is not None and progress.step % training.evaluate_every == 0:
+        if evaluates:
             self._evaluate()
         if self._profiler is not None:
             self._profiler.step()
+        if saves:
+            self._checkpoint()
+        self.stopped = agreed.stop
+
+    def _fail(self) -> None:
+        """Ends the run on every rank, with the cause that one of them saw."""
+        found = [each for each in self.ranks.collect(self._first_failure) if each is not None]
+        step, cause = min(found)
+        latest = None if self._checkpoints is None else self._checkpoints.latest()
+        kept = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
+        raise LossError(
+            f"step {step}: {cause}. {kept}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
+            "gradients (--training.clip-norm 1), and train again."
+        )
 
     def _num_samples(self, num_batches: int) -> int:
         """Samples of a step over all ranks: fewer than usual at the end of an epoch only."""
         left = self.dataset.train.num_samples - self.progress.position.sample
         return min(num_batches * self.recipe.training.batch_size, left)
 
+    def _count(self) -> None:
+        """Adds the samples that the ranks have trained since the last time. Collective."""
+        (num_samples,) = self.ranks.sum([self._num_untold])
+        self.progress.num_samples += int(num_samples)
+        self._num_untold = 0
+
     def _log(self) -> None:
         """A line of training metrics: of the samples and the time since the last one."""
+        self._count()
         samples, since = self._logged
         seconds = time.perf_counter() - since
         self.progress.seconds += seconds
@@ -196,6 +270,7 @@ class Trainer:
             "lr": float(self.built.dense.param_groups[0]["lr"]),
             "table_lr": float(self.built.tables.param_groups[0]["lr"]),
         }
+        _logger.info("step %d: loss %.6g", self.progress.step, line.get("loss", math.nan))
         self._tell(Logged(line))
         self._write_phases()
         self._start_clock()
@@ -205,9 +280,10 @@ class Trainer:
 
     def _where(self) -> dict[str, Any]:
         progress = self.progress
+        epoch, sample = progress.position
         return {
             "step": progress.step,
-            "epoch": progress.num_samples / self.dataset.train.num_samples,
+            "epoch": epoch + sample / self.dataset.train.num_samples,
             "samples": progress.num_samples,
             "seconds": progress.seconds,
         }
@@ -215,30 +291,48 @@ class Trainer:
     def _evaluate(self) -> None:
         if not self._window.is_empty:
             self._log()
-        validation = self._measure()
-        if validation is None:
+        if self.dataset.validation is None:
             return
-        best = "auc" in validation and self.early.improves(validation["auc"], self.progress.step)
-        if best and self.recipe.training.patience is not None:
-            self._best.keep(self.progress.step)
-        self._tell(Evaluated({"kind": "validation", **self._where(), **validation}, best))
+        self.validation = self._judge(self.dataset.validation)
+        self.weights_step = self._measured_step = self.progress.step
+        best = "auc" in self.validation and self.early.improves(self.validation["auc"], self.progress.step)
+        if best:
+            self._keep()
+        self._tell(Evaluated({"kind": "validation", **self._where(), **self.validation}, best))
         self._start_clock()
 
-    def _measure(self) -> dict[str, float] | None:
-        if self.dataset.validation is None:
-            return None
-        bf16 = self.recipe.training.bf16
-        self.validation = evaluate(self.built.model, self.dataset.validation, self.ranks, bf16=bf16)
-        self._measured_step = self.progress.step
-        return self.validation
+    def _keep(self) -> None:
+        try:
+            self._best.keep(self.progress.step)
+            self._kept_step = self.progress.step
+        except CheckpointError as error:
+            assert self._checkpoints is not None
+            self._checkpoints.failed(error)
+
+    def _judge(self, reader: Reader) -> dict[str, float]:
+        found = evaluate(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
+        if not math.isfinite(found.get("loss", 0.0)):
+            raise LossError(
+                f"step {self.progress.step}: the loss on the validation data is {found['loss']}. Lower the "
+                "learning rates (--tables.lr, --dense.lr), or clip the gradients (--training.clip-norm 1)."
+            )
+        return found
 
     def _finish(self) -> None:
-        """Judges the last weights, and takes the best ones where early stopping kept some."""
-        if self._measured_step != self.progress.step:
+        """Takes the best weights, and judges them on the test data; a stopped run judges nothing anew."""
+        if not self.stopped and self._measured_step != self.progress.step:
             self._evaluate()
-        if self.early.best_step != self.progress.step and self._best.restore():
-            self._measure()
-            self._tell(Said(f"took the weights of step {self.early.best_step}, the best by validation AUC"))
+        self.weights_step = self.progress.step
+        if self._kept_step != self.progress.step and self.dataset.validation is not None:
+            step = self._best.restore()
+            if step is not None and step != self.progress.step:
+                self.weights_step = step
+                self.validation = self._judge(self.dataset.validation)
+                self._tell(Said(f"took the weights of step {step}, the best by validation AUC"))
+        if not self.stopped and self.dataset.test is not None:
+            self.test = self._judge(self.dataset.test)
+            line = {"kind": "test", **self._where(), "step": self.weights_step, **self.test}
+            self._tell(Evaluated(line, False))
 
     @contextmanager
     def _phases(self) -> Iterator[None]:
@@ -259,7 +353,10 @@ class Trainer:
             times, self._phase_times = self._phase_times, []
             found = self.ranks.collect(times)
             if self.ranks.is_first:
-                write_phases(self.folder.phases, itertools.chain(*found))
+                try:
+                    write_phases(self.folder.phases, itertools.chain(*found))
+                except OSError as error:
+                    _logger.warning("the time per phase is not kept: %s", error)
 
     def _tell(self, event: Event) -> None:
         if self._observer is not None:
@@ -279,6 +376,7 @@ class Trainer:
             dataset=self.dataset.name,
             num_samples=self.dataset.train.num_samples,
             num_validation=0 if validation is None else validation.num_samples,
+            num_test=0 if self.dataset.test is None else self.dataset.test.num_samples,
             num_ranks=self.ranks.size,
             device=self.ranks.device.type,
             num_table_parameters=tables,

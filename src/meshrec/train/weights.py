@@ -17,9 +17,14 @@ class BestWeights:
     def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
         self._model, self._manager = model, manager
         self._kept: dict[str, Tensor] = {}
+        self._step: int | None = None
 
     def keep(self, step: int) -> None:
-        """Copies the weights of now, in place of those kept before."""
+        """Copies the weights of now, in place of those kept before.
+
+        Raises:
+            CheckpointError: on every rank, when they cannot be written; those kept before are there still.
+        """
         if self._manager is not None:
             self._manager.save(step, {"model": self._model})
             return
@@ -27,14 +32,15 @@ class BestWeights:
             self._kept = {name: torch.empty_like(tensor) for name, tensor in self._tensors().items()}
         for name, tensor in self._tensors().items():
             self._kept[name].copy_(tensor)
+        self._step = step
 
-    def restore(self) -> bool:
-        """Puts the kept weights back; False when none were kept."""
+    def restore(self) -> int | None:
+        """Puts the kept weights back, and gives their step; None when none were kept."""
         if self._manager is not None:
-            return self._manager.load_latest({"model": self._model}) is not None
+            return self._manager.load_latest({"model": self._model})
         for name, tensor in self._tensors().items() if self._kept else ():
             tensor.copy_(self._kept[name])
-        return bool(self._kept)
+        return self._step
 
     def _tensors(self) -> dict[str, Tensor]:
         named = (*self._model.named_parameters(), *self._model.named_buffers())

@@ -1,26 +1,49 @@
 """What every rank of a run does, from joining the others to the last page."""
 
+import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshrec.checkpoint import find_checkpoint
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import save_plan
+from meshrec.planner.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
 from meshrec.train.baselines import baselines
-from meshrec.train.observers import Event, Finished, FolderObserver, Observer, Said, TensorBoardObserver
+from meshrec.train.observers import (
+    Advanced,
+    Event,
+    Finished,
+    FolderObserver,
+    Observer,
+    Said,
+    TensorBoardObserver,
+)
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.recipe import Recipe
 from meshrec.train.report import write_report
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, new_run, now, to_json
+from meshrec.train.run_folder import (
+    CONFIG,
+    RUNS,
+    SUMMARY,
+    RunFolder,
+    all_runs,
+    drop_unstarted,
+    new_run,
+    now,
+    to_json,
+)
+from meshrec.train.saved_recipe import Change, check_data, describe_data
 from meshrec.train.stopping import StopRequest, stop_with_parent
 from meshrec.train.trainer import Trainer
 
@@ -28,6 +51,12 @@ LAUNCH = "launch.json"
 """Holds the id of the launch that made the run's folder."""
 RUN_VARIABLE = "MESHREC_RUN"
 """Names the run's folder to the ranks that our launcher starts, which has made it."""
+BEGAN_VARIABLE = "MESHREC_BEGAN"
+"""When the command began, in seconds: ranks start later."""
+RANK_TIMEOUT = 120.0
+"""Seconds that ranks wait for one that does not answer."""
+
+_logger = logging.getLogger("meshrec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +65,27 @@ class Job:
 
     Attributes:
         recipe: what to train.
+        source: how the recipe was named: what `meshrec.train.resolve` takes.
         name: of the run's folder (default: the recipe's with a number).
         runs: where run folders are.
         device: ``cpu`` or ``cuda`` (default: what there is).
         resume: go on with the run of that name, from its last checkpoint.
+        changes: what the recipe of a resumed run has that the run had otherwise.
         profile: trace a few steps.
         baselines: judge the three baselines, too.
+        rank_timeout: seconds that ranks wait for one that does not answer, while they train.
     """
 
     recipe: Recipe
+    source: str | None = None
     name: str | None = None
     runs: Path = RUNS
     device: str | None = None
     resume: bool = False
+    changes: Sequence[Change] = field(default=())
     profile: bool = False
-    baselines: bool = True
+    baselines: bool = False
+    rank_timeout: float = RANK_TIMEOUT
 
 
 def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
@@ -62,17 +97,72 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
     Raises:
         ValueError: on every rank, for what cannot be done.
     """
+    began = float(os.environ.get(BEGAN_VARIABLE, time.time()))
     ranks = join(choose_device(job.device))
     try:
         folder = RunFolder(Path(ranks.share(_folder(job) if ranks.is_first else None)))
-        try:
-            return _Run(job, ranks, folder, screen).do()
-        except BaseException:
-            folder.error(ranks.rank).write_text(traceback.format_exc())
-            raise
+        with _logged(folder, ranks):
+            try:
+                return _Run(job, ranks, folder, screen, began).do()
+            except BaseException as error:
+                _failed(folder, ranks, error)
+                raise
     finally:
         if dist.is_initialized():
             leave_process_group()
+
+
+def _failed(folder: RunFolder, ranks: Ranks, error: BaseException) -> None:
+    """Leaves the error for the launcher, and for those who look at the run later."""
+    alone = RUN_VARIABLE not in os.environ
+    try:
+        folder.error(ranks.rank).write_text(traceback.format_exc())
+        if ranks.is_first and alone:
+            record_failure(folder, line_of(error))
+            if isinstance(error, ValueError):
+                drop_unstarted(folder)
+    except OSError as full:  # the disk may be what failed
+        _logger.warning("%s could not be written: %s", folder.error(ranks.rank), full)
+
+
+def line_of(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    message = text[0] if text else ""
+    return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
+
+
+def record_failure(folder: RunFolder, error: str) -> None:
+    """Says in the run's folder that it failed; the page tells how far it came."""
+    if (folder.path / CONFIG).exists():
+        step = max((line["step"] for line in folder.metrics()), default=None)
+        folder.write_state("failed", error=error, step=step)
+        write_report(folder)
+
+
+@contextmanager
+def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """Sends what a rank logs to its own file; warnings are shown as well, by rank 0 for all."""
+    handlers: list[logging.Handler] = [logging.FileHandler(folder.log(ranks.rank))]
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    if ranks.is_first and not logging.getLogger().handlers:
+        handlers.append(logging.StreamHandler())
+        handlers[1].setLevel(logging.WARNING)
+    before = _logger.level, _logger.propagate
+    _logger.setLevel(min(logging.INFO, _logger.level or logging.INFO))
+    _logger.propagate = before[1] and ranks.is_first
+    for handler in handlers:
+        _logger.addHandler(handler)
+    folder.process(ranks.rank).write_text(str(os.getpid()))
+    _logger.info("rank %d of %d is process %d", ranks.rank, ranks.size, os.getpid())
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            _logger.removeHandler(handler)
+            handler.close()
+        _logger.level, _logger.propagate = before
+        folder.process(ranks.rank).unlink(missing_ok=True)
 
 
 def _folder(job: Job) -> str:
@@ -95,13 +185,13 @@ class _Run:
     """One run on one rank."""
 
     def __init__(
-        self, job: Job, ranks: Ranks, folder: RunFolder, screen: Callable[[RunFolder], Observer]
+        self, job: Job, ranks: Ranks, folder: RunFolder, screen: Callable[[RunFolder], Observer], began: float
     ) -> None:
         self._job, self._ranks, self._folder = job, ranks, folder
         self._observers: list[Observer] = []
         if ranks.is_first:
             self._observers = [FolderObserver(folder), TensorBoardObserver(folder.path), screen(folder)]
-        self._began = now()
+        self._began, self._start = now(), began
 
     def do(self) -> dict[str, Any]:
         """Everything."""
@@ -109,6 +199,7 @@ class _Run:
         with stop.listening():
             if RUN_VARIABLE in os.environ:
                 stop_with_parent()
+            self._folder.error(self._ranks.rank).unlink(missing_ok=True)
             dataset = self._job.recipe.data.load()
             trainer = Trainer(
                 self._job.recipe,
@@ -121,20 +212,30 @@ class _Run:
             )
             self._resume(trainer)
             self._write_inputs(trainer)
-            start = time.perf_counter()
+            self._ranks.wait_for_all()
+            self._ranks.expect_answers_within(self._job.rank_timeout)
+            trained = trainer.progress.seconds
             trainer.run()
-            summary = self._summary(trainer, time.perf_counter() - start)
+            skipped = _merged(self._ranks.collect(dict(dataset.skipped)))
+            summary = self._summary(trainer, trainer.progress.seconds - trained, skipped)
             if self._ranks.is_first:
-                self._conclude(trainer, summary)
+                self._conclude(trainer, summary, stop)
             self._ranks.wait_for_all()
         return summary
 
     def _resume(self, trainer: Trainer) -> None:
         """A new run's folder has no checkpoint; ranks that were started anew find those of before."""
+        config = self._folder.read_json(CONFIG)
+        if config is not None:
+            check_data(config, trainer.dataset, self._folder.path)
         if not trainer.resume() and self._job.resume:
             raise ValueError(
                 f"{self._folder.path} holds no checkpoint to resume from; train anew under another --name."
             )
+        if self._job.resume:
+            self._tell(Said(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
+            for name, old, new in self._job.changes:
+                self._tell(Said(f"{name} {old} -> {new}"))
 
     def _tell(self, event: Event) -> None:
         for observer in self._observers:
@@ -143,47 +244,127 @@ class _Run:
     def _write_inputs(self, trainer: Trainer) -> None:
         if not self._ranks.is_first:
             return
+        before = self._folder.read_json(CONFIG) or {}
+        start = {
+            "began": self._began,
+            "from_step": trainer.progress.step,
+            "ranks": self._ranks.size,
+            "changes": [list(change) for change in self._job.changes],
+        }
         config = {
             "recipe": to_json(self._job.recipe),
+            "source": self._job.source,
+            "data": describe_data(trainer.dataset),
             "ranks": self._ranks.size,
             "device": self._ranks.device.type,
-            "began": self._began,
+            "began": before.get("began", self._began),
             "torch": torch.__version__,
+            "starts": [*before.get("starts", []), start],
+            "commands": commands(self._folder),
         }
         self._folder.write_json(CONFIG, config)
+        self._folder.write_state("running", step=trainer.progress.step)
         plan = trainer.built.plan
         if plan is not None:
             save_plan(plan, self._folder.plan)
             write_html(make_report(plan), self._folder.plan_page)
 
-    def _summary(self, trainer: Trainer, seconds: float) -> dict[str, Any]:
+    def _summary(
+        self, trainer: Trainer, train_seconds: float, skipped: Mapping[str, Mapping[str, int]]
+    ) -> dict[str, Any]:
         progress = trainer.progress
+        error = None
+        if not trainer.is_saved:
+            error = f"the last checkpoint could not be saved: {trainer.failures[-1]}"
         return {
-            "state": "stopped" if trainer.stopped else "finished",
+            "state": "failed" if error else "stopped" if trainer.stopped else "finished",
+            "error": error,
             "recipe": self._job.recipe.name,
             "ranks": self._ranks.size,
             "step": progress.step,
             "num_steps": trainer.num_steps,
             "samples": progress.num_samples,
-            "train_seconds": progress.seconds,
-            "seconds": seconds,
+            "skipped": skipped,
+            "train_seconds": train_seconds,
+            "train_seconds_of_all_starts": progress.seconds,
+            "seconds": time.time() - self._start,
             "samples_per_second": progress.num_samples / progress.seconds if progress.seconds else 0.0,
             "best_step": trainer.early.best_step,
+            "weights_step": trainer.weights_step,
             "validation": trainer.validation,
+            "test": trainer.test,
             "baselines": {},
+            "baselines_test": {},
             "best_possible_auc": trainer.dataset.best_auc,
+            "checkpoints": self._checkpoints(trainer.weights_step),
+            "failed_saves": trainer.failures,
+            "phases": self._phases(trainer),
             "began": self._began,
             "ended": now(),
         }
 
-    def _conclude(self, trainer: Trainer, summary: dict[str, Any]) -> None:
+    def _checkpoints(self, weights_step: int) -> dict[str, str | None]:
+        """Where the reported weights lie, and the state from which training can go on."""
+        found: dict[str, str | None] = {}
+        for name, wanted in (("weights", {"step": weights_step}), ("last", {"last": True})):
+            try:
+                found[name] = str(find_checkpoint(self._folder.path, **wanted))
+            except ValueError:
+                found[name] = None
+        return found
+
+    def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Predicted and measured seconds per phase of a step, of the slowest rank; their sum is ``step``."""
+        plan = trainer.built.plan
+        times = read_phases(self._folder.phases) if self._folder.phases.is_file() else []
+        return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
+
+    def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """The baselines and the pages: rank 0's work."""
         self._folder.write_json(SUMMARY, summary)
-        wanted = self._job.baselines and not trainer.stopped and trainer.dataset.validation is not None
-        if wanted:
-            self._tell(Said("judging the baselines"))
-            for baseline in baselines(trainer.dataset):
-                summary["baselines"][baseline.name] = baseline.quality
-            self._folder.write_json(SUMMARY, summary)
+        dataset = trainer.dataset
+        judged = dataset.validation is not None or dataset.test is not None
+        if self._job.baselines and judged and not trainer.stopped:
+            self._judge_baselines(trainer, summary, stop)
+        summary["seconds"], summary["ended"] = time.time() - self._start, now()
+        self._folder.write_json(SUMMARY, summary)
+        self._folder.write_state(summary["state"], error=summary["error"], step=summary["step"])
         write_report(self._folder)
         self._tell(Finished(summary))
+
+    def _judge_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
+        def tell(done: float) -> None:
+            if stop.signal is not None:
+                raise _Stopped
+            self._tell(Advanced("baselines", done))
+
+        try:
+            for name, quality in baselines(trainer.dataset, tell):
+                for data, key in (("validation", "baselines"), ("test", "baselines_test")):
+                    if data in quality:
+                        summary[key][name] = quality[data]
+        except _Stopped:
+            self._tell(Said("the baselines were left out, as asked: the run itself is complete"))
+
+
+class _Stopped(Exception):
+    """The user does not want to wait."""
+
+
+def commands(folder: RunFolder) -> dict[str, str]:
+    """What to type next: to resume the run, to export its weights, and to load them in Python."""
+    runs = "" if folder.path.parent == RUNS else f" --runs {folder.path.parent}"
+    return {
+        "resume": f"meshrec train --resume --name {folder.path.name}{runs}",
+        "export": f"meshrec checkpoint export {folder.path} {folder.path.name}.safetensors",
+        "load": f'meshrec.checkpoint.load("{folder.path}", {{"model": model}})',
+    }
+
+
+def _merged(found: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """What ranks skipped, by file and reason: two that read the same window name the same rows."""
+    merged: dict[str, dict[str, int]] = {}
+    for of_rank in found:
+        for file, reasons in of_rank.items():
+            merged.setdefault(file, {}).update(reasons)
+    return merged

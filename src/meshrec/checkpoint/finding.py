@@ -1,0 +1,77 @@
+"""Which checkpoint a path stands for: one rule for runs, for the command line and for ``load``."""
+
+from pathlib import Path
+
+from meshrec.checkpoint.manifest import MANIFEST
+
+CHECKPOINTS = "checkpoints"
+"""In a run's folder: all of the last steps, from which training goes on."""
+BEST = "best"
+"""In a run's folder: the weights that were best on the validation data."""
+
+
+def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:
+    """The finished checkpoint that ``path`` stands for.
+
+    A checkpoint is itself. Of a folder of checkpoints it is the newest. Of a run it is the weights that the
+    run reports: the best on its validation data, or the last where it had none.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints, or a run's folder.
+        step: the checkpoint of that step instead.
+        last: of a run, the last step instead.
+
+    Raises:
+        ValueError: when there is none, with the steps that there are.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists() and step is None:
+        return path
+    last_steps, best = _folders(path)
+    found = {**best, **last_steps}
+    if not found:
+        raise ValueError(
+            f"{path.resolve()} holds no finished checkpoint. Name a checkpoint, a folder of them, or a run."
+        )
+    if step is not None:
+        if step not in found:
+            raise ValueError(
+                f"{path} holds no finished checkpoint of step {step}; there are {sorted(found)}."
+            )
+        return found[step]
+    chosen = last_steps if (last and last_steps) or not best else best
+    return chosen[max(chosen)]
+
+
+def all_checkpoints(path: str | Path) -> list[Path]:
+    """All that ``path`` holds, finished or not: itself, or those of a folder or a run.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        return [path]
+    folders = [path / CHECKPOINTS, path / BEST] if _is_run(path) else [path]
+    found = [each for folder in folders for each in sorted(folder.glob("step-*")) if each.is_dir()]
+    if not found:
+        raise ValueError(
+            f"{path.resolve()} is no checkpoint, and holds none. Name a folder that `meshrec train` wrote."
+        )
+    return found
+
+
+def _folders(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Finished checkpoints by step: the last steps, and the best."""
+    if not _is_run(path):
+        return _finished(path), {}
+    return _finished(path / CHECKPOINTS), _finished(path / BEST)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CHECKPOINTS).is_dir() or (path / BEST).is_dir()
+
+
+def _finished(folder: Path) -> dict[int, Path]:
+    found = (each for each in folder.glob("step-*") if (each / MANIFEST).exists())
+    return {int(each.name.removeprefix("step-")): each for each in found}

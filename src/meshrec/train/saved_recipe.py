@@ -1,0 +1,171 @@
+"""A run's recipe, read back from its ``config.json``; what a resumed run may change of it."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from meshrec.train.recipe import Recipe
+from meshrec.train.recipes import resolve
+from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
+
+T = TypeVar("T")
+
+# What a checkpoint's weights, optimizer state and place in the data depend on.
+_FIXED = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "training.seed")
+
+
+class Change(NamedTuple):
+    """An option that a resumed run has otherwise than before."""
+
+    name: str
+    old: Any
+    new: Any
+
+
+def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
+    """The recipe of a run, as it was trained.
+
+    Args:
+        folder: of the run.
+        source: how the recipe is named now; without it, as it was then. Its classes are taken from there, and
+            all values from the run.
+
+    Raises:
+        ValueError: the recipe is not there any more, or has other classes or fields than the run had.
+    """
+    config = folder.read_json(CONFIG)
+    if config is None:
+        raise ValueError(f"{folder.path.resolve()} holds no run: there is no {CONFIG} in it.")
+    named = source or config.get("source")
+    if named is None:
+        raise ValueError(f"{folder.path} does not say which recipe it was; name the recipe.")
+    return restored(resolve(named), config["recipe"], f"{folder.path / CONFIG}: recipe")
+
+
+def restored(template: T, saved: Any, where: str) -> T:
+    """``template`` with the values of ``saved``, which `to_json` made of an object of the same classes.
+
+    Raises:
+        ValueError: names the field that cannot be read back.
+    """
+    assert dataclasses.is_dataclass(template)
+    kind = type(template)
+    if saved.get("type") != kind.__name__:
+        raise ValueError(
+            f"{where} is a {saved.get('type')}, where the recipe now has a {kind.__name__}. Resume with the "
+            "recipe that the run was trained with."
+        )
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for each in dataclasses.fields(template):
+        name, now = each.name, getattr(template, each.name)
+        if name not in saved:
+            continue  # newer than the run: its value of today is the default
+        if dataclasses.is_dataclass(now) and isinstance(saved[name], dict):
+            values[name] = restored(now, saved[name], f"{where}.{name}")
+        elif to_json(now) != saved[name]:
+            values[name] = _value(hints[name], saved[name], f"{where}.{name}")
+    return dataclasses.replace(template, **values)  # type: ignore[type-var]
+
+
+def _value(hint: Any, saved: Any, where: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        for each in arguments:
+            try:
+                return _value(each, saved, where)
+            except ValueError:
+                continue
+    elif hint in (None, type(None)):
+        if saved is None:
+            return None
+    elif origin is Literal:
+        if saved in arguments:
+            return saved
+    elif origin in (tuple, list, Sequence) or hint in (tuple, list):
+        if isinstance(saved, list):
+            inner = arguments[0] if arguments else Any
+            kinds = arguments if arguments and arguments[-1] is not ... else [inner] * len(saved)
+            found = [_value(kind, item, where) for kind, item in zip(kinds, saved, strict=False)]
+            return found if origin is list else tuple(found)
+    elif isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(saved)
+    elif hint is Path:
+        if isinstance(saved, str):
+            return Path(saved)
+    elif hint is float:
+        if isinstance(saved, int | float) and not isinstance(saved, bool):
+            return float(saved)
+    elif hint is Any or (hint in (bool, int, str) and type(saved) is hint):
+        return saved
+    raise ValueError(
+        f"{where} was {saved!r}, which cannot be read back as {hint}. Resume with the recipe that the run "
+        "was trained with."
+    )
+
+
+def changes(before: Recipe, after: Recipe) -> list[Change]:
+    """What ``after`` has otherwise; the run was trained with ``before``.
+
+    Raises:
+        ValueError: for what a run cannot change: its weights, optimizer state and place in the data would be
+            of something else.
+    """
+    old, new = (dict(flat(to_json(each))) for each in (before, after))
+    found = [
+        Change(name, old.get(name), new.get(name))
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
+    ]
+    for name, was, is_now in found:
+        is_fixed = any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED)
+        if is_fixed and not _is_place(after, name):
+            raise ValueError(
+                f"{name} was {was} in this run and cannot become {is_now}: its checkpoints would not fit. "
+                "Leave the option out to resume, or train anew under another --name."
+            )
+    return found
+
+
+def _is_place(recipe: Recipe, name: str) -> bool:
+    """Whether an option says where the data lies: the same data may lie elsewhere now."""
+    value: Any = recipe
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return isinstance(value, Path)
+
+
+def describe_data(dataset: "Dataset") -> dict[str, Any]:
+    """What a run's place in its data depends on, as plain values."""
+    sizes = {
+        name: None if reader is None else reader.num_samples
+        for name, reader in (
+            ("train", dataset.train),
+            ("validation", dataset.validation),
+            ("test", dataset.test),
+        )
+    }
+    features = {each.name: each.num_embeddings for each in dataset.features}
+    return {"name": dataset.name, "samples": sizes, "features": features, "num_dense": dataset.num_dense}
+
+
+def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
+    """Compares the data of today with that of the run's ``config.json``.
+
+    Raises:
+        ValueError: they differ, and how.
+    """
+    before, today = (dict(flat(each)) for each in (config.get("data", {}), describe_data(dataset)))
+    for name, value in before.items():
+        if today.get(name) != value:
+            raise ValueError(
+                f"{where} was trained on other data: {name.replace('.', ' ')} was {value} and is "
+                f"{today.get(name)} now. Resume with the data of then, or train anew under another --name."
+            )

@@ -1,0 +1,35 @@
+import time
+
+import torch
+import torch.distributed as dist
+
+from meshrec.comms.collectives import Splits, all_to_all
+from meshrec.comms.timeouts import set_timeout
+from meshrec.distributed import CollectiveError
+from meshrec.plan.mesh import default_env
+from meshrec.testing.rank_pool import RankPool
+
+
+def wait_in_vain(through_gloo):
+    """Rank 1 does not come; rank 0 does not wait for it as long as the group was made for."""
+    axis = default_env().world
+    splits, mine = Splits([1, 1], [1, 1]), torch.ones(2)
+    all_to_all(mine, splits, axis, "first").wait()
+    set_timeout(0.5)
+    if axis.rank:
+        return 0.0
+    began = time.monotonic()
+    try:
+        if through_gloo:
+            dist.all_reduce(mine)
+        else:
+            all_to_all(mine, splits, axis, "second").wait()
+    except (CollectiveError, RuntimeError):
+        return time.monotonic() - began
+    return 0.0
+
+
+def test_ranks_wait_no_longer_than_they_are_told():
+    for through_gloo in (False, True):
+        with RankPool(2, timeout_seconds=60) as pool:
+            assert 0.4 < pool.run(wait_in_vain, through_gloo)[0] < 20

@@ -1,0 +1,88 @@
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from meshrec.optim import Adam
+from meshrec.train import MovieLens, Placement, Recipe, RunFolder, Training, load_recipe
+from meshrec.train.run_folder import CONFIG, to_json
+from meshrec.train.saved_recipe import changes, check_data, describe_data, restored
+from tests.train import small as small_module
+
+
+def saved(recipe):
+    return json.loads(json.dumps(to_json(recipe)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"training": Training(epochs=40, patience=3, clip_norm=0.5)},
+        {"tables": Adam(lr=0.7, weight_decay=0.1)},
+        {
+            "placement": Placement(
+                sharding_types=("row_wise", "table_wise"), memory_gib=2, plan=Path("p.json"), sharded=False
+            )
+        },
+    ],
+)
+def test_a_recipe_is_read_back_as_it_was(small, change):
+    was = replace(small(), **change)
+    template = replace(small(), **({"tables": Adam(lr=0.1)} if "tables" in change else {}))
+    assert restored(template, saved(was), "x") == was
+
+
+def test_what_cannot_be_read_back_is_named(small):
+    with pytest.raises(
+        ValueError, match=r"x.data is a SyntheticClicks, where the recipe now has a MovieLens"
+    ):
+        restored(replace(small(), data=MovieLens()), saved(small()), "x")
+    broken = saved(small())
+    broken["training"]["epochs"] = "many"
+    with pytest.raises(ValueError, match=r"x.training.epochs was 'many', which cannot be read back as"):
+        restored(small(), broken, "x")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files(MovieLens):
+    pass
+
+
+def test_what_a_run_may_change(small, tmp_path):
+    old = small()
+    new = replace(old, training=replace(old.training, epochs=9), dense=replace(old.dense, lr=0.5))
+    assert changes(old, new) == [("dense.lr", 0.01, 0.5), ("training.epochs", 1, 9)]
+    for name, other in (
+        ("model.embedding_dim", replace(old, model=replace(old.model, embedding_dim=16))),
+        ("data.seed", replace(old, data=replace(old.data, seed=1))),
+        ("dense.kind", replace(old, dense=replace(old.dense, kind="sgd"))),
+        ("tables.type", replace(old, tables=Adam(lr=0.1))),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} was .* in this run and cannot become"):
+            changes(old, other)
+    here = replace(old, data=MovieLens(path=Path("a")))
+    assert changes(here, replace(old, data=MovieLens(path=Path("b")))) == [("data.path", "a", "b")]
+
+
+def test_a_run_knows_its_recipe(small, tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no run: there is no config.json"):
+        load_recipe(folder)
+    folder.write_json(
+        CONFIG, {"recipe": to_json(small(epochs=7)), "source": f"{small_module.__file__}:small"}
+    )
+    found = load_recipe(folder)
+    assert isinstance(found, Recipe)
+    assert found.training.epochs == 7
+    folder.write_json(CONFIG, {"recipe": to_json(small())})
+    with pytest.raises(ValueError, match=r"does not say which recipe it was; name the recipe"):
+        load_recipe(folder)
+
+
+def test_other_data_is_refused(small, tmp_path):
+    config = {"data": describe_data(small().data.load())}
+    check_data(config, small().data.load(), tmp_path)
+    other = replace(small().data, num_samples=999).load()
+    with pytest.raises(ValueError, match=r"trained on other data: samples train was 1000 and is 999 now"):
+        check_data(config, other, tmp_path)

@@ -1,0 +1,73 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshrec.checkpoint import CheckpointManager
+from meshrec.train import LossError, RunFolder, Trainer, join
+from meshrec.train.observers import Stepped
+from meshrec.train.watch import OutputWatch
+
+
+def test_the_first_module_in_the_order_of_ending():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
+    watch = OutputWatch(model)
+    model(torch.ones(3, 2))
+    assert watch.first_bad() is None
+    model[2].weight.data.fill_(float("inf"))
+    model(torch.ones(3, 2))
+    assert watch.first_bad() == "2"
+    watch.forget()
+    assert watch.first_bad() is None
+
+
+def poisoned(recipe, folder, rank=0):
+    """A trainer whose dense part turns NaN on one rank, in the seventh step."""
+    ranks = join("cpu")
+    trainer = Trainer(recipe, recipe.data.load(), ranks, folder=folder)
+    count = iter(range(100))
+
+    def poison(module, inputs):
+        if next(count) == 6 and ranks.rank == rank:
+            return (inputs[0] * float("nan"),)
+        return None
+
+    (layer, *_) = (each for each in trainer.built.model.modules() if isinstance(each, torch.nn.Linear))
+    layer.register_forward_pre_hook(poison)
+    return trainer
+
+
+def run_poisoned(recipe, folder) -> str:
+    with pytest.raises(LossError) as error:
+        poisoned(recipe, folder, rank=1).run()
+    return str(error.value)
+
+
+def test_training_stops_at_the_first_loss_that_is_no_number(ranks, tmp_path, small):
+    texts = ranks(2).run(run_poisoned, small(epochs=3, checkpoint_every=3), RunFolder(tmp_path))
+    assert texts[0] == texts[1]
+    assert (
+        "step 7: rank 1: the loss is nan; the first module whose output is no number is dense_arch"
+        in texts[0]
+    )
+    assert "The last good checkpoint is" in texts[0]
+    assert "--training.clip-norm" in texts[0]
+    checkpoints = CheckpointManager(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [3, 6]
+    recipe = small(epochs=3)
+    again = Trainer(recipe, recipe.data.load(), join("cpu"), folder=RunFolder(tmp_path))
+    assert again.resume()
+    assert all(bool(value.isfinite().all()) for value in again.built.model.state_dict().values())
+
+
+def test_an_evaluation_that_is_no_number_ends_the_run(small):
+    recipe = replace(small(epochs=1))
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+
+    def spoil(event):
+        if isinstance(event, Stepped) and event.step == 10:
+            next(iter(trainer.built.dense.params.values())).data.fill_(float("nan"))
+
+    trainer._observer = spoil
+    with pytest.raises(LossError, match=r"step 10: the loss on the validation data is nan"):
+        trainer.run()
