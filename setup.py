@@ -114,7 +114,7 @@ setup(
     ext_modules=[
         Extension(
             "meshrec.libmeshrec",
-            sources=files("csrc/**/*.cpp"),
+            sources=files("csrc/*.cpp", "csrc/[!r]*/*.cpp"),
             depends=files("csrc/**/*.h", "csrc/**/*.inl", "src/meshrec/ops/schemas.inc"),
         )
     ],

@@ -62,6 +62,8 @@ CPP_TESTS = {
     "kernels_baseline.cpp": TBE_TESTS,
     "memory.cpp": ["tests/ops/test_memory.py"],
     "pooled_forward.cpp": TBE_TESTS,
+    "predict.cpp": ["tests/export/test_runtime.py"],
+    "predictor.cpp": ["tests/export/test_runtime.py"],
     "register.cpp": ["tests/test_architecture.py"],
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,

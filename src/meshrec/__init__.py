@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
         return version("meshrec")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'meshrec' has no attribute {name!r}")
+        raise AttributeError(f"module 'meshrec' has no attribute {name!r}; use one of meshrec.__all__.")
     return getattr(importlib.import_module(_HOME_OF[name]), name)
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": Command("meshrec.cli.train", "Trains a recipe, and leaves a folder with all there is to see."),
     "runs": Command("meshrec.cli.runs", "Lists the training runs, compares and removes them."),
     "checkpoint": Command("meshrec.cli.checkpoint", "Looks into checkpoints, takes weights in and out."),
+    "export": Command("meshrec.cli.export", "Writes a run's model as a package that answers requests."),
     "plan": Command("meshrec.cli.plan", "Plans where tables go, explains and compares plans."),
     "calibrate": Command("meshrec.cli.calibrate", "Measures this machine for the planner."),
 }

@@ -14,7 +14,7 @@ from meshrec.train.report import phase_times
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat, remove_run
 
 _PIPE_WIDTH = 140
-_USAGE = "write `meshrec runs`, `meshrec runs compare A B ...` or `meshrec runs rm A ...`"
+_USAGE = "`meshrec runs`, `meshrec runs compare A B ...` or `meshrec runs rm A ...`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def run(options: RunsOptions) -> None:
                 remove_run(folder)
                 console.print(f"removed {folder.path}")
         case words:
-            raise ValueError(f"meshrec runs {' '.join(words)}: {_USAGE}.")
+            raise ValueError(f"meshrec runs {' '.join(words)} is not understood; write {_USAGE}.")
 
 
 def compare(runs: Sequence[RunFolder]) -> list[Table]:

@@ -17,6 +17,11 @@ _HERE = Path(__file__).parent
 _KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.so")
 
 
+def library_path() -> str:
+    """Where libmeshrec.so is, for programs in C++; it is not there where no compiler built it."""
+    return str(_KERNELS)
+
+
 def schemas() -> list[str]:
     """The schemas of all ops in the namespace ``meshrec``, as ``schemas.inc`` lists them."""
     text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())

@@ -42,7 +42,9 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
     """
     config = folder.read_json(CONFIG)
     if config is None:
-        raise ValueError(f"{folder.path.resolve()} holds no run: there is no {CONFIG} in it.")
+        raise ValueError(
+            f"{folder.path.resolve()} holds no run: there is no {CONFIG} in it. Name a run's folder."
+        )
     named = source or config.get("source")
     if named is None:
         raise ValueError(f"{folder.path} does not say which recipe it was; name the recipe.")

@@ -1,0 +1,85 @@
+// meshrec-predict FOLDER [FILE]: scores of the requests in a file (or standard input), one line each.
+//
+// A line is a sample: its dense values, then for each feature of the package a bar and its ids, all divided
+// by spaces: "0.5 1.25 | 17 3 | | 9" has two dense values, and three features of 2, 0 and 1 ids. Lines are
+// scored in one batch; a score is printed so that reading it gives the same float again.
+#include <cstdio>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <sstream>
+#include <string>
+
+#include "predictor.h"
+
+namespace {
+
+struct Requests {
+  std::int64_t batch = 0;
+  std::vector<float> dense;
+  std::vector<std::vector<std::int64_t>> ids, lengths;
+};
+
+Requests read(std::istream& lines, const meshrec::Predictor& predictor) {
+  Requests found;
+  found.ids.resize(predictor.features().size());
+  found.lengths.resize(predictor.features().size());
+  for (std::string line; std::getline(lines, line); ++found.batch) {
+    std::istringstream parts(line);
+    std::string part;
+    std::getline(parts, part, '|');
+    std::istringstream values(part);
+    std::int64_t num_dense = 0;
+    for (float value = 0; values >> value; ++num_dense) found.dense.push_back(value);
+    if (num_dense != predictor.num_dense() || !values.eof()) {
+      throw std::runtime_error("line " + std::to_string(found.batch + 1) + ": needs " +
+                               std::to_string(predictor.num_dense()) + " dense values before the first bar.");
+    }
+    for (std::size_t feature = 0; feature < found.ids.size(); ++feature) {
+      if (!std::getline(parts, part, '|') && !(feature + 1 == found.ids.size() && line.back() == '|')) {
+        throw std::runtime_error("line " + std::to_string(found.batch + 1) + ": has no ids of feature '" +
+                                 predictor.features()[feature] + "'; write a bar for each feature.");
+      }
+      if (parts.fail()) part.clear();
+      std::istringstream ids(part);
+      std::int64_t count = 0;
+      for (std::int64_t id = 0; ids >> id; ++count) found.ids[feature].push_back(id);
+      if (!ids.eof()) {
+        throw std::runtime_error("line " + std::to_string(found.batch + 1) + ": an id of feature '" +
+                                 predictor.features()[feature] + "' is no whole number.");
+      }
+      found.lengths[feature].push_back(count);
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count < 2 || count > 3) {
+    std::fprintf(stderr, "usage: meshrec-predict FOLDER [FILE]\n");
+    return 2;
+  }
+  try {
+    const meshrec::Predictor predictor(arguments[1]);
+    std::ifstream file;
+    if (count == 3) {
+      file.open(arguments[2]);
+      if (!file) throw std::runtime_error(std::string(arguments[2]) + " cannot be opened.");
+    }
+    const Requests requests = read(count == 3 ? file : std::cin, predictor);
+    std::vector<meshrec::Feature> features;
+    for (std::size_t f = 0; f < requests.ids.size(); ++f) {
+      features.push_back({requests.ids[f].data(), static_cast<std::int64_t>(requests.ids[f].size()),
+                          requests.lengths[f].data()});
+    }
+    for (const float score : predictor.predict(requests.dense.data(), requests.batch, features)) {
+      std::printf("%.9g\n", static_cast<double>(score));
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "meshrec-predict: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

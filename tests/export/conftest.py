@@ -1,0 +1,64 @@
+import contextlib
+import warnings
+
+import pytest
+import torch
+
+import meshrec
+from meshrec.export import export
+from meshrec.models.dlrm import DLRM
+
+FEATURES = ["f0", "f 1", "f2"]
+NUM_ROWS, NUM_DENSE = 50, 4
+
+
+@pytest.fixture(scope="session")
+def model():
+    torch.manual_seed(0)
+    tables = [
+        meshrec.EmbeddingBagConfig(
+            name=f"t{i}", embedding_dim=8, num_embeddings=NUM_ROWS, feature_names=[feature]
+        )
+        for i, feature in enumerate(FEATURES)
+    ]
+    return DLRM(meshrec.EmbeddingBagCollection(tables), NUM_DENSE, [16, 8], [16, 1])
+
+
+@contextlib.contextmanager
+def torchs_own_warnings():
+    """torch warns of its own code while it exports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="session")
+def package(model, tmp_path_factory):
+    """Compiled once for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("packages") / "compiled"
+    with torchs_own_warnings():
+        return export(model, folder, features=FEATURES, num_dense=NUM_DENSE, about={"step": 7})
+
+
+@pytest.fixture(scope="session")
+def uncompiled(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages") / "uncompiled"
+    with torchs_own_warnings():
+        return export(model, folder, features=FEATURES, num_dense=NUM_DENSE, compile=False)
+
+
+@pytest.fixture
+def requests():
+    """``requests(batch)``: dense, values and lengths; some bags are empty."""
+
+    def make(batch):
+        generator = torch.Generator().manual_seed(batch)
+        dense = torch.randn(batch, NUM_DENSE, generator=generator)
+        lengths = {f: torch.randint(0, 3, (batch,), generator=generator) for f in FEATURES}
+        values = {
+            f: torch.randint(0, NUM_ROWS, (int(own.sum()),), generator=generator)
+            for f, own in lengths.items()
+        }
+        return dense, values, lengths
+
+    return make
