@@ -21,7 +21,10 @@ SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -
 THREADED := build/races/lib/meshrec/libmeshrec.so
 THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 
-.PHONY: demo test lint format build bench sanitize races peers parity kills example docs clean
+# One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
+WHEELS := dist
+
+.PHONY: demo test lint format build wheel wheel-test bench sanitize races peers parity kills example docs clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -54,6 +57,25 @@ $(KERNELS): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	test ! -e $@ || touch $@
 
+wheel: $(STAMP)
+	rm -rf $(WHEELS) build/lib.*
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps -w $(WHEELS)/plain .
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+		-w $(WHEELS) $(WHEELS)/plain/*.whl
+	rm -rf $(WHEELS)/plain
+	$(BIN)/python setup.py --quiet sdist --dist-dir $(WHEELS)
+	ls $(WHEELS)
+
+# The kernels' tests with the wheel in an empty environment, where no compiler is to be found. WHEEL_TORCH is the
+# torch to install there.
+WHEEL_TORCH ?= torch
+wheel-test: wheel
+	rm -rf build/wheel && $(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/$(PIP_INSTALL) $(WHEEL_TORCH) pytest pytest-xdist hypothesis $(WHEELS)/*.whl
+	mkdir -p build/wheel/bin && cp -r tests build/wheel/
+	cd build/wheel && env -u CXX PATH="$$PWD/venv/bin" venv/bin/python -m pytest -q -p no:cacheprovider \
+		--import-mode=importlib -W error tests/ops/tbe/test_kernels.py tests/ops/tbe/test_kernels_update.py tests/ops/jagged
+
 # FBGEMM and TorchRec, to compare with in one process; they stay out of the environment that runs the tests.
 peers: $(STAMP_PEERS) $(KERNELS)
 
@@ -62,7 +84,7 @@ $(STAMP_PEERS): pyproject.toml constraints.txt
 	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest hypothesis numpy \
 		fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 	$(PEERS)/$(PIP_INSTALL) --no-deps torchrec==1.8.0
-	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[planner,cli]"
+	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli]"
 	touch $@
 
 parity: peers

@@ -13,8 +13,10 @@ def test_the_module_is_the_command():
 
 def test_a_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "meshrec.cli.__main__", raising=False)
+    monkeypatch.delitem(sys.modules, "meshrec.cli.runs", raising=False)
     monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.setattr(sys, "argv", ["meshrec", "runs"])
     assert main() == 1
     assert capsys.readouterr().err == (
-        "meshrec: the command line needs the package 'tyro': pip install 'meshrec[cli,train]'\n"
+        "meshrec: the command line needs the package 'tyro': pip install \"meshrec[cli,train]\"\n"
     )

@@ -12,10 +12,10 @@ def main() -> int:
 
         return run()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich", "torchmetrics", "highspy"):
+        if error.name is None or error.name.split(".")[0] not in ("tyro", "rich", "torchmetrics"):
             raise
         print(
-            f"meshrec: the command line needs the package {error.name!r}: pip install 'meshrec[cli,train]'",
+            f'meshrec: the command line needs the package {error.name!r}: pip install "meshrec[cli,train]"',
             file=sys.stderr,
         )
         return 1

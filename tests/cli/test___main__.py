@@ -35,7 +35,7 @@ def test_a_missing_extra_is_told_in_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(sys, "argv", ["meshrec", "plan", "movielens_dlrm", "--ranks", "2"])
     assert main() == 1
-    assert capsys.readouterr().err == "meshrec: this needs pyarrow: pip install 'meshrec[movielens]'\n"
+    assert capsys.readouterr().err == 'meshrec: this needs pyarrow: pip install "meshrec[movielens]"\n'
 
 
 def test_a_module_that_no_extra_installs_is_a_fault(monkeypatch):

@@ -25,7 +25,7 @@ def test_skipping_counts_and_warns_once(caplog):
 
 
 def test_missing_packages_name_the_extra():
-    with pytest.raises(ModuleNotFoundError, match=r"needs no_such_package: pip install 'meshrec\[data\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs no_such_package: pip install \"meshrec\[data\]\""):
         needs("no_such_package.part", "data")
     with pytest.raises(ValueError, match="on_error must be 'raise' or 'skip', got 'warn'"):
         Faults("warn")

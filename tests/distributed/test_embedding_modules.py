@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -305,6 +306,9 @@ def test_one_process_needs_no_group_and_is_bit_identical():
     one_process()
 
 
+OURS = str(Path(md.__file__).parents[1])  # a clone's folder may be called meshrec, too
+
+
 def count_calls(sequence):
     env = environment("flat")
     collection = make_collection(sequence)
@@ -315,7 +319,7 @@ def count_calls(sequence):
     calls = []
 
     def count(frame, event, argument):
-        if event == "call" and "meshrec" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
             calls.append(
                 frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name
             )
@@ -331,6 +335,8 @@ def count_calls(sequence):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_forward_takes_few_python_calls(ranks, sequence):
     calls = ranks(2).run(count_calls, sequence)[0]
+    # What an earlier test of these processes left unread is skipped, now and then.
+    calls = [call for call in calls if call != "HostLink._skip_dropped"]
     assert len(calls) <= 60, calls
 
 

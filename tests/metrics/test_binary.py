@@ -76,7 +76,7 @@ def test_one_rank_alone(ranks):
 
 def test_without_torchmetrics_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs torchmetrics: pip install 'meshrec\[metrics\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs torchmetrics: pip install \"meshrec\[metrics\]\""):
         area_under_curve(*samples()[:2])
 
 

@@ -66,5 +66,5 @@ def needs(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"this needs {module.split('.')[0]}: pip install 'meshrec[{extra}]'"
+            f'this needs {module.split(".")[0]}: pip install "meshrec[{extra}]"'
         ) from error

