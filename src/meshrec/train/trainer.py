@@ -238,7 +238,10 @@ class Trainer:
         """Ends the run on every rank, with the cause that one of them saw."""
         found = [each for each in self.ranks.collect(self._first_failure) if each is not None]
         step, cause = min(found)
-        latest = None if self._checkpoints is None else self._checkpoints.latest()
+        latest = None
+        if self._checkpoints is not None:
+            self._checkpoints.wait()  # the newest may still be on its way to the disk
+            latest = self._checkpoints.latest()
         kept = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
         raise LossError(
             f"step {step}: {cause}. {kept}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
