@@ -167,7 +167,9 @@ class PooledOutput:
         if len(self._hops) == 2:
             first, second = self._hops
             received = second.send_back(sent, splits[1], "gradients between nodes").wait()
-            rows = received.float().view(-1, first.out_dim)
+            rows = received.float().view(
+                sum(self._node_rows(asked)), first.out_dim
+            )  # a node may hold nothing
             sent, _ = first.scatter(rows, None, 1.0, dtype)
         return self._hops[0].send_back(sent, splits[0], "gradients of embeddings"), local
 

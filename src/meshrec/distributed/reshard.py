@@ -121,7 +121,7 @@ def _trained(built: Mapping[str, Built], env: ShardingEnv) -> set[tuple[str, str
         (path, name)
         for path, module in built.items()
         for name, shards in module.shards.items()
-        if any(shard.requires_grad for shard in shards.shards())
+        if shards.rectangles and shards.weight.requires_grad
     }
     return set().union(*gather_objects(own, env.world, "trained tables"))
 

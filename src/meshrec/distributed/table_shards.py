@@ -85,7 +85,8 @@ class TableShards(nn.Module):
             try:
                 self.whole(self.shards()).copy_(value)
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+                error.args = (f"{name}: {error}",)
+                raise
 
     def _size(self, per_row: bool) -> tuple[int, ...]:
         return (self._table.num_rows,) if per_row else (self._table.num_rows, self._table.dim)
