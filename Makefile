@@ -53,7 +53,7 @@ $(STAMP): pyproject.toml constraints.txt
 	MESHREC_NO_KERNELS=1 $(BIN)/$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
 	touch $@
 
-$(KERNELS): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
+$(KERNELS): $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc src/meshrec/ops/tbe/formulas.py setup.py | $(STAMP)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	test ! -e $@ || touch $@
 
@@ -132,7 +132,7 @@ races: build $(THREADED)
 
 $(SANITIZED): FLAGS := $(SANITIZE_FLAGS)
 $(THREADED): FLAGS := $(THREAD_FLAGS)
-$(SANITIZED) $(THREADED): build/%/lib/meshrec/libmeshrec.so: $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc setup.py | $(STAMP)
+$(SANITIZED) $(THREADED): build/%/lib/meshrec/libmeshrec.so: $(KERNEL_SOURCES) src/meshrec/ops/schemas.inc src/meshrec/ops/tbe/formulas.py setup.py | $(STAMP)
 	CXXFLAGS="$(FLAGS)" LDFLAGS="$(FLAGS)" $(BIN)/python setup.py --quiet \
 		build_ext --build-lib build/$*/lib --build-temp build/$*/objects
 	test -e $@ && touch $@

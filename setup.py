@@ -7,6 +7,7 @@ Environment: ``CXX`` chooses the compiler, ``CXXFLAGS`` and ``LDFLAGS`` add to i
 import importlib.util
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import sys
@@ -18,6 +19,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+FORMULAS = ROOT / "src/meshrec/ops/tbe/formulas.py"
 ISA_FLAGS = {
     "kernels_avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
     "kernels_avx512": [
@@ -70,7 +72,7 @@ class BuildKernels(build_ext):
         system += ["-isystem", str(torch / "include/torch/csrc/api/include")]
         flags = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", *WARNINGS, *system]
         flags += ["-fno-math-errno", "-fno-trapping-math"]
-        flags += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'src/meshrec/ops'}"]
+        flags += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'src/meshrec/ops'}", f"-I{self.write_formulas().parent}"]
         flags += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
         objects = self.compile([*compiler(), *flags], ext)
@@ -79,6 +81,15 @@ class BuildKernels(build_ext):
         link = ["-shared", *map(str, objects), "-o", str(target), f"-L{torch / 'lib'}", "-ltorch_cpu"]
         self.spawn([*compiler(), *link, *shlex.split(os.environ.get("LDFLAGS", ""))])
 
+    def write_formulas(self) -> Path:
+        """``formulas.inc``: the optimizers, as Python lists them. Left alone where nothing changed."""
+        target = Path(self.build_temp).absolute() / "meshrec" / "formulas.inc"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = runpy.run_path(str(FORMULAS))["as_cpp"]()
+        if not target.exists() or target.read_text() != text:
+            target.write_text(text)
+        return target
+
     def compile(self, command: list[str], ext: Extension) -> list[Path]:
         """Compile the sources that changed since their object, all of them when a header or the flags did."""
         folder = Path(self.build_temp) / "meshrec"
@@ -86,7 +97,8 @@ class BuildKernels(build_ext):
         last_command = folder / "command.txt"
         if not last_command.exists() or last_command.read_text() != "\n".join(command):
             last_command.write_text("\n".join(command))
-        common = max(Path(path).stat().st_mtime for path in [last_command, __file__, *ext.depends])
+        written = [last_command, folder / "formulas.inc"]
+        common = max(Path(path).stat().st_mtime for path in [*written, __file__, *ext.depends])
 
         def compile_one(source: str) -> Path:
             target = folder / f"{Path(source).stem}.o"

@@ -119,20 +119,20 @@ class Op(Contender):
 
     def __init__(self, lookups: Lookups) -> None:
         import meshrec  # noqa: F401 - registers the ops
+        from meshrec.optim import RowWiseAdagrad
 
         shape = lookups.shape
         tables = list(range(shape.num_tables))
         self.weights = [torch.empty(shape.num_rows, shape.dim) for _ in tables]
         lookups.fill(self.weights)
         state = [torch.zeros(shape.num_rows) for _ in tables]
-        hyper = torch.zeros(12, dtype=torch.float64)
-        hyper[:2] = torch.tensor([LR, EPS])
         names = torch.tensor(list("".join(f"t{t}\tf{t}\n" for t in tables).encode()), dtype=torch.uint8)
         routing = (len(tables), tables, tables, [0] * len(tables), False)
         batch = (lookups.ids, lookups.offsets, None, None, *routing)
         self._forward = (self.weights, *batch, shape.batch, torch.float32, True, names)
-        row_wise_adagrad = 2
-        update = ([shape.dim] * len(tables), self.weights, state, row_wise_adagrad, hyper, None, [])
+        rule = RowWiseAdagrad(lr=LR, eps=EPS)
+        hyper = rule.hyper(lr=LR, step=1)
+        update = ([shape.dim] * len(tables), self.weights, state, rule.code, hyper, None, [])
         self._update = (lookups.grad, *batch, *update)
 
     def forward(self) -> Tensor:

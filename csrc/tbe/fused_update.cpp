@@ -9,76 +9,45 @@ namespace meshrec {
 namespace {
 
 enum HyperSlot {
-  kLr,
-  kEps,
-  kWeightDecay,
-  kDecayMode,
-  kBeta1,
-  kBeta2,
-  kMomentum,
-  kTrustCoefficient,
-  kStep,
-  kSeed,
-  kRowDim,
-  kHyperSize = 12
+#define HYPER(type, name) kAt_##name,
+#include "formulas.inc"
+#undef HYPER
+  kHyperSize
 };
 
 Hyper make_hyper(const Tensor& tensor) {
   if (tensor.scalar_type() != ScalarType::Double || tensor.numel() != kHyperSize || !tensor.is_cpu())
-    fail("hyper must be a float64 CPU tensor with ", int(kHyperSize), " entries.");
+    fail("hyper must be a float64 CPU tensor with ", int(kHyperSize),
+         " entries. A spec's hyper() makes one.");
   const Tensor held = as_contiguous(tensor);
   const auto* h = static_cast<const double*>(held.const_data_ptr());
-  return {.lr = float(h[kLr]),
-          .eps = float(h[kEps]),
-          .weight_decay = float(h[kWeightDecay]),
-          .decay_mode = int(h[kDecayMode]),
-          .beta1 = float(h[kBeta1]),
-          .beta2 = float(h[kBeta2]),
-          .momentum = float(h[kMomentum]),
-          .trust_coefficient = float(h[kTrustCoefficient]),
-          .fresh1 = float(1 - h[kBeta1]),
-          .fresh2 = float(1 - h[kBeta2]),
-          .correction1 = float(1 - std::pow(h[kBeta1], h[kStep])),
-          .correction2 = float(1 - std::pow(h[kBeta2], h[kStep])),
-          .step = uint64_t(h[kStep]),
-          .seed = uint64_t(h[kSeed]),
-          .row_dim = h[kRowDim]};
+  Hyper hyper;
+#define HYPER(type, name) hyper.name = type(h[kAt_##name]);
+#include "formulas.inc"
+#undef HYPER
+  hyper.fresh1 = float(1 - h[kAt_beta1]);
+  hyper.fresh2 = float(1 - h[kAt_beta2]);
+  hyper.correction1 = float(1 - std::pow(h[kAt_beta1], h[kAt_step]));
+  hyper.correction2 = float(1 - std::pow(h[kAt_beta2], h[kAt_step]));
+  return hyper;
 }
 
-struct StateShape {
-  int64_t num_slots;
-  bool row_wise[2];
-};
-
-StateShape state_shape(int64_t optimizer) {
-  switch (optimizer) {
-    case kSGD:
-      return {0, {false, false}};
-    case kAdagrad:
-    case kLARS:
-      return {1, {false, false}};
-    case kRowWiseAdagrad:
-      return {1, {true, false}};
-    case kAdam:
-    case kLAMB:
-      return {2, {false, false}};
-    case kPartialRowWiseAdam:
-    case kPartialRowWiseLAMB:
-      return {2, {false, true}};
-  }
-  fail("optimizer ", optimizer, " is unknown; codes 0 to ", int(kNumOptimizers) - 1, " exist.");
+const StateShape& state_shape(int64_t optimizer) {
+  if (optimizer < 0 || optimizer >= kNumOptimizers)
+    fail("optimizer ", optimizer, " is unknown; codes 0 to ", int(kNumOptimizers) - 1, " exist.");
+  return kStateShapes[optimizer];
 }
 
 std::vector<float*> state_data(const std::vector<Tensor>& state, const StateShape& shape,
                                const Weights& weights) {
   const size_t num_tables = weights.tensors.size();
-  if (state.size() != shape.num_slots * num_tables)
+  if (state.size() != size_t(shape.num_slots) * num_tables)
     fail("got ", state.size(), " state tensors for ", num_tables, " tables of an optimizer with ",
          shape.num_slots, " state slots.");
   std::vector<float*> data;
   for (size_t k = 0; k < state.size(); ++k) {
     const size_t table = k % num_tables;
-    const int64_t width = shape.row_wise[k / num_tables] ? 1 : weights.dims[table];
+    const int64_t width = shape.per_row[k / num_tables] ? 1 : weights.dims[table];
     if (state[k].scalar_type() != ScalarType::Float || !state[k].is_contiguous() ||
         state[k].numel() != weights.num_rows[table] * width)
       fail("state tensor ", k, " must be contiguous float32 with ", weights.num_rows[table] * width,
@@ -99,7 +68,7 @@ void tbe_update(Tensor grad, Tensor values, Tensor offsets, std::optional<Tensor
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat}, dims);
   check_dims(batch, weights);
-  const StateShape shape = state_shape(optimizer);
+  const StateShape& shape = state_shape(optimizer);
   const std::vector<float*> states = state_data(state, shape, weights);
   const Hyper hyper = make_hyper(hyper_tensor);
   const Tensor g = checked_grad(grad, batch);

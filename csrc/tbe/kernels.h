@@ -9,16 +9,22 @@ namespace meshrec {
 
 enum WeightType : int { kFloat = 0, kHalf = 1, kBFloat16 = 2, kNumWeightTypes = 3 };
 
+// The optimizers by code; formulas.inc is written from ops/tbe/formulas.py.
 enum Optimizer : int {
-  kSGD,
-  kAdagrad,
-  kRowWiseAdagrad,
-  kAdam,
-  kPartialRowWiseAdam,
-  kLAMB,
-  kPartialRowWiseLAMB,
-  kLARS,
+#define FORMULA(name, ...) k##name,
+#include "formulas.inc"
+#undef FORMULA
   kNumOptimizers
+};
+
+struct StateShape {
+  int num_slots;
+  bool per_row[2];
+};
+constexpr StateShape kStateShapes[] = {
+#define FORMULA(name, num_slots, per_row0, per_row1) {num_slots, {per_row0, per_row1}},
+#include "formulas.inc"
+#undef FORMULA
 };
 
 enum WeightDecay : int { kNoDecay, kL2, kDecoupled };
@@ -67,13 +73,11 @@ struct Pair {
 };
 
 struct Hyper {
-  float lr, eps, weight_decay;
-  int decay_mode;
-  float beta1, beta2, momentum, trust_coefficient;
+#define HYPER(type, name) type name;
+#include "formulas.inc"
+#undef HYPER
   float fresh1, fresh2;            // 1 - beta, rounded once: 1 - 0.999f is off by 1e-5 of it
   float correction1, correction2;  // 1 - beta^step
-  uint64_t step, seed;
-  double row_dim;
 };
 
 // Pairs sorted by row; a run of equal rows is one update.

@@ -224,100 +224,15 @@ int64_t square(const SquareArgs& a) {
   return next - a.squares;
 }
 
-// ---- optimizers: formulas and their sources are in meshrec/optim/optimizers.py
-// --------------------------------------
-
-constexpr bool row_state0(int optimizer) { return optimizer == kRowWiseAdagrad; }
-constexpr bool row_state1(int optimizer) {
-  return optimizer == kPartialRowWiseAdam || optimizer == kPartialRowWiseLAMB;
-}
-
-struct Step {
-  const Hyper& hyper;
-  const float* stats;        // of this row, or null
-  const float* mean_square;  // of this row, or null
-  float* work;               // dim floats, for the normalised direction
-};
-
-inline float mean_square(const float* g, const float* w, int64_t dim, const Step& step) {
-  const float l2 = step.hyper.decay_mode == kL2 ? step.hyper.weight_decay : 0.0f;
-  if (step.mean_square != nullptr) return *step.mean_square;
-  if (step.stats != nullptr) return float(step.stats[0] / step.hyper.row_dim);
-  const float total =
-      l2 == 0 ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // spares reading the row
-              : sum_over(dim, [&](auto at) { return (at(g) + at(w) * l2) * (at(g) + at(w) * l2); });
-  return float(total / step.hyper.row_dim);
-}
-
-template <int kOptimizer>
-inline void step_row(float* __restrict w, const float* __restrict g, float* __restrict s0,
-                     float* __restrict s1, int64_t dim, const Step& step) {
-  const Hyper& h = step.hyper;
-  const float lr = h.lr, eps = h.eps;
-  const float l2 = h.decay_mode == kL2 ? h.weight_decay : 0.0f;
-  const bool lamb = kOptimizer == kLAMB || kOptimizer == kPartialRowWiseLAMB;
-  const float keep = h.decay_mode == kDecoupled && !lamb ? 1.0f - lr * h.weight_decay : 1.0f;
-  const auto grad = [&](int64_t d) { return g[d] + l2 * w[d]; };
-  if constexpr (kOptimizer == kSGD) {
-    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - lr * grad(d);
-  } else if constexpr (kOptimizer == kAdagrad) {
-    for (int64_t d = 0; d < dim; ++d) {
-      const float x = grad(d);
-      s0[d] += x * x;
-      w[d] = keep * w[d] - lr * x / (__builtin_sqrtf(s0[d]) + eps);
-    }
-  } else if constexpr (kOptimizer == kRowWiseAdagrad) {
-    s0[0] += mean_square(g, w, dim, step);
-    const float rate = lr / (__builtin_sqrtf(s0[0]) + eps);
-    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * grad(d);
-  } else if constexpr (kOptimizer == kLARS) {
-    const float w_norm = __builtin_sqrtf(
-        step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](auto at) { return at(w) * at(w); }));
-    const float g_norm = __builtin_sqrtf(
-        step.stats != nullptr ? step.stats[0] : sum_over(dim, [&](auto at) { return at(g) * at(g); }));
-    const float rate =
-        w_norm > 0 && g_norm > 0 ? lr * h.trust_coefficient * w_norm / (g_norm + l2 * w_norm + eps) : lr;
-    for (int64_t d = 0; d < dim; ++d) {
-      s0[d] = h.momentum * s0[d] + rate * grad(d);
-      w[d] = keep * w[d] - s0[d];
-    }
-  } else {
-    // The Adam family: work holds the normalised direction r.
-    float row_denominator = 0;
-    if constexpr (row_state1(kOptimizer)) {
-      s1[0] = h.beta2 * s1[0] + h.fresh2 * mean_square(g, w, dim, step);
-      row_denominator = __builtin_sqrtf(s1[0] / h.correction2) + eps;
-    }
-    float* r = step.work;
-    const float decay_in_r = lamb && h.decay_mode == kDecoupled ? h.weight_decay : 0.0f;
-    for (int64_t d = 0; d < dim; ++d) {
-      const float x = grad(d);
-      s0[d] = h.beta1 * s0[d] + h.fresh1 * x;
-      float denominator = row_denominator;
-      if constexpr (!row_state1(kOptimizer)) {
-        s1[d] = h.beta2 * s1[d] + h.fresh2 * x * x;
-        denominator = __builtin_sqrtf(s1[d] / h.correction2) + eps;
-      }
-      r[d] = s0[d] / h.correction1 / denominator + decay_in_r * w[d];
-    }
-    float rate = lr;
-    if (lamb) {
-      const float w_square =
-          step.stats != nullptr ? step.stats[1] : sum_over(dim, [&](auto at) { return at(w) * at(w); });
-      const float r_square =
-          step.stats != nullptr ? step.stats[2] : sum_over(dim, [&](auto at) { return at(r) * at(r); });
-      if (w_square > 0 && r_square > 0) rate = lr * (__builtin_sqrtf(w_square) / __builtin_sqrtf(r_square));
-    }
-    for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * r[d];
-  }
-}
+#include "tbe/formulas.inl"
 
 template <int kOptimizer, typename Weight>
 void update_rows(const UpdateArgs& args) {
   const RunArgs& runs = args.runs;
   const int64_t dim = runs.dim;
   Weight* weight = static_cast<Weight*>(args.weight);
-  const int64_t width0 = row_state0(kOptimizer) ? 1 : dim, width1 = row_state1(kOptimizer) ? 1 : dim;
+  const int64_t width0 = kStateShapes[kOptimizer].per_row[0] ? 1 : dim;
+  const int64_t width1 = kStateShapes[kOptimizer].per_row[1] ? 1 : dim;
   float* work = runs.scratch + padded(dim);
   float* row_buffer = work + padded(dim);
   const bool stochastic = args.hyper.seed != 0;
@@ -340,10 +255,10 @@ void update_rows(const UpdateArgs& args) {
         float* s0 = state(args.state0, run.row, width0);
         float* s1 = state(args.state1, run.row, width1);
         if constexpr (sizeof(Weight) == sizeof(float)) {
-          step_row<kOptimizer>(target, run.grad, s0, s1, dim, step);
+          step_row(Code<kOptimizer>(), target, run.grad, s0, s1, dim, step);
         } else {
           row_to_float(target, dim, row_buffer);
-          step_row<kOptimizer>(row_buffer, run.grad, s0, s1, dim, step);
+          step_row(Code<kOptimizer>(), row_buffer, run.grad, s0, s1, dim, step);
           const uint64_t row = uint64_t(args.first_row) + run.row, column = uint64_t(args.first_column);
           for (int64_t d = 0; d < dim; ++d) {
             const uint32_t noise =
@@ -452,16 +367,16 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
       function<BFloat16, int32_t>, function<BFloat16, int64_t> \
     }                                                          \
   }
-#define MESHREC_UPDATE(optimizer) \
-  {update<optimizer, float>, update<optimizer, Half>, update<optimizer, BFloat16>}
 
 const Kernels kTable = {MESHREC_NAME,
                         MESHREC_BY_WEIGHT(pool),
                         MESHREC_BY_WEIGHT(gather),
                         MESHREC_BY_WEIGHT(dot),
-                        {MESHREC_UPDATE(kSGD), MESHREC_UPDATE(kAdagrad), MESHREC_UPDATE(kRowWiseAdagrad),
-                         MESHREC_UPDATE(kAdam), MESHREC_UPDATE(kPartialRowWiseAdam), MESHREC_UPDATE(kLAMB),
-                         MESHREC_UPDATE(kPartialRowWiseLAMB), MESHREC_UPDATE(kLARS)},
+                        {
+#define FORMULA(name, ...) {update<k##name, float>, update<k##name, Half>, update<k##name, BFloat16>},
+#include "formulas.inc"
+#undef FORMULA
+                        },
                         sum,
                         square,
                         square_row,

@@ -3,7 +3,8 @@ import torch
 
 from meshrec.distributed.routing import Lookup, RankWork, Rectangle, Route, Routing, Table, Use
 from meshrec.distributed.row_stats import ColumnPeers, Touched
-from meshrec.ops.tbe import naive_update
+from meshrec.ops.tbe.formulas import Hyper
+from meshrec.ops.tbe.naive_update import update_rows
 from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad
 from meshrec.plan.mesh import Axis
 
@@ -33,7 +34,7 @@ def test_an_update_of_column_parts_is_that_of_whole_rows(spec):
     torch.manual_seed(0)
     weight, grad, rows = torch.rand(4, 4), torch.rand(3, 4), torch.tensor([0, 1, 3])
     state = [torch.rand(slot.shape(4, 4)) for slot in spec.state_slots()]
-    hyper = naive_update.Hyper.from_tensor(spec.hyper(lr=spec.lr, step=2, row_dim=4))
+    hyper = Hyper.from_tensor(spec.hyper(lr=spec.lr, step=2, row_dim=4))
     parts = [(slice(0, 2), []), (slice(2, 4), [])]
     touched = []
     for columns, slots in parts:
@@ -43,10 +44,10 @@ def test_an_update_of_column_parts_is_that_of_whole_rows(spec):
     peers = ColumnPeers(routing(*HALVES), Axis(), [0])
     stats = peers.row_stats(touched, spec.code, [hyper, hyper])
     whole = weight.clone()
-    naive_update.update_rows(whole, state, rows, grad, None, spec.code, hyper)
+    update_rows(whole, state, rows, grad, None, spec.code, hyper)
     for (columns, slots), sums in zip(parts, stats, strict=True):
         part = weight[:, columns].clone()
-        naive_update.update_rows(part, slots, rows, grad[:, columns], sums, spec.code, hyper)
+        update_rows(part, slots, rows, grad[:, columns], sums, spec.code, hyper)
         torch.testing.assert_close(part, whole[:, columns])
 
 

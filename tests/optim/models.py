@@ -22,6 +22,7 @@ KINDS = [
     optim.LAMB,
     optim.PartialRowWiseLAMB,
     optim.LARS,
+    optim.FTRL,
 ]
 TABLES = {"t0": (12, 5, ["a", "b"]), "t1": (7, 16, ["b"])}
 UPDATES = pytest.mark.parametrize("update", ["in_backward", "on_step"])

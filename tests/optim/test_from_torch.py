@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from meshrec import optim
-from meshrec.ops.tbe.naive_update import Hyper, update_rows
+from meshrec.ops.tbe.formulas import Hyper
+from meshrec.ops.tbe.naive_update import update_rows
 from meshrec.optim import from_torch
 
 

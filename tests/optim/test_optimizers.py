@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from meshrec import optim
-from meshrec.ops.tbe import naive_update
-from meshrec.ops.tbe.naive_update import Hyper
+from meshrec.ops.tbe import formulas
+from meshrec.ops.tbe.formulas import FORMULAS, Hyper
+from meshrec.ops.tbe.naive_update import update_rows
 from meshrec.optim.optimizers import HyperOfSteps
 
 from .models import KINDS
@@ -23,6 +24,7 @@ from .models import KINDS
         (optim.LAMB, {"exp_avg": (9, 4), "exp_avg_sq": (9, 4)}),
         (optim.PartialRowWiseLAMB, {"exp_avg": (9, 4), "exp_avg_sq": (9,)}),
         (optim.LARS, {"momentum_buffer": (9, 4)}),
+        (optim.FTRL, {"sum": (9, 4), "linear": (9, 4)}),
     ],
 )
 def test_names_and_shapes_of_state(spec, slots):
@@ -33,25 +35,42 @@ def test_names_and_shapes_of_state(spec, slots):
 def test_the_kernels_take_the_state_and_the_numbers(spec):
     made = spec(lr=0.1)
     state = [torch.full(slot.shape(5, 3), slot.initial_value) for slot in made.state_slots()]
-    assert len(state) == naive_update.num_slots(made.code)
     weight = torch.ones(5, 3)
     hyper = Hyper.from_tensor(made.hyper(lr=0.1, step=1))
-    naive_update.update_rows(weight, state, torch.tensor([3]), torch.ones(1, 3), None, made.code, hyper)
+    update_rows(weight, state, torch.tensor([3]), torch.ones(1, 3), None, made.code, hyper)
     assert bool((weight[3] < 1).all())
     assert bool((weight[:3] == 1).all())
 
 
 def test_codes_are_distinct():
-    assert sorted(spec.code for spec in KINDS) == list(range(8))
+    assert sorted(spec.code for spec in KINDS) == list(range(len(FORMULAS)))
 
 
 def test_hyper_puts_every_number_in_its_place():
     lars = optim.LARS(lr=1, eps=2e-3, weight_decay=0.3, momentum=0.4, trust_coefficient=0.5)
     found = Hyper.from_tensor(lars.hyper(lr=0.25, step=7, seed=11, row_dim=96))
-    assert found == Hyper(0.25, 2e-3, 0.3, naive_update.L2_DECAY, 0, 0, 0.4, 0.5, 7, 11, 96)
+    assert found == Hyper(
+        lr=0.25,
+        eps=2e-3,
+        weight_decay=0.3,
+        decay_mode=formulas.L2_DECAY,
+        momentum=0.4,
+        trust_coefficient=0.5,
+        step=7,
+        seed=11,
+        row_dim=96,
+    )
     adam = optim.Adam(lr=1, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1, decoupled_weight_decay=True)
     found = Hyper.from_tensor(adam.hyper(lr=0.5, step=2))
-    assert found == Hyper(0.5, 1e-5, 0.1, naive_update.DECOUPLED_DECAY, 0.8, 0.95, 0, 0, 2, 0, 0)
+    assert found == Hyper(
+        lr=0.5,
+        eps=1e-5,
+        weight_decay=0.1,
+        decay_mode=formulas.DECOUPLED_DECAY,
+        beta1=0.8,
+        beta2=0.95,
+        step=2,
+    )
 
 
 def test_the_hyper_of_steps_is_what_each_step_would_make():
@@ -68,7 +87,7 @@ def test_the_hyper_of_steps_is_what_each_step_would_make():
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_no_decay_when_weight_decay_is_zero(decoupled):
     hyper = optim.SGD(lr=0.1, decoupled_weight_decay=decoupled).hyper(lr=0.1, step=1)
-    assert Hyper.from_tensor(hyper).decay_mode == naive_update.NO_DECAY
+    assert Hyper.from_tensor(hyper).decay_mode == formulas.NO_DECAY
 
 
 def test_adagrad_state_starts_at_its_initial_value():
@@ -95,6 +114,13 @@ def test_adagrad_state_starts_at_its_initial_value():
         (optim.Adam, {"lr": 1, "betas": (0.9, 1.0)}, r"Adam: betas must be two numbers in \[0, 1\)"),
         (optim.LAMB, {"lr": 1, "betas": (0.9,)}, "LAMB: betas must be two numbers"),
         (optim.LARS, {"lr": 1, "momentum": 1.0}, r"LARS: momentum must be a number in \[0, 1\), got 1.0"),
+        (optim.FTRL, {"lr": 0}, "FTRL: lr must be a number above 0, got 0"),
+        (optim.FTRL, {"lr": 1, "l1": -1}, "FTRL: l1 must be a number >= 0, got -1"),
+        (
+            optim.FTRL,
+            {"lr": 1, "weight_decay": 0.1, "decoupled_weight_decay": True},
+            "FTRL: decoupled_weight_decay must be False",
+        ),
         (optim.LARS, {"lr": 1, "trust_coefficient": 0}, "trust_coefficient must be a number above 0"),
     ],
 )

@@ -21,7 +21,6 @@ from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.routing import Rectangle, Routing, Table, compile_plan
-from meshrec.distributed.row_stats import ROW_WISE
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
@@ -218,7 +217,7 @@ def compiled(
     env: ShardingEnv,
 ) -> Routing:
     """The routing of a verified plan, cut as the tables' optimizers need it."""
-    whole_rows = [t for t, rule in enumerate(rules) if rule is not None and rule.code in ROW_WISE]
+    whole_rows = [t for t, rule in enumerate(rules) if rule is not None and rule.spec.formula.row_sums]
     return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
 
 

@@ -14,25 +14,10 @@ from torch import Tensor
 from meshrec.comms.collectives import Splits, all_to_all
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.routing import Rectangle, Routing
-from meshrec.ops.tbe import naive_update
-from meshrec.ops.tbe.naive_update import Hyper, Rows
+from meshrec.ops.tbe.formulas import L2_DECAY, Formula, Hyper, Rows, RowSum, decayed_gradient, formula_of
 from meshrec.plan.mesh import Axis
 
 # U touched rows, D columns of the rectangle
-
-_GRADIENT, _WEIGHT, _STEP = 0, 1, 2
-_GRADIENT_ONLY = frozenset({naive_update.ROWWISE_ADAGRAD, naive_update.PARTIAL_ROWWISE_ADAM})
-
-ROW_WISE = frozenset(
-    {
-        naive_update.ROWWISE_ADAGRAD,
-        naive_update.PARTIAL_ROWWISE_ADAM,
-        naive_update.LAMB,
-        naive_update.PARTIAL_ROWWISE_LAMB,
-        naive_update.LARS,
-    }
-)
-"""The codes of the optimizers that need whole rows."""
 
 
 class Touched(NamedTuple):
@@ -49,7 +34,9 @@ class Touched(NamedTuple):
 
 def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
     """Whether the sums over a row are those of its squared gradient alone."""
-    return optimizer in _GRADIENT_ONLY and hyper.decay_mode != naive_update.L2_DECAY
+    formula = formula_of(optimizer)
+    reads_weight = formula.gradient is decayed_gradient and hyper.decay_mode == L2_DECAY
+    return formula.row_sums == {RowSum.GRADIENT} and not reads_weight
 
 
 class ColumnPeers:
@@ -108,18 +95,15 @@ class ColumnPeers:
             return self._row_stats(touched, optimizer, hyper)
 
     def _row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        if optimizer in _GRADIENT_ONLY:
-            own = [_gradient_squares(rows, h)[:, None] for rows, h in zip(touched, hyper, strict=True)]
-            return [torch.nn.functional.pad(squares, (0, 2)) for squares in self.summed(own)]
-        first = [_first_sums(rows, optimizer, h) for rows, h in zip(touched, hyper, strict=True)]
-        if optimizer != naive_update.PARTIAL_ROWWISE_LAMB:
-            return self.summed(first)
-        whole = self.summed(first)
-        steps = []
-        for rows, h, stats in zip(touched, hyper, whole, strict=True):
-            steps.append(_squares(_lamb_step(rows, h, stats))[:, None])
-        for stats, step in zip(whole, self.summed(steps), strict=True):
-            stats[:, _STEP] = step[:, 0]
+        formula = formula_of(optimizer)
+        whole = [rows.grad.new_zeros(rows.grad.shape[0], len(RowSum)) for rows in touched]
+        for sums in _rounds(formula):
+            own = [
+                torch.stack([_own_sum(which, formula, rows, h, known) for which in sums], 1)
+                for rows, h, known in zip(touched, hyper, whole, strict=True)
+            ]
+            for known, total in zip(whole, self.summed(own), strict=True):
+                known[:, sums] = total
         return whole
 
 
@@ -138,27 +122,21 @@ def _squares(x_UD: Tensor) -> Tensor:
     return norms.square_()
 
 
-def _gradient_squares(touched: Touched, h: Hyper) -> Tensor:
-    rows = Rows(touched.weight, touched.grad, touched.slots, None)
-    return _squares(naive_update.decayed_gradient(rows, h))
+def _rounds(formula: Formula) -> list[list[int]]:
+    """The sums that travel together: a direction that takes the mean of squared gradients waits for them."""
+    first = sorted(formula.row_sums)
+    if {RowSum.GRADIENT, RowSum.DIRECTION} <= formula.row_sums:
+        return [[which for which in first if which != RowSum.DIRECTION], [RowSum.DIRECTION]]
+    return [[*first]]
 
 
-def _first_sums(touched: Touched, optimizer: int, h: Hyper) -> Tensor:
-    """[U, 3]: the sums over this rectangle's columns, the last one only where it needs no other sum first."""
-    rows = Rows(touched.weight, touched.grad, touched.slots, None)
-    stats = touched.grad.new_zeros(touched.grad.shape[0], 3)
-    lars = optimizer == naive_update.LARS
-    stats[:, _GRADIENT] = _squares(touched.grad if lars else naive_update.decayed_gradient(rows, h))
-    stats[:, _WEIGHT] = _squares(touched.weight)
-    if optimizer == naive_update.LAMB:
-        stats[:, _STEP] = _squares(_lamb_step(touched, h, None))
-    return stats
-
-
-def _lamb_step(touched: Touched, h: Hyper, stats: Tensor | None) -> Tensor:
-    """The step of LAMB before the trust ratio, from copies of the state."""
-    rows = Rows(touched.weight, touched.grad, [slot.clone() for slot in touched.slots], stats)
-    step = naive_update.moments_step(rows, h)
-    if h.decay_mode == naive_update.DECOUPLED_DECAY:
-        step = step + h.weight_decay * touched.weight
-    return step
+def _own_sum(which: int, formula: Formula, touched: Touched, h: Hyper, known: Tensor) -> Tensor:
+    """[U]: over this rectangle's columns."""
+    rows = Rows(touched.weight, touched.grad, touched.slots, known)
+    if which == RowSum.WEIGHT:
+        return _squares(rows.weight)
+    if which == RowSum.GRADIENT:
+        return _squares(formula.gradient(rows, h))
+    assert formula.direction is not None
+    # It changes the state, which is for the update to do.
+    return _squares(formula.direction(rows._replace(slots=[slot.clone() for slot in rows.slots]), h))

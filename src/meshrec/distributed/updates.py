@@ -13,9 +13,9 @@ from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.routing import Rectangle, Routing
-from meshrec.distributed.row_stats import ROW_WISE, ColumnPeers, Touched, needs_gradient_only
+from meshrec.distributed.row_stats import ColumnPeers, Touched, needs_gradient_only
+from meshrec.ops.tbe.formulas import Hyper, formula_of
 from meshrec.ops.tbe.layout import NONE
-from meshrec.ops.tbe.naive_update import Hyper
 from meshrec.plan.mesh import Axis
 
 
@@ -126,7 +126,8 @@ class TableUpdates:
         self._groups: list[_Group] = []
         for rule in distinct(rules):
             of_rule = [t for t, other in enumerate(rules) if other is rule]
-            peers = {t for t in of_rule if by_columns[t] and rule.code in ROW_WISE and axis.size > 1}
+            needs_rows = bool(formula_of(rule.code).row_sums) and axis.size > 1
+            peers = {t for t in of_rule if by_columns[t] and needs_rows}
             own = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table in of_rule]
             whole = [i for i in own if self._rectangles[i].table not in peers]
             split = [i for i in own if self._rectangles[i].table in peers]

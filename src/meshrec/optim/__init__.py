@@ -10,6 +10,7 @@ from meshrec.optim.in_backward import (
 )
 from meshrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from meshrec.optim.optimizers import (
+    FTRL,
     LAMB,
     LARS,
     SGD,
@@ -24,6 +25,7 @@ from meshrec.optim.optimizers import (
 from meshrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
+    "FTRL",
     "LAMB",
     "LARS",
     "SGD",

@@ -6,28 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshrec.optim.optimizers import (
-    LAMB,
-    LARS,
-    SGD,
-    Adagrad,
-    Adam,
-    OptimizerSpec,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RowWiseAdagrad,
-)
-
-_SPECS: tuple[type[OptimizerSpec], ...] = (
-    SGD,
-    Adagrad,
-    RowWiseAdagrad,
-    Adam,
-    PartialRowWiseAdam,
-    LAMB,
-    PartialRowWiseLAMB,
-    LARS,
-)
+from meshrec.optim.optimizers import SGD, SPECS, Adagrad, Adam, OptimizerSpec
 
 
 class _Translation(NamedTuple):
@@ -67,7 +46,7 @@ def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpe
     Raises:
         ValueError: for another class, or an argument that the spec cannot express.
     """
-    if optimizer_class in _SPECS:
+    if optimizer_class in SPECS:
         return _from_spec(optimizer_class, kwargs)
     own = getattr(optimizer_class, "fused_spec", None)
     if own is not None:
@@ -75,7 +54,7 @@ def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpe
         return spec
     if optimizer_class not in _TORCH:
         torch_names = ", ".join(f"torch.optim.{known.__name__}" for known in _TORCH)
-        names = ", ".join(spec.__name__ for spec in _SPECS)
+        names = ", ".join(spec.__name__ for spec in SPECS)
         raise ValueError(
             f"{getattr(optimizer_class, '__name__', optimizer_class)!s} has no fused form. "
             f"Choose one of {torch_names}, or of meshrec.optim: {names}."

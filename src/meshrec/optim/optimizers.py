@@ -13,18 +13,25 @@ with ``True`` ``w *= 1 - lr * weight_decay`` comes before the gradient step, as 
 import dataclasses
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from array import array
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshrec.ops.tbe import naive_update
+from meshrec.ops.tbe.formulas import (
+    DECOUPLED_DECAY,
+    L2_DECAY,
+    NO_DECAY,
+    Formula,
+    Hyper,
+    OptimizerKind,
+    formula_of,
+)
 
 _MAX_SEED = 1 << 53
-_STEP = naive_update.Hyper._fields.index("step")
-_UNUSED = [0.0] * (naive_update.HYPER_SIZE - len(naive_update.Hyper._fields))
+_STEP = Hyper._fields.index("step")
 DEFAULT_SEED = 1
 """Of stochastic rounding, where the user names none."""
 
@@ -55,23 +62,28 @@ class OptimizerSpec(ABC):
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
 
+    formula: ClassVar[Formula]
+    """What it computes and keeps."""
     code: ClassVar[int]
-    """Which formula the kernels apply."""
+    """What the kernels know the formula by."""
+
+    def __init_subclass__(cls, kind: OptimizerKind) -> None:
+        cls.formula = formula_of(kind)
+        cls.code = kind.code
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(type(self).__name__, field.name, getattr(self, field.name))
 
-    @abstractmethod
     def state_slots(self) -> tuple[StateSlot, ...]:
         """The state that each table keeps, in the order of the kernels."""
-
-    @abstractmethod
-    def _constants(self) -> dict[str, float]:
-        """The formula's own numbers, by their names in ``Hyper``."""
+        return tuple(
+            StateSlot(slot.name, slot.per_row, getattr(self, slot.initial) if slot.initial else 0.0)
+            for slot in self.formula.slots
+        )
 
     def hyper(self, *, lr: float, step: int, seed: int = 0, row_dim: int = 0) -> Tensor:
-        """The numbers of one update for the kernels, float64 [12].
+        """The numbers of one update for the kernels, float64, in the order of ``Hyper``.
 
         Args:
             lr: the current learning rate.
@@ -85,27 +97,17 @@ class OptimizerSpec(ABC):
         return torch.frombuffer(self._numbers(lr, step, seed, row_dim), dtype=torch.float64)
 
     def _numbers(self, lr: float, step: int, seed: int, row_dim: int) -> "array[float]":
-        return array("d", (lr, *self._lasting, step, seed, row_dim, *_UNUSED))
+        return array("d", self._at_start._replace(lr=lr, step=step, seed=seed, row_dim=row_dim))
 
     @functools.cached_property
-    def _lasting(self) -> tuple[float, ...]:
-        """Those of ``Hyper`` between ``lr`` and ``step``."""
-        decay_mode = naive_update.DECOUPLED_DECAY if self.decoupled_weight_decay else naive_update.L2_DECAY
-        own = self._constants().get
-        numbers = naive_update.Hyper(
-            lr=self.lr,
-            eps=own("eps", 0.0),
-            weight_decay=self.weight_decay,
-            decay_mode=decay_mode if self.weight_decay else naive_update.NO_DECAY,
-            beta1=own("beta1", 0.0),
-            beta2=own("beta2", 0.0),
-            momentum=own("momentum", 0.0),
-            trust_coefficient=own("trust_coefficient", 0.0),
-            step=0,
-            seed=0,
-            row_dim=0,
-        )
-        return numbers[1:-3]
+    def _at_start(self) -> Hyper:
+        """The spec's fields that ``Hyper`` knows."""
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if "betas" in numbers:
+            numbers["beta1"], numbers["beta2"] = numbers["betas"]
+        decay_mode = DECOUPLED_DECAY if self.decoupled_weight_decay else L2_DECAY
+        numbers["decay_mode"] = decay_mode if self.weight_decay else NO_DECAY
+        return Hyper(**{name: value for name, value in numbers.items() if name in Hyper._fields})
 
 
 class HyperOfSteps:
@@ -121,7 +123,7 @@ class HyperOfSteps:
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.float64)
 
     def at(self, step: int) -> Tensor:
-        """float64 [12], until the next call."""
+        """float64, until the next call."""
         self._numbers[_STEP] = step
         return self._tensor
 
@@ -131,100 +133,59 @@ class HyperOfSteps:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SGD(OptimizerSpec):
+class SGD(OptimizerSpec, kind=OptimizerKind.SGD):
     """Stochastic gradient descent: ``w -= lr * g``. No momentum: it moves rows nobody looked up."""
-
-    code: ClassVar[int] = naive_update.SGD
-
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """None."""
-        return ()
-
-    def _constants(self) -> dict[str, float]:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adagrad(OptimizerSpec):
+class Adagrad(OptimizerSpec, kind=OptimizerKind.ADAGRAD):
     """Adagrad: ``s += g^2; w -= lr * g / (sqrt(s) + eps)``, element by element.
 
     Duchi, Hazan, Singer: "Adaptive subgradient methods" (2011). ``s`` starts at
     ``initial_accumulator_value``.
     """
 
-    code: ClassVar[int] = naive_update.ADAGRAD
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0
 
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """``sum``, per element."""
-        return (StateSlot("sum", per_row=False, initial_value=self.initial_accumulator_value),)
-
-    def _constants(self) -> dict[str, float]:
-        return {"eps": self.eps}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowWiseAdagrad(OptimizerSpec):
+class RowWiseAdagrad(OptimizerSpec, kind=OptimizerKind.ROW_WISE_ADAGRAD):
     """Adagrad with one number of state per row: ``s += mean(g^2); w -= lr * g / (sqrt(s) + eps)``.
 
     Mudigere et al.: "Software-hardware co-design for fast and scalable training of deep learning
     recommendation models" (2022), section 4.1.2. ``s`` starts at ``initial_accumulator_value``.
     """
 
-    code: ClassVar[int] = naive_update.ROWWISE_ADAGRAD
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0
 
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """``sum``, per row."""
-        return (StateSlot("sum", per_row=True, initial_value=self.initial_accumulator_value),)
-
-    def _constants(self) -> dict[str, float]:
-        return {"eps": self.eps}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adam(OptimizerSpec):
+class Adam(OptimizerSpec, kind=OptimizerKind.ADAM):
     """Adam: ``m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2; w -= lr * m^ / (sqrt(v^) + eps)``.
 
     ``m^ = m / (1 - b1^t)``, ``v^ = v / (1 - b2^t)``; ``t`` counts the updates of the table, not of the row.
     Kingma, Ba: "Adam: a method for stochastic optimization" (2015). Decoupled weight decay makes it AdamW.
     """
 
-    code: ClassVar[int] = naive_update.ADAM
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """``exp_avg`` and ``exp_avg_sq``, per element."""
-        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=False)
-
-    def _constants(self) -> dict[str, float]:
-        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartialRowWiseAdam(OptimizerSpec):
+class PartialRowWiseAdam(OptimizerSpec, kind=OptimizerKind.PARTIAL_ROW_WISE_ADAM):
     """Adam with one second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``; the rest as in Adam.
 
     Half the state of Adam; FBGEMM's optimizer of that name.
     """
 
-    code: ClassVar[int] = naive_update.PARTIAL_ROWWISE_ADAM
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """``exp_avg`` per element, ``exp_avg_sq`` per row."""
-        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=True)
-
-    def _constants(self) -> dict[str, float]:
-        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LAMB(OptimizerSpec):
+class LAMB(OptimizerSpec, kind=OptimizerKind.LAMB):
     """LAMB, with a row for a layer: ``r = m^ / (sqrt(v^) + eps); w -= lr * |w|/|r| * r``.
 
     ``m^`` and ``v^`` as in Adam; the ratio is 1 where a norm is 0. You et al.: "Large batch optimization for
@@ -232,38 +193,22 @@ class LAMB(OptimizerSpec):
     is taken: ``r += weight_decay * w``.
     """
 
-    code: ClassVar[int] = naive_update.LAMB
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     decoupled_weight_decay: bool = True
 
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """``exp_avg`` and ``exp_avg_sq``, per element."""
-        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=False)
-
-    def _constants(self) -> dict[str, float]:
-        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartialRowWiseLAMB(OptimizerSpec):
+class PartialRowWiseLAMB(OptimizerSpec, kind=OptimizerKind.PARTIAL_ROW_WISE_LAMB):
     """LAMB with one second moment per row: ``v = b2*v + (1-b2)*mean(g^2)``; the rest as in LAMB."""
 
-    code: ClassVar[int] = naive_update.PARTIAL_ROWWISE_LAMB
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     decoupled_weight_decay: bool = True
 
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """``exp_avg`` per element, ``exp_avg_sq`` per row."""
-        return StateSlot("exp_avg", per_row=False), StateSlot("exp_avg_sq", per_row=True)
-
-    def _constants(self) -> dict[str, float]:
-        return {"eps": self.eps, "beta1": self.betas[0], "beta2": self.betas[1]}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LARS(OptimizerSpec):
+class LARS(OptimizerSpec, kind=OptimizerKind.LARS):
     """LARS, with a row for a layer: ``m = momentum * m + local_lr * (g + weight_decay * w); w -= m``.
 
     ``local_lr = lr * trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``, and ``lr`` where a norm is
@@ -271,17 +216,43 @@ class LARS(OptimizerSpec):
     decay both terms with ``weight_decay`` vanish. The momentum of a row moves it only when it is looked up.
     """
 
-    code: ClassVar[int] = naive_update.LARS
     momentum: float = 0.9
     trust_coefficient: float = 0.001
     eps: float = 1e-8
 
-    def state_slots(self) -> tuple[StateSlot, ...]:
-        """``momentum_buffer``, per element."""
-        return (StateSlot("momentum_buffer", per_row=False),)
 
-    def _constants(self) -> dict[str, float]:
-        return {"eps": self.eps, "momentum": self.momentum, "trust_coefficient": self.trust_coefficient}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
+    """Follow the regularised leader, proximal, element by element; ``l1`` makes rows sparse.
+
+    ``z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2``, and then
+    ``w = -sign(z) * max(|z| - l1, 0) / ((beta + sqrt(n)) / lr + l2)``. McMahan et al.: "Ad click prediction:
+    a view from the trenches" (2013), algorithm 1, where ``lr`` is alpha. ``n`` (``sum``) starts at
+    ``initial_accumulator_value``, ``z`` (``linear``) at 0; as ``w`` follows from them, tables usually begin
+    with zeros. L2 decay adds to the gradient, which is not what ``l2`` does.
+
+    Raises:
+        ValueError: for a number outside its range, ``lr`` = 0, which the formula divides by, and decoupled
+            weight decay, which would change a row behind the back of its state.
+    """
+
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr == 0:
+            raise ValueError("FTRL: lr must be a number above 0, got 0. To rest, leave out the steps.")
+        if self.weight_decay and self.decoupled_weight_decay:
+            raise ValueError(
+                "FTRL: decoupled_weight_decay must be False, got True: rows follow from their state. Use l2."
+            )
+
+
+SPECS: tuple[type[OptimizerSpec], ...] = tuple(OptimizerSpec.__subclasses__())
+"""All of them."""
 
 
 def check_seed(seed: int) -> None:

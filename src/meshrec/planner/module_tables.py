@@ -9,21 +9,10 @@ from torch import nn
 from meshrec.optim import OptimizerSpec, in_backward_spec
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
 
-_KINDS = {
-    "SGD": OptimizerKind.SGD,
-    "Adagrad": OptimizerKind.ADAGRAD,
-    "RowWiseAdagrad": OptimizerKind.ROW_WISE_ADAGRAD,
-    "Adam": OptimizerKind.ADAM,
-    "PartialRowWiseAdam": OptimizerKind.PARTIAL_ROW_WISE_ADAM,
-    "LAMB": OptimizerKind.LAMB,
-    "PartialRowWiseLAMB": OptimizerKind.PARTIAL_ROW_WISE_LAMB,
-    "LARS": OptimizerKind.LARS,
-}
-
 
 def optimizer_kind(spec: OptimizerSpec | None) -> OptimizerKind:
     """The kind of an optimizer spec; NONE for none."""
-    return OptimizerKind.NONE if spec is None else _KINDS[type(spec).__name__]
+    return OptimizerKind.NONE if spec is None else spec.formula.kind
 
 
 class Found(NamedTuple):

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from meshrec.ops.tbe.formulas import OptimizerKind as OptimizerKind  # tables name their optimizer by it
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.hardware import HardwareProfile, get_profile, with_memory
 
@@ -20,51 +20,6 @@ Bools = npt.NDArray[np.bool_]
 
 DEFAULT_MIN_PARTITION = 32
 COLUMN_ALIGNMENT = 4
-
-
-class OptimizerKind(Enum):
-    """How much state a fused optimizer keeps, and whether its update needs a whole row's statistics."""
-
-    NONE = "none"
-    SGD = "sgd"
-    ADAGRAD = "adagrad"
-    ROW_WISE_ADAGRAD = "row_wise_adagrad"
-    ADAM = "adam"
-    PARTIAL_ROW_WISE_ADAM = "partial_row_wise_adam"
-    LAMB = "lamb"
-    PARTIAL_ROW_WISE_LAMB = "partial_row_wise_lamb"
-    LARS = "lars"
-
-    @property
-    def state_per_row(self) -> tuple[int, int]:
-        """fp32 numbers of state: (per column, per row)."""
-        return _STATE_PER_ROW[self]
-
-    @property
-    def row_statistics(self) -> int:
-        """fp32 numbers per row that parts of a row on several ranks must add up before the update."""
-        return _ROW_STATISTICS.get(self, 0)
-
-
-_STATE_PER_ROW = {
-    OptimizerKind.NONE: (0, 0),
-    OptimizerKind.SGD: (0, 0),
-    OptimizerKind.ADAGRAD: (1, 0),
-    OptimizerKind.ROW_WISE_ADAGRAD: (0, 1),
-    OptimizerKind.ADAM: (2, 0),
-    OptimizerKind.PARTIAL_ROW_WISE_ADAM: (1, 1),
-    OptimizerKind.LAMB: (2, 0),
-    OptimizerKind.PARTIAL_ROW_WISE_LAMB: (1, 1),
-    OptimizerKind.LARS: (1, 0),
-}
-
-_ROW_STATISTICS = {
-    OptimizerKind.ROW_WISE_ADAGRAD: 1,
-    OptimizerKind.PARTIAL_ROW_WISE_ADAM: 1,
-    OptimizerKind.LAMB: 2,
-    OptimizerKind.PARTIAL_ROW_WISE_LAMB: 3,
-    OptimizerKind.LARS: 2,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

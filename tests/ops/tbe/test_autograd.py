@@ -3,6 +3,7 @@ import torch
 from torch.library import opcheck
 
 import meshrec.ops.tbe.autograd  # noqa: F401 - registers what is tested here
+from meshrec.ops.tbe.formulas import Hyper
 
 ROWS, DIMS = [10, 7], [3, 5]
 LOOKUPS = (2, [0, 1, 1], [0, 1, 0])  # num_keys, keys, tables
@@ -40,7 +41,7 @@ def test_opcheck_forward(mode, weighted, id_dtype):
 @pytest.mark.parametrize(("optimizer", "slots"), [(0, 0), (2, 1)])
 def test_opcheck_update(optimizer, slots):
     weights, values, offsets, sample_weights = make_inputs()
-    hyper = torch.tensor([0.1, 1e-8, *[0.0] * 10], dtype=torch.float64)
+    hyper = Hyper(lr=0.1, eps=1e-8).as_tensor()
     state = [torch.zeros(rows) for rows in ROWS] * slots
     layout = (None, *LOOKUPS, *POOLED, FEATURE_DIMS)
     args = (

@@ -14,6 +14,7 @@ from torch.nn.functional import embedding_bag
 from torch.testing import assert_close
 
 from meshrec.ops.tbe import naive
+from meshrec.ops.tbe.formulas import FORMULAS, Hyper
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 
 OPS = torch.ops.meshrec
@@ -254,19 +255,18 @@ def calls(make_case, one_table):
     values, offsets, _, *rest = weighted.lookups
     by_weight = (weighted.gradient(), weighted.weights, values, offsets, *rest, weighted.dims)
     row = one_table([[0]], 1, 1 << 16, pooling=NONE, flat=True)
-    hyper = torch.tensor([0.1, 1e-3, 0.1, 1, 0.8, 0.95, 0.7, 0.02, 1, 5, 0, 0], dtype=torch.float64)
+    hyper = Hyper(lr=0.1, eps=1e-3, weight_decay=0.1, decay_mode=1, beta1=0.8, beta2=0.95, seed=5).as_tensor()
     updates = []
     for case in cases:
-        for optimizer, slots in enumerate(([], [2], [1], [2, 2], [2, 1], [2, 2], [2, 1], [2])):
+        for formula in FORMULAS:
+            slots = [2 - slot.per_row for slot in formula.slots]
             state = [weight.abs().float() for weight in case.weights]
             state = [s.clone() if dims == 2 else s[:, 0].clone() for dims in slots for s in state]
-            updates.append(update_call(case, case.gradient(), state, optimizer, hyper))
+            updates.append(update_call(case, case.gradient(), state, formula.code, hyper))
     numbers = every_rounding()
     zeros = one_table([[0]], 1, len(numbers))
     zeros = zeros._replace(weights=[torch.zeros(1, len(numbers), dtype=torch.float16)])
-    minus_one = torch.zeros(12, dtype=torch.float64).index_fill(
-        0, torch.tensor([0]), -1
-    )  # as the learning rate
+    minus_one = Hyper(lr=-1).as_tensor()
     return {
         "exact": [forward_call(case) for case in [*cases, large]],
         "close": [forward_call(weighted), ("tbe_sample_weight_grad", by_weight)],

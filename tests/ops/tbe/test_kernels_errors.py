@@ -5,6 +5,7 @@ import torch
 
 from meshrec.ops import library
 from meshrec.ops.tbe import naive
+from meshrec.ops.tbe.formulas import FORMULAS, HYPER_SIZE, OptimizerKind
 from meshrec.ops.tbe.layout import NONE
 
 OPS = torch.ops.meshrec
@@ -328,11 +329,11 @@ def test_sparse_gradients_are_of_tables_that_exist_and_of_one_width(case):
         case._replace(dims=[4, 16, 18, 64]).sparse_grad(OPS, case.gradient())
 
 
-def make_hyper(size=12, dtype=torch.float64):
+def make_hyper(size=HYPER_SIZE, dtype=torch.float64):
     return torch.full([size], 0.1, dtype=dtype)
 
 
-ADAGRAD, ROWWISE_ADAGRAD = 1, 2
+ADAGRAD, ROWWISE_ADAGRAD = OptimizerKind.ADAGRAD.code, OptimizerKind.ROW_WISE_ADAGRAD.code
 SHARED_UPDATE_ERRORS = {
     **WRONG_BATCHES,
     **WRONG_WEIGHTS,
@@ -375,10 +376,12 @@ def test_updates_refuse_what_does_not_fit_the_optimizer(case, ops):
     refused_update(case, ops, message, state=[])
     message = "got 3 state tensors for 3 tables of an optimizer with 2 state slots"
     refused_update(case, ops, message, optimizer=3)
-    refused_update(case, ops, "optimizer 8 is unknown; codes 0 to 7 exist", optimizer=8)
+    unknown = len(FORMULAS)
+    message = f"optimizer {unknown} is unknown; codes 0 to {unknown - 1} exist"
+    refused_update(case, ops, message, optimizer=unknown)
     refused_update(case, ops, "optimizer -1 is unknown", optimizer=-1)
-    message = "hyper must be a float64 CPU tensor with 12 entries"
-    refused_update(case, ops, message, hyper=make_hyper(11))
+    message = "hyper must be a float64 CPU tensor with [0-9]+ entries"
+    refused_update(case, ops, message, hyper=make_hyper(HYPER_SIZE - 1))
     refused_update(case, ops, message, hyper=make_hyper(dtype=torch.float32))
 
 

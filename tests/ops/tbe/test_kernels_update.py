@@ -4,29 +4,44 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from meshrec.ops.tbe import naive, naive_update
+from meshrec.ops.tbe import naive
+from meshrec.ops.tbe.formulas import FORMULAS, Hyper, OptimizerKind
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
+
+ADAGRAD = OptimizerKind.ADAGRAD.code
+ADAM = OptimizerKind.ADAM.code
+LAMB = OptimizerKind.LAMB.code
+LARS = OptimizerKind.LARS.code
+PARTIAL_ROW_WISE_ADAM = OptimizerKind.PARTIAL_ROW_WISE_ADAM.code
+PARTIAL_ROW_WISE_LAMB = OptimizerKind.PARTIAL_ROW_WISE_LAMB.code
+ROW_WISE_ADAGRAD = OptimizerKind.ROW_WISE_ADAGRAD.code
+SGD = OptimizerKind.SGD.code
 
 OPS = torch.ops.meshrec
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PRECISION = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 ROW, ELEMENT = 1, 2
-SLOTS = {
-    naive_update.SGD: [],
-    naive_update.ADAGRAD: [ELEMENT],
-    naive_update.ROWWISE_ADAGRAD: [ROW],
-    naive_update.ADAM: [ELEMENT, ELEMENT],
-    naive_update.PARTIAL_ROWWISE_ADAM: [ELEMENT, ROW],
-    naive_update.LAMB: [ELEMENT, ELEMENT],
-    naive_update.PARTIAL_ROWWISE_LAMB: [ELEMENT, ROW],
-    naive_update.LARS: [ELEMENT],
-}
+SLOTS = {formula.code: [ROW if slot.per_row else ELEMENT for slot in formula.slots] for formula in FORMULAS}
 DECAYS = {"none": 0, "L2": 1, "decoupled": 2}
 
 
 def make_hyper(*, mode=0, step=3, seed=0, row_dim=0, lr=0.05):
-    numbers = [lr, 1e-3, 0.1, mode, 0.9, 0.999, 0.7, 0.02, step, seed, row_dim, 0]
-    return torch.tensor(numbers, dtype=torch.float64)
+    return Hyper(
+        lr=lr,
+        eps=1e-3,
+        weight_decay=0.1,
+        decay_mode=mode,
+        beta1=0.9,
+        beta2=0.999,
+        momentum=0.7,
+        trust_coefficient=0.02,
+        beta=0.3,
+        l1=0.2,
+        l2=0.1,
+        step=step,
+        seed=seed,
+        row_dim=row_dim,
+    ).as_tensor()
 
 
 def make_state(case, optimizer):
@@ -105,12 +120,12 @@ def test_parts_are_rounded_as_the_whole(make_case):
             ids, offsets = torch.arange(first, first + 3), torch.tensor([0, 3])
             lookups = (ids, offsets, None, None, 1, [0], [0], [NONE], True, [width])
             chosen = grad[:, origin[1] :].reshape(-1)
-            ops.tbe_update(chosen, *lookups, [weight], [], naive_update.SGD, hyper, None, origin)
+            ops.tbe_update(chosen, *lookups, [weight], [], SGD, hyper, None, origin)
         assert torch.equal(expected[1:, 5:], part)
         with pytest.raises(
             (ValueError, RuntimeError), match="origins must hold a row and a column for each of"
         ):
-            ops.tbe_update(chosen, *lookups, [weight], [], naive_update.SGD, hyper, None, [1])
+            ops.tbe_update(chosen, *lookups, [weight], [], SGD, hyper, None, [1])
 
 
 @pytest.mark.parametrize("optimizer", SLOTS)
@@ -132,7 +147,11 @@ def test_first_step_from_empty_state(make_case, optimizer):
 def test_every_width(make_case, width, dtype):
     case = make_case(rows=(40, 3, 20), dims=(width,) * 3, id_dtype=torch.int32, weighted=True, dtype=dtype)
     once = make_case(rows=(5000, 3, 9000), dims=(width,) * 3, pooling=(SUM,) * 4, dtype=dtype)
-    for optimizer in (naive_update.SGD, naive_update.ROWWISE_ADAGRAD, naive_update.PARTIAL_ROWWISE_LAMB):
+    for optimizer in (
+        SGD,
+        ROW_WISE_ADAGRAD,
+        PARTIAL_ROW_WISE_LAMB,
+    ):
         check_update(case, optimizer, make_hyper(mode=1))
         check_update(once if width < 300 else case, optimizer, make_hyper())
     grad = case.gradient()
@@ -166,8 +185,8 @@ def test_every_layout(make_case, name, tables):
             dtype = tuple(DTYPES)  # one dtype per table
             case = make_case(**shape, weighted=weighted, id_dtype=id_dtype, dtype=dtype)
             case = case._replace(tables=tables)
-            check_update(case, naive_update.ROWWISE_ADAGRAD, make_hyper())
-            check_update(case, naive_update.ADAM, make_hyper(mode=2))
+            check_update(case, ROW_WISE_ADAGRAD, make_hyper())
+            check_update(case, ADAM, make_hyper(mode=2))
             grad = case.gradient()
             assert_close(case.dense_grad(OPS, grad), case.dense_grad(naive, grad))
             assert_close(case.sparse_grad(OPS, grad), case.sparse_grad(naive, grad))
@@ -190,17 +209,17 @@ BAGS = {
 @pytest.mark.parametrize("name", BAGS)
 def test_odd_bags(one_table, name, pooling, weighted):
     case = one_table(BAGS[name], LAST + 1, 12, pooling=pooling, weighted=weighted, flat=pooling == NONE)
-    check_update(case, naive_update.ADAGRAD, make_hyper())
+    check_update(case, ADAGRAD, make_hyper())
     grad = case.gradient()
     assert_close(case.sparse_grad(OPS, grad), case.sparse_grad(naive, grad))
 
 
 STATS_USERS = [
-    naive_update.ROWWISE_ADAGRAD,
-    naive_update.PARTIAL_ROWWISE_ADAM,
-    naive_update.LAMB,
-    naive_update.PARTIAL_ROWWISE_LAMB,
-    naive_update.LARS,
+    ROW_WISE_ADAGRAD,
+    PARTIAL_ROW_WISE_ADAM,
+    LAMB,
+    PARTIAL_ROW_WISE_LAMB,
+    LARS,
 ]
 
 
@@ -250,7 +269,7 @@ def test_squares_of_rows_and_the_update_with_their_means(make_case, shape, dtype
     def means(squares):
         return squares / 52 + torch.arange(squares.numel()) % 3
 
-    for optimizer in (naive_update.ROWWISE_ADAGRAD, naive_update.PARTIAL_ROWWISE_ADAM):
+    for optimizer in (ROW_WISE_ADAGRAD, PARTIAL_ROW_WISE_ADAM):
         found = updated_by_runs(OPS, case, grad, optimizer, make_hyper(), means)
         expected = updated_by_runs(naive, case, grad, optimizer, make_hyper(), means)
         assert_same_weights(found[0], expected[0])
@@ -267,7 +286,7 @@ def test_threads_do_not_show_in_updates_by_runs(make_case, set_threads, weighted
     )
     case.values[: len(case.values) // 8] = 7
     grad, hyper = case.gradient(exact=False), make_hyper()
-    for optimizer in (naive_update.ROWWISE_ADAGRAD, naive_update.PARTIAL_ROWWISE_ADAM):
+    for optimizer in (ROW_WISE_ADAGRAD, PARTIAL_ROW_WISE_ADAM):
         expected = updated(OPS, case, grad, optimizer, hyper)
         for threads in (1, 2, 5):
             set_threads(threads)
@@ -289,10 +308,10 @@ def test_gradients_need_not_be_contiguous(make_case, how, grad_dtype):
         "offset": torch.cat([grad.flatten()[:3], grad.flatten()])[3:].view_as(grad),
     }[how]
     dense = grad.float().contiguous()
-    found = updated(OPS, case, grad, naive_update.ADAGRAD, make_hyper())
-    expected = updated(OPS, case, dense, naive_update.ADAGRAD, make_hyper())
+    found = updated(OPS, case, grad, ADAGRAD, make_hyper())
+    expected = updated(OPS, case, dense, ADAGRAD, make_hyper())
     assert all(torch.equal(a, b) for a, b in zip(found[0] + found[1], expected[0] + expected[1], strict=True))
-    check_update(case, naive_update.ADAGRAD, make_hyper(), grad=grad)
+    check_update(case, ADAGRAD, make_hyper(), grad=grad)
     assert_close(case.sparse_grad(OPS, grad), case.sparse_grad(naive, dense))
 
 
@@ -320,7 +339,7 @@ def test_large_batches(make_case, set_threads, num_ids, num_rows, threads):
     rows_expected, sums_expected = case.sparse_grad(naive, grad)
     assert torch.equal(rows, rows_expected)
     assert_close(sums, sums_expected, rtol=1e-5, atol=1e-3)
-    check_update(case, naive_update.ROWWISE_ADAGRAD, make_hyper(), grad=grad / 8)
+    check_update(case, ROW_WISE_ADAGRAD, make_hyper(), grad=grad / 8)
 
 
 @pytest.mark.threads
@@ -335,7 +354,11 @@ def test_threads_do_not_show_in_updates(make_case, set_threads, weighted):
     for threads in (1, 2, 5):
         set_threads(threads)
         found = [*case.dense_grad(OPS, grad), *case.sparse_grad(OPS, grad)]
-        for optimizer in (naive_update.SGD, naive_update.ROWWISE_ADAGRAD, naive_update.LAMB):
+        for optimizer in (
+            SGD,
+            ROW_WISE_ADAGRAD,
+            LAMB,
+        ):
             for tensors in updated(OPS, case, grad, optimizer, make_hyper(seed=3)):
                 found += tensors
         results.append(found)
@@ -354,8 +377,8 @@ def test_batches_that_outgrow_the_caches(make_case, set_threads, weighted):
     results = []
     for threads in (1, 2, 5):
         set_threads(threads)
-        check_update(case, naive_update.ROWWISE_ADAGRAD, make_hyper(), grad=case.gradient() / 8)
-        found = updated(OPS, case, case.gradient(exact=False), naive_update.ADAM, make_hyper())
+        check_update(case, ROW_WISE_ADAGRAD, make_hyper(), grad=case.gradient() / 8)
+        found = updated(OPS, case, case.gradient(exact=False), ADAM, make_hyper())
         results.append(found[0] + found[1])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))

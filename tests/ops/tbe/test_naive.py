@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from meshrec.ops.tbe import naive
+from meshrec.ops.tbe.formulas import Hyper
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 
 MODES = {SUM: "sum", MEAN: "mean"}
@@ -194,8 +195,7 @@ def test_sequence_gradients_match_autograd():
 
 
 def update(batch, grad, state, optimizer, *, tables=TABLES, row_stats=None, **kwargs):
-    hyper = torch.zeros(12, dtype=torch.float64)
-    hyper[0], hyper[1], hyper[8] = 0.1, 1e-8, 1
+    hyper = Hyper(lr=0.1, eps=1e-8).as_tensor()
     head, middle, tail = gradient_args(batch, grad, tables=tables, **kwargs)
     naive.tbe_update(
         *head, *middle, batch.sample_weights, *tail, batch.weights, state, optimizer, hyper, row_stats, []
@@ -237,7 +237,7 @@ def test_row_stats_of_column_shards_give_the_update_of_the_whole():
     grad = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
     def step(weight, gradient, total, row_stats, row_dim):
-        hyper = torch.tensor([0.1, 1e-8, 0, 0, 0, 0, 0, 0, 1, 0, row_dim, 0], dtype=torch.float64)
+        hyper = Hyper(lr=0.1, eps=1e-8, row_dim=row_dim).as_tensor()
         width = weight.shape[1]
         args = (ids, offsets, None, None, 1, [0], [0], [NONE], True, [width], [weight], [total], 2, hyper)
         naive.tbe_update(gradient.flatten(), *args, row_stats, [])

@@ -3,27 +3,46 @@ import math
 import pytest
 import torch
 
-from meshrec.ops.tbe import naive_update
-from meshrec.ops.tbe.naive_update import Hyper, random_bits, stochastic_round, update_rows
+from meshrec.ops.tbe.formulas import FORMULAS, HYPER_SIZE, Hyper, OptimizerKind, formula_of
+from meshrec.ops.tbe.naive_update import random_bits, stochastic_round, update_rows
+
+FTRL = OptimizerKind.FTRL.code
+ADAGRAD = OptimizerKind.ADAGRAD.code
+ADAM = OptimizerKind.ADAM.code
+LAMB = OptimizerKind.LAMB.code
+LARS = OptimizerKind.LARS.code
+PARTIAL_ROW_WISE_ADAM = OptimizerKind.PARTIAL_ROW_WISE_ADAM.code
+PARTIAL_ROW_WISE_LAMB = OptimizerKind.PARTIAL_ROW_WISE_LAMB.code
+ROW_WISE_ADAGRAD = OptimizerKind.ROW_WISE_ADAGRAD.code
+SGD = OptimizerKind.SGD.code
 
 LR, EPS, DECAY, B1, B2, MOMENTUM, TRUST = 0.05, 1e-3, 0.1, 0.8, 0.95, 0.7, 0.02
+BETA, L1, L2_PROXIMAL = 0.3, 0.5, 0.2
 NONE, L2, DECOUPLED = range(3)
 PER_ROW = "row"
 PER_ELEMENT = "element"
 SLOTS = {
-    naive_update.SGD: [],
-    naive_update.ADAGRAD: [PER_ELEMENT],
-    naive_update.ROWWISE_ADAGRAD: [PER_ROW],
-    naive_update.ADAM: [PER_ELEMENT, PER_ELEMENT],
-    naive_update.PARTIAL_ROWWISE_ADAM: [PER_ELEMENT, PER_ROW],
-    naive_update.LAMB: [PER_ELEMENT, PER_ELEMENT],
-    naive_update.PARTIAL_ROWWISE_LAMB: [PER_ELEMENT, PER_ROW],
-    naive_update.LARS: [PER_ELEMENT],
+    formula.code: [PER_ROW if slot.per_row else PER_ELEMENT for slot in formula.slots] for formula in FORMULAS
 }
 
 
 def make_hyper(*, mode=NONE, step=1, seed=0, decay=DECAY, lr=LR, row_dim=0):
-    return Hyper(lr, EPS, decay, mode, B1, B2, MOMENTUM, TRUST, step, seed, row_dim)
+    return Hyper(
+        lr=lr,
+        eps=EPS,
+        weight_decay=decay,
+        decay_mode=mode,
+        beta1=B1,
+        beta2=B2,
+        momentum=MOMENTUM,
+        trust_coefficient=TRUST,
+        beta=BETA,
+        l1=L1,
+        l2=L2_PROXIMAL,
+        step=step,
+        seed=seed,
+        row_dim=row_dim,
+    )
 
 
 def make_state(optimizer, num_rows, dim):
@@ -41,7 +60,7 @@ def written_out(optimizer, w, g, slots, mode, t):
     """One row in plain Python floats; ``slots`` are lists (per element) or one-element lists (per row)."""
     dim = len(w)
     old = list(w)
-    if optimizer == naive_update.LARS:
+    if optimizer == LARS:
         decay = DECAY if mode == L2 else 0.0
         w_norm, g_norm = norm(old), norm(g)
         local = LR if w_norm == 0 or g_norm == 0 else LR * TRUST * w_norm / (g_norm + decay * w_norm + EPS)
@@ -49,21 +68,29 @@ def written_out(optimizer, w, g, slots, mode, t):
             slots[0][i] = MOMENTUM * slots[0][i] + local * (g[i] + decay * old[i])
             w[i] = (old[i] * (1 - LR * DECAY) if mode == DECOUPLED else old[i]) - slots[0][i]
         return
-    lamb = optimizer in (naive_update.LAMB, naive_update.PARTIAL_ROWWISE_LAMB)
+    lamb = optimizer in (LAMB, PARTIAL_ROW_WISE_LAMB)
     if mode == L2:
         g = [g[i] + DECAY * old[i] for i in range(dim)]
+    if optimizer == FTRL:
+        for i in range(dim):
+            before, slots[0][i] = math.sqrt(slots[0][i]), slots[0][i] + g[i] * g[i]
+            root = math.sqrt(slots[0][i])
+            slots[1][i] += g[i] - (root - before) / LR * old[i]
+            over = max(abs(slots[1][i]) - L1, 0.0)
+            w[i] = -math.copysign(over, slots[1][i]) / ((BETA + root) / LR + L2_PROXIMAL)
+        return
     if mode == DECOUPLED and not lamb:
         for i in range(dim):
             w[i] = old[i] * (1 - LR * DECAY)
     mean_square = sum(x * x for x in g) / dim
     r = [0.0] * dim
     for i in range(dim):
-        if optimizer == naive_update.SGD:
+        if optimizer == SGD:
             w[i] -= LR * g[i]
-        elif optimizer == naive_update.ADAGRAD:
+        elif optimizer == ADAGRAD:
             slots[0][i] += g[i] * g[i]
             w[i] -= LR * g[i] / (math.sqrt(slots[0][i]) + EPS)
-        elif optimizer == naive_update.ROWWISE_ADAGRAD:
+        elif optimizer == ROW_WISE_ADAGRAD:
             slots[0][0] += mean_square / dim  # in dim equal parts; read only after the loop
         else:
             slots[0][i] = B1 * slots[0][i] + (1 - B1) * g[i]
@@ -74,7 +101,7 @@ def written_out(optimizer, w, g, slots, mode, t):
             r[i] = slots[0][i] / (1 - B1**t) / (math.sqrt(slots[1][at] / (1 - B2**t)) + EPS)
             if not lamb:
                 w[i] -= LR * r[i]
-    if optimizer == naive_update.ROWWISE_ADAGRAD:
+    if optimizer == ROW_WISE_ADAGRAD:
         for i in range(dim):
             w[i] -= LR * g[i] / (math.sqrt(slots[0][0]) + EPS)
     if lamb:
@@ -113,11 +140,15 @@ def test_formula_matches_a_written_out_loop(optimizer, mode):
 @pytest.mark.parametrize(
     ("optimizer", "mode", "make"),
     [
-        (naive_update.SGD, NONE, lambda p: torch.optim.SGD(p, lr=LR)),
-        (naive_update.SGD, L2, lambda p: torch.optim.SGD(p, lr=LR, weight_decay=DECAY)),
-        (naive_update.ADAGRAD, L2, lambda p: torch.optim.Adagrad(p, lr=LR, eps=EPS, weight_decay=DECAY)),
-        (naive_update.ADAM, L2, lambda p: torch.optim.Adam(p, LR, (B1, B2), EPS, DECAY)),
-        (naive_update.ADAM, DECOUPLED, lambda p: torch.optim.AdamW(p, LR, (B1, B2), EPS, DECAY)),
+        (SGD, NONE, lambda p: torch.optim.SGD(p, lr=LR)),
+        (SGD, L2, lambda p: torch.optim.SGD(p, lr=LR, weight_decay=DECAY)),
+        (
+            ADAGRAD,
+            L2,
+            lambda p: torch.optim.Adagrad(p, lr=LR, eps=EPS, weight_decay=DECAY),
+        ),
+        (ADAM, L2, lambda p: torch.optim.Adam(p, LR, (B1, B2), EPS, DECAY)),
+        (ADAM, DECOUPLED, lambda p: torch.optim.AdamW(p, LR, (B1, B2), EPS, DECAY)),
     ],
 )
 def test_equals_torch_when_all_rows_are_touched(optimizer, mode, make):
@@ -137,14 +168,12 @@ def test_equals_torch_when_all_rows_are_touched(optimizer, mode, make):
 
 
 @pytest.mark.parametrize("mode", [NONE, L2, DECOUPLED])
-@pytest.mark.parametrize(
-    "optimizer", [naive_update.LARS, naive_update.LAMB, naive_update.PARTIAL_ROWWISE_ADAM]
-)
+@pytest.mark.parametrize("optimizer", [LARS, LAMB, PARTIAL_ROW_WISE_ADAM])
 def test_statistics_of_the_row_itself_change_nothing(optimizer, mode):
     generator = torch.Generator().manual_seed(0)
     weight, gradient = torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)
     h = make_hyper(mode=mode, row_dim=4)
-    squared = gradient + DECAY * weight if mode == L2 and optimizer != naive_update.LARS else gradient
+    squared = gradient + DECAY * weight if mode == L2 and optimizer != LARS else gradient
     # At step 1 both corrected moments are the gradient's own.
     r = squared / (squared.abs() + EPS) + (DECAY * weight if mode == DECOUPLED else 0)
     stats = torch.stack([x.square().sum(1) for x in (squared, weight, r)], 1)
@@ -209,7 +238,7 @@ def test_seed_zero_rounds_to_nearest_and_other_seeds_do_not(dtype):
     results = {}
     for seed in (0, 7, 8):
         weight = start.clone()
-        update_rows(weight, [], torch.arange(50), gradient, None, naive_update.SGD, make_hyper(seed=seed))
+        update_rows(weight, [], torch.arange(50), gradient, None, SGD, make_hyper(seed=seed))
         results[seed] = weight
     assert torch.equal(results[0], exact.to(dtype))
     assert torch.equal(
@@ -219,11 +248,12 @@ def test_seed_zero_rounds_to_nearest_and_other_seeds_do_not(dtype):
 
 
 def test_unknown_code_and_bad_hyper():
-    with pytest.raises(ValueError, match="optimizer 8 is unknown; codes 0 to 7 exist"):
-        naive_update.num_slots(8)
-    with pytest.raises(ValueError, match="hyper must be a float64 CPU tensor with 12 entries"):
-        Hyper.from_tensor(torch.zeros(12))
+    with pytest.raises(ValueError, match=r"optimizer 99 is unknown; codes 0 to \d+ exist"):
+        formula_of(99)
+    with pytest.raises(ValueError, match=r"hyper must be a float64 .* entries, got torch\.float32"):
+        Hyper.from_tensor(torch.zeros(HYPER_SIZE))
 
 
 def test_hyper_reads_its_fields_in_order():
-    assert Hyper.from_tensor(torch.arange(12, dtype=torch.float64)) == Hyper(*range(11))
+    assert Hyper.from_tensor(torch.arange(HYPER_SIZE, dtype=torch.float64)) == Hyper(*range(HYPER_SIZE))
+    assert Hyper.from_tensor(Hyper(lr=0.5, step=3).as_tensor()) == Hyper(lr=0.5, step=3)

@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from meshrec.ops.tbe import naive, naive_update, triton
+from meshrec.ops.tbe import naive, triton
+from meshrec.ops.tbe.formulas import FORMULAS, Hyper, OptimizerKind
 from meshrec.ops.tbe.layout import NONE
+
+PARTIAL_ROW_WISE_LAMB = OptimizerKind.PARTIAL_ROW_WISE_LAMB.code
+ROW_WISE_ADAGRAD = OptimizerKind.ROW_WISE_ADAGRAD.code
+SGD = OptimizerKind.SGD.code
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -46,14 +51,27 @@ SHAPES = {
     "no samples": {"num_bags": ((0,) * 4,)},
     "no ids": {"num_bags": ONE_BLOCK, "longest": 0},
 }
-SLOTS = {0: (), 1: (2,), 2: (1,), 3: (2, 2), 4: (2, 1), 5: (2, 2), 6: (2, 1), 7: (2,)}
+SLOTS = {formula.code: tuple(2 - slot.per_row for slot in formula.slots) for formula in FORMULAS}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def hyper(mode, seed=0, row_dim=0):
-    return torch.tensor(
-        [0.1, 1e-6, 0.02, mode, 0.9, 0.99, 0.8, 0.5, 3, seed, row_dim, 0], dtype=torch.float64
-    )
+    return Hyper(
+        lr=0.1,
+        eps=1e-6,
+        weight_decay=0.02,
+        decay_mode=mode,
+        beta1=0.9,
+        beta2=0.99,
+        momentum=0.8,
+        trust_coefficient=0.5,
+        beta=0.3,
+        l1=0.2,
+        l2=0.1,
+        step=3,
+        seed=seed,
+        row_dim=row_dim,
+    ).as_tensor()
 
 
 def update_call(case, optimizer, mode, seed=0, row_stats=None, row_dim=0):
@@ -83,12 +101,10 @@ def make_calls(make_case):
         calls["dense", name] = "tbe_dense_grad", (grad, case.weights, *case.lookups, case.dims)
         num_rows = [len(weight) for weight in case.weights]
         calls["sparse", name] = "tbe_sparse_grad", (grad, *case.lookups, case.dims, num_rows)
-        calls["update", name] = update_call(case, naive_update.ROWWISE_ADAGRAD, 0)
+        calls["update", name] = update_call(case, ROW_WISE_ADAGRAD, 0)
     for name, dtype in DTYPES.items():
         case = make_case(**SMALL, num_bags=ONE_BLOCK, dtype=dtype)
-        for optimizer in (
-            SLOTS if dtype == torch.float32 else (naive_update.SGD, naive_update.PARTIAL_ROWWISE_LAMB)
-        ):
+        for optimizer in SLOTS if dtype == torch.float32 else (SGD, PARTIAL_ROW_WISE_LAMB):
             for mode in range(3):
                 for seed in (0,) if dtype == torch.float32 else (0, 2**40 + 7):
                     calls[name, optimizer, mode, seed] = update_call(case, optimizer, mode, seed)
@@ -148,6 +164,6 @@ def test_what_is_wrong_is_said_as_by_naive(outcomes):
 
 
 def test_sorted_runs_are_for_the_cpu(make_case):
-    name, args = update_call(make_case(**SMALL), naive_update.SGD, 0)
+    name, args = update_call(make_case(**SMALL), SGD, 0)
     with pytest.raises(ValueError, match="runs and mean_squares are for the CPU"):
         getattr(triton, name)(*args, torch.zeros(1, dtype=torch.int64), None)

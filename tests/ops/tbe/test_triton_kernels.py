@@ -15,15 +15,13 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from meshrec.ops.tbe import triton_kernels as kernels
+from meshrec.ops.tbe.formulas import FORMULAS
 
-FLOATS = {"lr", "eps", "weight_decay", "beta1", "beta2", "momentum", "trust"}
-FLOATS |= {"correction1", "correction2", "row_dim"}
 FLOATS_AT = {"sample_weights", "factors", "grad", "row_stats", "out"}
 NUMBERS = {"tables_of": "*i32", "is_bad": "*i32", "num_entries": "i32", "end_of_rows": "i64"}
+NUMBERS["hyper"] = "*fp64"
 
 def type_of(name):
-    if name in FLOATS:
-        return "fp32"
     if name in FLOATS_AT:
         return "*fp32"
     return NUMBERS.get(name, "*i64")
@@ -41,7 +39,7 @@ for dtype in (tl.float32, tl.float16, tl.bfloat16):
     compiled(kernels.look_up, WEIGHT=dtype, WEIGHTED=True, BLOCK=64)
 for dense in (False, True):
     compiled(kernels.sum_runs, DENSE=dense, BLOCK=128)
-for optimizer, dtype in itertools.product(range(8), (tl.float32, tl.float16, tl.bfloat16)):
+for optimizer, dtype in itertools.product(range(len(FORMULAS)), (tl.float32, tl.float16, tl.bfloat16)):
     options = dict(OPTIMIZER=optimizer, DECAY=optimizer % 3, STOCHASTIC=True, WEIGHT=dtype, BLOCK=64)
     compiled(kernels.update_runs, STATS=True, **options)
 print("compiled")

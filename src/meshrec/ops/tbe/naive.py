@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.tbe.formulas import Hyper, formula_of
 from meshrec.ops.tbe.layout import MEAN, NONE, Layout, Piece, check_offsets, make_layout
-from meshrec.ops.tbe.naive_update import Hyper, num_slots, update_rows
+from meshrec.ops.tbe.naive_update import update_rows
 
 
 def tbe_forward(
@@ -93,8 +94,9 @@ def tbe_update(
     """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay.
 
     ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then
-    slot 1). Codes, formulas, ``hyper`` (float64 [12]) and rounding: ``naive_update.py``. ``row_stats``: fp32
-    [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of column-split tables.
+    slot 1). Codes, formulas and ``hyper`` (float64): ``formulas.py``; rounding: ``naive_update.py``.
+    ``row_stats``: fp32 [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of
+    column-split tables.
     ``origins``: for each weight the row and the column where it begins in its whole table (nothing: 0, 0);
     stochastic rounding draws by these places, so that parts are rounded as the whole would be.
     ``runs``: what ``tbe_row_squares`` gave for the same arguments, so that nothing is sorted again; with it
@@ -104,10 +106,11 @@ def tbe_update(
     _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     numbers = Hyper.from_tensor(hyper)
-    if len(state) != num_slots(optimizer) * len(weights):
+    num_slots = len(formula_of(optimizer).slots)
+    if len(state) != num_slots * len(weights):
         raise ValueError(
             f"got {len(state)} state tensors for {len(weights)} tables of an optimizer with "
-            f"{num_slots(optimizer)} state slots."
+            f"{num_slots} state slots."
         )
     if origins and len(origins) != 2 * len(weights):
         raise ValueError(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
 from meshrec.ops.tbe import naive
+from meshrec.ops.tbe.formulas import Hyper, formula_of
 from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
-from meshrec.ops.tbe.naive_update import Hyper, num_slots
 
 # F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
 
@@ -215,7 +215,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     if any(each is not None for each in sorted_runs):
         raise ValueError("runs and mean_squares are for the CPU; on GPUs pass row_stats of summed rows.")
     device, num_ids = batch.values.device, batch.values.numel()
-    h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), num_slots(optimizer)
+    h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), len(formula_of(optimizer).slots)
     if len(state) != num_state * num_tables:
         raise ValueError(
             f"got {len(state)} state tensors for {num_tables} tables of an optimizer with {num_state} state "
@@ -223,6 +223,8 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         )
     if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
         raise ValueError("tables and their state must be contiguous: they are updated in place.")
+    corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
+    hyper_on_device = torch.cat([hyper, corrections]).to(device)
     lookups = _placed(batch)
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
     num_rows = [weight.shape[0] for weight in weights]
@@ -249,17 +251,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
             None if stats is None else stats.contiguous(),
             num_entries,
             entries.end_of_rows,
-            h.lr,
-            h.eps,
-            h.weight_decay,
-            h.beta1,
-            h.beta2,
-            h.momentum,
-            h.trust_coefficient,
-            1 - h.beta1**h.step,
-            1 - h.beta2**h.step,
-            float(h.row_dim),
-            _on_device([h.seed, h.step], device),
+            hyper_on_device,
             OPTIMIZER=optimizer,
             DECAY=h.decay_mode,
             STATS=stats is not None,

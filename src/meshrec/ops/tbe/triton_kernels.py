@@ -11,6 +11,9 @@ factor. Entries sorted by row make runs, and the first entry of a run sums it an
 import triton
 import triton.language as tl
 
+from meshrec.ops.tbe import formulas
+from meshrec.ops.tbe.formulas import Hyper, OptimizerKind, RowSum
+
 LOOKUP_FIELDS = 7
 """table, width, first bag, bags, first element of the output, elements between its rows, pooling."""
 TABLE_FIELDS = 7
@@ -18,16 +21,42 @@ TABLE_FIELDS = 7
 
 _MEAN: tl.constexpr = tl.constexpr(1)
 _NONE: tl.constexpr = tl.constexpr(2)
-_L2: tl.constexpr = tl.constexpr(1)
-_DECOUPLED: tl.constexpr = tl.constexpr(2)
-SGD: tl.constexpr = tl.constexpr(0)
-ADAGRAD: tl.constexpr = tl.constexpr(1)
-ROWWISE_ADAGRAD: tl.constexpr = tl.constexpr(2)
-ADAM: tl.constexpr = tl.constexpr(3)
-PARTIAL_ROWWISE_ADAM: tl.constexpr = tl.constexpr(4)
-LAMB: tl.constexpr = tl.constexpr(5)
-PARTIAL_ROWWISE_LAMB: tl.constexpr = tl.constexpr(6)
-LARS: tl.constexpr = tl.constexpr(7)
+_L2: tl.constexpr = tl.constexpr(formulas.L2_DECAY)
+_DECOUPLED: tl.constexpr = tl.constexpr(formulas.DECOUPLED_DECAY)
+_SGD: tl.constexpr = tl.constexpr(OptimizerKind.SGD.code)
+_ADAGRAD: tl.constexpr = tl.constexpr(OptimizerKind.ADAGRAD.code)
+_ROWWISE_ADAGRAD: tl.constexpr = tl.constexpr(OptimizerKind.ROW_WISE_ADAGRAD.code)
+_ADAM: tl.constexpr = tl.constexpr(OptimizerKind.ADAM.code)
+_PARTIAL_ROWWISE_ADAM: tl.constexpr = tl.constexpr(OptimizerKind.PARTIAL_ROW_WISE_ADAM.code)
+_LAMB: tl.constexpr = tl.constexpr(OptimizerKind.LAMB.code)
+_PARTIAL_ROWWISE_LAMB: tl.constexpr = tl.constexpr(OptimizerKind.PARTIAL_ROW_WISE_LAMB.code)
+_LARS: tl.constexpr = tl.constexpr(OptimizerKind.LARS.code)
+_FTRL: tl.constexpr = tl.constexpr(OptimizerKind.FTRL.code)
+_GRADIENT_SUM: tl.constexpr = tl.constexpr(int(RowSum.GRADIENT))
+_WEIGHT_SUM: tl.constexpr = tl.constexpr(int(RowSum.WEIGHT))
+_DIRECTION_SUM: tl.constexpr = tl.constexpr(int(RowSum.DIRECTION))
+
+
+def _place_of(name):
+    return tl.constexpr(Hyper._fields.index(name))
+
+
+# Where each number is in what ``update_runs`` gets of them.
+_LR: tl.constexpr = _place_of("lr")
+_STEP: tl.constexpr = _place_of("step")
+_SEED: tl.constexpr = _place_of("seed")
+_ROW_DIM: tl.constexpr = _place_of("row_dim")
+_WEIGHT_DECAY: tl.constexpr = _place_of("weight_decay")
+_EPS: tl.constexpr = _place_of("eps")
+_BETA1: tl.constexpr = _place_of("beta1")
+_BETA2: tl.constexpr = _place_of("beta2")
+_MOMENTUM: tl.constexpr = _place_of("momentum")
+_TRUST: tl.constexpr = _place_of("trust_coefficient")
+_BETA: tl.constexpr = _place_of("beta")
+_L1: tl.constexpr = _place_of("l1")
+_L2_PROXIMAL: tl.constexpr = _place_of("l2")
+_CORRECTION1: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE)
+_CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
 
 @triton.jit
@@ -223,6 +252,111 @@ def _rounded(x, bits, STOCHASTIC: tl.constexpr, WEIGHT: tl.constexpr):
 
 
 @triton.jit
+def _number(hyper, place: tl.constexpr):
+    return tl.load(hyper + place).to(tl.float32)
+
+
+@triton.jit
+def _kept(w, hyper, DECAY: tl.constexpr):
+    """What is left of the row where its decay is decoupled."""
+    if DECAY == _DECOUPLED:
+        w = w * (1 - _number(hyper, _LR) * _number(hyper, _WEIGHT_DECAY))
+    return w
+
+
+@triton.jit
+def _sum_of_squares(x, stats, which: tl.constexpr, STATS: tl.constexpr):
+    """Of a row, or what is known of the whole one."""
+    total = tl.sum(x * x, 0)
+    if STATS:
+        total = tl.load(stats + which)
+    return total
+
+
+@triton.jit
+def _mean_square(g, stats, hyper, width, STATS: tl.constexpr):
+    whole = _number(hyper, _ROW_DIM)
+    whole = tl.where(whole == 0, width.to(tl.float32), whole)
+    return _sum_of_squares(g, stats, _GRADIENT_SUM, STATS) / whole
+
+
+@triton.jit
+def _sgd(w, g, hyper, DECAY: tl.constexpr):
+    return _kept(w, hyper, DECAY) - _number(hyper, _LR) * g
+
+
+@triton.jit
+def _adagrad(w, g, total_at, inside, hyper, DECAY: tl.constexpr):
+    total = tl.load(total_at, inside, 0.0) + g * g
+    tl.store(total_at, total, inside)
+    return _kept(w, hyper, DECAY) - _number(hyper, _LR) * g / (tl.sqrt(total) + _number(hyper, _EPS))
+
+
+@triton.jit
+def _rowwise_adagrad(w, g, total_at, stats, hyper, width, DECAY: tl.constexpr, STATS: tl.constexpr):
+    total = tl.load(total_at) + _mean_square(g, stats, hyper, width, STATS)
+    tl.store(total_at, total)
+    return _kept(w, hyper, DECAY) - _number(hyper, _LR) / (tl.sqrt(total) + _number(hyper, _EPS)) * g
+
+
+@triton.jit
+def _direction(g, m_at, v_at, inside, stats, hyper, width, ROW_STATE: tl.constexpr, STATS: tl.constexpr):
+    """Adam's step before the learning rate."""
+    beta1, beta2 = _number(hyper, _BETA1), _number(hyper, _BETA2)
+    m = beta1 * tl.load(m_at, inside, 0.0) + (1 - beta1) * g
+    tl.store(m_at, m, inside)
+    if ROW_STATE:
+        v_row = beta2 * tl.load(v_at) + (1 - beta2) * _mean_square(g, stats, hyper, width, STATS)
+        tl.store(v_at, v_row)
+        scale = tl.sqrt(v_row / _number(hyper, _CORRECTION2)) + _number(hyper, _EPS)
+    else:
+        v = beta2 * tl.load(v_at, inside, 0.0) + (1 - beta2) * g * g
+        tl.store(v_at, v, inside)
+        scale = tl.sqrt(v / _number(hyper, _CORRECTION2)) + _number(hyper, _EPS)
+    return m / _number(hyper, _CORRECTION1) / scale
+
+
+@triton.jit
+def _lamb(w, r, inside, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
+    if DECAY == _DECOUPLED:
+        r += _number(hyper, _WEIGHT_DECAY) * w
+    w_square = _sum_of_squares(w, stats, _WEIGHT_SUM, STATS)
+    r_square = _sum_of_squares(tl.where(inside, r, 0.0), stats, _DIRECTION_SUM, STATS)
+    both = (w_square > 0) & (r_square > 0)
+    ratio = tl.where(both, tl.sqrt(w_square) / tl.sqrt(tl.where(both, r_square, 1.0)), 1.0)
+    return w - _number(hyper, _LR) * ratio * r
+
+
+@triton.jit
+def _lars(w, g, m_at, inside, stats, hyper, DECAY: tl.constexpr, STATS: tl.constexpr):
+    decay = 0.0
+    if DECAY == _L2:
+        decay = _number(hyper, _WEIGHT_DECAY)
+    w_norm = tl.sqrt(_sum_of_squares(w, stats, _WEIGHT_SUM, STATS))
+    g_norm = tl.sqrt(_sum_of_squares(g, stats, _GRADIENT_SUM, STATS))
+    both = (w_norm > 0) & (g_norm > 0)
+    scale = tl.where(both, g_norm + decay * w_norm + _number(hyper, _EPS), 1.0)
+    local = tl.where(both, _number(hyper, _TRUST) * w_norm / scale, 1.0)
+    m = _number(hyper, _MOMENTUM) * tl.load(m_at, inside, 0.0)
+    m += _number(hyper, _LR) * local * (g + decay * w)
+    tl.store(m_at, m, inside)
+    return _kept(w, hyper, DECAY) - m
+
+
+@triton.jit
+def _ftrl(w, g, n_at, z_at, inside, hyper):
+    lr, n = _number(hyper, _LR), tl.load(n_at, inside, 0.0)
+    root = tl.sqrt(n + g * g)
+    tl.store(n_at, n + g * g, inside)
+    z = tl.load(z_at, inside, 0.0) + g - g * g / (root + tl.sqrt(n) + 1e-37) / lr * w
+    tl.store(z_at, z, inside)
+    over = tl.abs(z) - _number(hyper, _L1)
+    # Where nothing is over, the root may be 0 as well.
+    scale = tl.where(over > 0, (_number(hyper, _BETA) + root) / lr + _number(hyper, _L2_PROXIMAL), 1.0)
+    return tl.where(over > 0, tl.where(z > 0, -over, over) / scale, 0.0)
+
+
+@triton.jit
 def update_runs(
     grad,
     rows,
@@ -234,17 +368,7 @@ def update_runs(
     row_stats,
     num_entries,
     end_of_rows,
-    lr,
-    eps,
-    weight_decay,
-    beta1,
-    beta2,
-    momentum,
-    trust,
-    correction1,
-    correction2,
-    row_dim,
-    counters,
+    hyper,
     OPTIMIZER: tl.constexpr,
     DECAY: tl.constexpr,
     STATS: tl.constexpr,
@@ -252,9 +376,9 @@ def update_runs(
     WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Steps the row of one run; the formulas are those of ``naive_update.py``.
+    """Steps the row of one run; the formulas are those of ``formulas.py``.
 
-    ``counters``: seed and step.
+    ``hyper``: float64, the numbers of ``Hyper`` in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
     """
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
@@ -269,73 +393,46 @@ def update_runs(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     g = _sum_run(grad, rows, order, starts, factors, at, num_entries, width, BLOCK)
-    target = tl.load(fields).to(tl.pointer_type(WEIGHT)) + row * width + columns
+    place = row * width + columns
+    target = tl.load(fields).to(tl.pointer_type(WEIGHT)) + place
     slot0 = tl.load(fields + 1).to(tl.pointer_type(tl.float32))
     slot1 = tl.load(fields + 2).to(tl.pointer_type(tl.float32))
-    w = tl.load(target, inside, 0.0).to(tl.float32)
-    if (DECAY == _L2) & (OPTIMIZER != LARS):
-        g += weight_decay * w
-    kept = w
-    if DECAY == _DECOUPLED:
-        kept = w * (1 - lr * weight_decay)
-
-    g_square = tl.sum(g * g, 0)
+    stats = row_stats
     if STATS:
-        g_square = tl.load(row_stats + entry * 3)
-    whole = row_dim
-    if row_dim == 0:
-        whole = width.to(tl.float32)
+        stats = row_stats + entry * 3
+    w = tl.load(target, inside, 0.0).to(tl.float32)
+    if (DECAY == _L2) & (OPTIMIZER != _LARS):
+        g += _number(hyper, _WEIGHT_DECAY) * w
 
-    if OPTIMIZER == SGD:
-        w = kept - lr * g
-    if OPTIMIZER == ADAGRAD:
-        total = tl.load(slot0 + row * width + columns, inside, 0.0) + g * g
-        tl.store(slot0 + row * width + columns, total, inside)
-        w = kept - lr * g / (tl.sqrt(total) + eps)
-    if OPTIMIZER == ROWWISE_ADAGRAD:
-        mean = tl.load(slot0 + row) + g_square / whole
-        tl.store(slot0 + row, mean)
-        w = kept - lr / (tl.sqrt(mean) + eps) * g
-    if (OPTIMIZER >= ADAM) & (OPTIMIZER <= PARTIAL_ROWWISE_LAMB):
-        m = beta1 * tl.load(slot0 + row * width + columns, inside, 0.0) + (1 - beta1) * g
-        tl.store(slot0 + row * width + columns, m, inside)
-        if (OPTIMIZER == ADAM) | (OPTIMIZER == LAMB):
-            v = beta2 * tl.load(slot1 + row * width + columns, inside, 0.0) + (1 - beta2) * g * g
-            tl.store(slot1 + row * width + columns, v, inside)
-            r = m / correction1 / (tl.sqrt(v / correction2) + eps)
-        else:
-            v_row = beta2 * tl.load(slot1 + row) + (1 - beta2) * g_square / whole
-            tl.store(slot1 + row, v_row)
-            r = m / correction1 / (tl.sqrt(v_row / correction2) + eps)
-        if (OPTIMIZER == ADAM) | (OPTIMIZER == PARTIAL_ROWWISE_ADAM):
-            w = kept - lr * r
-        else:
-            if DECAY == _DECOUPLED:
-                r += weight_decay * w
-            w_square, r_square = tl.sum(w * w, 0), tl.sum(tl.where(inside, r * r, 0.0), 0)
-            if STATS:
-                w_square, r_square = tl.load(row_stats + entry * 3 + 1), tl.load(row_stats + entry * 3 + 2)
-            both = (w_square > 0) & (r_square > 0)
-            ratio = tl.where(both, tl.sqrt(w_square) / tl.sqrt(tl.where(both, r_square, 1.0)), 1.0)
-            w -= lr * ratio * r
-    if OPTIMIZER == LARS:
-        decay = 0.0
-        if DECAY == _L2:
-            decay = weight_decay
-        w_square = tl.sum(w * w, 0)
-        if STATS:
-            w_square = tl.load(row_stats + entry * 3 + 1)
-        w_norm, g_norm = tl.sqrt(w_square), tl.sqrt(g_square)
-        both = (w_norm > 0) & (g_norm > 0)
-        local = tl.where(both, trust * w_norm / tl.where(both, g_norm + decay * w_norm + eps, 1.0), 1.0)
-        m = momentum * tl.load(slot0 + row * width + columns, inside, 0.0) + lr * local * (g + decay * w)
-        tl.store(slot0 + row * width + columns, m, inside)
-        w = kept - m
+    if OPTIMIZER == _SGD:
+        w = _sgd(w, g, hyper, DECAY)
+    elif OPTIMIZER == _ADAGRAD:
+        w = _adagrad(w, g, slot0 + place, inside, hyper, DECAY)
+    elif OPTIMIZER == _ROWWISE_ADAGRAD:
+        w = _rowwise_adagrad(w, g, slot0 + row, stats, hyper, width, DECAY, STATS)
+    elif OPTIMIZER == _ADAM:
+        r = _direction(g, slot0 + place, slot1 + place, inside, stats, hyper, width, False, STATS)
+        w = _kept(w, hyper, DECAY) - _number(hyper, _LR) * r
+    elif OPTIMIZER == _PARTIAL_ROWWISE_ADAM:
+        r = _direction(g, slot0 + place, slot1 + row, inside, stats, hyper, width, True, STATS)
+        w = _kept(w, hyper, DECAY) - _number(hyper, _LR) * r
+    elif OPTIMIZER == _LAMB:
+        r = _direction(g, slot0 + place, slot1 + place, inside, stats, hyper, width, False, STATS)
+        w = _lamb(w, r, inside, stats, hyper, DECAY, STATS)
+    elif OPTIMIZER == _PARTIAL_ROWWISE_LAMB:
+        r = _direction(g, slot0 + place, slot1 + row, inside, stats, hyper, width, True, STATS)
+        w = _lamb(w, r, inside, stats, hyper, DECAY, STATS)
+    elif OPTIMIZER == _LARS:
+        w = _lars(w, g, slot0 + place, inside, stats, hyper, DECAY, STATS)
+    elif OPTIMIZER == _FTRL:
+        w = _ftrl(w, g, slot0 + place, slot1 + place, inside, hyper)
+    else:
+        tl.static_assert(False, "an optimizer of formulas.py has no formula here")
 
     if WEIGHT == tl.float32:
         tl.store(target, w, inside)
     else:
-        seed, step = tl.load(counters), tl.load(counters + 1)
+        seed, step = tl.load(hyper + _SEED).to(tl.int64), tl.load(hyper + _STEP).to(tl.int64)
         first_row, first_column = tl.load(fields + 5), tl.load(fields + 6)
         bits = _random_bits(seed, step, first_row + row, first_column + columns.to(tl.int64))
         tl.store(target, _rounded(w, bits, STOCHASTIC, WEIGHT), inside)

@@ -1,0 +1,141 @@
+// One row's step for each optimizer, in fp32: kernels.inl includes this file, and refuses to compile where an
+// optimizer of formulas.inc has no step_row. The formulas and their sources are in
+// meshrec/optim/optimizers.py.
+
+template <int kOptimizer>
+struct Code {};
+
+// What a row's step knows besides the row.
+struct Step {
+  const Hyper& hyper;
+  const float* stats;        // of this row, or null
+  const float* mean_square;  // of this row, or null
+  float* work;               // dim floats, for the normalised direction
+
+  // What the gradient takes on of the row.
+  float l2() const { return hyper.decay_mode == kL2 ? hyper.weight_decay : 0.0f; }
+  // What is left of the row where its decay is decoupled.
+  float keep() const { return hyper.decay_mode == kDecoupled ? 1.0f - hyper.lr * hyper.weight_decay : 1.0f; }
+  // The norm of x, or that of the whole row where it is known: see RowSum in formulas.py for the order.
+  float square_of(int which, const float* x, int64_t dim) const {
+    return stats != nullptr ? stats[which] : sum_over(dim, [&](auto at) { return at(x) * at(x); });
+  }
+};
+
+constexpr int kGradientSum = 0, kWeightSum = 1, kDirectionSum = 2;
+
+inline float mean_square(const float* g, const float* w, int64_t dim, const Step& step) {
+  const float l2 = step.l2();
+  if (step.mean_square != nullptr) return *step.mean_square;
+  if (step.stats != nullptr) return float(step.stats[kGradientSum] / step.hyper.row_dim);
+  const float total =
+      l2 == 0 ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // spares reading the row
+              : sum_over(dim, [&](auto at) { return (at(g) + at(w) * l2) * (at(g) + at(w) * l2); });
+  return float(total / step.hyper.row_dim);
+}
+
+inline void step_row(Code<kSGD>, float* __restrict w, const float* __restrict g, float*, float*, int64_t dim,
+                     const Step& step) {
+  const float lr = step.hyper.lr, l2 = step.l2(), keep = step.keep();
+  for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - lr * (g[d] + l2 * w[d]);
+}
+
+inline void step_row(Code<kAdagrad>, float* __restrict w, const float* __restrict g, float* __restrict sum,
+                     float*, int64_t dim, const Step& step) {
+  const float lr = step.hyper.lr, eps = step.hyper.eps, l2 = step.l2(), keep = step.keep();
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = g[d] + l2 * w[d];
+    sum[d] += x * x;
+    w[d] = keep * w[d] - lr * x / (__builtin_sqrtf(sum[d]) + eps);
+  }
+}
+
+inline void step_row(Code<kRowWiseAdagrad>, float* __restrict w, const float* __restrict g,
+                     float* __restrict sum, float*, int64_t dim, const Step& step) {
+  const float l2 = step.l2(), keep = step.keep();
+  sum[0] += mean_square(g, w, dim, step);
+  const float rate = step.hyper.lr / (__builtin_sqrtf(sum[0]) + step.hyper.eps);
+  for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * (g[d] + l2 * w[d]);
+}
+
+inline void step_row(Code<kLARS>, float* __restrict w, const float* __restrict g,
+                     float* __restrict momentum_buffer, float*, int64_t dim, const Step& step) {
+  const Hyper& h = step.hyper;
+  const float l2 = step.l2(), keep = step.keep();
+  const float w_norm = __builtin_sqrtf(step.square_of(kWeightSum, w, dim));
+  const float g_norm = __builtin_sqrtf(step.square_of(kGradientSum, g, dim));
+  const float rate =
+      w_norm > 0 && g_norm > 0 ? h.lr * h.trust_coefficient * w_norm / (g_norm + l2 * w_norm + h.eps) : h.lr;
+  for (int64_t d = 0; d < dim; ++d) {
+    momentum_buffer[d] = h.momentum * momentum_buffer[d] + rate * (g[d] + l2 * w[d]);
+    w[d] = keep * w[d] - momentum_buffer[d];
+  }
+}
+
+// The direction r of Adam and LAMB goes into step.work.
+template <bool kRowState, bool kLamb>
+inline void step_by_moments(float* __restrict w, const float* __restrict g, float* __restrict exp_avg,
+                            float* __restrict exp_avg_sq, int64_t dim, const Step& step) {
+  const Hyper& h = step.hyper;
+  const float l2 = step.l2(), keep = kLamb ? 1.0f : step.keep();
+  float row_denominator = 0;
+  if constexpr (kRowState) {
+    exp_avg_sq[0] = h.beta2 * exp_avg_sq[0] + h.fresh2 * mean_square(g, w, dim, step);
+    row_denominator = __builtin_sqrtf(exp_avg_sq[0] / h.correction2) + h.eps;
+  }
+  float* r = step.work;
+  const float decay_in_r = kLamb && h.decay_mode == kDecoupled ? h.weight_decay : 0.0f;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = g[d] + l2 * w[d];
+    exp_avg[d] = h.beta1 * exp_avg[d] + h.fresh1 * x;
+    float denominator = row_denominator;
+    if constexpr (!kRowState) {
+      exp_avg_sq[d] = h.beta2 * exp_avg_sq[d] + h.fresh2 * x * x;
+      denominator = __builtin_sqrtf(exp_avg_sq[d] / h.correction2) + h.eps;
+    }
+    r[d] = exp_avg[d] / h.correction1 / denominator + decay_in_r * w[d];
+  }
+  float rate = h.lr;
+  if constexpr (kLamb) {
+    const float w_square = step.square_of(kWeightSum, w, dim),
+                r_square = step.square_of(kDirectionSum, r, dim);
+    if (w_square > 0 && r_square > 0) rate = h.lr * (__builtin_sqrtf(w_square) / __builtin_sqrtf(r_square));
+  }
+  for (int64_t d = 0; d < dim; ++d) w[d] = keep * w[d] - rate * r[d];
+}
+
+inline void step_row(Code<kAdam>, float* w, const float* g, float* s0, float* s1, int64_t dim,
+                     const Step& step) {
+  step_by_moments<false, false>(w, g, s0, s1, dim, step);
+}
+
+inline void step_row(Code<kPartialRowWiseAdam>, float* w, const float* g, float* s0, float* s1, int64_t dim,
+                     const Step& step) {
+  step_by_moments<true, false>(w, g, s0, s1, dim, step);
+}
+
+inline void step_row(Code<kLAMB>, float* w, const float* g, float* s0, float* s1, int64_t dim,
+                     const Step& step) {
+  step_by_moments<false, true>(w, g, s0, s1, dim, step);
+}
+
+inline void step_row(Code<kPartialRowWiseLAMB>, float* w, const float* g, float* s0, float* s1, int64_t dim,
+                     const Step& step) {
+  step_by_moments<true, true>(w, g, s0, s1, dim, step);
+}
+
+inline void step_row(Code<kFTRL>, float* __restrict w, const float* __restrict g, float* __restrict sum,
+                     float* __restrict linear, int64_t dim, const Step& step) {
+  const Hyper& h = step.hyper;
+  const float l2 = step.l2();
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = g[d] + l2 * w[d], total = sum[d] + x * x;
+    const float root = __builtin_sqrtf(total);
+    const float z = linear[d] + (x - x * x / (root + __builtin_sqrtf(sum[d]) + 1e-37f) / h.lr * w[d]);
+    sum[d] = total;
+    linear[d] = z;
+    const float over = __builtin_fabsf(z) - h.l1;
+    const float size = over / ((h.beta + root) / h.lr + h.l2);
+    w[d] = over > 0 ? -__builtin_copysignf(size, z) : 0.0f;
+  }
+}

@@ -1,0 +1,365 @@
+"""Every fused optimizer once: its formula in plain torch, the state it keeps, what it needs of whole rows.
+
+All else is derived from ``FORMULAS``: the specs' state (``optim/optimizers.py``), the exchange of row
+statistics (``distributed/row_stats.py``), the planner's bytes, Triton's constants, and the C++ kernels'
+``formulas.inc``, which setup.py writes from here. A new optimizer gets an ``OptimizerKind`` and an entry
+here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl`` and a function in ``triton_kernels.py``; one that
+is forgotten fails where that kernel is compiled. This file imports torch alone: setup.py runs it by itself.
+
+Every formula works in fp32 on the touched rows only. ``g`` is the summed gradient of a row and ``w`` the row.
+With L2 decay ``g += weight_decay * w`` comes first. With decoupled decay ``w *= 1 - lr * weight_decay`` comes
+before the gradient step and independent of it: norms of ``w`` are those of the row as it was. LAMB and LARS
+have their own place for the decay, see there.
+
+Norms and means are over the whole row. For a table that is split by columns ``stats_U3`` supplies them, in
+the order of ``RowSum``.
+"""
+
+from collections.abc import Callable
+from enum import Enum, IntEnum, unique
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# U touched rows, D width
+
+NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
+"""The codes of the decay modes."""
+
+
+class Hyper(NamedTuple):
+    """The numbers of one update: each formula reads those it knows, by name.
+
+    The kernels get them as a float64 tensor in this order, and know the names as well (``formulas.inc``,
+    ``triton_kernels.py``): a formula with a number of its own adds a field here.
+    """
+
+    lr: float
+    decay_mode: int = NO_DECAY
+    step: int = 1
+    """Which update this is, counted from 1."""
+    seed: int = 0
+    """Of stochastic rounding; 0 rounds to nearest."""
+    row_dim: int = 0
+    """The width of the whole row where a table is split by columns; 0: the table's own width."""
+    weight_decay: float = 0.0
+    eps: float = 0.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    momentum: float = 0.0
+    trust_coefficient: float = 0.0
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    @classmethod
+    def from_tensor(cls, hyper: Tensor) -> "Hyper":
+        """Reads a float64 tensor of ``HYPER_SIZE`` numbers."""
+        if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
+            raise ValueError(
+                f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries, got {hyper.dtype} "
+                f"{list(hyper.shape)}. A spec's hyper() makes one."
+            )
+        numbers = cls._make(hyper.tolist())
+        return numbers._replace(**{name: int(getattr(numbers, name)) for name in _CPP_TYPES})
+
+    def as_tensor(self) -> Tensor:
+        """What the kernels take: float64 ``[HYPER_SIZE]``."""
+        return torch.tensor(self, dtype=torch.float64)
+
+
+HYPER_SIZE = len(Hyper._fields)
+"""The length of the ``hyper`` tensor."""
+# Those that have no fraction; in C++ the others are floats.
+_CPP_TYPES = {"decay_mode": "int", "step": "uint64_t", "seed": "uint64_t", "row_dim": "double"}
+
+
+class RowSum(IntEnum):
+    """Sums of squares over a whole row: the columns of ``stats_U3``."""
+
+    GRADIENT = 0
+    """Of the gradient, as ``Formula.gradient`` gives it."""
+    WEIGHT = 1
+    """Of the row as stored."""
+    DIRECTION = 2
+    """Of ``Formula.direction``."""
+
+
+class Rows(NamedTuple):
+    """The touched rows of one table; formulas give back a new ``weight`` and change the slots in place."""
+
+    weight: Tensor
+    """fp32 [U, D]"""
+    gradient: Tensor
+    """fp32 [U, D]"""
+    slots: list[Tensor]
+    """The optimizer's state, fp32, each [U, D] or [U]."""
+    stats: Tensor | None
+    """fp32 [U, 3], or None: computed from what is here."""
+
+    def sum_of_squares(self, which: RowSum, x_UD: Tensor) -> Tensor:
+        """[U]: that of ``x_UD``, or what is known of the whole row."""
+        return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]
+
+
+def decayed_gradient(rows: Rows, h: Hyper) -> Tensor:
+    """``g``, with the L2 term where there is one."""
+    if h.decay_mode == L2_DECAY:
+        return rows.gradient + h.weight_decay * rows.weight
+    return rows.gradient
+
+
+def _plain_gradient(rows: Rows, h: Hyper) -> Tensor:
+    return rows.gradient
+
+
+def _mean_of_squares(rows: Rows, h: Hyper, g_UD: Tensor) -> Tensor:
+    return rows.sum_of_squares(RowSum.GRADIENT, g_UD) / (h.row_dim or g_UD.shape[1])
+
+
+def _decayed(rows: Rows, h: Hyper) -> Tensor:
+    if h.decay_mode == DECOUPLED_DECAY:
+        return rows.weight * (1 - h.lr * h.weight_decay)
+    return rows.weight
+
+
+def _sgd(rows: Rows, h: Hyper) -> Tensor:
+    """w -= lr * g."""
+    return _decayed(rows, h) - h.lr * decayed_gradient(rows, h)
+
+
+def _adagrad(rows: Rows, h: Hyper) -> Tensor:
+    """s += g^2; w -= lr * g / (sqrt(s) + eps)."""
+    g, (total,) = decayed_gradient(rows, h), rows.slots
+    total += g.square()
+    return _decayed(rows, h) - h.lr * g / (total.sqrt() + h.eps)
+
+
+def _rowwise_adagrad(rows: Rows, h: Hyper) -> Tensor:
+    """s += mean(g^2), one number per row; w -= lr * g / (sqrt(s) + eps)."""
+    g, (total,) = decayed_gradient(rows, h), rows.slots
+    total += _mean_of_squares(rows, h, g)
+    return _decayed(rows, h) - (h.lr / (total.sqrt() + h.eps))[:, None] * g
+
+
+def _moments_step(rows: Rows, h: Hyper) -> Tensor:
+    """Adam's step before the lr: m = b1*m + (1-b1)*g; v likewise of g^2; m^ / (sqrt(v^) + eps).
+
+    Where v holds one number per row it takes mean(g^2).
+    """
+    g, (m, v) = decayed_gradient(rows, h), rows.slots
+    square = g.square() if v.dim() == 2 else _mean_of_squares(rows, h, g)
+    m.mul_(h.beta1).add_(g, alpha=1 - h.beta1)
+    v.mul_(h.beta2).add_(square, alpha=1 - h.beta2)
+    scale = (v / (1 - h.beta2**h.step)).sqrt() + h.eps
+    return m / (1 - h.beta1**h.step) / (scale if v.dim() == 2 else scale[:, None])
+
+
+def _adam(rows: Rows, h: Hyper) -> Tensor:
+    """w -= lr * m^ / (sqrt(v^) + eps), with v per element or per row."""
+    return _decayed(rows, h) - h.lr * _moments_step(rows, h)
+
+
+def _lamb_direction(rows: Rows, h: Hyper) -> Tensor:
+    """r = Adam's step (+ weight_decay * w if decoupled)."""
+    r = _moments_step(rows, h)
+    return r + h.weight_decay * rows.weight if h.decay_mode == DECOUPLED_DECAY else r
+
+
+def _lamb(rows: Rows, h: Hyper) -> Tensor:
+    """w -= lr * |w|/|r| * r; the ratio is 1 if a norm is 0."""
+    r = _lamb_direction(rows, h)
+    weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
+    step_norm = rows.sum_of_squares(RowSum.DIRECTION, r).sqrt()
+    either_zero = (weight_norm == 0) | (step_norm == 0)
+    ratio = torch.where(either_zero, torch.ones_like(step_norm), weight_norm / step_norm)
+    return rows.weight - h.lr * ratio[:, None] * r
+
+
+def _lars(rows: Rows, h: Hyper) -> Tensor:
+    """m = momentum * m + local_lr * (g + decay * w); w -= m.
+
+    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps), and lr where a norm is 0; decay is
+    the weight decay if it is L2, else 0.
+    """
+    g, (m,) = rows.gradient, rows.slots
+    decay = h.weight_decay if h.decay_mode == L2_DECAY else 0.0
+    weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
+    grad_norm = rows.sum_of_squares(RowSum.GRADIENT, g).sqrt()
+    either_zero = (weight_norm == 0) | (grad_norm == 0)
+    local = h.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + h.eps)
+    local_lr = h.lr * torch.where(either_zero, torch.ones_like(local), local)
+    m.mul_(h.momentum).add_(local_lr[:, None] * (g + decay * rows.weight))
+    return _decayed(rows, h) - m
+
+
+_TINY = 1e-37
+
+
+def _ftrl(rows: Rows, h: Hyper) -> Tensor:
+    """z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2; w = -sign(z) * max(|z| - l1, 0) / scale.
+
+    scale = (beta + sqrt(n)) / lr + l2. The roots' difference is taken as g^2 / (their sum), which loses
+    nothing where g is small; _TINY keeps it 0 where both are.
+    """
+    g, (n, z) = decayed_gradient(rows, h), rows.slots
+    before = n.sqrt()
+    n += g.square()
+    root = n.sqrt()
+    z += g - g.square() / (root + before + _TINY) / h.lr * rows.weight
+    over = (z.abs() - h.l1).clamp(min=0)
+    return torch.where(over > 0, -z.sign() * over / ((h.beta + root) / h.lr + h.l2), 0.0)
+
+
+@unique
+class OptimizerKind(Enum):
+    """The fused optimizers, by the names that plan files and recipes use."""
+
+    NONE = "none"
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    ROW_WISE_ADAGRAD = "row_wise_adagrad"
+    ADAM = "adam"
+    PARTIAL_ROW_WISE_ADAM = "partial_row_wise_adam"
+    LAMB = "lamb"
+    PARTIAL_ROW_WISE_LAMB = "partial_row_wise_lamb"
+    LARS = "lars"
+    FTRL = "ftrl"
+
+    @property
+    def code(self) -> int:
+        """What the kernels know it by. ValueError for NONE."""
+        return formula_of(self).code
+
+    @property
+    def state_per_row(self) -> tuple[int, int]:
+        """fp32 numbers of state: (per column, per row)."""
+        slots = _BY_KIND[self].slots if self in _BY_KIND else ()
+        num_per_row = sum(slot.per_row for slot in slots)
+        return len(slots) - num_per_row, num_per_row
+
+    @property
+    def row_statistics(self) -> int:
+        """fp32 numbers per row that parts of a row on several ranks must add up before the update."""
+        return len(_BY_KIND[self].row_sums) if self in _BY_KIND else 0
+
+
+class Slot(NamedTuple):
+    """One tensor of optimizer state per table, fp32."""
+
+    name: str
+    per_row: bool = False
+    """One number per row (shape ``[num_rows]``), not per element (``[num_rows, dim]``)."""
+    initial: str | None = None
+    """The spec's field that it starts at; None: 0."""
+
+
+class Formula(NamedTuple):
+    """One optimizer. Its code is its place in ``FORMULAS``."""
+
+    kind: OptimizerKind
+    name: str
+    """Of its spec in ``meshrec.optim``, and with a ``k`` before it in C++."""
+    apply: Callable[[Rows, Hyper], Tensor]
+    """The new rows; changes the slots in place."""
+    slots: tuple[Slot, ...] = ()
+    """At most two."""
+    row_sums: frozenset[RowSum] = frozenset()
+    """What it needs of whole rows."""
+    gradient: Callable[[Rows, Hyper], Tensor] = decayed_gradient
+    """What ``RowSum.GRADIENT`` is of."""
+    direction: Callable[[Rows, Hyper], Tensor] | None = None
+    """What ``RowSum.DIRECTION`` is of; changes the slots as ``apply`` does."""
+
+    @property
+    def code(self) -> int:
+        """What the kernels know it by."""
+        return FORMULAS.index(self)
+
+
+_MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
+_ROW_MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq", per_row=True))
+
+FORMULAS = (
+    Formula(OptimizerKind.SGD, "SGD", _sgd),
+    Formula(
+        OptimizerKind.ADAGRAD,
+        "Adagrad",
+        _adagrad,
+        slots=(Slot("sum", initial="initial_accumulator_value"),),
+    ),
+    Formula(
+        OptimizerKind.ROW_WISE_ADAGRAD,
+        "RowWiseAdagrad",
+        _rowwise_adagrad,
+        slots=(Slot("sum", per_row=True, initial="initial_accumulator_value"),),
+        row_sums=frozenset({RowSum.GRADIENT}),
+    ),
+    Formula(OptimizerKind.ADAM, "Adam", _adam, slots=_MOMENTS),
+    Formula(
+        OptimizerKind.PARTIAL_ROW_WISE_ADAM,
+        "PartialRowWiseAdam",
+        _adam,
+        slots=_ROW_MOMENTS,
+        row_sums=frozenset({RowSum.GRADIENT}),
+    ),
+    Formula(
+        OptimizerKind.LAMB,
+        "LAMB",
+        _lamb,
+        slots=_MOMENTS,
+        row_sums=frozenset({RowSum.WEIGHT, RowSum.DIRECTION}),
+        direction=_lamb_direction,
+    ),
+    Formula(
+        OptimizerKind.PARTIAL_ROW_WISE_LAMB,
+        "PartialRowWiseLAMB",
+        _lamb,
+        slots=_ROW_MOMENTS,
+        row_sums=frozenset(RowSum),
+        direction=_lamb_direction,
+    ),
+    Formula(
+        OptimizerKind.LARS,
+        "LARS",
+        _lars,
+        slots=(Slot("momentum_buffer"),),
+        row_sums=frozenset({RowSum.GRADIENT, RowSum.WEIGHT}),
+        gradient=_plain_gradient,
+    ),
+    Formula(
+        OptimizerKind.FTRL,
+        "FTRL",
+        _ftrl,
+        slots=(Slot("sum", initial="initial_accumulator_value"), Slot("linear")),
+    ),
+)
+"""The optimizers, by code."""
+
+_BY_KIND = {formula.kind: formula for formula in FORMULAS}
+
+
+def formula_of(which: int | OptimizerKind) -> Formula:
+    """By code or by kind.
+
+    Raises:
+        ValueError: for a code or a kind that no optimizer has.
+    """
+    if isinstance(which, OptimizerKind) and which in _BY_KIND:
+        return _BY_KIND[which]
+    if isinstance(which, int) and 0 <= which < len(FORMULAS):
+        return FORMULAS[which]
+    raise ValueError(f"optimizer {which} is unknown; codes 0 to {len(FORMULAS) - 1} exist.")
+
+
+def as_cpp() -> str:
+    """``formulas.inc``: the numbers of ``Hyper`` and the optimizers, each in order, for C++ to expand."""
+    lines = ["// Written by setup.py from ops/tbe/formulas.py: change that.", "#ifdef HYPER"]
+    lines += [f"HYPER({_CPP_TYPES.get(name, 'float')}, {name})" for name in Hyper._fields]
+    lines += ["#endif", "#ifdef FORMULA"]
+    for formula in FORMULAS:
+        per_row = [str(slot.per_row).lower() for slot in formula.slots]
+        arguments = [formula.name, str(len(per_row)), *per_row, "false", "false"][:4]
+        lines.append(f"FORMULA({', '.join(arguments)})")
+    return "\n".join([*lines, "#endif", ""])
