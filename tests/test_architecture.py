@@ -24,8 +24,9 @@ MAX_DEPTH = 2
 FLOORS = [
     {"ops"},
     {"sparse"},
-    {"modules", "optim"},
+    {"optim"},
     {"tables"},
+    {"modules"},
     {"plan"},
     {"comms"},
     {"distributed"},

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         EmbeddingConfig,
         PoolingType,
     )
-    from meshrec.optim.fused import fuse
+    from meshrec.modules.fusing import fuse
     from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
     __version__: str
@@ -37,7 +37,7 @@ __all__ = [
 
 _HOMES = {
     "meshrec.modules": [*__all__[:6], "PoolingType"],
-    "meshrec.optim.fused": ["fuse"],
+    "meshrec.modules.fusing": ["fuse"],
     "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

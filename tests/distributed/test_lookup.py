@@ -1,11 +1,13 @@
 import torch
 
 from meshrec import distributed as md
-from meshrec.distributed.holdings import Holdings, Packing
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.routing import Table, compile_plan
 from meshrec.plan.builders import Ranks
+from meshrec.tables.holdings import Holdings
+from meshrec.tables.packing import Packing
+from meshrec.tables.storage import DenseRows
 
 
 def lookup_tables(sequence):
@@ -15,7 +17,7 @@ def lookup_tables(sequence):
     plan = {name: md.table_wise(rank=0)(name, size[name], Ranks(1, 1)) for name in size}
     routing = compile_plan(tables, md.EmbeddingModuleShardingPlan(plan), num_ranks=1)
     weights = [torch.nn.Parameter(torch.rand(table.num_rows, table.dim)) for table in tables]
-    packings = [Packing([rectangle]) for rectangle in routing.work[0].rectangles]
+    packings = [Packing([rectangle], DenseRows(torch.float32)) for rectangle in routing.work[0].rectangles]
     held = Holdings(weights, packings, [[], []])
     return LookupTables(routing, routing.work[0], held, sequence=sequence), weights
 

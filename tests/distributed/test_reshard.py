@@ -9,10 +9,10 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.distributed import reshard
 from meshrec.distributed.reshard import Part, transfers_of
-from meshrec.distributed.routing import Rectangle
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD
 from meshrec.plan.mesh import Axis, ShardingEnv, default_env
+from meshrec.tables.packing import Rectangle
 from meshrec.testing import RankError
 
 _path = Path(__file__).parents[1] / "checkpoint" / "models.py"
@@ -115,7 +115,7 @@ def refused(kind):
         plan = models.make_plan("tw")
     try:
         if kind == "memory" and default_env().world.rank:
-            reshard._empty_state = out_of_memory
+            reshard._empty = out_of_memory
         model.reshard(plan)
     finally:
         assert models.differences(models.whole_state(model, optimizer), before) == []

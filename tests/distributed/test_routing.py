@@ -1,8 +1,9 @@
 import torch
 
 from meshrec import distributed as md
-from meshrec.distributed.routing import Lookup, Rectangle, Route, Table, compile_plan
+from meshrec.distributed.routing import Lookup, Route, Table, compile_plan
 from meshrec.plan.builders import Ranks
+from meshrec.tables.packing import Rectangle
 
 
 def compiled(*builders, rows=10, dim=8, num_ranks=2):

@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from meshrec.distributed.routing import Lookup, RankWork, Rectangle, Route, Routing, Table, Use
+from meshrec.distributed.routing import Lookup, RankWork, Route, Routing, Table, Use
 from meshrec.distributed.row_stats import ColumnPeers, Touched
 from meshrec.ops.tbe.formulas import Hyper
 from meshrec.ops.tbe.naive_update import update_rows
 from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad
 from meshrec.plan.mesh import Axis
+from meshrec.tables.packing import Rectangle
 
 
 def routing(*rectangles):

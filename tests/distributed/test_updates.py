@@ -2,9 +2,10 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
-from meshrec.distributed.updates import distinct, slot_major, update_rows
 from meshrec.optim import Adagrad, RowWiseAdagrad
 from meshrec.plan.mesh import default_env
+from meshrec.tables.row_updates import slot_major, update_rows
+from meshrec.tables.rule import distinct
 from meshrec.testing import assert_equal_to_unsharded
 
 

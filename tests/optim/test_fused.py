@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import meshrec
-from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, fuse, optim
+from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, fuse
 from meshrec.optim import (
     SGD,
     Adagrad,
@@ -18,7 +18,7 @@ from meshrec.optim import (
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
 )
-from meshrec.optim.fused import rows_as_lookups
+from meshrec.tables.row_updates import rows_as_lookups
 
 from .models import UPDATES, close, loss_of, make_bags, make_input, make_sequences, same, train, weights_of
 
@@ -283,7 +283,7 @@ def test_groups_are_not_added():
 
 
 def test_fuse_is_a_public_name():
-    assert meshrec.fuse is optim.fuse
+    assert meshrec.fuse is meshrec.modules.fuse
 
 
 def test_rows_as_lookups_look_every_row_up_once():
@@ -297,7 +297,7 @@ def test_rows_as_lookups_look_every_row_up_once():
 
 def test_fuse_keeps_freed_memory_for_the_next_step(monkeypatch):
     calls = []
-    monkeypatch.setattr("meshrec.optim.fused.keep_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr("meshrec.modules.fusing.keep_freed_memory", lambda: calls.append(1))
     table = EmbeddingBagConfig(name="t0", num_embeddings=4, embedding_dim=2, feature_names=["a"])
     fuse(EmbeddingBagCollection(tables=[table]), optimizer=SGD(lr=1.0))
     assert calls == [1]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from meshrec import fuse
-from meshrec.optim import LARS, SGD, Adagrad, Adam, FusedOptimizer, PartialRowWiseAdam, RowWiseAdagrad
+from meshrec.optim import LARS, SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from meshrec.tables import FusedOptimizer
 
 from .models import UPDATES, loss_of, make_bags, make_input, same, train, weights_of
 

@@ -2,38 +2,33 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import broadcast, gather_objects
-from meshrec.distributed.fused_optimizer import (
-    Deferred,
-    FusedTable,
-    ShardedFusedOptimizer,
-    Slot,
-    SpecRule,
-    make_state,
-)
-from meshrec.distributed.holdings import Holdings, Packing
+from meshrec.distributed.fused_optimizer import Deferred, FusedTable, ShardedFusedOptimizer, Slot
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
-from meshrec.distributed.routing import Rectangle, Routing, Table, compile_plan
+from meshrec.distributed.routing import Routing, Table, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
-from meshrec.distributed.table_init import init_rectangle
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.ops.memory import keep_freed_memory, use_huge_pages
-from meshrec.optim.fused import UpdateMode
+from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward, mark_sharded
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.parts import mark_part
 from meshrec.plan.checks import verify_module_plan, verify_same_plan
 from meshrec.plan.mesh import Axis, ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
+from meshrec.tables.fused import UpdateMode
+from meshrec.tables.holdings import Holdings, allocate
+from meshrec.tables.initial import init_rectangle
+from meshrec.tables.packing import Rectangle
+from meshrec.tables.rule import UpdateRule, rules_of
+from meshrec.tables.storage import DenseRows
 
 
 class SourceTable(NamedTuple):
@@ -70,7 +65,7 @@ class Built:
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
-    rules: list[SpecRule | None]
+    rules: list[UpdateRule | None]
     env: ShardingEnv
     device: torch.device
     options: BuildOptions
@@ -147,7 +142,7 @@ def build(
 def assemble(
     plan: EmbeddingModuleShardingPlan,
     routing: Routing,
-    rules: list[SpecRule | None],
+    rules: list[UpdateRule | None],
     steps: Sequence[int],
     dtypes: list[torch.dtype],
     trained: Sequence[bool],
@@ -213,7 +208,7 @@ def assemble(
 def compiled(
     tables: Sequence[Table],
     plan: EmbeddingModuleShardingPlan,
-    rules: Sequence[SpecRule | None],
+    rules: Sequence[UpdateRule | None],
     env: ShardingEnv,
 ) -> Routing:
     """The routing of a verified plan, cut as the tables' optimizers need it."""
@@ -221,40 +216,36 @@ def compiled(
     return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
 
 
-def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[SpecRule | None]:
-    """One rule for each spec, so that tables with equal specs are updated together."""
-    rules: dict[OptimizerSpec, SpecRule] = {}
+def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[UpdateRule | None]:
+    """For each table its rule; None: ordinary gradients."""
     given = options.optimizer_tables
     default = [options.optimizer if given is None or s.table.name in given else None for s in sources]
     specs = [other if s.spec is None else s.spec for s, other in zip(sources, default, strict=True)]
-    deferred = options.update == "on_step"
-    return [
-        None if spec is None else rules.setdefault(spec, SpecRule(spec, deferred=deferred, seed=options.seed))
-        for spec in specs
-    ]
+    return rules_of(specs, deferred=options.update == "on_step", seed=options.seed)
 
 
 def _allocate(
     rectangles: Sequence[Rectangle],
     sources: Sequence[SourceTable],
-    rules: Sequence[SpecRule | None],
+    rules: Sequence[UpdateRule | None],
     device: torch.device,
     seed: int,
 ) -> Holdings:
     """Weights and optimizer state of some rectangles."""
-    parameters: list[nn.Parameter] = []
-    packings: list[Packing] = []
-    state: list[list[Tensor]] = []
-    for table, own in groupby(rectangles, key=lambda rectangle: rectangle.table):
-        source, rule, packing = sources[table], rules[table], Packing(list(own))
-        packed = torch.empty(packing.shape, dtype=source.weight.dtype, device=device)
-        use_huge_pages(packed)
-        for rectangle, weight in zip(packing.rectangles, packing.views(packed), strict=True):
-            _fill(weight, rectangle, source, seed)
-            state.append([] if rule is None else _state(rule, rectangle, source, weight))
-        parameters.append(nn.Parameter(packed, source.weight.requires_grad))
-        packings.append(packing)
-    return Holdings(parameters, packings, state)
+    held = allocate(
+        rectangles,
+        [DenseRows(source.weight.dtype) for source in sources],
+        [None if rule is None else rule.spec for rule in rules],
+        [source.weight.requires_grad for source in sources],
+        device,
+    )
+    weights = [weight.detach() for weight in held.weights]
+    for rectangle, weight, state in zip(rectangles, weights, held.state, strict=True):
+        source, rule = sources[rectangle.table], rules[rectangle.table]
+        _fill(weight, rectangle, source, seed)
+        if rule is not None:
+            _take_state(rule, rectangle, source, state)
+    return held
 
 
 def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) -> None:
@@ -272,15 +263,13 @@ def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) 
     )
 
 
-def _state(rule: SpecRule, rectangle: Rectangle, source: SourceTable, weight: Tensor) -> list[Tensor]:
-    """New state, or this rectangle's part of what the unsharded module had gathered."""
+def _take_state(rule: UpdateRule, rectangle: Rectangle, source: SourceTable, state: Sequence[Tensor]) -> None:
+    """This rectangle's part of what the unsharded module had gathered."""
     _, r0, r1, c0, c1 = rectangle
-    state = make_state(rule.spec, weight)
     for slot, part in zip(rule.spec.state_slots(), state, strict=True):
         if slot.name in source.state:
             rows = source.state[slot.name][r0:r1]
             part.copy_(rows if slot.per_row else rows[:, c0:c1])
-    return state
 
 
 def _make_equal(held: Holdings, axis: Axis) -> None:
@@ -290,7 +279,7 @@ def _make_equal(held: Holdings, axis: Axis) -> None:
 
 
 def _fused_table(
-    shards: TableShards, rule: SpecRule, state: Sequence[Sequence[Tensor]], step: int
+    shards: TableShards, rule: UpdateRule, state: Sequence[Sequence[Tensor]], step: int
 ) -> FusedTable:
     slots = {
         slot.name: Slot(slot.per_row, [own[number] for own in state])

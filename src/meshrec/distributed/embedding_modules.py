@@ -138,9 +138,12 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         source = results.step.asked.source
         order = results.tables.uses_in_order
         bounds = source.bag_bounds()
-        offsets = [source.offsets[bounds[key] : bounds[key + 1] + 1] for key in source.keys]
-        rows = [int(offset[-1] - offset[0]) for offset in offsets]
-        parts = results.wait().split([rows[use] * self._dims[use] for use in order])
+        offsets, rows, sizes = [], [], []
+        for key, dim in zip(source.keys, self._dims, strict=True):
+            offsets.append(source.offsets[bounds[key] : bounds[key + 1] + 1])
+            rows.append(int(offsets[-1][-1] - offsets[-1][0]))
+            sizes.append(rows[-1] * dim)
+        parts = results.wait().split(list(map(sizes.__getitem__, order)))
         values: list[Tensor] = [torch.empty(0)] * len(rows)
         for use, part in zip(order, parts, strict=True):
             values[use] = part.view(rows[use], self._dims[use])

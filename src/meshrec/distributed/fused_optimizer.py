@@ -2,7 +2,6 @@
 tables.
 """
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -10,70 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.distributed.table_shards import TableShards
-from meshrec.ops.memory import use_huge_pages
 from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
-from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
-
-
-class SpecRule:
-    """One spec, with its numbers of now and the count of updates so far.
-
-    Args:
-        deferred: whether the optimizer's step makes the updates, and not the backward pass.
-        seed: of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
-    """
-
-    def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
-        self.spec, self.deferred, self._seed = spec, deferred, seed
-        self._numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        self.group: dict[str, Any] = {"params": [], **self._numbers}
-        self.states: list[dict[str, Any]] = []
-        """The state of every table of this rule; each holds the count as ``"step"``."""
-
-    @property
-    def code(self) -> int:
-        """Which formula."""
-        return self.spec.code
-
-    @property
-    def name(self) -> str:
-        """What users call it."""
-        return type(self.spec).__name__
-
-    @property
-    def step(self) -> int:
-        """The number of updates."""
-        return int(self.states[0]["step"])
-
-    def hyper(self, row_dim: int) -> Tensor:
-        """The numbers of the next update, as ``param_groups`` has them. ValueError where one is out of its
-        range now.
-        """
-        spec = self._current()
-        return spec.hyper(lr=spec.lr, step=self.step + 1, seed=self._seed, row_dim=row_dim)
-
-    def advance(self) -> None:
-        """Counts an update that was made."""
-        for state in self.states:
-            state["step"] += 1
-
-    def _current(self) -> OptimizerSpec:
-        changed: dict[str, Any] = {
-            key: value.item() if isinstance(value, Tensor) else value
-            for key, value in self.group.items()
-            if key in self._numbers and value != self._numbers[key]
-        }
-        return dataclasses.replace(self.spec, **changed) if changed else self.spec
-
-
-def make_state(spec: OptimizerSpec | None, weight: Tensor) -> list[Tensor]:
-    """The state of one rectangle before its first update, on huge pages where it is large."""
-    state = []
-    for slot in spec.state_slots() if spec is not None else ():
-        tensor = torch.empty(slot.shape(*weight.shape), dtype=torch.float32, device=weight.device)
-        use_huge_pages(tensor)
-        state.append(tensor.fill_(slot.initial_value))
-    return state
+from meshrec.tables.rule import UpdateRule
 
 
 class Slot(NamedTuple):
@@ -87,7 +24,7 @@ class FusedTable(NamedTuple):
     """A table with a fused rule: its shards module, its rule, and its state by slot."""
 
     shards: TableShards
-    rule: SpecRule
+    rule: UpdateRule
     slots: dict[str, Slot]
     first_step: int = 0
     """Updates that the table has had before."""

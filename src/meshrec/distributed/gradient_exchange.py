@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import all_gather, all_reduce
-from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import LookupIds, Message
 from meshrec.plan.mesh import Axis
+from meshrec.tables.packing import RowGradients
 
 # P replicas, n messages of each, Q routes of a message
 

@@ -2,29 +2,25 @@
 comes back.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
-from meshrec.distributed.holdings import Holdings, RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.routing import RankWork, Route, Routing
+from meshrec.ops import tbe
+from meshrec.ops.tbe.layout import MEAN, NONE, SUM
+from meshrec.tables.holdings import Holdings
+from meshrec.tables.packing import RowGradients
 
 # K routes of this rank, L lookups, T rectangles
 
-_SUM, _MEAN, _NONE = 0, 1, 2
 
-
-class TbeArguments(NamedTuple):
-    """What all tbe ops take between the ids and the tables."""
-
-    num_keys: int
-    keys: list[int]
-    tables: list[int]
-    pooling: list[int]
+# As Lookups._make, without a Python call.
+_as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__new__, tbe.Lookups)
 
 
 class RowSquares(NamedTuple):
@@ -58,17 +54,18 @@ class LookupTables:
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.held, self.sequence = work, held, sequence
         self._plain = None if held.is_packed else list(held.parameters)
+        self._storage = held.storage
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
         self._dim = sum(lookup.width for lookup in work.lookups)
         self._out_dtype = out_dtype
         self._names = routing.names
         self._widths = [lookup.width for lookup in work.lookups]
-        self._arguments = TbeArguments(
-            num_keys=len(work.routes),
-            keys=[lookup.route for lookup in work.lookups],
-            tables=[lookup.rectangle for lookup in work.lookups],
-            pooling=[_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
+        self._layout = (
+            len(work.routes),
+            [lookup.route for lookup in work.lookups],
+            [lookup.rectangle for lookup in work.lookups],
+            [_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
         )
         self._route_widths = torch.zeros(len(work.routes), dtype=torch.int64)
         for lookup in work.lookups:
@@ -110,7 +107,7 @@ class LookupTables:
             columns = [columns.tolist() for columns in torch.arange(self._dim).split(self._widths)]
             return grad.view(-1, self._dim)[:, [c for i in chosen for c in columns[i]]].reshape(-1)
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
-        rows = starts.diff().view(-1, len(self.work.routes))[:, self._arguments.keys]
+        rows = starts.diff().view(-1, len(self.work.routes))[:, self._layout[1]]
         pieces = grad.reshape(-1).split((rows * torch.tensor(self._widths)).view(-1).tolist())
         number = len(self.work.lookups)
         return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in chosen])
@@ -124,30 +121,28 @@ class LookupTables:
         if self.is_empty:
             return [0] * len(ids.batches)
         if not (self.sequence or ids.ragged):
-            dim = self._dim
-            return [batch * dim for batch in ids.batches]
+            return list(map(self._dim.__mul__, ids.batches))
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
         rows = starts.diff().view(len(ids.batches), -1)
         sizes: list[int] = (rows @ self._route_widths).tolist()
         return sizes
 
+    def lookups(self, ids: LookupIds) -> tbe.Lookups:
+        """What the kernels are asked for these ids; its tables are the rectangles."""
+        return _as_lookups((*ids[:4], *self._layout, self.is_flat(ids), self._widths))
+
     def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
         """Rows for every block: [sum of batches, columns], or flat [num_elements]."""
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
+        assert self._storage is not None
         flat = self.sequence or ids.ragged
+        lookups = _as_lookups((*ids[:4], *self._layout, flat, self._widths))
+        size = num_elements if flat else sum(ids.batches)
         # Gradients are made elsewhere; the op's own gradient would be found, in Python, and not used.
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.meshrec.tbe_forward.default(  # type: ignore[no-any-return]
-                self._plain or list(self.weights),
-                *ids[:4],
-                *self._arguments,
-                flat,
-                num_elements if flat else sum(ids.batches),
-                self._out_dtype,
-                False,
-                self._names,
-            )
+            weights = self._plain or self.weights
+            return self._storage.look_up(weights, lookups, size, self._out_dtype, False, self._names)
 
     def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """A gradient in fp32 with the shape of the output."""
@@ -170,13 +165,10 @@ class LookupTables:
         """Steps some rectangles in place; ``state`` is slot-major, as ``tbe_update`` takes it. ``runs``: of
         the same rectangles, see ``row_squares``.
         """
-        tables, weights = _positions(self._arguments.tables, rectangles), self.weights
-        torch.ops.meshrec.tbe_update.default(
+        weights = self.weights
+        tbe.update(
             grad,
-            *ids[:4],
-            *self._arguments._replace(tables=tables),
-            self.is_flat(ids),
-            self._widths,
+            *self.lookups(ids).of_tables(rectangles),
             [weights[i] for i in rectangles],
             state,
             optimizer,
@@ -189,69 +181,32 @@ class LookupTables:
 
     def row_squares(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> RowSquares:
         """What an update of these rectangles needs to agree on with those who hold their other columns."""
-        weights = self.weights
-        return RowSquares(
-            *torch.ops.meshrec.tbe_row_squares.default(
-                grad,
-                *ids[:4],
-                *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
-                self.is_flat(ids),
-                self._widths,
-                [weights[i].shape[0] for i in rectangles],
-            )
-        )
+        lookups = self.lookups(ids).of_tables(rectangles)
+        return RowSquares(*tbe.row_squares(grad, lookups, self._heights(rectangles)))
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
         """For each of the rectangles its touched rows and their gradients."""
-        weights = self.weights
-        flat = torch.ops.meshrec.tbe_sparse_grad.default(
-            grad,
-            *ids[:4],
-            *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
-            self.is_flat(ids),
-            self._widths,
-            [weights[i].shape[0] for i in rectangles],
-        )
-        return [RowGradients(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)]
+        lookups = self.lookups(ids).of_tables(rectangles)
+        return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 
     def dense_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[Tensor]:
         """For each of the rectangles its whole gradient."""
         weights = self.weights
-        grads: list[Tensor] = torch.ops.meshrec.tbe_dense_grad.default(
-            grad,
-            [weights[i] for i in rectangles],
-            *ids[:4],
-            *self._arguments._replace(tables=_positions(self._arguments.tables, rectangles)),
-            self.is_flat(ids),
-            self._widths,
-        )
-        return grads
+        return tbe.dense_grad(grad, [weights[i] for i in rectangles], self.lookups(ids).of_tables(rectangles))
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """fp32 [N]: the gradient of the per-sample weights, from that of the output in any shape."""
-        values, offsets, _, segments = ids[:4]
         if self.is_empty:
-            return grad.new_zeros(values.numel(), dtype=torch.float32)
-        return torch.ops.meshrec.tbe_sample_weight_grad.default(  # type: ignore[no-any-return]
-            self.shaped(grad, ids),
-            list(self.weights),
-            values,
-            offsets,
-            segments,
-            *self._arguments,
-            self.is_flat(ids),
-            self._widths,
-        )
+            return grad.new_zeros(ids.values.numel(), dtype=torch.float32)
+        return tbe.sample_weight_grad(self.shaped(grad, ids), self.weights, self.lookups(ids))
 
-
-def _positions(tables: list[int], chosen: list[int]) -> list[int]:
-    """Each table as its place in ``chosen``; -1 where it is not there."""
-    place = {table: position for position, table in enumerate(chosen)}
-    return [place.get(table, -1) for table in tables]
+    def _heights(self, rectangles: list[int]) -> list[int]:
+        chosen = [self.work.rectangles[i] for i in rectangles]
+        return [rectangle.r1 - rectangle.r0 for rectangle in chosen]
 
 
 def _pooling(routing: Routing, use: int, sequence: bool) -> int:
     table = routing.uses[use].table
     if sequence:
-        return _NONE
-    return _MEAN if routing.tables[table].mean and not routing.row_split[table] else _SUM
+        return NONE
+    return MEAN if routing.tables[table].mean and not routing.row_split[table] else SUM

@@ -16,11 +16,11 @@ from meshrec.distributed.gradient_exchange import (
     reduce_bytes,
     reduce_gradients,
 )
-from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import InputDist, LookupIds, Message
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.updates import LookedUp, TableGradient
 from meshrec.plan.mesh import Axis
+from meshrec.tables.packing import RowGradients
 
 # P replicas, n messages of each, Q routes of a message
 

@@ -7,20 +7,19 @@ whatever fails on the way, they are still there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
 from meshrec.distributed.build import Built, assemble, compiled
-from meshrec.distributed.fused_optimizer import SpecRule
-from meshrec.distributed.holdings import Holdings, Packing
-from meshrec.distributed.routing import Rectangle, Routing
-from meshrec.ops.memory import use_huge_pages
+from meshrec.distributed.routing import Routing
 from meshrec.plan.mesh import Axis, ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
+from meshrec.tables.holdings import Holdings, allocate
+from meshrec.tables.packing import Rectangle
+from meshrec.tables.storage import DenseRows
 
 _TRANSFER_BYTES = 1 << 22
 # What each rank sends in a round, on average.
@@ -132,9 +131,8 @@ def _check_fused(built: Mapping[str, Built], trained: set[tuple[str, str]]) -> N
             if rule is None and (path, table.name) in trained:
                 raise ValueError(
                     f"table {table.name!r} of module {path!r} has ordinary gradients: the optimizer that "
-                    f"holds "
-                    "its parameters would go on with the old ones. Give it an optimizer that is fused into "
-                    "backward, or save a checkpoint and load it under the new plan."
+                    "holds its parameters would go on with the old ones. Give it an optimizer that is fused "
+                    "into backward, or save a checkpoint and load it under the new plan."
                 )
 
 
@@ -149,26 +147,9 @@ def _allocated(
 
 
 def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool]) -> Holdings:
-    parameters: list[nn.Parameter] = []
-    packings: list[Packing] = []
-    state: list[list[Tensor]] = []
-    for table, own in groupby(rectangles, key=lambda rectangle: rectangle.table):
-        rule, packing = built.rules[table], Packing(list(own))
-        packed = torch.empty(packing.shape, dtype=built.dtypes[table], device=built.device)
-        use_huge_pages(packed)
-        state += [_empty_state(rule, weight) for weight in packing.views(packed)]
-        parameters.append(nn.Parameter(packed, trained[table]))
-        packings.append(packing)
-    return Holdings(parameters, packings, state)
-
-
-def _empty_state(rule: SpecRule | None, weight: Tensor) -> list[Tensor]:
-    state = []
-    for slot in rule.spec.state_slots() if rule is not None else ():
-        tensor = torch.empty(slot.shape(*weight.shape), dtype=torch.float32, device=weight.device)
-        use_huge_pages(tensor)
-        state.append(tensor)
-    return state
+    storages = [DenseRows(dtype) for dtype in built.dtypes]
+    specs = [None if rule is None else rule.spec for rule in built.rules]
+    return allocate(rectangles, storages, specs, trained, built.device)
 
 
 def _planes(built: Built, new: _New) -> Iterator[_Plane]:

@@ -23,6 +23,7 @@ from meshrec.plan.sharding_plan import (
     ParameterSharding,
     ShardingType,
 )
+from meshrec.tables.packing import Rectangle
 
 # U uses, Q routes, L lookups, R ranks
 
@@ -44,21 +45,6 @@ class Use(NamedTuple):
 
     table: int
     feature: str
-
-
-class Rectangle(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) of a table."""
-
-    table: int
-    r0: int
-    r1: int
-    c0: int
-    c1: int
-
-    @property
-    def origin(self) -> tuple[int, int]:
-        """The row and the column where it begins."""
-        return self.r0, self.c0
 
 
 class Route(NamedTuple):

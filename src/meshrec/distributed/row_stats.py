@@ -13,9 +13,10 @@ from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_to_all
 from meshrec.comms.phase_clock import OFF, phase, recorders
-from meshrec.distributed.routing import Rectangle, Routing
+from meshrec.distributed.routing import Routing
 from meshrec.ops.tbe.formulas import L2_DECAY, Formula, Hyper, Rows, RowSum, decayed_gradient, formula_of
 from meshrec.plan.mesh import Axis
+from meshrec.tables.packing import Rectangle
 
 # U touched rows, D columns of the rectangle
 

@@ -13,16 +13,17 @@ from torch import Tensor
 from meshrec.comms.collectives import InFlight, release_read
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.collected import Collected
-from meshrec.distributed.holdings import Holdings
 from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Started
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
-from meshrec.distributed.updates import FusedRule, TableGradient, TableUpdates, distinct
+from meshrec.distributed.updates import TableGradient, TableUpdates
 from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.tables.holdings import Holdings
+from meshrec.tables.rule import UpdateRule, distinct
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,7 @@ class ShardedTables:
         split: Holdings,
         local: Holdings,
         *,
-        rules: Sequence[FusedRule | None],
+        rules: Sequence[UpdateRule | None],
         input_dist: InputDist,
         sequence: bool,
         precision: CommsPrecision,
@@ -208,8 +209,8 @@ class ShardedTables:
 
 
 def _of(
-    rules: Sequence[FusedRule | None], replicated: Sequence[bool], wanted: bool
-) -> list[FusedRule | None]:
+    rules: Sequence[UpdateRule | None], replicated: Sequence[bool], wanted: bool
+) -> list[UpdateRule | None]:
     return [rule if flag == wanted else None for rule, flag in zip(rules, replicated, strict=True)]
 
 

@@ -11,10 +11,10 @@ from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.from_torch import from_torch
-from meshrec.optim.fused import FusedOptimizer, UpdateMode
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.plan.mesh import ShardingEnv, default_env, group_device
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
+from meshrec.tables.fused import FusedOptimizer, UpdateMode
 
 FusedParams = OptimizerSpec | Mapping[str, Any] | None
 

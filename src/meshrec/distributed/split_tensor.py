@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from meshrec.comms.collectives import broadcast
-from meshrec.distributed.routing import Rectangle
 from meshrec.plan.mesh import Axis, group_device
+from meshrec.tables.packing import Rectangle
 
 _aten = torch.ops.aten
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshrec.distributed.holdings import Held
-from meshrec.distributed.routing import Rectangle, Table
+from meshrec.distributed.routing import Table
+from meshrec.tables.holdings import Held
+from meshrec.tables.packing import Rectangle
 
 
 class TableShards(nn.Module):

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from meshrec.distributed.fused_optimizer import SpecRule
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.routing import Rectangle
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.updates import TableGradient
+from meshrec.tables.packing import Rectangle
+from meshrec.tables.rule import UpdateRule
 
 
 class TouchedRows:
@@ -21,7 +21,7 @@ class TouchedRows:
         rules: for each table of it its rule; the number of the update is what rows are marked with.
     """
 
-    def __init__(self, tables: ShardedTables, rules: Sequence[SpecRule | None]) -> None:
+    def __init__(self, tables: ShardedTables, rules: Sequence[UpdateRule | None]) -> None:
         self._rules = rules
         self._parts = [tables.split, tables.local]
         self._marks = [[_marks(rectangle) for rectangle in part.work.rectangles] for part in self._parts]

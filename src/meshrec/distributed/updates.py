@@ -3,44 +3,20 @@ an ordinary gradient.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist
-from meshrec.distributed.holdings import RowGradients
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.routing import Rectangle, Routing
+from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_stats import ColumnPeers, Touched, needs_gradient_only
 from meshrec.ops.tbe.formulas import Hyper, formula_of
-from meshrec.ops.tbe.layout import NONE
 from meshrec.plan.mesh import Axis
-
-
-class FusedRule(Protocol):
-    """An optimizer as the updates need it: one rule for all tables that share it."""
-
-    @property
-    def code(self) -> int:
-        """Which formula."""
-
-    @property
-    def name(self) -> str:
-        """What users call it."""
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the backward pass only collects gradients, and the optimizer's step applies them."""
-
-    def hyper(self, row_dim: int) -> Tensor:
-        """The numbers of the next update, see ``OptimizerSpec.hyper``. ValueError where one is out of its
-        range now.
-        """
-
-    def advance(self) -> None:
-        """Counts an update that was made."""
+from meshrec.tables.packing import Rectangle, RowGradients
+from meshrec.tables.row_updates import slot_major, update_rows
+from meshrec.tables.rule import UpdateRule, distinct
 
 
 class LookedUp(NamedTuple):
@@ -82,7 +58,7 @@ class _Group:
     """The rectangles of one rule. ``whole`` need no other rank; the columns of ``split`` lie on several."""
 
     def __init__(
-        self, rule: FusedRule, whole: list[int], split: list[int], peers: ColumnPeers | None
+        self, rule: UpdateRule, whole: list[int], split: list[int], peers: ColumnPeers | None
     ) -> None:
         self.rule, self.whole, self.split, self.peers = rule, whole, split, peers
 
@@ -104,11 +80,6 @@ class _Prepared(NamedTuple):
     split: list[_RowUpdate] | _RunUpdate
 
 
-def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Slot 0 of all tables, then slot 1."""
-    return [slot for slots in zip(*state, strict=True) for slot in slots]
-
-
 class TableUpdates:
     """The fused rules of some tables; tables without a rule get ordinary gradients.
 
@@ -116,7 +87,7 @@ class TableUpdates:
     """
 
     def __init__(
-        self, tables: LookupTables, routing: Routing, axis: Axis, rules: Sequence[FusedRule | None]
+        self, tables: LookupTables, routing: Routing, axis: Axis, rules: Sequence[UpdateRule | None]
     ) -> None:
         self._held = tables.held
         self._rectangles = tables.work.rectangles
@@ -173,15 +144,9 @@ class TableUpdates:
         Raises:
             ValueError: where somebody put a dense gradient in the place of a collected one.
         """
-        for i in self._deferred:
-            gradient = self._held.gradient(i)
-            if gradient is not None and not gradient.is_sparse:
-                raise ValueError(
-                    f"the gradient of table {self._names[self._rectangles[i].table]!r} is dense; a fused "
-                    "optimizer applies the sparse gradients that its backward pass collected. Leave "
-                    "parameter.grad to it."
-                )
-        return TableGradient(None, self._held.collected())
+        deferred = {self._rectangles[i].table for i in self._deferred}
+        names = {t: f"table {self._names[t]!r}" for t in deferred}
+        return TableGradient(None, self._held.collected(names))
 
     def _update_whole(self, prepared: "_Prepared", gradient: TableGradient) -> None:
         group, hyper, _ = prepared
@@ -285,49 +250,6 @@ def _no_rows(weight: Tensor) -> RowGradients:
         torch.empty(0, dtype=torch.int64, device=weight.device),
         torch.empty(0, weight.shape[1], device=weight.device),
     )
-
-
-def update_rows(
-    weight: Tensor,
-    state: Sequence[Tensor],
-    origin: tuple[int, int],
-    rows: Tensor,
-    grad: Tensor,
-    optimizer: int,
-    hyper: Tensor,
-    row_stats: Tensor | None = None,
-) -> None:
-    """Steps distinct rows [U] of a rectangle from their gradients [U, D], in place. ``origin``: the row and
-    column of its table where it begins.
-    """
-    torch.ops.meshrec.tbe_update.default(
-        grad.reshape(-1),
-        rows,
-        torch.tensor([0, rows.numel()], device=rows.device),
-        None,
-        None,
-        1,
-        [0],
-        [0],
-        [NONE],
-        True,
-        [grad.shape[1]],
-        [weight],
-        list(state),
-        optimizer,
-        hyper,
-        row_stats,
-        list(origin),
-    )
-
-
-def distinct(rules: Sequence[FusedRule | None]) -> list[FusedRule]:
-    """Each rule once, in the order of tables."""
-    found: list[FusedRule] = []
-    for rule in rules:
-        if rule is not None and all(rule is not other for other in found):
-            found.append(rule)
-    return found
 
 
 def _split_by_columns(routing: Routing) -> list[bool]:

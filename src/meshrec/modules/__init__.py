@@ -19,6 +19,7 @@ from meshrec.modules.feature_processor import (
     PositionWeightedModule,
     PositionWeightedModuleCollection,
 )
+from meshrec.modules.fusing import fuse
 from meshrec.modules.interaction import DotInteraction
 from meshrec.modules.linear import Linear
 from meshrec.modules.mlp import MLP, Perceptron
@@ -50,4 +51,5 @@ __all__ = [
     "PositionWeightedModuleCollection",
     "SwishLayerNorm",
     "VectorCrossNet",
+    "fuse",
 ]

@@ -16,8 +16,9 @@ from meshrec.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
-from meshrec.modules.table_lookup import TableLookup, TableUpdater, make_weight, spans
+from meshrec.modules.table_lookup import TableLookup, make_weight, spans
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meshrec.tables.fused import TableUpdater
 
 # F features in the order of the tables, B samples, N ids, D width
 

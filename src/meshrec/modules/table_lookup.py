@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from meshrec.modules.embedding_configs import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
 from meshrec.ops import tbe
-from meshrec.ops.memory import empty_pages
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.tables.fused import TableUpdater
+from meshrec.tables.storage import DenseRows
 
 # F features in the order of the tables, B samples, N ids, D width
 
@@ -153,17 +154,10 @@ class TableLookup:
         return lookups._replace(values=values)
 
 
-class TableUpdater(tbe.Updater):
-    """What a collection needs to know of its fused optimizer."""
-
-    plain_tables: list[int]
-    """The tables it leaves to ordinary gradients."""
-
-
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
     """A new weight ``[num_embeddings, embedding_dim]``, initialised unless on ``meta``."""
-    shape = (config.num_embeddings, config.embedding_dim)
-    weight = empty_pages(shape, config.data_type.dtype, device)
+    storage = DenseRows(config.data_type.dtype)
+    weight = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), device)
     if not weight.is_meta:
         config.init_weight(weight)
     return nn.Parameter(weight)

@@ -2,7 +2,6 @@
 
 from meshrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from meshrec.optim.from_torch import from_torch
-from meshrec.optim.fused import FusedOptimizer, fuse
 from meshrec.optim.in_backward import (
     apply_optimizer_in_backward,
     in_backward_optimizer_filter,
@@ -32,7 +31,6 @@ __all__ = [
     "Adagrad",
     "Adam",
     "CombinedOptimizer",
-    "FusedOptimizer",
     "GradientClipping",
     "GradientClippingOptimizer",
     "KeyedOptimizer",
@@ -48,7 +46,6 @@ __all__ = [
     "WarmupStage",
     "apply_optimizer_in_backward",
     "from_torch",
-    "fuse",
     "in_backward_optimizer_filter",
     "in_backward_spec",
 ]

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.distributed.table_shards import TableShards
-from meshrec.distributed.updates import update_rows
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.plan.mesh import ShardingEnv, default_env
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.tables.row_updates import update_rows
 
 # R ranks, U touched rows
 

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from meshrec.distributed.table_init import init_rectangle
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.fusing import fuse
 from meshrec.optim import (
     CombinedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
-    fuse,
     in_backward_optimizer_filter,
 )
-from meshrec.optim.fused import UpdateMode
 from meshrec.planner import PlannedShardingPlan
+from meshrec.tables.fused import UpdateMode
+from meshrec.tables.initial import init_rectangle
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DenseOptimizer, Recipe

@@ -17,7 +17,7 @@ _REPLICAS = (
     "replicas exchange gradients in every step, so nothing drifts. Nearest: a mesh with the axis 'replicate'."
 )
 _FUSED = "Nearest: meshrec.fuse(collection, optimizer=...)."
-_FUSED_OPTIMIZER = "Nearest: a module's fused_optimizer, a meshrec.optim.FusedOptimizer."
+_FUSED_OPTIMIZER = "Nearest: a module's fused_optimizer, a meshrec.tables.FusedOptimizer."
 _EQUAL = "Nearest: torch.equal of values and lengths."
 _CRITEO = "data pipes are gone from PyTorch. Nearest: meshrec.data.criteo, a Dataset with a resumable reader."
 _MOVIELENS = "data pipes are gone from PyTorch. Nearest: meshrec.data.movielens."

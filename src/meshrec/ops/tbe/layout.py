@@ -44,7 +44,7 @@ class Lookups(NamedTuple):
 
     def of_tables(self, chosen: Sequence[int]) -> "Lookups":
         """The same batch for some of the tables, counted anew in their order; the others are skipped."""
-        if len(chosen) > max(self.tables) and all(map(operator.eq, chosen, itertools.count())):
+        if len(chosen) > max(self.tables, default=-1) and all(map(operator.eq, chosen, itertools.count())):
             return self
         index = {table: position for position, table in enumerate(chosen)}
         return self._replace(tables=[index.get(table, -1) for table in self.tables])

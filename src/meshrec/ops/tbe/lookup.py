@@ -63,6 +63,14 @@ def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tup
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
+def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """For the touched rows, table by table: see ``naive.tbe_row_squares``."""
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.meshrec.tbe_row_squares.default(
+        grad, *lookups, num_rows
+    )
+    return result
+
+
 def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
     """The gradient of the per-sample weights, float32 [N]."""
     values, offsets, _, segments, *rest = lookups

@@ -1,87 +1,15 @@
-"""What a rank holds of tables: one parameter for each table, whatever the number of its rectangles."""
+"""What a process holds of tables: a parameter for each table, whatever the number of its rectangles."""
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshrec.distributed.routing import Rectangle
-
-# U touched rows, D columns of a rectangle
-
-
-class RowGradients(NamedTuple):
-    """The touched rows of one rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
-
-    rows: Tensor
-    grads: Tensor
-
-
-class Packing:
-    """How the rectangles of one table lie in one parameter: one after the other, in rows of the greatest
-    width that divides the widths of all. A rectangle alone is its parameter.
-    """
-
-    def __init__(self, rectangles: Sequence[Rectangle]) -> None:
-        self.rectangles = list(rectangles)
-        self._shapes = [(r.r1 - r.r0, r.c1 - r.c0) for r in rectangles]
-        self._width = math.gcd(*(width for _, width in self._shapes))
-        # How many packed rows a row of each rectangle takes, and where those of the rectangle begin.
-        self._stretch = [width // self._width for _, width in self._shapes]
-        rows = [height * n for (height, _), n in zip(self._shapes, self._stretch, strict=True)]
-        self._begin = list(accumulate(rows, initial=0))
-
-    @property
-    def table(self) -> int:
-        """Whose rectangles they are."""
-        return self.rectangles[0].table
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the parameter."""
-        return self._begin[-1], self._width
-
-    def views(self, packed: Tensor) -> list[Tensor]:
-        """The rectangles in the parameter's memory."""
-        if len(self._shapes) == 1:
-            return [packed]
-        return [
-            packed[begin:end].view(shape)
-            for begin, end, shape in zip(self._begin, self._begin[1:], self._shapes, strict=False)
-        ]
-
-    def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """One gradient from those of the rectangles."""
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
-
-    def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
-        """One sparse gradient, coalesced, from those of the rectangles."""
-        rows = [
-            _stretched(part.rows, n) + begin
-            for part, n, begin in zip(parts, self._stretch, self._begin, strict=False)
-        ]
-        grads = [part.grads.reshape(-1, self._width) for part in parts]
-        return torch.sparse_coo_tensor(
-            torch.cat(rows)[None],
-            torch.cat(grads).to(dtype),
-            self.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-
-    def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
-        """What ``pack_rows`` had, from a coalesced gradient."""
-        rows, grads = gradient._indices()[0], gradient._values().float()
-        bounds = torch.searchsorted(rows, torch.tensor(self._begin, device=rows.device)).tolist()
-        return [
-            RowGradients((rows[low:high:n] - begin) // n, grads[low:high].reshape(-1, n * self._width))
-            for low, high, n, begin in zip(bounds, bounds[1:], self._stretch, self._begin, strict=False)
-        ]
+from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.packing import Packing, Rectangle, RowGradients
+from meshrec.tables.storage import RowStorage
 
 
 class Held(NamedTuple):
@@ -104,6 +32,11 @@ class Holdings:
     ) -> None:
         self.parameters, self.packings, self.state = parameters, packings, state
         self._owners = [table for table, packing in enumerate(packings) for _ in packing.rectangles]
+
+    @property
+    def storage(self) -> RowStorage | None:
+        """How the rows lie: of one kind for all tables that are looked up together; None without tables."""
+        return self.packings[0].storage if self.packings else None
 
     @property
     def is_packed(self) -> bool:
@@ -158,11 +91,21 @@ class Holdings:
                 finite &= bool(parameter.grad._values().isfinite().all())
         return finite
 
-    def collected(self) -> dict[int, RowGradients]:
-        """The sparse gradients that ``collect`` gathered, by rectangle."""
+    def collected(self, names: Mapping[int, str]) -> dict[int, RowGradients]:
+        """The sparse gradients that ``collect`` gathered, by rectangle, for the tables in ``names``,
+        which is what messages call them.
+
+        Raises:
+            ValueError: where somebody put a dense gradient in the place of a collected one.
+        """
         found: dict[int, RowGradients] = {}
         for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            if parameter.grad is not None and packing.table in names:
+                if not parameter.grad.is_sparse:
+                    raise ValueError(
+                        f"the gradient of {names[packing.table]} is dense; a fused optimizer applies the "
+                        "sparse gradients that its backward pass collected. Leave parameter.grad to it."
+                    )
                 found.update(zip(own, packing.unpack_rows(parameter.grad.coalesce()), strict=True))
         return found
 
@@ -172,6 +115,27 @@ class Holdings:
         return [list(range(begin, end)) for begin, end in pairwise(ends)]
 
 
-def _stretched(rows: Tensor, n: int) -> Tensor:
-    """Each row as the ``n`` packed rows that it takes."""
-    return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)
+def allocate(
+    rectangles: Sequence[Rectangle],
+    storages: Sequence[RowStorage],
+    specs: Sequence[OptimizerSpec | None],
+    trained: Sequence[bool],
+    device: torch.device,
+) -> Holdings:
+    """Room for some rectangles, table by table, and their optimizer state before its first update.
+
+    ``storages``, ``specs`` and ``trained`` (whether its parameter requires a gradient): for each table of the
+    module.
+    """
+    parameters: list[nn.Parameter] = []
+    packings: list[Packing] = []
+    state: list[list[Tensor]] = []
+    for table, own in groupby(rectangles, key=lambda rectangle: rectangle.table):
+        packing = Packing(list(own), storages[table])
+        parameters.append(nn.Parameter(storages[table].allocate(*packing.shape, device), trained[table]))
+        packings.append(packing)
+        state += [
+            storages[table].new_state(specs[table], r.r1 - r.r0, r.c1 - r.c0, device)
+            for r in packing.rectangles
+        ]
+    return Holdings(parameters, packings, state)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from meshrec.distributed import table_init
-from meshrec.distributed.table_init import init_rectangle
+from meshrec.tables import initial
+from meshrec.tables.initial import init_rectangle
 
 
 def rectangle(first, shape, seed=0, table="t0"):
@@ -13,7 +13,7 @@ def rectangle(first, shape, seed=0, table="t0"):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(table_init, "_BLOCK_ELEMENTS", 8 * 64)
+    monkeypatch.setattr(initial, "_BLOCK_ELEMENTS", 8 * 64)
 
 
 def test_parts_are_parts_of_one_table():

@@ -2,10 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshrec.distributed.holdings import Holdings, Packing, RowGradients
-from meshrec.distributed.routing import Rectangle
+from meshrec.tables.holdings import Holdings
+from meshrec.tables.packing import Packing, Rectangle, RowGradients
+from meshrec.tables.storage import DenseRows
 
 # One rectangle; equal widths; widths with a common divisor; widths without one.
+DENSE = DenseRows(torch.float32)
 RECTANGLES = {
     "one": [Rectangle(0, 2, 6, 0, 3)],
     "equal": [Rectangle(0, 0, 5, 0, 3), Rectangle(0, 0, 5, 6, 9)],
@@ -31,7 +33,7 @@ def dense(rectangle, part):
 
 @pytest.mark.parametrize("rectangles", RECTANGLES.values(), ids=RECTANGLES)
 def test_views_are_the_rectangles_in_place(rectangles):
-    packing = Packing(rectangles)
+    packing = Packing(rectangles, DENSE)
     packed = torch.rand(packing.shape)
     views = packing.views(packed)
     assert [tuple(view.shape) for view in views] == [shape(r) for r in rectangles]
@@ -42,13 +44,13 @@ def test_views_are_the_rectangles_in_place(rectangles):
 
 
 def test_the_parameter_is_as_wide_as_the_widths_allow():
-    shapes = {name: Packing(rectangles).shape for name, rectangles in RECTANGLES.items()}
+    shapes = {name: Packing(rectangles, DENSE).shape for name, rectangles in RECTANGLES.items()}
     assert shapes == {"one": (4, 3), "equal": (10, 3), "common": (4 + 9, 2), "prime": (6 + 12 + 2, 1)}
 
 
 @pytest.mark.parametrize("rectangles", RECTANGLES.values(), ids=RECTANGLES)
 def test_sparse_gradients_come_back(rectangles):
-    packing = Packing(rectangles)
+    packing = Packing(rectangles, DENSE)
     parts = [row_gradients(r, seed) for seed, r in enumerate(rectangles)]
     gradient = packing.pack_rows(parts, torch.float32)
     expected = packing.pack([dense(r, part) for r, part in zip(rectangles, parts, strict=True)])
@@ -59,7 +61,7 @@ def test_sparse_gradients_come_back(rectangles):
 
 
 def holdings():
-    packings = [Packing(RECTANGLES["prime"]), Packing([Rectangle(1, 0, 2, 0, 2)])]
+    packings = [Packing(RECTANGLES["prime"], DENSE), Packing([Rectangle(1, 0, 2, 0, 2)], DENSE)]
     parameters = [nn.Parameter(torch.rand(packing.shape)) for packing in packings]
     return Holdings(parameters, packings, [["a"], ["b"], ["c"], ["d"]])
 
@@ -72,7 +74,7 @@ def test_collected_gradients_add_up():
         parts = {i: row_gradients(r, 10 * step + i) for i, r in enumerate(rectangles)}
         assert held.collect(parts)
         sums = [total + dense(r, parts[i]) for i, (total, r) in enumerate(zip(sums, rectangles, strict=True))]
-    found = held.collected()
+    found = held.collected({0: "t0", 1: "t1"})
     for i, r in enumerate(rectangles):
         torch.testing.assert_close(dense(r, found[i]), sums[i])
     infinite = RowGradients(torch.tensor([0]), torch.full((1, 2), torch.inf))

@@ -1,0 +1,104 @@
+"""How several rectangles of one table lie in one parameter."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.tables.storage import RowStorage
+
+# U touched rows, D columns of a rectangle
+
+
+class Rectangle(NamedTuple):
+    """Rows [r0, r1) and columns [c0, c1) of a table."""
+
+    table: int
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """The row and the column where it begins."""
+        return self.r0, self.c0
+
+
+class RowGradients(NamedTuple):
+    """The touched rows of one rectangle, int64 [U], ascending, and their gradients, fp32 [U, D]."""
+
+    rows: Tensor
+    grads: Tensor
+
+
+class Packing:
+    """How the rectangles of one table lie in one parameter: one after the other, in rows of the greatest
+    width that divides the widths of all. A rectangle alone is its parameter.
+    """
+
+    def __init__(self, rectangles: Sequence[Rectangle], storage: RowStorage) -> None:
+        self.rectangles, self.storage = list(rectangles), storage
+        self._shapes = [(r.r1 - r.r0, storage.columns(r.c1 - r.c0)) for r in rectangles]
+        self._width = math.gcd(*(width for _, width in self._shapes))
+        # How many packed rows a row of each rectangle takes, and where those of the rectangle begin.
+        self._stretch = [width // self._width for _, width in self._shapes]
+        rows = [height * n for (height, _), n in zip(self._shapes, self._stretch, strict=True)]
+        self._begin = list(accumulate(rows, initial=0))
+
+    @property
+    def table(self) -> int:
+        """Whose rectangles they are."""
+        return self.rectangles[0].table
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the parameter."""
+        return self._begin[-1], self._width
+
+    def views(self, packed: Tensor) -> list[Tensor]:
+        """The rectangles in the parameter's memory."""
+        if len(self._shapes) == 1:
+            return [packed]
+        return [
+            packed[begin:end].view(shape)
+            for begin, end, shape in zip(self._begin, self._begin[1:], self._shapes, strict=False)
+        ]
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        """One gradient from those of the rectangles."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)
+
+    def pack_rows(self, parts: Sequence[RowGradients], dtype: torch.dtype) -> Tensor:
+        """One sparse gradient, coalesced, from those of the rectangles."""
+        rows = [
+            _stretched(part.rows, n) + begin
+            for part, n, begin in zip(parts, self._stretch, self._begin, strict=False)
+        ]
+        grads = [part.grads.reshape(-1, self._width) for part in parts]
+        return torch.sparse_coo_tensor(
+            torch.cat(rows)[None],
+            torch.cat(grads).to(dtype),
+            self.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def unpack_rows(self, gradient: Tensor) -> list[RowGradients]:
+        """What ``pack_rows`` had, from a coalesced gradient."""
+        rows, grads = gradient._indices()[0], gradient._values().float()
+        bounds = torch.searchsorted(rows, torch.tensor(self._begin, device=rows.device)).tolist()
+        return [
+            RowGradients((rows[low:high:n] - begin) // n, grads[low:high].reshape(-1, n * self._width))
+            for low, high, n, begin in zip(bounds, bounds[1:], self._stretch, self._begin, strict=False)
+        ]
+
+
+def _stretched(rows: Tensor, n: int) -> Tensor:
+    """Each row as the ``n`` packed rows that it takes."""
+    return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)

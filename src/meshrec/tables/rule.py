@@ -1,0 +1,98 @@
+"""An optimizer as the update of tables needs it: its numbers of now, and how many updates it made."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from meshrec.optim.optimizers import DEFAULT_SEED, HyperOfSteps, OptimizerSpec
+
+
+class UpdateRule:
+    """One spec, for all tables that share it: they are updated in one kernel call.
+
+    Every step reads it when the tables' rows have filled the caches: what a step can find ready is ready.
+
+    Args:
+        deferred: whether the optimizer's step makes the updates, and not the backward pass.
+        seed: of the stochastic rounding of fp16 and bf16 tables; 0 rounds to nearest.
+    """
+
+    def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
+        self.spec = spec
+        """With the numbers of the last update."""
+        self.deferred, self._seed = deferred, seed
+        self.slot_names = [slot.name for slot in spec.state_slots()]
+        numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        self.group: dict[str, Any] = {"params": [], **numbers}
+        """torch's param_group: the tables' parameters, and the spec's numbers as they are now."""
+        self.states: list[dict[str, Any]] = []
+        """The state of every table of this rule; each holds the count as ``"step"``."""
+        self._read = operator.itemgetter(*numbers)
+        self._numbers = tuple(numbers.values())
+        self._hyper = HyperOfSteps(spec, seed)
+
+    @property
+    def code(self) -> int:
+        """Which formula."""
+        return self.spec.code
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        return type(self.spec).__name__
+
+    @property
+    def step(self) -> int:
+        """The number of updates, where all tables count together."""
+        return int(self.states[0]["step"])
+
+    def refresh(self) -> None:
+        """Takes over the numbers that the param_group holds now.
+
+        Raises:
+            ValueError: where one is out of its range now.
+        """
+        now = self._read(self.group)
+        if now != self._numbers:
+            numbers: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
+            names = [field.name for field in dataclasses.fields(self.spec)]
+            self.spec = dataclasses.replace(self.spec, **dict(zip(names, numbers, strict=True)))
+            self._hyper = HyperOfSteps(self.spec, self._seed)
+            self._numbers = tuple(numbers)
+
+    def hyper_at(self, step: int) -> Tensor:
+        """The numbers of update ``step`` for the kernels, as of the last ``refresh``; until the next call."""
+        return self._hyper.at(step)
+
+    def hyper(self, row_dim: int) -> Tensor:
+        """The numbers of the next update, as the param_group has them now: see ``OptimizerSpec.hyper``.
+
+        Raises:
+            ValueError: where one is out of its range now.
+        """
+        self.refresh()
+        return self.spec.hyper(lr=self.spec.lr, step=self.step + 1, seed=self._seed, row_dim=row_dim)
+
+    def advance(self) -> None:
+        """Counts an update that was made."""
+        for state in self.states:
+            state["step"] += 1
+
+
+def distinct(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:
+    """Each rule once, in the order of tables."""
+    return list({id(rule): rule for rule in rules if rule is not None}.values())
+
+
+def rules_of(
+    specs: Sequence[OptimizerSpec | None], *, deferred: bool = False, seed: int = DEFAULT_SEED
+) -> list[UpdateRule | None]:
+    """For each table its rule: one for each spec, so that tables with equal specs are updated together."""
+    rules: dict[OptimizerSpec, UpdateRule] = {}
+    return [
+        None if spec is None else rules.setdefault(spec, UpdateRule(spec, deferred=deferred, seed=seed))
+        for spec in specs
+    ]
