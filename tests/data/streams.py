@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterable
 
 import numpy as np
 
-from meshrec.data import Batch, Position, Reader, Source
+from meshrec.data import Batch, FileRows, Position, Reader, Source
 from meshrec.data.samples import Ints, Ragged, Samples
 
 
@@ -16,6 +16,11 @@ class Numbered(Source):
         self.opened: list[int] = []
 
     keys = ("one", "some")
+
+    @property
+    def files(self):
+        return [FileRows("numbered", 0, int(self.sizes.sum()))]
+
     num_dense = 1
 
     @property
@@ -37,6 +42,7 @@ def numbers(batch: Batch) -> list[int]:
     rows = batch.dense[:, 0].long()
     batch.sparse.validate()
     assert batch.labels.tolist() == (rows % 2).tolist()
+    assert batch.rows.tolist() == rows.tolist()
     keys = batch.sparse.to_dict()
     assert keys["one"].values().tolist() == rows.tolist()
     assert keys["some"].lengths().tolist() == (rows % 3).tolist()

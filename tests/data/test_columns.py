@@ -103,7 +103,9 @@ def test_dense_values_and_labels():
         }
     )
     place = columns.Place(*PLACE)
-    with pytest.raises(DataError, match=r"column 'z': row 102 is null or not finite \(2 rows of 4\)"):
+    with pytest.raises(
+        DataError, match=r"column 'z': row 102 is null or not finite. Set missing= .* \(2 rows of 4\)"
+    ):
         columns.encode(table, schema, place, Faults("raise"))
     samples = columns.encode(table, schema, place, Faults("skip"))
     assert samples.kept.tolist() == [True, True, False, False]

@@ -20,8 +20,8 @@ def test_skipping_counts_and_warns_once(caplog):
         faults.check(kept, np.array([False, False, True]), "row {row}")
         faults.check(np.array([True, False, True]), np.array([False, False, True]), "row {row}")
     assert kept.tolist() == [False, False, True]
-    assert dict(faults.skipped) == {"row 0 (1 rows of 3)": 2}
-    assert [record.message for record in caplog.records] == ["skipped 1 rows: row 0 (1 rows of 3)"]
+    assert dict(faults.skipped) == {"row 0 (1 row of 3)": 1}
+    assert [record.message for record in caplog.records] == ["skipped 1 row: row 0 (1 row of 3)"]
 
 
 def test_missing_packages_name_the_extra():

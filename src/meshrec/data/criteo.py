@@ -6,34 +6,37 @@ each table stands for missing ones.
 
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from meshrec.data.dataset import Dataset
+from meshrec.data.dataset import Dataset, FileRows, Paths, Reader
 from meshrec.data.delimited import parse
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.order import check_seed
-from meshrec.data.parquet import ParquetSource, Paths, expand
+from meshrec.data.parquet import ParquetSource, expand
 from meshrec.data.samples import Ints, Samples, rewindowed, void_samples
 from meshrec.data.schema import DenseColumn, IdColumn, Schema
-from meshrec.data.streaming import Source, StreamReader
+from meshrec.data.splitting import Split, part_readers
+from meshrec.data.streaming import Source, StreamReader, files_of
 from meshrec.data.text_blocks import Piece, TextBlock, find_blocks, read_pieces
 
 _PIECE = 1 << 24
 _NUM_DENSE, _NUM_IDS = 13, 26
 
 
-def criteo_schema(num_embeddings: int | Sequence[int]) -> Schema:
+def criteo_schema(num_embeddings: int | Sequence[int], *, labelled: bool = True) -> Schema:
     """Columns label, I1 .. I13 and C1 .. C26.
 
     Args:
         num_embeddings: rows of each of the 26 tables, or of all.
+        labelled: whether there is a label; data to be scored has none.
     """
     sizes = [num_embeddings] * _NUM_IDS if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != _NUM_IDS:
         raise ValueError(f"num_embeddings must be one number or {_NUM_IDS}, got {len(sizes)}.")
     return Schema(
-        label="label",
+        label="label" if labelled else None,
         dense=[DenseColumn(name=f"I{number + 1}", log=True, missing=0.0) for number in range(_NUM_DENSE)],
         ids=[
             IdColumn(name=f"C{number + 1}", num_embeddings=rows, hashed=True, missing=0)
@@ -67,6 +70,33 @@ class CriteoText(Source):
         return len(self._schema.dense)
 
     @property
+    def files(self) -> Sequence[FileRows]:
+        """The files that have lines."""
+        return files_of([(str(block.file), block.lines) for block in self._blocks])
+
+    def column(self, block: int, name: str) -> Any:
+        """A column as texts, of lines that can be parsed; others have the empty text."""
+        import pyarrow as pa
+
+        found = self._blocks[block]
+        texts = np.full(found.lines, "", dtype=object)
+        names = self._schema.columns()
+        if name not in names:
+            raise DataError(f"{found.file}: the split's column {name!r} is none of {names}.")
+        for piece in read_pieces(found, size=_PIECE):
+            table, lines = parse(
+                piece.text,
+                str(found.file),
+                Faults("skip"),
+                columns=names,
+                types={name: "string"},
+                delimiter="\t",
+                first_line=piece.first_line,
+            )
+            texts[piece.first_line - found.first_line + lines] = table[name].to_pylist()
+        return pa.array(texts, pa.large_string())
+
+    @property
     def block_sizes(self) -> Ints:
         """Lines of each block."""
         return np.array([block.lines for block in self._blocks], dtype=np.int64)
@@ -96,7 +126,7 @@ class CriteoText(Source):
             delimiter="\t",
             first_line=piece.first_line,
         )
-        samples = encode(table, self._schema, Place(str(file), piece.first_line), self._faults)
+        samples = encode(table, self._schema, Place(str(file), piece.first_line, str(file)), self._faults)
         if len(lines) == piece.lines:
             return samples
         # Lines that could not be parsed keep their places, so that positions stay what they are.
@@ -108,10 +138,34 @@ class CriteoText(Source):
         return samples.take(source)._replace(kept=kept)
 
 
+def criteo_reader(
+    paths: Paths,
+    *,
+    num_embeddings: int | Sequence[int] = 100_000,
+    labelled: bool = True,
+    on_error: OnError = "raise",
+    window: int = 8192,
+) -> StreamReader:
+    """Criteo's data in the order of files and lines, to judge or to score it; see :func:`parquet_reader`.
+
+    Args:
+        paths, num_embeddings, on_error, window: as for :func:`criteo`.
+        labelled: whether there is a label; text without one has 39 fields.
+
+    Raises:
+        DataError: names file, line or row group, and column.
+    """
+    faults = Faults(on_error)
+    source = _source(paths, criteo_schema(num_embeddings, labelled=labelled), faults)
+    return StreamReader(source, seed=0, shuffle=False, window=window, skipped=faults.skipped)
+
+
 def criteo(
     *,
     train: Paths,
     validation: Paths | None = None,
+    test: Paths | None = None,
+    split: Split | None = None,
     num_embeddings: int | Sequence[int] = 100_000,
     seed: int = 0,
     on_error: OnError = "raise",
@@ -121,7 +175,9 @@ def criteo(
     """Criteo's data; ``.parquet`` files have the columns of :func:`criteo_schema`, others are text.
 
     Args:
-        train, validation: files, folders (all ``day_*`` and ``*.parquet`` in them) or patterns.
+        train, validation, test: files, folders (all ``day_*`` and ``*.parquet`` in them) or patterns.
+        split: takes validation and test rows out of ``train`` instead; by time the lines are in the order of
+            time, as day files are.
         num_embeddings: rows of each of the 26 tables, or of all.
         seed, on_error, window, lanes: as for :func:`meshrec.data.parquet`.
 
@@ -129,24 +185,40 @@ def criteo(
         DataError: names file, line or row group, and column.
     """
     check_seed(seed)
-    schema = criteo_schema(num_embeddings)
+    schema, faults = criteo_schema(num_embeddings), Faults(on_error)
 
-    def reader(paths: Paths, *, shuffle: bool) -> StreamReader:
-        faults = Faults(on_error)
-        files = expand(paths, "*")
-        files = [file for file in files if file.suffix == ".parquet" or not file.is_dir()]
-        kinds = {file.suffix == ".parquet" for file in files}
-        if len(kinds) > 1:
-            raise DataError(f"{paths} has Parquet and text files. Give one kind, or a pattern.")
-        source = (ParquetSource if kinds.pop() else CriteoText)(files, schema, faults)
-        return StreamReader(
-            source, seed=seed, shuffle=shuffle, window=window, lanes=lanes, skipped=faults.skipped
+    def opened(paths: Paths, labelled: bool) -> Reader:
+        return criteo_reader(
+            paths, num_embeddings=num_embeddings, labelled=labelled, on_error=on_error, window=window
         )
 
+    readers = part_readers(
+        lambda paths: _source(paths, schema, faults),
+        lambda source, block, name: source.column(block, name),
+        train,
+        validation,
+        test,
+        split,
+        seed=seed,
+        window=window,
+        lanes=lanes,
+        faults=faults,
+    )
     return Dataset(
         name="criteo",
         features=schema.features(),
         num_dense=_NUM_DENSE,
-        train=reader(train, shuffle=True),
-        validation=None if validation is None else reader(validation, shuffle=False),
+        train=readers.train,
+        validation=readers.validation,
+        test=readers.test,
+        skipped=faults.by_file,
+        open=opened,
     )
+
+
+def _source(paths: Paths, schema: Schema, faults: Faults) -> ParquetSource | CriteoText:
+    files = [file for file in expand(paths, "*") if file.suffix == ".parquet" or not file.is_dir()]
+    kinds = {file.suffix == ".parquet" for file in files}
+    if len(kinds) > 1:
+        raise DataError(f"{paths} has Parquet and text files. Give one kind, or a pattern.")
+    return (ParquetSource if kinds.pop() else CriteoText)(files, schema, faults)

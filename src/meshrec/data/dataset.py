@@ -1,12 +1,18 @@
 """What every source of samples offers: features, readers, and a position that a checkpoint can hold."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from meshrec.data.batch import Batch
 from meshrec.modules import EmbeddingBagConfig, PoolingType
+
+Paths = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,33 @@ class Position(NamedTuple):
     sample: int = 0
 
 
+class FileRows(NamedTuple):
+    """A file's rows among the row numbers of a reader: ``[first_row, first_row + num_rows)``."""
+
+    name: str
+    first_row: int
+    num_rows: int
+
+
+class Place(NamedTuple):
+    """For each of B row numbers, which file (an index of `Reader.files`), and which row of it, from 0."""
+
+    file_B: Tensor
+    row_B: Tensor
+
+
+def locate(files: Sequence[FileRows], rows: Tensor) -> Place:
+    """Where ``Batch.rows`` are: the file of each row, and its number in there.
+
+    Args:
+        files: `Reader.files`.
+        rows: [B] int64.
+    """
+    starts = torch.tensor([each.first_row for each in files])
+    file = torch.searchsorted(starts, rows, right=True) - 1
+    return Place(file, rows - starts[file])
+
+
 class Reader(ABC):
     """Samples in an order that is a pure function of (seed, epoch).
 
@@ -48,6 +81,11 @@ class Reader(ABC):
     @abstractmethod
     def num_samples(self) -> int:
         """Samples of one epoch, over all ranks."""
+
+    @property
+    @abstractmethod
+    def files(self) -> Sequence[FileRows]:
+        """What ``Batch.rows`` count over, in order: rows that are not in a part of the data count, too."""
 
     @abstractmethod
     def batches(
@@ -86,6 +124,8 @@ class Dataset:
             chosen, once. Both keep the order of the data.
         item: the feature that names what is recommended, where there is one.
         best_auc: the AUC that nothing can beat on ``validation``, where it is known.
+        open: ``open(paths, labelled)`` reads other files of the same form, in their order: with labels, to
+            judge by, or without, to be scored; None where the data has no files.
         skipped: rows that were left out as damaged so far, by file and reason, each row once.
     """
 
@@ -98,6 +138,7 @@ class Dataset:
     item: str | None = None
     best_auc: float | None = None
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    open: Callable[[Paths, bool], Reader] | None = None
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
         """One table per feature (or group of features that share one), all of one width.

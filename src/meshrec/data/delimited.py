@@ -76,6 +76,7 @@ def parse(
             f"{where}: line {first_line + line + 1} has {got} fields, expected {expected} "
             f"(delimiter {delimiter!r})",
             1,
+            where,
         )
     lines = _line_numbers(table.num_rows, [line for line, _, _ in bad_lines], header=columns is None)
     return _converted(Lines(table, lines), wanted, where, faults, first_line)
@@ -115,6 +116,7 @@ def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faul
                 mask,
                 f"{where}: line {first_line + int(lines[at]) + 1}, column {name!r}: "
                 f"{column[at].as_py()!r} is not of type {kind}",
+                file=where,
             )
     table, lines = table.filter(pa.array(kept)), lines[kept]
     for number, (name, kind) in enumerate(types.items()):

