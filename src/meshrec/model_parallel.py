@@ -1,6 +1,7 @@
 """DistributedModelParallel: a model with its tables split over ranks, and its dense rest data-parallel."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -182,6 +183,14 @@ class DistributedModelParallel(nn.Module):
             raise ValueError(f"communication hooks need dense='ddp', got dense={self._dense!r}.")
         wrapped.register_comm_hook(state, hook)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch.distributed.checkpoint.state_dict: where to find what a name of ours begins with, and
+        which child has no part in the names.
+        """
+        model = self.module
+        own = chain(model._modules, model._parameters, model._buffers)
+        return {"": "_dmp_wrapped_module", **dict.fromkeys(own, "module")}
+
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
     ) -> list[str]:
@@ -254,6 +263,7 @@ class DistributedModelParallel(nn.Module):
         if self._device.type == "cuda":
             options["device_ids"] = [self._device]
         wrapped = parallel(self._dmp_wrapped_module, **{**options, **self._dense_options})
+        wrapped._fqn_modifiers = _ddp_fqn_modifiers  # type: ignore[assignment]
         self._dmp_wrapped_module = wrapped
         if self._device.type == "cpu":
             group = wrapped.process_group
@@ -267,6 +277,11 @@ class DistributedModelParallel(nn.Module):
         fully_shard(
             self._dmp_wrapped_module, mesh=self._env.dense_mesh, ignored_params=tables, **self._dense_options
         )
+
+
+def _ddp_fqn_modifiers() -> dict[str, str]:
+    """What DistributedDataParallel adds to no name, see ``DistributedModelParallel._fqn_modifiers``."""
+    return {"": "module"}
 
 
 def _embedding_modules(

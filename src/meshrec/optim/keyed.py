@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from meshrec.optim.named_state import NamedGroup, NamedState
+
 Closure = Callable[[], float] | None
 """What ``step`` may be given: it computes the loss (and gradients) anew and returns it."""
 
@@ -97,14 +99,19 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         """``{"state": {name: {slot: value}}, "param_groups": [...]}``; tensors are not copied."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        result: dict[str, Any] = {"state": {name: dict(slots) for name, slots in self._named_state().items()}}
+        name_of = {parameter: name for name, parameter in self.params.items()}
+        names = [name_of.get(parameter) for group in self.param_groups for parameter in group["params"]]
+        state = {name: dict(slots) for name, slots in self._named_state().items()}
+        result: dict[str, Any] = {"state": NamedState(state, names)}
         if self._saves_param_groups:
-            name_of = {parameter: name for name, parameter in self.params.items()}
             result["param_groups"] = [
-                {
-                    "params": sorted(_names_in(group, name_of)),
-                    **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-                }
+                NamedGroup(
+                    {
+                        "params": sorted(_names_in(group, name_of)),
+                        **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+                    },
+                    names,
+                )
                 for group in self.param_groups
             ]
         for post_hook in self._optimizer_state_dict_post_hooks.values():
