@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness import Bar, Effort, Result, table
+from benchmarks.planner_inputs import NUM_FAMILIES, PlannerInput, draw, largest
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.evaluate import evaluate, evaluate_placements
 from meshrec.planner.planners import plan_tables
@@ -82,6 +83,21 @@ def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Resu
         own = [f"{found['seconds']:.1f}", f"{1e3 * found['step']:.3f}", f"{100 * found['gap']:.2f}"]
         missing = ["-"] * (6 - len(own) - len(others) + 2)
         rows.append([name, *own, *others, *missing])
+    if not only:
+        drawn = [largest(0)] if not tiny else []
+        drawn += [draw(2 * index) for index in range(1 if tiny else NUM_FAMILIES)]
+        found = [_run_drawn(case) for case in drawn]
+        figures += found
+        gaps = [100 * case["gap"] for case in found]
+        bars += [
+            Bar(name="drawn inputs: mean gap", figure=np.mean(gaps), asked=5, unit=" %", at_most=True),
+            Bar(name="drawn inputs: worst gap", figure=max(gaps), asked=8, unit=" %", at_most=True),
+        ]
+        for case in found:
+            own = [f"{case['seconds']:.1f}", f"{1e3 * case['step']:.3f}", f"{100 * case['gap']:.2f}"]
+            rows.append([case["task"], *own, *["-"] * (len(BASELINES) + 1)])
+            name = f"{case['task']}: seconds"
+            bars.append(Bar(name=name, figure=case["seconds"], asked=case["limit"], unit=" s", at_most=True))
     header = ["task", "s", "step ms", "gap %", *BASELINES, "torchrec"]
     print(table(header, rows) + "\n(others: their step over ours; inf: does not fit into memory)")
     if any("torchrec" in found["others"] for found in figures) and not (tiny or only):
@@ -116,6 +132,26 @@ def _run_case(case: Case) -> dict[str, object]:
         "step": worst,
         "gap": plan.gap,
         "others": others,
+    }
+
+
+def _run_drawn(case: PlannerInput) -> dict[str, object]:
+    """Plans a drawn input in the time that its number of tables allows."""
+    limit = 2 if len(case.tables) <= 100 else 10 if len(case.tables) <= 1000 else 30
+    limits = PlannerEffort(time_limit=0.93 * limit, max_work=1e10, gap=0.005)
+    started = time.perf_counter()
+    plan = plan_tables(case.tables, case.topology, batch_size=case.batch_size, effort=limits)
+    seconds = time.perf_counter() - started
+    assert plan.estimate().fits, "the plan does not fit into memory"
+    name = f"{case.family}, {case.name}"
+    return {
+        "task": name,
+        "world_size": case.topology.world_size,
+        "seconds": seconds,
+        "step": plan.seconds,
+        "gap": plan.gap,
+        "limit": limit,
+        "others": {},
     }
 
 

@@ -1,0 +1,149 @@
+"""Inputs for the planner, drawn from seeds: odd seeds to work with, even ones only to judge the work by.
+
+`draw(seed)` is one input: a family of table sets, 4 to 2,000 tables, 2 to 1,024 ranks in nodes of eight.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrec.planner import Table, Topology
+from meshrec.planner.enumerators import build_problem
+from meshrec.planner.estimators import CostModel
+
+_MOST_WEIGHTS, _MOST_MEMORY = 0.4, 0.6
+"""Parts of all ranks' memory that weights and all of an input may take, unless its family says how much."""
+_MEMORY, _RESERVE = 80 * 2**30, 0.15
+
+
+class PlannerInput(NamedTuple):
+    """Tables to plan for a machine; `batch_size` samples per rank."""
+
+    name: str
+    family: str
+    tables: tuple[Table, ...]
+    topology: Topology
+    batch_size: int
+
+
+class _Sizes(NamedTuple):
+    rows_T: npt.NDArray[np.float64]
+    columns_T: npt.NDArray[np.int64]
+    ids_T: npt.NDArray[np.float64]
+
+
+_Random = np.random.Generator
+
+
+def _log_uniform(random: _Random, least: float, most: float, count: int) -> npt.NDArray[np.float64]:
+    return np.exp(random.uniform(math.log(least), math.log(most), count))
+
+
+def _mixed(random: _Random, count: int) -> _Sizes:
+    columns_T = random.choice([16, 32, 64, 96, 128, 192, 256], count)
+    return _Sizes(_log_uniform(random, 1e3, 3e7, count), columns_T, _log_uniform(random, 1, 50, count))
+
+
+def _few_large(random: _Random, count: int) -> _Sizes:
+    columns_T = random.choice([64, 128, 256], count)
+    return _Sizes(_log_uniform(random, 1e7, 2e8, count), columns_T, _log_uniform(random, 1, 20, count))
+
+
+def _many_small(random: _Random, count: int) -> _Sizes:
+    columns_T = random.choice([8, 16, 32, 64], count)
+    return _Sizes(_log_uniform(random, 10, 1e5, count), columns_T, _log_uniform(random, 1, 10, count))
+
+
+def _zipf(random: _Random, count: int) -> _Sizes:
+    rank_T = random.permutation(count) + 1.0
+    rows_T = np.maximum(1e8 / rank_T ** random.uniform(0.8, 1.5), 10)
+    return _Sizes(rows_T, np.full(count, random.choice([32, 64, 128])), _log_uniform(random, 1, 30, count))
+
+
+def _wide_and_narrow(random: _Random, count: int) -> _Sizes:
+    is_wide_T = random.random(count) < 0.2
+    columns_T = np.where(is_wide_T, random.choice([512, 768, 1024], count), random.choice([4, 8, 16], count))
+    return _Sizes(_log_uniform(random, 1e3, 1e7, count), columns_T, _log_uniform(random, 1, 20, count))
+
+
+def _multi_hot(random: _Random, count: int) -> _Sizes:
+    columns_T = random.choice([64, 128], count)
+    return _Sizes(_log_uniform(random, 1e4, 1e8, count), columns_T, _log_uniform(random, 20, 500, count))
+
+
+def _one_giant(random: _Random, count: int) -> _Sizes:
+    sizes = _mixed(random, count)
+    sizes.rows_T[0] = 30 * sizes.rows_T[1:].sum()
+    sizes.columns_T[0], sizes.ids_T[0] = 128, 50.0
+    return sizes
+
+
+_FAMILIES: dict[str, tuple[Callable[[_Random, int], _Sizes], tuple[int, int], float | None]] = {
+    "few large": (_few_large, (4, 40), None),
+    "many small": (_many_small, (100, 2000), None),
+    "zipf": (_zipf, (8, 2000), None),
+    "wide and narrow": (_wide_and_narrow, (8, 1000), None),
+    "multi-hot": (_multi_hot, (4, 500), None),
+    "memory 60 %": (_mixed, (4, 1000), 0.6),
+    "memory 80 %": (_mixed, (4, 1000), 0.8),
+    "memory 95 %": (_mixed, (4, 1000), 0.95),
+    "one giant": (_one_giant, (4, 500), None),
+    "mixed": (_mixed, (4, 2000), None),
+}
+"""How sizes are drawn, how many tables there are, and how much of the memory the least hungry plan takes."""
+NUM_FAMILIES = len(_FAMILIES)
+
+
+def draw(seed: int) -> PlannerInput:
+    """The input of a seed; each two seeds in a row have the same family, ten families one after the other."""
+    family = list(_FAMILIES)[seed // 2 % NUM_FAMILIES]
+    sizes_of, (least, most), memory = _FAMILIES[family]
+    random = np.random.default_rng(seed)
+    count = round(float(_log_uniform(random, least, most, 1)[0]))
+    num_ranks = 2 ** int(random.integers(1, 11))
+    return _input(f"seed {seed}", family, sizes_of(random, count), num_ranks, 65536, memory)
+
+
+def largest(seed: int) -> PlannerInput:
+    """2,000 tables on 1,024 ranks."""
+    sizes = _mixed(np.random.default_rng(seed), 2000)
+    return _input(f"seed {seed}, largest", "mixed", sizes, 1024, 65536, None)
+
+
+def _input(
+    name: str, family: str, sizes: _Sizes, num_ranks: int, global_batch: int, memory: float | None
+) -> PlannerInput:
+    """Rows and the batch are cut down until the tables fit into the ranks."""
+    room = num_ranks * _MEMORY * (1 - _RESERVE)
+    weights = float((sizes.rows_T * (4 * sizes.columns_T + 4)).sum())
+    rows_T = np.maximum(sizes.rows_T * min(1.0, _MOST_WEIGHTS * room / weights), 4).astype(int)
+    tables = tuple(
+        Table(
+            name=f"t{index}",
+            num_embeddings=int(rows),
+            embedding_dim=int(columns),
+            pooling_factors=(float(ids),),
+        )
+        for index, (rows, columns, ids) in enumerate(zip(rows_T, sizes.columns_T, sizes.ids_T, strict=True))
+    )
+    batch_size = max(global_batch // num_ranks, 1)
+    topology = Topology(world_size=num_ranks, local_world_size=min(8, num_ranks), hardware="h100")
+    while batch_size > 1 and _least_bytes(tables, topology, batch_size) > _MOST_MEMORY * room / num_ranks:
+        batch_size //= 2
+    if memory is not None:
+        cap = round(_least_bytes(tables, topology, batch_size) / memory / (1 - _RESERVE))
+        topology = Topology(
+            world_size=num_ranks, local_world_size=min(8, num_ranks), hardware="h100", hbm_cap=cap
+        )
+    return PlannerInput(f"{name}: {len(tables)} x {num_ranks}", family, tables, topology, batch_size)
+
+
+def _least_bytes(tables: tuple[Table, ...], topology: Topology, batch_size: int) -> float:
+    """Bytes per rank, on average, of the plan that takes the least."""
+    problem = build_problem(CostModel(tables, topology, batch_size=batch_size), {})
+    least_Y = np.full(int(problem.type_C[-1]) + 1, np.inf)
+    np.minimum.at(least_Y, problem.type_C, problem.mean_bytes_C())
+    return float(least_Y[problem.type_T].sum())
