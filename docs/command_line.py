@@ -17,7 +17,7 @@ def help_of(*command: str) -> str:
 
 def commands(text: str) -> list[str]:
     """The names of the commands that a help text lists: ``usage: ... {plan,train}``."""
-    found = re.search(r"\{([a-z][a-z,\-\s]*)\}", text)
+    found = re.search(r"\{([a-z][a-z,\-\s]*)\}", text.split("\n\n")[0])
     return [] if found is None else [name.strip() for name in found[1].split(",")]
 
 
