@@ -17,7 +17,8 @@ lookup = dict(
 names = torch.tensor(list(b"t0\\tf0\\n"), dtype=torch.uint8)
 out = torch.ops.meshrec.tbe_forward(
     [weight], ids, offsets, out_size=2, out_dtype=torch.float32, check_ids=True, names=names, **lookup)
-hyper = torch.zeros(12, dtype=torch.float64)
+from meshrec.ops.tbe.formulas import Hyper
+hyper = torch.zeros(len(Hyper._fields), dtype=torch.float64)
 hyper[0] = 0.5
 torch.ops.meshrec.tbe_update(
     torch.ones(2, 2), ids, offsets, dims=[2], weights=[weight], state=[], optimizer=0, hyper=hyper,
