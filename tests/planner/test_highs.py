@@ -36,21 +36,6 @@ def test_bounds_can_change(program):
     assert solver.solve() is None
 
 
-def test_what_costs_more_than_the_cutoff_is_no_solution():
-    """min x + y with x + 2y >= 4, 2x + y >= 4: 8/3."""
-    matrix = sparse_matrix(
-        np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]), np.array([1.0, 2, 2, 1]), num_rows=2, num_columns=2
-    )
-    infinite, zeros = np.full(2, INFINITY), np.zeros(2)
-    program = LinearProgram(np.ones(2), zeros, infinite, matrix, zeros + 4, infinite)
-    for cutoff, is_none in ((1.0, True), (2.6, True), (2.7, False), (9.0, False)):
-        solver = Solver(program, as_is=True)
-        solver.set_cutoff(cutoff)
-        optimum = solver.solve()
-        assert (optimum is None) == is_none
-        assert is_none or optimum.objective == pytest.approx(8 / 3)
-
-
 def test_whole_numbers_and_limits(program):
     """x + 2y <= 4, x <= 3: the best whole solutions are (2, 1) and (3, 0)."""
     solver = Solver(program)
@@ -72,7 +57,7 @@ def test_rows_add_up_what_shares_a_place():
     np.testing.assert_allclose(solve_lp(program).x, [1.0, 3.0])
 
 
-@pytest.mark.parametrize("options", [{}, {"as_is": True}, {"devex": True}])
+@pytest.mark.parametrize("options", [{}, {"devex": True}])
 def test_rows_can_be_added(program, options):
     solver = Solver(program, **options)
     assert solver.solve().objective == pytest.approx(-3.5)
@@ -80,15 +65,6 @@ def test_rows_can_be_added(program, options):
     rows.add(np.array([1, 0]), np.array([1.0, 1.0]), -INFINITY, 2.0)
     solver.add_rows(rows)
     assert solver.solve().objective == pytest.approx(-2.0)
-
-
-def test_a_basis_is_where_another_solution_starts(program):
-    first = Solver(program, as_is=True)
-    optimum = first.solve()
-    again = Solver(program, as_is=True)
-    again.set_basis(first.basis())
-    assert again.solve().objective == optimum.objective
-    assert again.work < first.work
 
 
 def test_what_is_not_settled_is_not_infeasible(program, monkeypatch):

@@ -76,22 +76,6 @@ def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
     assert whole is None or whole.bound >= tight.bound
 
 
-def test_boxes_are_narrowed_again_where_little_is_left(make_tables, profile):
-    """The more has to go for that, the less work it is, and the wider the box stays."""
-    machine = Topology(world_size=4, hardware=profile)
-    problem = build_problem(CostModel(make_tables(6, 0), machine, batch_size=64), {})
-    everything, zeros = np.ones(len(problem.type_C), bool), np.zeros(problem.load_PK.shape[1])
-    scale = float(problem.load_PK.sum())
-    found = []
-    for shrunk in (0.0, 1.0):
-        relaxation = MeanRelaxation(problem, everything, scale, shrunk=shrunk)
-        found.append((relaxation.solve(zeros, zeros + 1, everything, 0.1), relaxation.work))
-    (once, little), (often, much) = found
-    assert little < much
-    assert (once.lower_K <= often.lower_K + 1e-9).all()
-    assert (once.upper_K >= often.upper_K - 1e-9).all()
-
-
 def test_after_the_deadline_boxes_stay_as_they_are(make_tables, profile):
     machine = Topology(world_size=4, hardware=profile)
     problem = build_problem(CostModel(make_tables(6, 0), machine, batch_size=64), {})

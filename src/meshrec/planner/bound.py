@@ -18,10 +18,8 @@ import numpy as np
 from meshrec.planner.highs import INFINITY
 from meshrec.planner.one_size import sets_of_one_size
 from meshrec.planner.problem import Problem
-from meshrec.planner.rank_classes import ClassRelaxation
-from meshrec.planner.relaxation import MeanRelaxation, Relaxation, Relaxed
+from meshrec.planner.relaxation import MeanRelaxation, Relaxed
 from meshrec.planner.types import Bools, Floats
-from meshrec.planner.warm_start import WarmStart
 
 _LEAST_CUT = 1e-4
 _NARROW, _WIDE, _LEAST_WIDTH = 8e-3, 5e-2, 1e-4
@@ -30,7 +28,6 @@ those that are not worth a cut."""
 _EQUAL = 1 + 1e-6
 _SQUEEZED, _FILLED = 1.08, 0.95
 """Of a relaxation's T: the largest pieces of plans to begin with; of these, what ranks hold on average."""
-_SAME = 1e-7
 
 
 class Box(NamedTuple):
@@ -43,10 +40,8 @@ class Box(NamedTuple):
     lower_K: Floats
     upper_K: Floats
     admitted_C: Bools
-    error_K: Floats
-    start: WarmStart | None
     is_closer: bool = False
-    """Whether the bound is that of a closer look (see `Relaxation.solve_closely`)."""
+    """Whether the bound is that of a closer look (see `MeanRelaxation.solve_closely`)."""
 
 
 class LowerBound:
@@ -76,13 +71,7 @@ class LowerBound:
         self._largest_CK = problem.largest_load_CK() / seconds
         self._allowed_C, self._type_C = allowed_C, problem.type_C
         num_phases = problem.load_PK.shape[1]
-        self._grid_K = [np.zeros(0)] * num_phases
-        if not coarse and ClassRelaxation.serves(problem):
-            relaxation = ClassRelaxation(problem, allowed_C, seconds)
-            self._relaxation: Relaxation = relaxation
-            self._grid_K = relaxation.grid_K
-        else:
-            self._relaxation = MeanRelaxation(problem, allowed_C, seconds, root=coarse, deadline=deadline)
+        self._relaxation = MeanRelaxation(problem, allowed_C, seconds, root=coarse, deadline=deadline)
         self._count = itertools.count()
         self._heap: list[tuple[float, int, Box]] = []
         self._closed = INFINITY
@@ -113,10 +102,6 @@ class LowerBound:
     def work(self) -> int:
         """The work so far; see `Effort`."""
         return self._relaxation.work
-
-    def boxes(self, most: int) -> list[Box]:
-        """The open boxes with the lowest bounds, T in seconds."""
-        return [self._in_seconds(box) for _, _, box in heapq.nsmallest(most, self._heap)]
 
     def squeezed(self) -> Box | None:
         """A box to begin plans from where pieces are many and of all sizes; None where there is none.
@@ -166,11 +151,6 @@ class LowerBound:
         no box can be split. Takes not much longer than `seconds`."""
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            divisions = self._relaxation.divisions(box.admitted_C)
-            if len(divisions) > 1:
-                for some_C in divisions:
-                    self._open(box.bound, box.lower_K, box.upper_K, some_C, box.start)
-                return True
             if not box.is_closer and self._is_worth_it(box):
                 self._look_closer(box, seconds)
                 return True
@@ -181,8 +161,8 @@ class LowerBound:
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
             upper_K[cut.phase] = cut.at_most
             lower_K[cut.phase] = cut.at_least
-            self._open(box.bound, box.lower_K, upper_K, box.admitted_C, box.start)
-            self._open(box.bound, lower_K, box.upper_K, box.admitted_C, box.start)
+            self._open(box.bound, box.lower_K, upper_K, box.admitted_C)
+            self._open(box.bound, lower_K, box.upper_K, box.admitted_C)
             return True
         return False
 
@@ -196,27 +176,17 @@ class LowerBound:
             cut_at_K=box.cut_at_K * scale,
         )
 
-    def _open(
-        self,
-        bound: float,
-        lower_K: Floats,
-        upper_K: Floats,
-        admitted_C: Bools,
-        start: WarmStart | None = None,
-    ) -> None:
+    def _open(self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> None:
         # No phase can take what all others leave of the goal.
         upper_K = np.minimum(upper_K, self._goal - lower_K.sum() + lower_K)
         if (lower_K > upper_K).any():
             return
-        relaxed = self._relaxation.solve(lower_K, upper_K, admitted_C, self._goal, start)
+        relaxed = self._relaxation.solve(lower_K, upper_K, admitted_C, self._goal)
         self.num_solves += 1
         if relaxed is not None:
             self._push(Box(*relaxed._replace(bound=max(bound, relaxed.bound))))
 
     def _is_worth_it(self, box: Box) -> bool:
-        is_settled = self._relaxation.is_settled_closely(_relaxed(box))
-        if is_settled is not None:
-            return is_settled
         width = float((box.upper_K - box.lower_K).max())
         return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self.num_closer)
 
@@ -233,21 +203,13 @@ class LowerBound:
         heapq.heappush(self._heap, (box.bound, next(self._count), box))
 
     def _cut(self, box: Box) -> "_Cut | None":
-        """Between two points of the grid; where the relaxation asks for it; else in the middle of the side
-        where it is most wrong, or of the widest."""
+        """Where the relaxation asks for it; else in the middle of the widest side."""
         width_K = box.upper_K - box.lower_K
-        for phase, grid in enumerate(self._grid_K):
-            limits = (box.lower_K[phase] - _SAME, box.upper_K[phase] + _SAME)
-            first, last = np.searchsorted(grid, limits)
-            if last - first > 1:
-                middle = (first + last) // 2
-                return _Cut(phase, float(grid[middle - 1]), float(grid[middle]))
         wanted_K = np.abs(box.cut_at_K - box.slowest_K)
         phase = int(wanted_K.argmax())
         if wanted_K[phase] > _LEAST_CUT:
             return _cut_at(phase, float(box.cut_at_K[phase]))
-        doubt_K = box.error_K if (box.error_K > 0).any() else width_K
-        phase = int(np.where(width_K < _LEAST_WIDTH, -1.0, doubt_K).argmax())
+        phase = int(width_K.argmax())
         if width_K[phase] < _LEAST_WIDTH:
             return None
         return _cut_at(phase, float(box.lower_K[phase] + width_K[phase] / 2))

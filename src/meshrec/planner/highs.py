@@ -1,6 +1,6 @@
 """A thin layer over HiGHS: linear programs as arrays, one thread, so that results repeat."""
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import highspy
 import numpy as np
@@ -16,22 +16,10 @@ _LEAST_ITERATIONS, _ANY = 2000, 2**31 - 1
 _WORK_OF_WHOLE = 2
 """The work per iteration where numbers are whole: cuts and propagation come on top of the simplex method."""
 
-Basis: TypeAlias = Ints
-"""Where each variable is, and after them each row: at its lower limit, in the basis, at its upper limit."""
-AT_LOWER, BASIC, AT_UPPER = 0, 1, 2
-_STATUSES = np.array(
-    [
-        highspy.HighsBasisStatus.kLower,
-        highspy.HighsBasisStatus.kBasic,
-        highspy.HighsBasisStatus.kUpper,
-    ]
-)
-
 _SETTLED = (
     highspy.HighsModelStatus.kOptimal,
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
-    highspy.HighsModelStatus.kObjectiveBound,
 )
 """What is known for sure (no program here is unbounded)."""
 
@@ -117,17 +105,15 @@ class Rows:
 class Solver:
     """One linear program whose bounds and cost may change; each solve starts from the last basis.
 
-    `as_is`: whether to solve it without presolving and scaling it, which small programs of numbers that are
-    alike do not repay. `devex`: whether to choose rows by rough weights, not by steepest edges, which takes
+    `devex`: whether to choose rows by rough weights, not by steepest edges, which takes
     more iterations, but a fifth less time where rows are ten thousand.
 
     Attributes:
         work: what the solutions cost, by rows, columns and iterations of the simplex method; see `Effort`.
     """
 
-    def __init__(self, program: LinearProgram, *, as_is: bool = False, devex: bool = False) -> None:
+    def __init__(self, program: LinearProgram, *, devex: bool = False) -> None:
         self.work = 0
-        self._cutoff = INFINITY
         self._count = len(program.cost) + program.matrix.num_rows
         self._size = self._count**0.7
         self._last_row = program.matrix.num_rows - 1
@@ -136,8 +122,8 @@ class Solver:
             ("output_flag", False),
             ("threads", 1),
             ("random_seed", 0),
-            ("presolve", "off" if as_is else "choose"),
-            ("simplex_scale_strategy", 0 if as_is else 2),
+            ("presolve", "choose"),
+            ("simplex_scale_strategy", 2),
             ("simplex_dual_edge_weight_strategy", 1 if devex else -1),
             ("simplex_iteration_limit", _LEAST_ITERATIONS + 2 * self._count),
         ):
@@ -158,23 +144,6 @@ class Solver:
         lower, upper, start, column, value = rows.by_rows()
         self._highs.addRows(len(lower), lower, upper, len(value), start, column, value)
 
-    def basis(self) -> Basis:
-        """That of the optimum just found."""
-        solution = self._highs.getSolution()
-        at = np.where(np.append(solution.col_dual, solution.row_dual) < 0, AT_UPPER, AT_LOWER)
-        _, basic = self._highs.getBasicVariables()  # type: ignore[attr-defined]
-        at[np.where(basic >= 0, basic, len(solution.col_dual) - 1 - basic)] = BASIC
-        return at
-
-    def set_basis(self, at: Basis) -> None:
-        """The next solution starts from a basis like this one."""
-        basis = highspy.HighsBasis()
-        statuses = _STATUSES[at].tolist()
-        num_columns = self._highs.getNumCol()
-        basis.col_status, basis.row_status = statuses[:num_columns], statuses[num_columns:]
-        basis.valid = basis.alien = True
-        self._highs.setBasis(basis)
-
     def set_bounds(self, lower: Floats, upper: Floats) -> None:
         """Replaces the bounds of all variables."""
         self._highs.changeColsBounds(len(lower), np.arange(len(lower), dtype=np.int32), lower, upper)
@@ -191,21 +160,11 @@ class Solver:
         """Replaces the upper limit of one of the rows that were added."""
         self._highs.changeRowBounds(self._last_row + 1 + index, -INFINITY, min(upper, INFINITY))
 
-    def set_time(self, seconds: float) -> None:
-        """Limits the time of all solutions together."""
-        self._highs.setOptionValue("time_limit", max(seconds, 0.01))
-
-    def set_cutoff(self, cutoff: float) -> None:
-        """Solutions that cost more are as good as none."""
-        self._cutoff = cutoff
-        self._highs.setOptionValue("objective_bound", cutoff)
-
     def solve(self) -> Optimum | None:
-        """The optimum; None where there is no feasible point, or none that costs the cutoff or less. Where
-        neither is proven (HiGHS may fail on numbers that are hard to tell apart, or the time is up), zeros
-        that are known to cost `-INFINITY`."""
+        """The optimum; None where there is no feasible point. Where neither is proven (HiGHS may fail on
+        numbers that are hard to tell apart), zeros that are known to cost `-INFINITY`."""
         self._run()
-        if self._status not in (*_SETTLED, highspy.HighsModelStatus.kTimeLimit):
+        if self._status not in _SETTLED:
             self._highs.clearSolver()
             self._highs.setOptionValue("presolve", "on")
             self._run()
@@ -213,24 +172,24 @@ class Solver:
             solution = self._highs.getSolution()
             x, reduced_costs = np.array(solution.col_value), np.array(solution.col_dual)
             objective = self._highs.getInfo().objective_function_value
-            return Optimum(objective, x, reduced_costs) if objective <= self._cutoff else None
+            return Optimum(objective, x, reduced_costs)
         if self._status in _SETTLED:
             return None
         none = np.zeros(self._highs.getNumCol())
         return Optimum(-INFINITY, none, none)
 
-    def solve_whole(self, integer: Bools, seconds: float, *, most_nodes: int = _MOST_NODES) -> float:
+    def solve_whole(self, integer: Bools, seconds: float) -> float:
         """What no solution with whole numbers where `integer` says so can beat: infinite where there is
-        none. Ends after `most_nodes` of the search, or `seconds`."""
+        none. Ends after a few nodes of the search, or `seconds`."""
         columns = np.flatnonzero(integer).astype(np.int32)
         kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), np.uint8)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
-        self.set_time(seconds)
         # Plans come from elsewhere: only the bound counts.
         for option, value in (
-            ("mip_max_nodes", most_nodes),
+            ("time_limit", max(seconds, 0.01)),
+            ("mip_max_nodes", _MOST_NODES),
             ("mip_heuristic_effort", 0.0),
-            ("mip_detect_symmetry", most_nodes > _MOST_NODES),
+            ("mip_detect_symmetry", False),
             ("mip_allow_restart", False),
             ("simplex_iteration_limit", _ANY),
         ):

@@ -1,13 +1,13 @@
 """Relaxations of the planning problem within a box lower <= T <= upper of the slowest ranks' loads T.
 
-This file's is for many types of tables: T_k is at least the mean load, which is linear in how often each
+T_k is at least the mean load, which is linear in how often each
 candidate is chosen; cuts say more of whole pieces (`cuts`, `largest`). Types of identical tables are one
 variable per candidate and ranks need no variable at all, so the program is small whatever the cluster.
 Candidates with a piece above `upper` are out.
 """
 
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,13 +17,12 @@ from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
 from meshrec.planner.largest import LargestPieces
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
-from meshrec.planner.warm_start import WarmStart
 
-MARGIN = 1e-6
+_MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
 FEW_CANDIDATES, MOST_CANDIDATES = 2000, 50_000
-_ROUNDS, SHRUNK, _DROPPED = 6, 0.5, 0.7
+_ROUNDS, _SHRUNK, _DROPPED = 6, 0.5, 0.7
 """Most attempts to narrow a box (one that leaves less than this part of it is worth another); the part of the
 candidates that may be left where those that others dominate are dropped."""
 _CUT_ROUNDS, _FEW_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 20, 6, 1e-4, 3000
@@ -39,7 +38,7 @@ class Relaxed(NamedTuple):
     relaxation to be more like a plan; equal to T where there is nothing to tell.
     `lower_K`, `upper_K`: the part of the box that all plans in it that cost no more than the cutoff are in;
     `admitted_C`: the candidates that such plans can use, or what stands for them in every box within (see
-    `dominated`). `error_K`: how far off products with T are.
+    `dominated`).
     """
 
     bound: float
@@ -49,53 +48,13 @@ class Relaxed(NamedTuple):
     lower_K: Floats
     upper_K: Floats
     admitted_C: Bools
-    error_K: Floats
-    start: WarmStart | None
-    """What the next program may start from."""
-
-
-class Relaxation(Protocol):
-    """Solves relaxations of one problem; loads are in units of `scale` seconds."""
-
-    @property
-    def work(self) -> int:
-        """What the solutions have cost so far; see `Effort`."""
-        ...
-
-    def solve(
-        self,
-        lower_K: Floats,
-        upper_K: Floats,
-        admitted_C: Bools,
-        cutoff: float,
-        start: WarmStart | None = None,
-    ) -> Relaxed | None:
-        """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff`
-        at most; None where there are none."""
-        ...
-
-    def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
-        """More about the plans of a box that is solved, at a higher price (with whole numbers where something
-        is counted, or more told apart); None where there are none. Takes not much longer than `seconds`."""
-        ...
-
-    def is_settled_closely(self, known: Relaxed) -> bool | None:
-        """Whether a closer look at a box leaves little to doubt, however wide it is, or the box is to be cut
-        first, however narrow; None where the width decides."""
-        ...
-
-    def divisions(self, admitted_C: Bools) -> list[Bools]:
-        """The parts of a box's candidates that it is divided into first; fewer than two where that does not
-        help."""
-        ...
 
 
 class MeanRelaxation:
     """T is at least the mean load of each phase, and the largest piece of what a single table uses.
 
     `root`: whether one optimum is all that is wanted, to begin plans with. After `deadline`, of
-    `time.perf_counter`, boxes are neither narrowed nor cut any further. `shrunk`: a box is narrowed again
-    where that left no more than this part of it.
+    `time.perf_counter`, boxes are neither narrowed nor cut any further.
     """
 
     def __init__(
@@ -107,10 +66,9 @@ class MeanRelaxation:
         root: bool = False,
         rounding: Rounding | None = None,
         deadline: float = INFINITY,
-        shrunk: float = SHRUNK,
     ) -> None:
         self._work = 0
-        self._deadline, self._shrunk = deadline, shrunk
+        self._deadline = deadline
         self._problem, self._scale = problem, scale
         self._largest_CK = problem.largest_load_CK() / scale
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
@@ -133,7 +91,7 @@ class MeanRelaxation:
 
     @property
     def work(self) -> int:
-        """See `Relaxation`."""
+        """What the solutions have cost so far; see `Effort`."""
         return self._work + (0 if self._undominated is None else self._undominated.relaxation.work)
 
     @property
@@ -146,9 +104,9 @@ class MeanRelaxation:
         upper_K: Floats,
         admitted_C: Bools,
         cutoff: float,
-        start: WarmStart | None = None,
     ) -> Relaxed | None:
-        """See `Relaxation`."""
+        """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff`
+        at most; None where there are none."""
         if len(self._cuts) > _MOST_CUTS:
             self._solver, self._cuts = Solver(self._linear, devex=self._is_derived), []
         if self._undominated is not None and self._undominated.serves(lower_K, admitted_C):
@@ -168,16 +126,16 @@ class MeanRelaxation:
         if self._is_large:
             self._rounds = 0
         self._work += self._solver.work - before
-        return None if relaxed is None else relaxed._replace(start=start)
+        return relaxed
 
     def _narrowed_often(self, relaxed: Relaxed | None, cutoff: float, rounds: int) -> Relaxed | None:
         for _ in range(rounds):
             if relaxed is None or self._is_late:
                 break
             before_K = _freedom(relaxed)
-            wide = before_K > MARGIN
+            wide = before_K > _MARGIN
             relaxed = self._solve(*self._narrowed(relaxed), cutoff)
-            if relaxed is None or (_freedom(relaxed)[wide] / before_K[wide]).prod() > self._shrunk:
+            if relaxed is None or (_freedom(relaxed)[wide] / before_K[wide]).prod() > _SHRUNK:
                 break
         return relaxed
 
@@ -197,7 +155,8 @@ class MeanRelaxation:
         return _Undominated(relaxation, relaxed.lower_K, relaxed.admitted_C, keep_C)
 
     def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
-        """See `Relaxation`."""
+        """More about the plans of a box that is solved, at a higher price: numbers of tables are whole where
+        candidates are few. None where there are none. Takes not much longer than `seconds`."""
         if not self._is_small:
             return known
         solver = Solver(self._linear)
@@ -205,19 +164,7 @@ class MeanRelaxation:
         solver.set_last_row(cutoff)
         bound = solver.solve_whole(np.arange(len(self._cost)) < len(self._tables_C), seconds)
         self._work += solver.work
-        return known._replace(bound=max(known.bound, bound - MARGIN)) if bound < np.inf else None
-
-    def is_settled_closely(self, known: Relaxed) -> bool | None:
-        """See `Relaxation`."""
-        return None
-
-    def divisions(self, admitted_C: Bools) -> list[Bools]:
-        """See `Relaxation`."""
-        return []
-
-    def cuts(self, lower_K: Floats, upper_K: Floats) -> list[Cut]:
-        """The cuts found so far that hold in a box."""
-        return [cut for cut in self._cuts if cut.holds(lower_K, upper_K)]
+        return known._replace(bound=max(known.bound, bound - _MARGIN)) if bound < np.inf else None
 
     def _bounds(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> tuple[Floats, Floats]:
         most_C = np.where(admitted_C, self._tables_C, 0.0)
@@ -244,7 +191,7 @@ class MeanRelaxation:
         if self._is_root and first is not None:
             share_C = first.x[: len(self._tables_C)]
         limits = (lower_K, upper_K, admitted_C)
-        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, *limits, 0 * slowest_K, None)
+        return Relaxed(optimum.objective, share_C, slowest_K, cut_at_K, *limits)
 
     def _set_cuts(self, lower_K: Floats, upper_K: Floats) -> None:
         """Only cuts that hold in the box count."""
@@ -270,7 +217,7 @@ class MeanRelaxation:
         """The least and the largest T, phase by phase, of the solutions within the limits that are set, and
         the candidates that are left."""
         lower_K, upper_K, admitted_C = relaxed.lower_K.copy(), relaxed.upper_K.copy(), relaxed.admitted_C
-        for phase in np.flatnonzero(upper_K - lower_K > 10 * MARGIN):
+        for phase in np.flatnonzero(upper_K - lower_K > 10 * _MARGIN):
             if self._is_late:
                 break
             cost = np.zeros(len(self._cost))
@@ -282,9 +229,9 @@ class MeanRelaxation:
                     continue
                 admitted_C = admitted_C & self._within(optimum, float(limit_K[phase]))
                 if sign > 0:
-                    lower_K[phase] = max(lower_K[phase], optimum.objective - MARGIN)
+                    lower_K[phase] = max(lower_K[phase], optimum.objective - _MARGIN)
                 else:
-                    upper_K[phase] = min(upper_K[phase], MARGIN - optimum.objective)
+                    upper_K[phase] = min(upper_K[phase], _MARGIN - optimum.objective)
         return lower_K, upper_K, admitted_C
 
     def _within(self, optimum: Optimum, most: float) -> Bools:
@@ -294,7 +241,7 @@ class MeanRelaxation:
         cost at least (Nemhauser & Wolsey, Integer and Combinatorial Optimization, 1988, II.5.2).
         """
         reduced_C = optimum.reduced_costs[: len(self._tables_C)]
-        return np.asarray(optimum.objective + reduced_C <= most + MARGIN)
+        return np.asarray(optimum.objective + reduced_C <= most + _MARGIN)
 
     def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
         """The median size of the pieces in use that are larger than T."""
@@ -320,7 +267,7 @@ class _Undominated(NamedTuple):
         return bool((lower_K >= self.floor_K).all() and not (admitted_C & ~self.admitted_C).any())
 
     def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
-        """See `Relaxation`."""
+        """See `MeanRelaxation.solve`."""
         relaxed = self.relaxation.solve(lower_K, upper_K, admitted_C[self.keep_C], cutoff)
         if relaxed is None:
             return None
@@ -352,21 +299,19 @@ def _program(problem: Problem, scale: float, cost: Floats, *, largest: bool) -> 
     )
     rows.add(candidate, problem.mean_bytes_C() / problem.memory_cap, -INFINITY, 1.0)
     if largest:
-        add_largest(rows, problem, candidate, slowest, scale)
+        _add_largest(rows, problem, slowest, scale)
     rows.add(np.arange(len(cost)), cost, -INFINITY, INFINITY)
     return rows.program(cost, np.zeros(len(cost)), np.full(len(cost), INFINITY))
 
 
-def add_largest(rows: Rows, problem: Problem, candidates: Ints, slowest: Ints, scale: float) -> None:
-    """Rows: T, in the columns `slowest`, is at least the largest piece of what a single table uses;
-    `candidates` are in the first columns."""
-    type_C = problem.type_C[candidates]
+def _add_largest(rows: Rows, problem: Problem, slowest: Ints, scale: float) -> None:
+    """Rows: T, in the columns `slowest`, is at least the largest piece of what a single table uses."""
     single = np.flatnonzero(np.bincount(problem.type_T) == 1)
-    mine = np.flatnonzero(np.isin(type_C, single))
-    row_C = np.searchsorted(single, type_C[mine])
+    mine = np.flatnonzero(np.isin(problem.type_C, single))
+    row_C = np.searchsorted(single, problem.type_C[mine])
     phase = np.arange(len(slowest))
     limit = np.arange(len(single) * len(slowest))
-    largest_CK = problem.largest_load_CK()[candidates[mine]] / scale
+    largest_CK = problem.largest_load_CK()[mine] / scale
     rows.add_each(
         np.append((row_C[:, None] * len(slowest) + phase).ravel(), limit),
         np.append(np.repeat(mine, len(slowest)), np.tile(slowest, len(single))),

@@ -11,7 +11,6 @@ from meshrec.planner.construct import candidates_by_type, construct, fitting_pla
 from meshrec.planner.local_search import exchange, reinsert
 from meshrec.planner.polish import polish
 from meshrec.planner.problem import Problem
-from meshrec.planner.rank_exchange import exchange_pieces
 from meshrec.planner.relaxation import FEW_CANDIDATES, MOST_CANDIDATES
 from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools, Ints
@@ -27,8 +26,8 @@ _LEAST_MOVES = 300_000
 _MOST_FIRSTS = 2
 """Plans that later attempts start from in turn, beside the best."""
 _WORK_PER_MOVE = 5
-_CLOSE, _PROMISING = 1.02, 1.005
-"""Plans that are this much slower than the best are worth exact sizes, and exchanges that know them."""
+_CLOSE = 1.02
+"""Plans that are this much slower than the best are worth exact sizes."""
 _HOTS, _HOTS_OF_MANY, _HOTS_OF_VERY_MANY = (0.01, 0.2, 0.03, 0.1), (0.003, 0.0015), (0.001, 0.0005)
 """Temperatures to start from, in turn at first: which one serves best depends on the tables. Few kinds of
 tables go together in few ways, and short hot attempts find them; many kinds need patience."""
@@ -126,9 +125,7 @@ class Search:
                     break
                 state = self._anneal(annealer, parts_T, self._next_hot(), settles=True)
                 found_T = [parts for parts in state.parts_T if parts is not None]
-                state = self._anneal(annealer, found_T, _COLD, settles=True)
-                if state.seconds < _PROMISING * self.seconds and exchange_pieces(state):
-                    self._keep(state)
+                self._anneal(annealer, found_T, _COLD, settles=True)
             return
         for exponent in _EXPONENTS:
             if self.is_spent:

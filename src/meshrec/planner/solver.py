@@ -14,10 +14,8 @@ import numpy as np
 
 from meshrec.planner.bound import Box, LowerBound
 from meshrec.planner.problem import Problem
-from meshrec.planner.rank_program import RankProgram
 from meshrec.planner.relaxation import FEW_CANDIDATES, MOST_CANDIDATES
 from meshrec.planner.search import Effort, Search
-from meshrec.planner.slot_program import SlotProgram
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
@@ -31,10 +29,6 @@ _GAPS = (
     *(0.007, 0.005, 0.003, 0.002, 0.001),
 )
 """Goals of the bound, one after the other: how far below the best known plan."""
-_GAPS_OF_RANKS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
-"""The same where ranks are told apart, which costs as much for a far goal as for a near one."""
-_GAPS_OF_SLOTS = (0.1, *_GAPS[15:])
-"""The same where ranks have slots, which makes short work of far goals."""
 _SAFELY = 0.99
 _NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
 """A goal is a part of the gap before it; a larger one from where goals become dear."""
@@ -42,17 +36,12 @@ _STEPS = ((MOST_CANDIDATES, 0.3), (np.inf, 0.57))
 """Where candidates are many, up to how many: which part of the way to the best known plan a goal is. A first
 box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little. Where they
 are very many boxes are split rather than narrowed, and the best of them rise as fast for a far goal."""
-_LEAST_SECONDS, _SHORTER = 1e-12, 0.5
+_LEAST_SECONDS = 1e-12
 _EARLY_WORK, _EARLY = 3e7, 0.1
 """The most work, and part of all work, that goes to better plans before the bound."""
 _ALIKE_STARTS = 16
 """How many more plans begin with pieces that are alike, unless the first one is far from those known."""
-_SEARCH_OF_SLOTS = 0.05
-"""How much of the search is enough where plans begin with pieces of one size."""
 _CLOSE = 1.05
-_ROOM_OF_SLOTS = 0.65
-"""There, as much of the gap of the first way as a further one has to have to be begun as well: its plans come
-from boxes otherwise."""
 _FEW_TABLES = 5
 """On a rank: then it matters which pieces fit beside each other, and plans begin with small ones, too."""
 
@@ -100,10 +89,6 @@ class _Entrant:
         self.root = self._coarse.best_box
         self._problem = problem
         self.is_large = len(way.allowed_C) > MOST_CANDIDATES
-        self._gaps: tuple[float, ...] = _GAPS_OF_RANKS if RankProgram.suits(problem) else _GAPS
-        self._has_slots = SlotProgram.suits(problem)
-        if self._has_slots:
-            self._gaps = _GAPS_OF_SLOTS
         self.bound: LowerBound | None = None
         self._proven, self._num_proven = -np.inf, 0
         self._deadline, self._longest = deadline, 0.0
@@ -138,10 +123,6 @@ class _Entrant:
         return self._work + (0 if self.bound is None else self.bound.work)
 
     @property
-    def _num_closer(self) -> int:
-        return 0 if self.bound is None else self.bound.num_closer
-
-    @property
     def has_time(self) -> bool:
         """Whether a step as long as the bound's longest one ends in time."""
         return time.perf_counter() + self._longest <= self._deadline
@@ -167,13 +148,8 @@ class _Entrant:
         """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
         yet; False where there is none."""
         started = time.perf_counter()
-        looked = self._num_closer
         is_worth_more = self._improve(known, self._deadline - started)
-        is_at_slots = self._has_slots and self._num_closer > looked  # a long look, which ends in time
-        if not is_at_slots:
-            # The first boxes of slots are divided and narrowed the most.
-            before = self._longest * (_SHORTER if self._has_slots else 1)
-            self._longest = max(before, time.perf_counter() - started)
+        self._longest = max(self._longest, time.perf_counter() - started)
         return is_worth_more
 
     def _improve(self, known: float, seconds: float) -> bool:
@@ -195,8 +171,8 @@ class _Entrant:
             goal = self.value + step / (1 + self._num_proven) * (known - self.value)
         else:
             gap = 1 - self.value / known
-            gap *= _NEXT if gap > _NEAR and self._gaps is _GAPS else _NEXT_WHEN_NEAR
-            goal = known * (1 - _SAFELY * next((least for least in self._gaps if least <= gap), 0.0))
+            gap *= _NEXT if gap > _NEAR else _NEXT_WHEN_NEAR
+            goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
         fixed = self.way.fixed_seconds
         scale = max(known - fixed, _LEAST_SECONDS)
         goal = max(goal - fixed, _LEAST_SECONDS)
@@ -223,12 +199,6 @@ class _Contest:
         self._entrants = [_Entrant(problem, way, effort, deadline) for way in ways]
         self._search = next(part for most, part in _SEARCH if len(problem.type_C) <= most)
         self._early_work = min(_EARLY_WORK, _EARLY * effort.max_work)
-        self._has_slots = SlotProgram.suits(problem)
-        if self._has_slots:
-            self._search, self._early_work = (
-                _SEARCH_OF_SLOTS * self._search,
-                _SEARCH_OF_SLOTS * self._early_work,
-            )
         self._effort = effort
         self._cutoff = cutoff
         self._deadline = deadline
@@ -265,11 +235,11 @@ class _Contest:
 
     def start(self) -> None:
         """A first plan of each way that can be better than the others'."""
-        room = _ROOM_OF_SLOTS if self._has_slots else 0.0
         for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
-            least = entrant.value + room * (self.known - self.value) if self.known < np.inf else entrant.value
-            if entrant.root is None or (least >= self.known) or (self._is_spent and self.known < np.inf):
+            if entrant.root is None or entrant.value >= self.known:
                 continue
+            if self._is_spent and self.known < np.inf:
+                break
             entrant.start(self.known)
             if entrant.is_large and entrant.search.parts_T:
                 break
