@@ -23,6 +23,9 @@ class Numbered(Source):
 
     num_dense = 1
 
+    def column(self, block: int, name: str):
+        raise KeyError(name)
+
     @property
     def block_sizes(self) -> Ints:
         return self.sizes

@@ -17,6 +17,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("meshrec.cli.train", "Trains a recipe, and leaves a folder with all there is to see."),
+    "evaluate": Command("meshrec.cli.evaluate", "Judges a run by other data."),
+    "predict": Command("meshrec.cli.predict", "Scores data with a run's model, in the order of the data."),
     "runs": Command("meshrec.cli.runs", "Lists the training runs, compares and removes them."),
     "checkpoint": Command("meshrec.cli.checkpoint", "Looks into checkpoints, takes weights in and out."),
     "export": Command("meshrec.cli.export", "Writes a run's model as a package that answers requests."),

@@ -37,6 +37,27 @@ class Batch:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
+    def padded(self, size: int) -> "Batch":
+        """With samples added at the end, up to ``size``: their dense values are 0, bags empty, labels NaN.
+
+        ``rows`` stays as it is: it tells how many samples there are.
+        """
+        more = size - len(self)
+        if more <= 0:
+            return self
+        sparse = self.sparse
+        keys = sparse.keys()
+        lengths_FB = sparse.lengths().view(len(keys), -1)
+        longer = torch.nn.functional.pad(lengths_FB, (0, more)).reshape(-1)
+        return Batch(
+            torch.nn.functional.pad(self.dense, (0, 0, 0, more)),
+            KeyedJaggedTensor(
+                keys, sparse.values(), sparse.weights_or_none(), lengths=longer, stride=len(self) + more
+            ),
+            torch.nn.functional.pad(self.labels, (0, more), value=float("nan")),
+            self.rows,
+        )
+
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """On another device; ``non_blocking`` does not wait for copies from pinned memory."""
         return Batch(

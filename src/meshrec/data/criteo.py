@@ -82,7 +82,7 @@ class CriteoText(Source):
         texts = np.full(found.lines, "", dtype=object)
         names = self._schema.columns()
         if name not in names:
-            raise DataError(f"{found.file}: the split's column {name!r} is none of {names}.")
+            raise DataError(f"{found.file}: there is no column {name!r} among {names}.")
         for piece in read_pieces(found, size=_PIECE):
             table, lines = parse(
                 piece.text,

@@ -71,7 +71,10 @@ class ParquetSource(Source):
                 table = opened.read_row_group(group.number, columns=[name], use_threads=False)
                 return table[name].combine_chunks()
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise DataError(f"{group.file}: the split's column {name!r} cannot be read: {error}") from error
+            names = self._metadata[group.file].schema.to_arrow_schema().names
+            raise DataError(
+                f"{group.file}: column {name!r} cannot be read: {error}. It has the columns {names}."
+            ) from error
 
     @property
     def block_sizes(self) -> Ints:

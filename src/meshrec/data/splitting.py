@@ -165,6 +165,12 @@ class ChosenRows(Source):
         """Chosen rows of each block."""
         return np.array([int(each.sum()) for each in self._chosen], dtype=np.int64)
 
+    def column(self, block: int, name: str) -> Any:
+        """Of the chosen rows."""
+        import pyarrow as pa
+
+        return self._source.column(block, name).filter(pa.array(self._chosen[block]))
+
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
         """Reads the source's windows from the one that has the first wanted row."""
         chosen = self._chosen[block]

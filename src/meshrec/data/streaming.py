@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,14 @@ class Source(ABC):
     @abstractmethod
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
         """Rows ``[first * size, (first + 1) * size)`` of a block, then the next ``size``, up to its end."""
+
+    @abstractmethod
+    def column(self, block: int, name: str) -> Any:
+        """A column of a block as it is in the data, an Arrow array with one entry per row.
+
+        Raises:
+            DataError: there is none of that name.
+        """
 
 
 class StreamReader(Reader):
@@ -93,6 +102,16 @@ class StreamReader(Reader):
     def files(self) -> Sequence[FileRows]:
         """Those of the source."""
         return self._source.files
+
+    def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Columns as they are in the data, in the order of files and rows: Arrow arrays, a block at a time.
+
+        Raises:
+            DataError: there is none of that name.
+        """
+        for block, size in enumerate(self._source.block_sizes):
+            if size:
+                yield {name: self._source.column(block, name) for name in names}
 
     def batches(
         self,

@@ -7,11 +7,13 @@ on any rank, and nothing is stored.
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshrec.data.dataset import Dataset, Feature, FileRows
+from meshrec.data.faults import DataError
 from meshrec.data.hashing import mix
 from meshrec.data.order import Stream, check_seed, generator
 from meshrec.data.samples import Floats, Ints, Ragged, Samples
@@ -121,6 +123,10 @@ class ClickSource(Source):
         sizes = np.full(-(-self._num_samples // _BLOCK), _BLOCK, dtype=np.int64)
         sizes[-1:] = (self._num_samples - 1) % _BLOCK + 1
         return sizes
+
+    def column(self, block: int, name: str) -> Any:
+        """None: clicks are made up."""
+        raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
         """Makes the block, and cuts it."""

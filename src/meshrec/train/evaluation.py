@@ -62,14 +62,18 @@ def score(
 ) -> Iterator[Scored]:
     """The model's logits for all samples of ``reader``, this rank's part, in the reader's order.
 
+    Every rank computes batches of ``batch_size`` samples, the last one padded: libraries of matrix products
+    choose other orders of sums for other sizes, and logits shall not depend on how many ranks there are.
+
     Collective: all ranks take the same number of steps. The model is in training mode again afterwards.
     """
     model.eval()
     try:
         for batch in reader.batches(batch_size, rank=ranks.rank, world_size=ranks.size):
+            whole = batch.padded(batch_size).to(ranks.device)
             with torch.no_grad():
-                logits = forward(model, batch.to(ranks.device), ranks.device, bf16=bf16)
-            yield Scored(batch.rows, logits.cpu(), batch.labels)
+                logits = forward(model, whole, ranks.device, bf16=bf16)
+            yield Scored(batch.rows, logits[: len(batch)].cpu(), batch.labels)
     finally:
         model.train()
 

@@ -15,7 +15,7 @@ from meshrec.distributed import record_phases
 from meshrec.planner.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
 from meshrec.train.checkpoints import Checkpoints
-from meshrec.train.evaluation import Window, evaluate
+from meshrec.train.evaluation import Scored, Window, evaluate, score
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
 from meshrec.train.profiling import StepProfiler
 from meshrec.train.progress import Progress
@@ -158,6 +158,14 @@ class Trainer:
             self.is_saved = self._checkpoints.finish(self.progress.step)
         self._finish()
         return self.validation
+
+    def evaluate(self, reader: Reader) -> dict[str, float]:
+        """Metrics of the weights of now on other samples: ``dataset.open(paths, True)``. Collective."""
+        return evaluate(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
+
+    def predict(self, reader: Reader) -> Iterator[Scored]:
+        """Logits by the weights of now, this rank's part, in the reader's order. Collective, to its end."""
+        return score(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
 
     def _owes_an_evaluation(self) -> bool:
         """Whether a run is resumed that was stopped between the end of an epoch and its evaluation."""
@@ -313,7 +321,7 @@ class Trainer:
             self._checkpoints.failed(error)
 
     def _judge(self, reader: Reader) -> dict[str, float]:
-        found = evaluate(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
+        found = self.evaluate(reader)
         if not math.isfinite(found.get("loss", 0.0)):
             raise LossError(
                 f"step {self.progress.step}: the loss on the validation data is {found['loss']}. Lower the "

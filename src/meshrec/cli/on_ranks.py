@@ -1,0 +1,68 @@
+"""Commands that work on several ranks of this machine: the same command, started anew for each."""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshrec.comms.leaving import leave_process_group
+from meshrec.train.launch import launch
+from meshrec.train.ranks import Ranks, choose_device, join, launched
+from meshrec.train.run_folder import RunFolder
+from meshrec.train.worker import RUN_VARIABLE
+
+
+def on_ranks(
+    command: str, arguments: Sequence[str], work: Callable[[Ranks], None], *, nproc: int, device: str | None
+) -> int:
+    """Has ``nproc`` processes do ``work``, this one where it is one; the exit code.
+
+    Args:
+        command, arguments: what each process is started with; it calls this function again.
+        work: collective.
+        nproc: how many.
+        device: ``cpu`` or ``cuda`` (default: what there is).
+
+    Raises:
+        ValueError: for ``nproc`` or ``device``, and what ``work`` raises in a single process.
+    """
+    if nproc < 1:
+        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
+    where = choose_device(device)
+    if launched():
+        return _as_rank(work, where)
+    if nproc == 1:
+        work(join(where))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        ended = launch(
+            [command, *arguments, "--device", where],
+            num_ranks=nproc,
+            folder=RunFolder(Path(folder)),
+            max_restarts=0,
+            environment={RUN_VARIABLE: folder},
+        )
+    if ended.error is not None:
+        print(f"meshrec: {ended.error}", file=sys.stderr)
+    return ended.code
+
+
+def _as_rank(work: Callable[[Ranks], None], device: str) -> int:
+    ranks = join(device)
+    try:
+        work(ranks)
+        ranks.wait_for_all()
+    except Exception:
+        folder = os.environ.get(RUN_VARIABLE)
+        if folder is None:  # started by another launcher
+            raise
+        RunFolder(Path(folder)).error(ranks.rank).write_text(traceback.format_exc())
+        return 1
+    finally:
+        if dist.is_initialized():
+            leave_process_group()
+    return 0

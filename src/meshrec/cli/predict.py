@@ -1,0 +1,62 @@
+"""``meshrec predict``: a run's scores of other data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from meshrec.cli.arguments import parse
+from meshrec.cli.on_ranks import on_ranks
+from meshrec.cli.output import check_output
+from meshrec.train.ranks import Ranks
+from meshrec.train.run_folder import RUNS, find_run
+from meshrec.train.score_file import write_scores
+from meshrec.train.scoring import gathered, load_scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Scores data that needs no labels: one row of scores for every row of the data, in its order."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run, by name or folder: the weights that it reports."""
+    data: tuple[str, ...]
+    """Files, folders or patterns, of the form that the run was trained on."""
+    out: Path
+    """The file of scores, .parquet or .csv."""
+    keep: tuple[str, ...] = ()
+    """Columns of the data to write beside the scores; if none, those of the ids."""
+    step: int | None = None
+    """The checkpoint of that step instead."""
+    last: bool = False
+    """The last step instead."""
+    nproc: int = 1
+    """Ranks on this machine: any number."""
+    device: str | None = None
+    """cpu or cuda; if none, cuda where there is one."""
+    runs: Path = RUNS
+    """Where run folders are."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses and does it; the exit code."""
+    options = parse(PredictOptions, arguments, program="meshrec predict")
+    check_output(options.out)
+    run = find_run(options.run, options.runs)
+
+    def work(ranks: Ranks) -> None:
+        scorer = load_scorer(run, ranks, options.data, labelled=False, step=options.step, last=options.last)
+        bf16 = scorer.recipe.training.bf16
+        scored = gathered(scorer.model, scorer.dataset.train, ranks, bf16=bf16)
+        if not ranks.is_first:
+            for _ in scored:
+                pass
+            return
+        num_empty = write_scores(options.out, scorer.dataset, scored, keep=options.keep)
+        num = scorer.dataset.train.num_samples
+        skipped = f", {num_empty:,} of them without a score: their data is damaged" if num_empty else ""
+        print(f"{options.out}: {num:,} rows, by the weights of step {scorer.step} of {run.path}{skipped}")
+
+    return on_ranks("predict", arguments, work, nproc=options.nproc, device=options.device)

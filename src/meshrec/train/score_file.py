@@ -1,0 +1,133 @@
+"""Scores as a file: one row for every row of the data, in its order, with columns of the data beside them."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from meshrec.train.evaluation import Scored
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset, StreamReader
+
+_ROW_GROUP = 1 << 17
+
+
+def write_scores(out: Path, dataset: "Dataset", scored: Iterator[Scored], *, keep: Sequence[str] = ()) -> int:
+    """Writes a row for every row of the data, in its order: ``score``, and columns of the data beside it.
+
+    A row that was skipped as damaged has no score: null.
+
+    Args:
+        out: a ``.parquet`` or ``.csv`` file; one that is there is replaced once all is written.
+        dataset: its training part is what is scored.
+        scored: of `gathered`.
+        keep: columns of the data; without it those of the ids.
+
+    Returns:
+        The number of rows without a score.
+
+    Raises:
+        DataError: there is no column of that name; before anything is scored.
+    """
+    import pyarrow as pa
+
+    from meshrec.data import StreamReader
+
+    reader = dataset.train
+    assert isinstance(reader, StreamReader)
+    names = list(keep) or list(dataset.id_columns or (each.name for each in dataset.features))
+    if "score" in names:
+        raise ValueError("--keep score: the scores have that name; rename the column in the data.")
+    columns = _Columns(reader, names)
+    num_empty = 0
+    with _writer(out) as write:
+        for scores in _whole(scored, reader.num_samples):
+            num_empty += scores.null_count
+            write(pa.table({**columns.take(len(scores)), "score": scores}))
+    return num_empty
+
+
+def _whole(scored: Iterator[Scored], num_rows: int) -> Iterator[Any]:
+    """Scores of consecutive rows, null where there are none."""
+    import pyarrow as pa
+
+    done = 0
+    for each in scored:
+        assert each.rows_B is not None
+        if len(each.rows_B) == 0:
+            continue
+        size = int(each.rows_B[-1]) + 1 - done
+        values, known = np.zeros(size, np.float32), np.zeros(size, np.bool_)
+        at = each.rows_B.numpy() - done
+        values[at], known[at] = torch.sigmoid(each.logits_B).numpy(), True
+        yield pa.array(values, mask=~known)
+        done += size
+    if done < num_rows:
+        yield pa.nulls(num_rows - done, pa.float32())
+
+
+class _Columns:
+    """Columns of the data, so many rows at a time."""
+
+    def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
+        import pyarrow as pa
+
+        self._blocks = (pa.table(block) for block in reader.columns(names))
+        self._rest = next(self._blocks)
+
+    def take(self, num: int) -> dict[str, Any]:
+        """The next ``num`` rows."""
+        import pyarrow as pa
+
+        while len(self._rest) < num:
+            self._rest = pa.concat_tables([self._rest, next(self._blocks)])
+        taken, self._rest = self._rest.slice(0, num), self._rest.slice(num)
+        return dict(zip(taken.column_names, taken.columns, strict=True))
+
+
+@contextmanager
+def _writer(out: Path) -> Iterator[Callable[[Any], None]]:
+    """Writes tables one after another; the file appears when all is well."""
+    import pyarrow as pa
+    import pyarrow.csv as csv
+    import pyarrow.parquet as parquet
+
+    kinds = {".parquet": parquet.ParquetWriter, ".csv": csv.CSVWriter}
+    if out.suffix not in kinds:
+        raise ValueError(
+            f"{out} ends in {out.suffix!r}: scores are written as {' or '.join(kinds)}. Name one of these."
+        )
+    scratch = out.with_name(f".{out.name}.{os.getpid()}")
+    opened: list[Any] = []
+    waiting: list[Any] = []
+
+    def flush() -> None:
+        whole = pa.concat_tables(waiting)
+        waiting.clear()
+        if not opened:
+            nested = [field.name for field in whole.schema if pa.types.is_nested(field.type)]
+            if nested and out.suffix == ".csv":
+                raise ValueError(
+                    f"{out}: CSV has no lists, as {nested} are. Write .parquet, or --keep others."
+                )
+            opened.append(kinds[out.suffix](str(scratch), whole.schema))
+        opened[0].write_table(whole)
+
+    def write(table: Any) -> None:
+        waiting.append(table)
+        if sum(map(len, waiting)) >= _ROW_GROUP:
+            flush()
+
+    try:
+        yield write
+        if waiting:
+            flush()
+        opened[0].close()
+        scratch.replace(out)
+    finally:
+        scratch.unlink(missing_ok=True)

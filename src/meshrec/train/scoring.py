@@ -1,0 +1,117 @@
+"""A run's weights, on data that the run did not see: on any number of ranks, in the order of the data."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from meshrec.checkpoint import find_checkpoint, load, read_manifest
+from meshrec.optim import SGD
+from meshrec.train.building import build
+from meshrec.train.evaluation import Scored, score
+from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import DataSource, Recipe
+from meshrec.train.run_folder import CONFIG, RunFolder
+from meshrec.train.saved_recipe import describe_data, load_recipe
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset, Reader
+    from meshrec.data.dataset import Paths
+
+# Every sum over columns or ids is made by one rank, as in one process.
+_EXACT = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
+
+
+class Scorer(NamedTuple):
+    """A run's model with the weights of ``step``, and the data to score: ``dataset.train``, in its order."""
+
+    model: nn.Module
+    recipe: Recipe
+    dataset: "Dataset"
+    step: int | None
+
+
+def load_scorer(
+    run: RunFolder,
+    ranks: Ranks,
+    paths: "Paths",
+    *,
+    labelled: bool,
+    step: int | None = None,
+    last: bool = False,
+) -> Scorer:
+    """The run's model, on as many ranks as there are now. Collective.
+
+    With as many ranks as the run had, its own plan places the tables; otherwise a plan that splits no table
+    by rows: sums are then made in the order of a single process.
+
+    Args:
+        run: the run.
+        ranks: of `join`.
+        paths: the data to score: files, folders or patterns, of the form that the run was trained on.
+        labelled: whether labels are read.
+        step, last: other weights than those that the run reports, see ``meshrec.checkpoint.find_checkpoint``.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, or the data is of another form.
+    """
+    checkpoint = find_checkpoint(run.path, step=step, last=last)
+    recipe = load_recipe(run)
+    dataset = open_data(recipe.data, run, paths, labelled=labelled)
+    # Without momentum and the like: nothing is updated here.
+    scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
+    model = build(_placed(scored, run, ranks), dataset, ranks).model
+    load(checkpoint, {"model": model})
+    return Scorer(model, recipe, dataset, read_manifest(checkpoint).step)
+
+
+def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: bool) -> "Dataset":
+    """Other data of the form that a run was trained on, as the training part of a dataset.
+
+    Raises:
+        ValueError: the source reads no files, or its form is not that of the run any more.
+    """
+    dataset = source.load()
+    if dataset.open is None:
+        raise ValueError(
+            f"{type(source).__name__} reads no files of its own, so that nothing else can be scored. Train "
+            "on files, such as Parquet; or score in Python: Trainer.predict(reader)."
+        )
+    trained = (run.read_json(CONFIG) or {}).get("data", {})
+    today = describe_data(dataset)
+    for name in ("features", "num_dense"):
+        if name in trained and trained[name] != today[name]:
+            raise ValueError(
+                f"{run.path} was trained on other columns: {name} were {trained[name]}, and its recipe has "
+                f"{today[name]} now. Score with the recipe as it was, or train anew."
+            )
+    return replace(dataset, train=dataset.open(paths, labelled), validation=None, test=None)
+
+
+def _placed(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Recipe:
+    placement = replace(recipe.placement, sharded=ranks.size > 1)
+    if ranks.size > 1 and placement.plan is None:
+        if run.plan.is_file() and (run.read_json(CONFIG) or {}).get("ranks") == ranks.size:
+            placement = replace(placement, plan=run.plan)
+        elif placement.sharding_types is None and placement.memory_gib is None:
+            placement = replace(placement, sharding_types=_EXACT, replicate_mib=None)
+    batch = -(-recipe.training.batch_size // ranks.size) * ranks.size
+    return replace(recipe, placement=placement, training=replace(recipe.training, batch_size=batch))
+
+
+def gathered(model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False) -> Iterator[Scored]:
+    """What `score` gives, a step at a time and of all ranks in order: on rank 0; on the others nothing.
+
+    Collective: every rank goes through all of it.
+    """
+    for mine in score(model, reader, ranks, bf16=bf16):
+        every = ranks.collect(mine)
+        if ranks.is_first:
+            rows = [each.rows_B for each in every if each.rows_B is not None]
+            yield Scored(
+                torch.cat(rows) if rows else None,
+                torch.cat([each.logits_B for each in every]),
+                torch.cat([each.labels_B for each in every]),
+            )

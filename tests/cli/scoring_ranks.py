@@ -1,0 +1,12 @@
+"""What a rank of a pool does in tests of scores: it imports nothing of the tests."""
+
+from meshrec.train import RunFolder, join
+from meshrec.train.score_file import write_scores
+from meshrec.train.scoring import gathered, load_scorer
+
+
+def on_a_rank(run, data, out):
+    ranks = join("cpu")
+    scorer = load_scorer(RunFolder(run), ranks, data, labelled=False)
+    scored = gathered(scorer.model, scorer.dataset.train, ranks)
+    return write_scores(out, scorer.dataset, scored) if ranks.is_first else list(scored)

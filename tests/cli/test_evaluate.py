@@ -1,0 +1,27 @@
+import pytest
+
+from meshrec.cli import evaluate
+from meshrec.cli.train import main as train
+from meshrec.train import RunFolder
+from tests.train.clicks import write_clicks
+
+
+def test_the_test_split_is_judged_as_in_training(tmp_path, capsys):
+    write_clicks(tmp_path / "train.parquet", 900, seed=0)
+    data = write_clicks(tmp_path / "test.parquet", 700, seed=1)
+    source = ["tests/train/clicks.py:recipe", "--data.folder", str(tmp_path)]
+    assert train([*source, "--runs", str(tmp_path), "--name", "r", "--quiet"]) == 0
+    out = tmp_path / "m.json"
+    assert evaluate.main(["r", "--runs", str(tmp_path), "--data", str(data), "--json", str(out)]) == 0
+    found = RunFolder(tmp_path).read_json("m.json")
+    assert found["samples"] == 700
+    summary = RunFolder(tmp_path / "r").read_json("summary.json")
+    assert found["metrics"] == pytest.approx(summary["validation"], rel=1e-12)
+    assert "auc" in capsys.readouterr().out
+
+
+def test_made_up_data_has_no_files(tmp_path):
+    args = ["tests/train/small.py:small", "--runs", str(tmp_path), "--name", "r", "--quiet"]
+    assert train(args) == 0
+    with pytest.raises(ValueError, match="SyntheticClicks reads no files of its own"):
+        evaluate.main([str(tmp_path / "r"), "--data", "x"])
