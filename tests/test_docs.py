@@ -1,10 +1,18 @@
 """What the documentation generates from the source."""
 
+import dataclasses
 import importlib.util
+import re
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+
+from meshrec.train import Trainer, join
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -18,6 +26,23 @@ def load(name):
 
 
 errors, command_line = load("errors"), load("command_line")
+
+
+def test_the_recipe_of_the_training_page_trains(tmp_path):
+    text = (DOCS / "rooms" / "train.md").read_text()
+    code, in_a_program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    module = types.ModuleType("page")
+    sys.modules["page"] = module
+    exec(code, vars(module))
+    numbers = np.arange(1000)
+    clicks = {"clicked": numbers % 2, "user": [f"u{n % 50}" for n in numbers], "item": numbers % 80}
+    path = tmp_path / "clicks.parquet"
+    pq.write_table(pa.table(clicks | {"price": numbers / 7, "ts": numbers}), path)
+    recipe = dataclasses.replace(module.clicks(), data=module.Clicks(path=path))
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    assert trainer.run()["auc"] > 0.5
+    assert trainer.test
+    compile(in_a_program, "train.md", "exec")
 
 
 def test_every_error_says_what_to_do():

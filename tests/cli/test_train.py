@@ -209,7 +209,7 @@ def test_a_resumed_run_keeps_its_configuration(tmp_path):
 def test_a_rank_that_is_lost_is_named(tmp_path, number, message):
     options = ("--runs", str(tmp_path), "--name", "mine", "--training.checkpoint-every", "20")
     process = subprocess.Popen(
-        command("--nproc", "2", *options, "--training.epochs", "100000", "--rank-timeout", "3"),
+        command("--nproc", "2", *options, "--training.epochs", "100000", "--rank-timeout", "8"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -103,6 +105,53 @@ def test_it_learns_who_likes_what():
     assert (own | ~in_batch)[liked].all()
 
 
+def test_by_default_the_correction_makes_up_for_popularity():
+    # Each user has clicked items of one kind; half of all clicks, of either kind, are of one popular item.
+    torch.manual_seed(0)
+    users, items, batch_size = 40, 60, 64
+    chance = torch.full((2, items), 1e-9)
+    chance[0, 1 : items // 2], chance[1, items // 2 :] = 1.0, 1.0
+    chance /= 2 * chance.sum(1, keepdim=True)
+    chance[:, 0] = 0.5
+    tables = [
+        EmbeddingBagConfig(name="user", num_embeddings=users, embedding_dim=8, feature_names=["user"]),
+        EmbeddingBagConfig(name="item", num_embeddings=items, embedding_dim=8, feature_names=["item"]),
+    ]
+    ranks = {}
+    for log_q in ("estimated", None):
+        torch.manual_seed(1)
+        model = TwoTower(EmbeddingBagCollection(tables=tables), ["user"], ["item"], [16, 8])
+        train = TwoTowerTrain(model, "item", log_q=log_q, temperature=0.2)
+        optimizer = torch.optim.Adam(train.parameters(), lr=0.02)
+        for _ in range(150):
+            user = torch.randint(0, users, (batch_size,))
+            item = torch.multinomial(chance[user % 2], 1).squeeze(1)
+            batch = SimpleNamespace(
+                dense_features=torch.empty(batch_size, 0),
+                sparse_features=KeyedJaggedTensor(
+                    ["user", "item"],
+                    torch.cat([user, item]),
+                    lengths=torch.ones(2 * batch_size, dtype=torch.int64),
+                ),
+                labels=torch.ones(batch_size),
+            )
+            optimizer.zero_grad()
+            train(batch)[0].backward()
+            optimizer.step()
+        every_item = KeyedJaggedTensor(["item"], torch.arange(items), lengths=torch.ones(items).long())
+        every_user = KeyedJaggedTensor(["user"], torch.arange(users), lengths=torch.ones(users).long())
+        products = model.embed_queries(torch.empty(users, 0), every_user) @ model.embed_items(every_item).T
+        ranks[log_q] = (products > products[:, :1]).sum(1).float().mean()
+    assert ranks["estimated"] < 1 < ranks[None]
+
+
+def test_the_correction_is_one_of_three():
+    with pytest.raises(ValueError, match='must be "estimated", a tensor or None'):
+        TwoTowerTrain(make_model(), "item", log_q="guessed")
+    with pytest.raises(ValueError, match="no table has the item feature 'movie'"):
+        TwoTowerTrain(make_model(), "movie")
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_brute_force_finds_the_best(chunk):
     torch.manual_seed(0)
@@ -133,7 +182,7 @@ def test_compiles_without_a_graph_break():
 
 
 def make_train():
-    return TwoTowerTrain(make_model(), "item")
+    return TwoTowerTrain(make_model(), "item", log_q=None)  # the estimate is of the first rank
 
 
 def check_sharded():

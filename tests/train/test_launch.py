@@ -1,7 +1,8 @@
 import os
+import time
 import traceback
 
-from meshrec.train.launch import first_error
+from meshrec.train.launch import _stragglers, first_error
 from meshrec.train.run_folder import RunFolder
 
 
@@ -33,3 +34,19 @@ def test_the_cause_is_told_from_its_consequences(tmp_path):
     except ValueError:
         folder.error(1).write_text(traceback.format_exc())
     assert first_error(folder, 2) == "no plan fits.\nThe largest tables: t0.\nTake more ranks."
+
+
+def test_ranks_that_started_after_a_failure_are_no_stragglers(tmp_path):
+    folder, now = RunFolder(tmp_path), time.time()
+
+    def write(path, seconds_ago):
+        path.write_text("1")
+        os.utime(path, (now - seconds_ago, now - seconds_ago))
+
+    write(folder.process(1), 100)
+    assert _stragglers(folder, 3) == []
+    write(folder.error(0), 5)
+    assert _stragglers(folder, 3) == []  # it may end by itself
+    write(folder.error(0), 50)
+    write(folder.process(2), 40)
+    assert _stragglers(folder, 3) == [1]

@@ -1,7 +1,8 @@
 import json
 import re
 
-from meshrec.train.report import phase_times, report_data, to_html, write_report
+from meshrec.reports.page import to_page
+from meshrec.train.report import phase_times, report_data, write_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, to_json
 from tests.browser import drawn, needs_browser
 
@@ -22,7 +23,7 @@ def folder_with(tmp_path, small, num_lines):
 
 def test_the_page_holds_its_data(tmp_path, small):
     folder = folder_with(tmp_path, small, 3)
-    page = to_html(report_data(folder) | {"name": "</script><b>"})
+    page = to_page("run.js", report_data(folder) | {"name": "</script><b>"})
     text = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
     data = json.loads(text.group(1))
     assert data["name"] == "</script><b>"
@@ -51,10 +52,50 @@ def test_long_runs_are_thinned(tmp_path, small):
 def test_a_browser_draws_it(tmp_path, small):
     folder = folder_with(tmp_path, small, 3)
     for step, speed in ((4, 130_000.0), (5, 5_000.0)):
-        folder.append_metrics({"kind": "train", "step": step, "samples_per_second": speed})
+        folder.append_metrics(
+            {"kind": "train", "step": step, "epoch": step / 2, "samples_per_second": speed, "auc": 0.7}
+        )
+    folder.append_metrics({"kind": "test", "step": 4, "epoch": 2.0, "auc": 0.74})
+    summary = {
+        "state": "finished",
+        "step": 5,
+        "best_step": 4,
+        "weights_step": 4,
+        "seconds": 100.0,
+        "train_seconds": 60.0,
+        "validation": {"auc": 0.75},
+        "test": {"auc": 0.74},
+        "baselines": {"item popularity": {"auc": 0.7}},
+        "baselines_test": {"item popularity": {"auc": 0.76}},
+        "skipped": {"a.csv": {"row 3: no label": 1}},
+        "phases": [{"phase": "lookup", "predicted": 1.0, "measured": 2.0}],
+        "checkpoints": {"weights": "runs/x/best/step-4", "last": None},
+    }
+    folder.write_json(SUMMARY, summary)
+    folder.write_json(
+        CONFIG, folder.read_json(CONFIG) | {"commands": {"export": "meshrec checkpoint export"}}
+    )
     write_report(folder)
-    page = drawn(f"file://{folder.report}")
+    page = drawn(f"file://{folder.report}").split("<noscript>")[0]
     assert page.count("<path") >= 2
-    assert ">100,000<" in page
-    assert ">0<" in page
+    for text in (">100,000<", ">0<", ">epoch 2<", ">best step<", "the best step, whose weights are kept"):
+        assert text in page, text
     assert ">-0<" not in page
+    assert "item popularity (better)" in page  # on the test data, so that card is not green
+    assert '<b class="good">0.7500</b><span>validation AUC' in page
+    assert '<b class="">0.7400</b><span>test AUC' in page
+    assert "in all, of them 60.0 s training" in page
+    assert "row 3: no label" in page
+    assert "meshrec checkpoint export" in page
+    assert "meshrec train --resume" not in page  # there is no checkpoint to go on from
+
+
+@needs_browser
+def test_a_failed_run_says_so(tmp_path, small):
+    folder = folder_with(tmp_path, small, 3)
+    (folder.path / SUMMARY).unlink()
+    folder.write_state("failed", error="the disk is full", step=3)
+    write_report(folder)
+    page = drawn(f"file://{folder.report}").split("<noscript>")[0]
+    assert '<span class="badge failed">failed</span>' in page
+    assert "It failed after step 3: the disk is full" in page

@@ -201,7 +201,7 @@ def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
         if str(folder.path) not in error:  # it names no file in there
             drop_unstarted(folder)
         return code
-    if list(folder.path.glob("checkpoints/step-*/manifest.json")):
+    if folder.has_checkpoint:
         sys.stderr.write(f"to go on from the last checkpoint: {commands(folder)['resume']}\n")
     else:
         sys.stderr.write(

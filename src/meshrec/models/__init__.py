@@ -11,6 +11,7 @@ from meshrec.models.dlrm import (
     OverArch,
     SparseArch,
 )
+from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.two_tower import (
     BruteForceIndex,
     Retrieved,
@@ -31,6 +32,7 @@ __all__ = [
     "FMInteractionArch",
     "InteractionArch",
     "InteractionDCNArch",
+    "ItemFrequency",
     "OverArch",
     "Retrieved",
     "SparseArch",

@@ -4,12 +4,13 @@ Yi et al.: "Sampling-bias-corrected neural modeling for large corpus item recomm
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshrec.models.dlrm import ClickBatch, OverArch
+from meshrec.models.item_frequency import ItemFrequency
 from meshrec.modules import EmbeddingBagCollection
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
@@ -167,36 +168,75 @@ def in_batch_softmax(
 class TwoTowerTrain(nn.Module):
     """A two-tower model with its loss; only samples with label 1 count as queries, all as items.
 
+    Frequent items are frequent among the wrong answers of a batch, too. Left uncorrected, the model learns to
+    avoid what is popular, and finds less than a list of the most popular items does; so the correction of
+    :func:`in_batch_softmax` is the default, with shares estimated from the batches of the first rank.
+
     Args:
-        two_tower: the model.
+        two_tower: the model, with an ``embedding_bag_collection``.
         item_feature: the feature with one id per sample that tells items apart.
         temperature: see :func:`in_batch_softmax`.
-        log_q: [items], for the correction of :func:`in_batch_softmax`; without it none.
+        log_q: the correction: "estimated" by :class:`ItemFrequency`, known logs of shares [items], or None
+            for no correction, where wrong answers are not drawn by popularity.
+
+    Raises:
+        ValueError: no table of the model has the item feature, or ``log_q`` is something else.
     """
 
     def __init__(
-        self, two_tower: nn.Module, item_feature: str, temperature: float = 0.05, log_q: Tensor | None = None
+        self,
+        two_tower: nn.Module,
+        item_feature: str,
+        temperature: float = 0.05,
+        log_q: Tensor | Literal["estimated"] | None = "estimated",
     ) -> None:
         super().__init__()
         self.model = two_tower
         self._item_feature = item_feature
         self._temperature = temperature
-        self.register_buffer("log_q", log_q, persistent=False)
+        known = log_q if isinstance(log_q, Tensor) else None
+        if known is None and log_q not in ("estimated", None):
+            raise ValueError(f'log_q must be "estimated", a tensor or None, got {log_q!r}.')
+        self.register_buffer("log_q", known, persistent=False)
+        self.frequency: ItemFrequency | None = None
+        if log_q == "estimated" and known is None:
+            self.frequency = ItemFrequency(_num_items(two_tower, item_feature))
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, RetrievalOutputs]:
         """The loss, and what metrics need, detached."""
         query, item = self.model(batch.dense_features, batch.sparse_features)
         ids = batch.sparse_features[self._item_feature].values().long()
-        log_q = self.log_q
         loss = in_batch_softmax(
             query,
             item,
             temperature=self._temperature,
             item_ids_B=ids,
-            log_q_B=None if log_q is None else log_q[ids],  # type: ignore[index]
+            log_q_B=self._log_q(ids),
             weights_B=batch.labels.float(),
         )
         return loss, RetrievalOutputs(loss.detach(), query.detach(), item.detach())
+
+    def _log_q(self, ids_B: Tensor) -> Tensor | None:
+        if self.frequency is not None:
+            log_q: Tensor = self.frequency(ids_B)
+            return log_q
+        known = self.log_q
+        return None if known is None else known[ids_B]  # type: ignore[index]
+
+
+def _num_items(two_tower: nn.Module, item_feature: str) -> int:
+    """Rows of the item feature's table."""
+    tables = [
+        config
+        for config in two_tower.embedding_bag_collection.embedding_bag_configs()  # type: ignore[union-attr, operator]
+        if item_feature in config.feature_names
+    ]
+    if not tables:
+        raise ValueError(
+            f"no table has the item feature {item_feature!r}, by which items are counted. Name a feature of "
+            "the model, or give log_q."
+        )
+    return int(tables[0].num_embeddings)
 
 
 class Retrieved(NamedTuple):

@@ -4,6 +4,7 @@ Starting a process that imports torch takes seconds; a pool pays that once for m
 """
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -153,7 +154,25 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
             except BaseException:  # checkpoint errors are no Exceptions
                 outcome = _Outcome(None, traceback.format_exc())
             pipe.send(outcome)
+            del outcome
+            _leave_subgroups()
     dist.destroy_process_group()
+
+
+def _leave_subgroups() -> None:
+    """Destroys the groups that a task made, all but the default one.
+
+    Each gloo group has a thread that wakes 100 times a second as long as the group lives: after some hundred
+    tasks, these alone would keep a core busy.
+    """
+    import torch.distributed as dist
+
+    default = dist.group.WORLD
+    made = [group for group in dist.distributed_c10d._world.pg_map if group is not default]
+    for group in made:
+        dist.destroy_process_group(group)
+    if made:
+        gc.collect()  # meshes and modules hold groups in circles
 
 
 def _module(task: _Task, modules: dict[str, ModuleType]) -> ModuleType:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshrec.train.run_folder import RunFolder
@@ -18,6 +20,11 @@ _SHUTDOWN_SECONDS = 120
 # How long the other ranks have to end by themselves once one has failed.
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
+# Until a rank listens for signals itself, Ctrl-C ends it without a traceback.
+_RANK = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "from meshrec.__main__ import main; raise SystemExit(main())"
+)
 
 
 class Ended(NamedTuple):
@@ -35,7 +42,7 @@ def launch(
     max_restarts: int,
     environment: Mapping[str, str],
 ) -> Ended:
-    """Runs ``python -m meshrec ARGUMENTS`` in ``num_ranks`` processes, and waits for them.
+    """Runs ``meshrec ARGUMENTS`` in ``num_ranks`` processes, and waits for them.
 
     Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share the cores of this machine
     unless OMP_NUM_THREADS says otherwise. Once a rank has failed, those that do not end by themselves are
@@ -68,7 +75,7 @@ def launch(
     os.environ.update(added)
     try:
         with _ends_stragglers(folder, num_ranks) as silent:
-            elastic_launch(config, sys.executable)("-m", "meshrec", *arguments)
+            elastic_launch(config, sys.executable)("-c", _RANK, *arguments)
     except ChildFailedError as failed:
         return Ended(1, first_error(folder, num_ranks, signals_of(failed), silent))
     except SignalException as stopped:
@@ -91,14 +98,9 @@ def _ends_stragglers(folder: RunFolder, num_ranks: int) -> Iterator[set[int]]:
 
     def watch() -> None:
         while not over.wait(_POLL_SECONDS):
-            failed = [rank for rank in range(num_ranks) if folder.error(rank).is_file()]
-            if not failed:
-                continue
-            age = time.time() - min(folder.error(rank).stat().st_mtime for rank in failed)
-            for rank in set(range(num_ranks)) - set(failed) if age > _GRACE_SECONDS else ():
+            for rank in _stragglers(folder, num_ranks):
                 with contextlib.suppress(OSError, ValueError):
-                    pid = int(folder.process(rank).read_text())
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(int(folder.process(rank).read_text()), signal.SIGKILL)
                     folder.process(rank).unlink()
                     killed.add(rank)
 
@@ -109,6 +111,24 @@ def _ends_stragglers(folder: RunFolder, num_ranks: int) -> Iterator[set[int]]:
     finally:
         over.set()
         thread.join()
+
+
+def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
+    """The ranks that another one's failure should have ended by now; not those that started since."""
+    failed_at = {rank: _written(folder.error(rank)) for rank in range(num_ranks)}
+    first = min(failed_at.values())
+    if time.time() - first < _GRACE_SECONDS:
+        return []
+    waiting = [rank for rank, at in failed_at.items() if at == math.inf]
+    return [rank for rank in waiting if _written(folder.process(rank)) < first]
+
+
+def _written(path: Path) -> float:
+    """When a file was written; later than anything if there is none."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def first_error(

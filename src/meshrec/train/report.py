@@ -1,33 +1,23 @@
 """A run as one HTML page that needs nothing else: its curves, its time, its plan, its quality."""
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from meshrec.planner import load_plan
 from meshrec.planner.measured import DENSE, read_phases
+from meshrec.reports.page import to_page
 from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
 
-_PLACE = '"RUN"'
 _MOST_POINTS = 800
-_CURVES = ("step", "kind", "loss", "auc", "normalized_entropy", "samples_per_second", "seconds")
+_CURVES = ("step", "epoch", "kind", "loss", "auc", "normalized_entropy", "samples_per_second", "seconds")
 
 
 def write_report(folder: RunFolder) -> None:
     """Writes ``report.html`` from what the run's folder holds."""
-    folder.report.write_text(to_html(report_data(folder)), encoding="utf-8")
-
-
-def to_html(data: dict[str, Any]) -> str:
-    """The page of `report_data`."""
-    page = files("meshrec.train").joinpath("report_page.html").read_text(encoding="utf-8")
-    # "</" would end the script element inside a name.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    return page.replace(_PLACE, text, 1)
+    folder.report.write_text(to_page("run.js", report_data(folder)), encoding="utf-8")
 
 
 def report_data(folder: RunFolder) -> dict[str, Any]:
@@ -37,6 +27,8 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
         "name": folder.path.name,
         "config": config,
         "options": [[name, value] for name, value in flat(config.get("recipe", {}))],
+        "has_checkpoint": folder.has_checkpoint,
+        "state": folder.state()._asdict(),
         "summary": folder.read_json(SUMMARY) or {},
         "metrics": _curves(folder.metrics()),
         "phases": phase_times(folder),
@@ -66,10 +58,10 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
 def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of metrics, thinned where there are more than a screen shows."""
     train = [line for line in lines if line["kind"] == "train"]
-    validation = [line for line in lines if line["kind"] == "validation"]
+    judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
         {name: line[name] for name in _CURVES if name in line}
-        for kind in (train, validation)
+        for kind in (train, *judged)
         for line in _thinned(kind)
     ]
 

@@ -73,6 +73,11 @@ class RunFolder:
         """The number of a rank's process, while it works."""
         return self.path / f".process_rank{rank}"
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a state that training can go on from."""
+        return any(self.path.glob("checkpoints/step-*/manifest.json"))
+
     def write_json(self, name: str, value: Any) -> None:
         """Writes a file at once: a reader sees the old or the new one. Numbers that are none become null."""
         text = json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"

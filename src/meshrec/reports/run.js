@@ -1,0 +1,110 @@
+const { summary, config, plan } = data, judged = { validation: summary.validation || {}, test: summary.test || {} };
+const recipe = config.recipe ? config.recipe.name : "this run", began = (config.began || "").slice(0, 16).replace("T", " ");
+header(data.name, [`recipe ${recipe}`, config.ranks && `${plural(config.ranks, "rank")} on ${config.device}`, began && `began ${began}`], data.state.name);
+if (data.state.error) append(note(`It failed${data.state.step ? ` after step ${count(data.state.step)}` : ""}: ${data.state.error}`, "failed"));
+for (const failure of summary.failed_saves || []) append(note(`No checkpoint was saved: ${failure}`));
+const beaten = kind => Object.values(summary[kind === "test" ? "baselines_test" : "baselines"] || {}).every(q => !(q.auc > judged[kind].auc));
+const cards = [];
+for (const kind of ["test", "validation"]) if (judged[kind].auc !== undefined) cards.push([judged[kind].auc.toFixed(4), `${kind} AUC`, beaten(kind) ? "good" : ""]);
+const quality = judged.test.loss === undefined ? ["validation", judged.validation] : ["test", judged.test];
+if (quality[1].loss !== undefined) cards.push([quality[1].loss.toFixed(4), `${quality[0]} log loss`]);
+if (quality[1].normalized_entropy !== undefined) cards.push([quality[1].normalized_entropy.toFixed(4), `${quality[0]} normalized entropy`]);
+if (summary.best_step) cards.push([count(summary.best_step), summary.weights_step === summary.best_step ? "the best step, whose weights are kept" : "the best step"]);
+const steps = summary.step || data.state.step;
+if (steps) cards.push([count(steps), summary.num_steps > steps ? `steps of ${count(summary.num_steps)}` : "steps"]);
+if (summary.samples_per_second) cards.push([count(summary.samples_per_second), "samples per second, training"]);
+if (summary.seconds) cards.push([duration(summary.seconds), `in all, of them ${duration(summary.train_seconds)} training`]);
+const skipped = Object.entries(summary.skipped || {}), lost = skipped.flatMap(([, reasons]) => Object.values(reasons)).reduce((a, b) => a + b, 0);
+if (skipped.length) cards.push([count(lost), "rows skipped"]);
+facts(cards);
+
+const models = { validation: [], test: [] };
+for (const [kind, key] of [["validation", "baselines"], ["test", "baselines_test"]]) for (const [name, q] of Object.entries(summary[key] || {})) if (q.auc !== undefined) models[kind].push([name, q.auc, "baseline"]);
+if (models.validation.length || models.test.length) {
+  const low = 0.45, parts = [];
+  for (const kind of ["test", "validation"]) {
+    if (judged[kind].auc === undefined) continue;
+    const found = [...models[kind], [recipe, judged[kind].auc, "ours"]];
+    if (kind === "validation" && summary.best_possible_auc) found.push(["the best possible", summary.best_possible_auc, "bound"]);
+    found.sort((a, b) => a[1] - b[1]);
+    const high = Math.max(...found.map(f => f[1])) + 0.005;
+    parts.push(element("div", { class: "card" }, element("h3", {}, kind === "test" ? "Test: looked at once, at the end" : "Validation: chose the best step"), bars(found.map(([name, auc, what]) => {
+      const wins = what === "baseline" && auc > judged[kind].auc;
+      const strong = text => what === "ours" ? element("b", {}, text) : text;
+      return [strong(wins ? `${name} (better)` : name), bar([[Math.max(0, auc - low) / (high - low), what === "ours" ? "var(--ours)" : wins ? "var(--second)" : "#9aa6b8"]]), strong(auc.toFixed(4))];
+    }))));
+  }
+  section("AUC against the baselines", element("div", { class: "charts" }, ...parts), paragraph(`Bars start at ${low}; a guess has 0.5.`));
+}
+
+function ticks(low, high, most = 5) {
+  const rough = (high - low) / most || 1, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map(k => k * power).find(s => s >= rough), found = [];
+  for (let value = Math.ceil(low / step - 1e-9) * step + 0; value <= high + step * 1e-9; value += step) found.push(value);
+  return [found, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
+}
+const epochs = data.metrics.filter(m => m.epoch > 0), perEpoch = epochs.length ? Math.max(...epochs.map(m => m.step / m.epoch)) : 0;
+function chart(title, field) {
+  const kinds = [["training", "train", "var(--ours)"], ["validation", "validation", "var(--second)"], ["test", "test", "var(--third)"]];
+  const lines = kinds.map(([label, kind, color]) => ({ label, color, dots: kind !== "train", points: data.metrics.filter(m => m.kind === kind && m[field] !== undefined && m[field] !== null).map(m => [m.step, m[field]]) })).filter(line => line.points.length);
+  if (!lines.length) return null;
+  const width = 520, height = 270, left = 56, right = 16, top = 14, bottom = 46, all = lines.flatMap(line => line.points);
+  let x0 = 0, x1 = Math.max(...all.map(p => p[0])), y0 = Math.min(...all.map(p => p[1])), y1 = Math.max(...all.map(p => p[1]));
+  const pad = (y1 - y0) * 0.06 || Math.abs(y1) * 0.05 || 1; y0 -= pad; y1 += pad;
+  const x = v => left + (width - left - right) * (v - x0) / (x1 - x0 || 1), y = v => height - bottom - (height - top - bottom) * (v - y0) / (y1 - y0);
+  const picture = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  const [yt, decimals] = ticks(y0, y1);
+  for (const v of yt) picture.append(element("line", { x1: left, x2: width - right, y1: y(v), y2: y(v), stroke: "var(--line)" }), element("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, decimals ? v.toFixed(decimals) : v.toLocaleString("en")));
+  const below = (v, text, row) => picture.append(element("text", { x: x(v), y: height - bottom + row, "text-anchor": "middle" }, text));
+  for (const v of ticks(x0, x1)[0]) if (x(x1) - x(v) > 44) below(v, v.toLocaleString("en"), 17);
+  below(x1, x1.toLocaleString("en"), 17);
+  const last = perEpoch ? Math.floor(x1 / perEpoch + 1e-6) : 0;
+  if (last) for (const epoch of ticks(0, last)[0].filter(e => e >= 1 && Number.isInteger(e))) {
+    picture.append(element("line", { x1: x(epoch * perEpoch), x2: x(epoch * perEpoch), y1: height - bottom, y2: height - bottom + 5, stroke: "var(--dim)" }));
+    below(epoch * perEpoch, `epoch ${epoch}`, 31);
+  }
+  picture.append(element("text", { x: left - 8, y: height - bottom + 17, "text-anchor": "end" }, "step"));
+  if (summary.best_step && summary.best_step <= x1) {
+    const at = x(summary.best_step);
+    picture.append(element("line", { x1: at, x2: at, y1: top, y2: height - bottom, stroke: "var(--good)", "stroke-dasharray": "4 4" }), element("text", { x: at + (at > width / 2 ? -5 : 5), y: top + 8, "text-anchor": at > width / 2 ? "end" : "start", style: "fill:var(--good)" }, "best step"));
+  }
+  for (const line of lines) {
+    const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
+    if (line.label !== "test") picture.append(element("path", { d: path, fill: "none", stroke: line.color, "stroke-width": 2, "stroke-linejoin": "round" }));
+    if (line.dots || line.points.length === 1) for (const p of line.points) picture.append(element("circle", { cx: x(p[0]), cy: y(p[1]), r: line.label === "test" ? 5 : 3.5, fill: line.color, stroke: "var(--back)", "stroke-width": 1.2 }, element("title", {}, `${line.label}, step ${p[0]}: ${p[1].toPrecision(5)}`)));
+  }
+  return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
+}
+const charts = [["Log loss", "loss"], ["AUC", "auc"], ["Samples per second", "samples_per_second"], ["Normalized entropy", "normalized_entropy"]].map(pair => chart(...pair)).filter(Boolean);
+if (charts.length) section("Curves", element("div", { class: "charts" }, ...charts));
+
+const whole = (summary.phases || []).find(row => row.phase === "step");
+if (plan) {
+  const said = `Proven, of the planner's model of the hardware (${plan.hardware}): no plan is faster than ${milliseconds(plan.lower_bound)} per step for the tables; this one takes ${milliseconds(plan.seconds)}, a gap of ${(100 * plan.gap).toFixed(1)} %.`;
+  const met = whole && whole.predicted ? ` Measured in this run: ${milliseconds(whole.measured)}, ${(whole.measured / whole.predicted).toFixed(1)} times what the model says.` : " This run measured no phase, so how far the model is from it is not known.";
+  const rows = summary.phases || [], longest = Math.max(...rows.map(row => Math.max(row.predicted, row.measured)));
+  section("Predicted and measured", element("p", {}, said + met), ...(rows.length ? [
+    legend([["measured, slowest rank", "#9aa6b8"], ["predicted", "tick"]]),
+    bars(rows.map(row => [words(row.phase), bar([[row.measured / longest, row.phase === "step" ? "var(--ours)" : phaseColors[row.phase]]], row.predicted / longest), `${milliseconds(row.measured)} / ${milliseconds(row.predicted)}`])),
+  ] : []));
+}
+if (data.phases.length) {
+  const names = [...new Set(data.phases.flatMap(r => Object.keys(r.phases)))], total = r => Object.values(r.phases).reduce((a, b) => a + b, 0);
+  const longest = Math.max(...data.phases.map(total)) || 1;
+  section("Time per phase and rank", paragraph("One training step: the median over the recorded ones. The dense part is all that is no table."), legend(names.map(name => [words(name), phaseColors[name]])),
+    bars(data.phases.map(r => [`rank ${r.rank}`, bar(names.filter(name => r.phases[name]).map(name => [r.phases[name] / longest, phaseColors[name], `${words(name)}: ${milliseconds(r.phases[name])}`])), milliseconds(total(r))]), "tall"), element("br"),
+    plainTable(["phase [ms]", ...data.phases.map(r => `rank ${r.rank}`)], names.map(name => [words(name), ...data.phases.map(r => r.phases[name] ? (1e3 * r.phases[name]).toFixed(2) : "")])));
+}
+if (plan) {
+  const most = Math.max(...plan.ranks.map(r => r.num_bytes)) || 1;
+  section("The plan", bars(plan.ranks.map(rank => [`rank ${rank.rank}`, bar([[rank.num_bytes / most, rankColor(rank.rank)]]), size(rank.num_bytes)]), "tall"), element("br"), ...tableList(plan.tables), element("p", { class: "dim" }, "More in ", element("a", { href: "plan.html" }, "plan.html"), ": load, and what other choices for a table would cost."));
+}
+const lies = [], places = summary.checkpoints || {}, commands = config.commands || {};
+const line = (label, text) => { if (text) lies.push(element("dt", { class: "dim" }, label), element("dd", {}, element("code", {}, text))); };
+line("the reported weights", places.weights);
+line("the last step", places.last);
+if (data.has_checkpoint) line("go on training", commands.resume);
+if (places.weights) { line("export the weights", commands.export); line("load them in Python", commands.load); }
+if (lies.length) section("Where things lie, and what to type next", element("dl", {}, ...lies));
+if (skipped.length) section("Rows that were skipped", plainTable(["file", "reason", "rows"], skipped.flatMap(([file, reasons]) => Object.entries(reasons).map(([reason, rows]) => [file, reason, count(rows)]))));
+append(element("details", {}, element("summary", {}, "All options of the recipe"), element("div", { class: "scroll" }, element("table", {}, element("tbody", {}, ...data.options.map(([name, value]) => element("tr", {}, element("td", {}, name), element("td", {}, value === null ? "–" : JSON.stringify(value)))))))));
