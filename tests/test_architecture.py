@@ -33,10 +33,10 @@ FLOORS = [
     {"planner"},
     {"reports", "calibration"},
     {"model_parallel"},
-    {"pipeline", "quant"},
+    {"pipeline"},
     {"models", "data", "metrics", "testing", "checkpoint"},
     {"train", "export"},
-    {"serve"},
+    {"serve", "quant"},
     {"compat"},
     {"cli"},
     {"__main__"},
@@ -50,6 +50,7 @@ TBE_TESTS = [
     f"tests/ops/tbe/{name}.py" for name in ("test_kernels", "test_kernels_update", "test_kernels_errors")
 ]
 DIST_TESTS = ["tests/ops/dist/test_naive.py"]
+NBIT_TESTS = ["tests/ops/nbit/test_kernels.py", "tests/ops/nbit/test_naive.py"]
 CPP_TESTS = {
     "anneal.cpp": ["tests/ops/test_planning.py"],
     "batch.cpp": TBE_TESTS,
@@ -62,6 +63,7 @@ CPP_TESTS = {
     "kernels_avx512.cpp": TBE_TESTS,
     "kernels_baseline.cpp": TBE_TESTS,
     "memory.cpp": ["tests/ops/test_memory.py"],
+    "nbit.cpp": NBIT_TESTS,
     "pooled_forward.cpp": TBE_TESTS,
     "predict.cpp": ["tests/export/test_runtime.py"],
     "predictor.cpp": ["tests/export/test_runtime.py"],

@@ -133,38 +133,66 @@ Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optiona
   return batch;
 }
 
+void Weights::add(Tensor tensor, bool writable) {
+  const size_t t = tensors.size();
+  if (tensor.dim() != 2) fail("weight ", t, " must have two dimensions, got ", tensor.dim(), ".");
+  if (!tensor.is_contiguous()) {
+    if (writable) fail("weight ", t, " is not contiguous; an update in place needs it to be.");
+    tensor = torch::stable::contiguous(tensor);
+  }
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      types.push_back(kFloat);
+      break;
+    case ScalarType::Half:
+      types.push_back(kHalf);
+      break;
+    case ScalarType::BFloat16:
+      types.push_back(kBFloat16);
+      break;
+    default:
+      fail("weight ", t, " must be float32, float16 or bfloat16. Convert it with .float().");
+  }
+  data.push_back(tensor.data_ptr());
+  num_rows.push_back(tensor.size(0));
+  dims.push_back(tensor.size(1));
+  row_bytes.push_back(tensor.size(1) * (types.back() == kFloat ? 4 : 2));
+  if (tensor.size(0) > int64_t(UINT32_MAX))
+    fail("weight ", t, " has ", tensor.size(0),
+         " rows; the kernels take at most 4294967295. Split it by rows.");
+  tensors.push_back(std::move(tensor));
+}
+
+void Weights::add_quantised(Tensor tensor, int64_t bits, int64_t dim) {
+  const size_t t = tensors.size();
+  types.push_back(codes_of(bits));
+  const int64_t bytes = dim == 0 ? tensor.size(1) : quantised_bytes(dim, bits);
+  if (tensor.scalar_type() != ScalarType::Byte || tensor.dim() != 2 || tensor.size(1) != bytes ||
+      tensor.size(0) > int64_t(UINT32_MAX))
+    fail("weight ", t, " must be at most 4294967295 rows of ", bytes, " uint8, which ", dim, " numbers of ",
+         bits, " bits take. Make it with meshrec.quant.");
+  tensor = as_contiguous(tensor);
+  data.push_back(tensor.data_ptr());
+  num_rows.push_back(tensor.size(0));
+  dims.push_back(dim);
+  row_bytes.push_back(bytes);
+  tensors.push_back(std::move(tensor));
+}
+
 Weights make_weights(std::vector<Tensor> tensors, bool writable) {
   Weights weights;
-  weights.tensors = std::move(tensors);
-  for (size_t t = 0; t < weights.tensors.size(); ++t) {
-    Tensor& tensor = weights.tensors[t];
-    if (tensor.dim() != 2) fail("weight ", t, " must have two dimensions, got ", tensor.dim(), ".");
-    if (!tensor.is_contiguous()) {
-      if (writable) fail("weight ", t, " is not contiguous; an update in place needs it to be.");
-      tensor = torch::stable::contiguous(tensor);
-    }
-    switch (tensor.scalar_type()) {
-      case ScalarType::Float:
-        weights.types.push_back(kFloat);
-        break;
-      case ScalarType::Half:
-        weights.types.push_back(kHalf);
-        break;
-      case ScalarType::BFloat16:
-        weights.types.push_back(kBFloat16);
-        break;
-      default:
-        fail("weight ", t, " must be float32, float16 or bfloat16. Convert it with .float().");
-    }
-    weights.data.push_back(tensor.data_ptr());
-    weights.num_rows.push_back(tensor.size(0));
-    weights.dims.push_back(tensor.size(1));
-    if (tensor.size(0) > int64_t(UINT32_MAX))
-      fail("weight ", t, " has ", tensor.size(0),
-           " rows; the kernels take at most 4294967295. Split it by rows.");
-  }
+  for (Tensor& tensor : tensors) weights.add(std::move(tensor), writable);
   return weights;
 }
+
+int codes_of(int64_t bits) {
+  if (bits == 8) return kCodes8;
+  if (bits == 4) return kCodes4;
+  if (bits == 2) return kCodes2;
+  fail("rows are quantised to 8, 4 or 2 bits, got ", bits, ".");
+}
+
+int64_t quantised_bytes(int64_t dim, int64_t bits) { return 4 + ((dim * bits + 7) / 8 + 3) / 4 * 4; }
 
 std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables,
                                   const std::vector<int64_t>& table_dims) {

@@ -52,15 +52,25 @@ Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optiona
 struct Weights {
   std::vector<Tensor> tensors;
   std::vector<void*> data;
-  std::vector<int64_t> num_rows, dims;
-  std::vector<WeightType> types;
+  std::vector<int64_t> num_rows, dims, row_bytes;
+  std::vector<int> types;  // WeightType, or RowType where rows are quantised
+
+  // With writable = true the tensor must be contiguous.
+  void add(Tensor tensor, bool writable);
+  // Rows of codes, dim numbers each (0: nobody reads them): see nbit/rows.inl.
+  void add_quantised(Tensor tensor, int64_t bits, int64_t dim);
 };
-// With writable = true the tensors must be contiguous.
 Weights make_weights(std::vector<Tensor> tensors, bool writable);
+int codes_of(int64_t bits);                          // a RowType
+int64_t quantised_bytes(int64_t dim, int64_t bits);  // of a row, a multiple of 4
 std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables, const std::vector<int64_t>& table_dims);
 
 // Raises unless every feature is as wide as its table; skipped features aside.
 void check_dims(const Batch& batch, const Weights& weights);
+
+// The lookup itself, see naive.tbe_forward.
+Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_t out_size,
+                   ScalarType out_dtype, bool check_ids, const Tensor& names);
 
 // A gradient as fp32, contiguous, with the size that the batch's output has.
 Tensor checked_grad(const Tensor& grad, const Batch& batch);

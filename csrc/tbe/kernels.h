@@ -7,7 +7,9 @@
 
 namespace meshrec {
 
+// The types that can be trained, and behind them those that can only be looked up: codes of so many bits.
 enum WeightType : int { kFloat = 0, kHalf = 1, kBFloat16 = 2, kNumWeightTypes = 3 };
+enum RowType : int { kCodes8 = kNumWeightTypes, kCodes4, kCodes2, kNumRowTypes };
 
 // The optimizers by code; formulas.inc is written from ops/tbe/formulas.py.
 enum Optimizer : int {
@@ -31,7 +33,8 @@ enum WeightDecay : int { kNoDecay, kL2, kDecoupled };
 
 // Pools the bags [0, num_bags) of one table: bag b holds ids[offsets[b] .. offsets[b + 1]).
 struct PoolArgs {
-  const void* weight;  // [num_rows, dim]
+  const void* weight;  // [num_rows, row_bytes]
+  int64_t row_bytes;
   int64_t dim;
   const void* ids;
   const int64_t* offsets;       // absolute positions in ids
@@ -48,6 +51,7 @@ struct PoolArgs {
 // Copies one row per id: out row i is the row of ids[i].
 struct GatherArgs {
   const void* weight;
+  int64_t row_bytes;
   int64_t dim;
   const void* ids;
   int64_t num_ids;
@@ -132,14 +136,23 @@ struct InteractionArgs {
   float* scratch;
 };
 
+// Numbers to codes; see nbit/rows.inl for the layout.
+struct QuantizeArgs {
+  const float* row;  // [dim]
+  int64_t dim;
+  const uint16_t* params;  // fp16 scale and bias to take, or null
+  uint8_t* out;            // [row_bytes]
+  int64_t row_bytes;
+};
+
 constexpr int64_t kScratchRows = 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 inline int64_t interaction_stride(int64_t num_vectors) { return (num_vectors + 4 + 31) / 32 * 32; }
 
 struct Kernels {
   const char* name;
-  void (*pool[kNumWeightTypes][2])(const PoolArgs&);  // [weight type][ids are int64]
-  void (*gather[kNumWeightTypes][2])(const GatherArgs&);
+  void (*pool[kNumRowTypes][2])(const PoolArgs&);  // [row type][ids are int64]
+  void (*gather[kNumRowTypes][2])(const GatherArgs&);
   void (*dot[kNumWeightTypes][2])(const DotArgs&);
   void (*update[kNumOptimizers][kNumWeightTypes])(const UpdateArgs&);
   void (*sum)(const SumArgs&);
@@ -149,6 +162,7 @@ struct Kernels {
   bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
   void (*interact)(const InteractionArgs&);
   void (*interact_grad)(const InteractionArgs&);
+  bool (*quantize[3])(const QuantizeArgs&);  // to 8, 4, 2 bits; false for numbers that have no codes
 };
 
 const Kernels* kernels_baseline();

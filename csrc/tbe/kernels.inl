@@ -20,24 +20,6 @@ namespace {
 
 #include "tbe/pool.inl"
 
-template <typename Weight>
-inline void row_to_float(const Weight* row, int64_t dim, float* out) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
-  for (; d < dim; ++d) out[d] = to_float(row[d]);
-}
-
-template <typename Weight, typename Id>
-void gather(const GatherArgs& a) {
-  const Weight* weight = static_cast<const Weight*>(a.weight);
-  const Id* ids = static_cast<const Id*>(a.ids);
-  const int64_t ahead = rows_ahead<Weight>(a.dim);
-  for (int64_t i = 0; i < a.num_ids; ++i) {
-    if (i + ahead < a.num_ids) prefetch_row(weight + int64_t(ids[i + ahead]) * a.dim, a.dim);
-    row_to_float(weight + int64_t(ids[i]) * a.dim, a.dim, a.out + i * a.dim);
-  }
-}
-
 // Reads columns as vectors, or one by one at the end of a row; terms are written once for both.
 struct VectorAt {
   int64_t column;
@@ -76,7 +58,7 @@ template <typename Weight, typename Id>
 void dot(const DotArgs& a) {
   const Weight* weight = static_cast<const Weight*>(a.weight);
   const Id* ids = static_cast<const Id*>(a.ids);
-  const int64_t ahead = rows_ahead<Weight>(a.dim), end = a.offsets[a.num_bags];
+  const int64_t ahead = rows_ahead(a.dim * int64_t(sizeof(Weight))), end = a.offsets[a.num_bags];
   for (int64_t bag = 0; bag < a.num_bags; ++bag) {
     const int64_t first = a.offsets[bag], last = a.offsets[bag + 1];
     const float* grad = a.grad + bag * a.grad_stride;
@@ -257,7 +239,7 @@ void update_rows(const UpdateArgs& args) {
         if constexpr (sizeof(Weight) == sizeof(float)) {
           step_row(Code<kOptimizer>(), target, run.grad, s0, s1, dim, step);
         } else {
-          row_to_float(target, dim, row_buffer);
+          row_to_float(typename DenseRows<Weight>::Row{target}, dim, row_buffer);
           step_row(Code<kOptimizer>(), row_buffer, run.grad, s0, s1, dim, step);
           const uint64_t row = uint64_t(args.first_row) + run.row, column = uint64_t(args.first_column);
           for (int64_t d = 0; d < dim; ++d) {
@@ -360,17 +342,20 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
 
 #include "interaction/interaction.inl"
 
-#define MESHREC_BY_WEIGHT(function)                            \
-  {                                                            \
-    {function<float, int32_t>, function<float, int64_t>},      \
-        {function<Half, int32_t>, function<Half, int64_t>}, {  \
-      function<BFloat16, int32_t>, function<BFloat16, int64_t> \
-    }                                                          \
-  }
+// Rows of codes, in the terms of pool.inl.
+#include "nbit/rows.inl"
+
+#define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}
+#define MESHREC_BY_ROWS(function)                                                           \
+  {MESHREC_BY_ID(function, DenseRows<float>),    MESHREC_BY_ID(function, DenseRows<Half>),  \
+   MESHREC_BY_ID(function, DenseRows<BFloat16>), MESHREC_BY_ID(function, QuantisedRows<8>), \
+   MESHREC_BY_ID(function, QuantisedRows<4>),    MESHREC_BY_ID(function, QuantisedRows<2>)}
+#define MESHREC_BY_WEIGHT(function) \
+  {MESHREC_BY_ID(function, float), MESHREC_BY_ID(function, Half), MESHREC_BY_ID(function, BFloat16)}
 
 const Kernels kTable = {MESHREC_NAME,
-                        MESHREC_BY_WEIGHT(pool),
-                        MESHREC_BY_WEIGHT(gather),
+                        MESHREC_BY_ROWS(pool),
+                        MESHREC_BY_ROWS(gather),
                         MESHREC_BY_WEIGHT(dot),
                         {
 #define FORMULA(name, ...) {update<k##name, float>, update<k##name, Half>, update<k##name, BFloat16>},
@@ -383,7 +368,8 @@ const Kernels kTable = {MESHREC_NAME,
                         all_below<int32_t>,
                         all_below<int64_t>,
                         interact,
-                        interact_grad};
+                        interact_grad,
+                        {quantize<8>, quantize<4>, quantize<2>}};
 
 }  // namespace
 

@@ -1,44 +1,64 @@
 // Pooled lookups. Included by kernels.inl only, inside its unnamed namespace.
 
 // How far ahead of the row in work rows are asked for.
-template <typename Weight>
-int64_t rows_ahead(int64_t dim, bool to_l1 = false) {
-  const int64_t rows = (to_l1 ? 16384 : 12288) / (dim * int64_t(sizeof(Weight)));
+inline int64_t rows_ahead(int64_t row_bytes, bool to_l1 = false) {
+  const int64_t rows = (to_l1 ? 16384 : 12288) / row_bytes;
   return rows < 4 ? 4 : rows > 64 ? 64 : rows;
 }
 
 // Where the id's row is, if it has one: the ids that come may be of bags that nobody has checked yet.
-template <typename Weight>
-inline const void* to_prefetch(const Weight* weight, int64_t id, int64_t dim) {
-  return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(weight) +
-                                       uint64_t(id) * uint64_t(dim) * sizeof(Weight));
+inline const char* to_prefetch(const void* rows, int64_t id, int64_t row_bytes) {
+  return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(rows) +
+                                       uint64_t(id) * uint64_t(row_bytes));
 }
 
+// Rows of numbers without gaps, from one column on. What a lookup asks of rows: here, and in nbit/rows.inl.
+template <typename Weight>
+struct DenseRows {
+  struct Row {
+    const Weight* columns;
+    Vec vector(int k) const { return load(columns + k * kLanes); }
+    float number(int64_t d) const { return to_float(columns[d]); }
+  };
+
+  DenseRows(const void* memory, int64_t bytes, int64_t column)
+      : first(static_cast<const Weight*>(memory) + column), row_bytes(bytes) {}
+
+  Row row(int64_t id) const {
+    return {reinterpret_cast<const Weight*>(reinterpret_cast<const char*>(first) + id * row_bytes)};
+  }
+  template <int kColumns, int kLocality>
+  __attribute__((always_inline)) void announce(int64_t id) const {
+    prefetch<kColumns* int(sizeof(Weight)), kLocality>(to_prefetch(first, id, row_bytes));
+  }
+
+  const Weight* first;
+  int64_t row_bytes;
+};
+
 // Columns [column, column + N * kLanes) of one bag; also prefetches these columns of the rows to come.
-template <int N, bool kWeighted, typename Weight, typename Id>
+template <int N, bool kWeighted, typename Rows, typename Id>
 inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
                        int64_t ahead, float count, float* out) {
-  const Weight* weight = static_cast<const Weight*>(a.weight) + column;
+  const Rows rows(a.weight, a.row_bytes, column);
   const Id* ids = static_cast<const Id*>(a.ids);
-  const int64_t dim = a.dim;
   const bool to_l1 = a.to_l1;
   Vec sum[N];
   for (int k = 0; k < N; ++k) sum[k] = Vec{};
   for (int64_t i = first; i < last; ++i) {
     if (i + ahead < end) {
-      const void* next = to_prefetch(weight, ids[i + ahead], dim);
       if (to_l1) {
-        prefetch<N * kLanes * sizeof(Weight), kToL1()>(next);
+        rows.template announce<N * kLanes, kToL1()>(ids[i + ahead]);
       } else {
-        prefetch<N * kLanes * sizeof(Weight)>(next);
+        rows.template announce<N * kLanes, kToL2()>(ids[i + ahead]);
       }
     }
-    const Weight* row = weight + int64_t(ids[i]) * dim;
+    const auto row = rows.row(ids[i]);
     for (int k = 0; k < N; ++k) {
       if constexpr (kWeighted) {
-        sum[k] += load(row + k * kLanes) * a.sample_weights[i];
+        sum[k] += row.vector(k) * a.sample_weights[i];
       } else {
-        sum[k] += load(row + k * kLanes);
+        sum[k] += row.vector(k);
       }
     }
   }
@@ -52,25 +72,25 @@ inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t
   }
 }
 
-template <bool kWeighted, typename Weight, typename Id>
+template <bool kWeighted, typename Rows, typename Id>
 inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
                       int64_t ahead, float count, float* out) {
-  const Weight* weight = static_cast<const Weight*>(a.weight) + column;
+  const Rows rows(a.weight, a.row_bytes, column);
   const Id* ids = static_cast<const Id*>(a.ids);
   const int64_t rest = a.dim - column;
   float sum[kLanes] = {};
   for (int64_t i = first; i < last; ++i) {
-    if (i + ahead < end) prefetch<64>(to_prefetch(weight, ids[i + ahead], a.dim));
-    const Weight* row = weight + int64_t(ids[i]) * a.dim;
+    if (i + ahead < end) rows.template announce<1, kToL2()>(ids[i + ahead]);
+    const auto row = rows.row(ids[i]);
     const float factor = kWeighted ? a.sample_weights[i] : 1.0f;
-    for (int64_t d = 0; d < rest; ++d) sum[d] += kWeighted ? to_float(row[d]) * factor : to_float(row[d]);
+    for (int64_t d = 0; d < rest; ++d) sum[d] += kWeighted ? row.number(d) * factor : row.number(d);
   }
   for (int64_t d = 0; d < rest; ++d) out[column + d] = a.mean ? sum[d] / count : sum[d];
 }
 
-template <bool kWeighted, typename Weight, typename Id>
+template <bool kWeighted, typename Rows, typename Id>
 void pool_bags(const PoolArgs a) {  // by value: a store of floats cannot have changed it
-  const int64_t ahead = rows_ahead<Weight>(a.dim, a.to_l1), end = a.end;
+  const int64_t ahead = rows_ahead(a.row_bytes, a.to_l1), end = a.end;
   for (int64_t bag = 0; bag < a.num_bags; ++bag) {
     const int64_t first = a.offsets[bag], last = a.offsets[bag + 1];
     // A divisor, not a factor: this way every element is the one that torch computes.
@@ -79,23 +99,41 @@ void pool_bags(const PoolArgs a) {  // by value: a store of floats cannot have c
     int64_t column = 0;
     const auto block = [&](auto lanes) {
       constexpr int N = decltype(lanes)::value;
-      pool_block<N, kWeighted, Weight, Id>(a, column, first, last, end, ahead, count, out);
+      pool_block<N, kWeighted, Rows, Id>(a, column, first, last, end, ahead, count, out);
       column += N * kLanes;
     };
     while (a.dim - column >= 8 * kLanes) block(std::integral_constant<int, 8>{});
     if (a.dim - column >= 4 * kLanes) block(std::integral_constant<int, 4>{});
     if (a.dim - column >= 2 * kLanes) block(std::integral_constant<int, 2>{});
     if (a.dim - column >= kLanes) block(std::integral_constant<int, 1>{});
-    if (column < a.dim) pool_tail<kWeighted, Weight, Id>(a, column, first, last, end, ahead, count, out);
+    if (column < a.dim) pool_tail<kWeighted, Rows, Id>(a, column, first, last, end, ahead, count, out);
   }
   if (a.past_caches) finish_stores();
 }
 
-template <typename Weight, typename Id>
+template <typename Rows, typename Id>
 void pool(const PoolArgs& a) {
   if (a.sample_weights != nullptr) {
-    pool_bags<true, Weight, Id>(a);
+    pool_bags<true, Rows, Id>(a);
   } else {
-    pool_bags<false, Weight, Id>(a);
+    pool_bags<false, Rows, Id>(a);
+  }
+}
+
+template <typename Row>
+inline void row_to_float(const Row& row, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(out + d, row.vector(int(d / kLanes)));
+  for (; d < dim; ++d) out[d] = row.number(d);
+}
+
+template <typename Rows, typename Id>
+void gather(const GatherArgs& a) {
+  const Rows rows(a.weight, a.row_bytes, 0);
+  const Id* ids = static_cast<const Id*>(a.ids);
+  const int64_t ahead = rows_ahead(a.row_bytes);
+  for (int64_t i = 0; i < a.num_ids; ++i) {
+    if (i + ahead < a.num_ids) prefetch_row(to_prefetch(a.weight, ids[i + ahead], a.row_bytes), a.row_bytes);
+    row_to_float(rows.row(ids[i]), a.dim, a.out + i * a.dim);
   }
 }

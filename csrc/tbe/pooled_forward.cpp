@@ -27,17 +27,19 @@ void check_sample_weights(const Batch& batch, const Lookup& lookup, const Tensor
 void look_up(const Batch& batch, const Weights& weights, const Piece& piece, float* out) {
   const Lookup& lookup = batch.lookups[piece.lookup];
   const void* weight = weights.data[lookup.table];
-  const WeightType type = weights.types[lookup.table];
+  const int64_t row_bytes = weights.row_bytes[lookup.table];
+  const int type = weights.types[lookup.table];
   const int64_t row = piece.first_bag - lookup.first_bag;
   if (lookup.pooling == kNone) {
     const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
     float* target = out + lookup.out_offset + (first - lookup.first_id) * lookup.dim;
-    kernels().gather[type][batch.wide_ids]({weight, lookup.dim, batch.ids(first), last - first, target});
+    kernels().gather[type][batch.wide_ids](
+        {weight, row_bytes, lookup.dim, batch.ids(first), last - first, target});
     return;
   }
   kernels().pool[type][batch.wide_ids](
-      {weight, lookup.dim, batch.ids(0), batch.bags + piece.first_bag, batch.sample_weights, piece.num_bags,
-       lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
+      {weight, row_bytes, lookup.dim, batch.ids(0), batch.bags + piece.first_bag, batch.sample_weights,
+       piece.num_bags, lookup.first_id + lookup.num_ids, lookup.pooling == kMean,
        out + lookup.out_offset + row * lookup.out_stride, lookup.out_stride,
        outgrows_caches(batch.out_size * int64_t(sizeof(float))), prefetch_to_l1()});
 }
@@ -50,34 +52,7 @@ Tensor tbe_forward(std::vector<Tensor> weight_list, Tensor values, Tensor offset
   const Batch batch =
       make_batch(values, offsets, sample_weights, {segments, num_keys, keys, tables, pooling, flat},
                  feature_dims(tables, weights.dims));
-  const int64_t expected = flat ? batch.out_size : batch.out_rows;
-  if (out_size != expected) fail("out_size is ", out_size, " but the lookups give ", expected, ".");
-  const std::vector<int64_t> size =
-      flat ? std::vector<int64_t>{batch.out_size} : std::vector<int64_t>{batch.out_rows, batch.out_columns};
-  Tensor result = empty_buffer(size, ScalarType::Float);
-  float* out = static_cast<float*>(result.mutable_data_ptr());
-
-  const std::vector<Piece> pieces = cut(batch);
-  const int64_t none = batch.lookups.size();
-  std::atomic<int64_t> bad_id{none}, bad_weight{none};
-  parallel_tasks(pieces.size(), [&](int64_t task) {
-    const Piece& piece = pieces[task];
-    const Lookup& lookup = batch.lookups[piece.lookup];
-    const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
-    if (check_ids) {
-      if (!ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
-        return atomic_min(bad_id, piece.lookup);
-      if (batch.sample_weights != nullptr) {
-        bool nan = false;
-        for (int64_t i = first; i < last; ++i) nan |= batch.sample_weights[i] != batch.sample_weights[i];
-        if (nan) atomic_min(bad_weight, piece.lookup);
-      }
-    }
-    look_up(batch, weights, piece, out);
-  });
-  if (bad_id < none) fail_for_id(batch, bad_id, weights.num_rows[batch.lookups[bad_id].table], &names);
-  if (bad_weight < none) check_sample_weights(batch, batch.lookups[bad_weight], names);
-  return out_dtype == ScalarType::Float ? result : torch::stable::to(result, out_dtype);
+  return look_up_all(batch, weights, flat, out_size, out_dtype, check_ids, names);
 }
 
 Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tensor values, Tensor offsets,
@@ -155,6 +130,38 @@ std::tuple<Tensor, Tensor> clamp_ids(Tensor values, Tensor offsets, std::optiona
 }
 
 }  // namespace
+
+Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_t out_size,
+                   ScalarType out_dtype, bool check_ids, const Tensor& names) {
+  const int64_t expected = flat ? batch.out_size : batch.out_rows;
+  if (out_size != expected) fail("out_size is ", out_size, " but the lookups give ", expected, ".");
+  const std::vector<int64_t> size =
+      flat ? std::vector<int64_t>{batch.out_size} : std::vector<int64_t>{batch.out_rows, batch.out_columns};
+  Tensor result = empty_buffer(size, ScalarType::Float);
+  float* out = static_cast<float*>(result.mutable_data_ptr());
+
+  const std::vector<Piece> pieces = cut(batch);
+  const int64_t none = batch.lookups.size();
+  std::atomic<int64_t> bad_id{none}, bad_weight{none};
+  parallel_tasks(pieces.size(), [&](int64_t task) {
+    const Piece& piece = pieces[task];
+    const Lookup& lookup = batch.lookups[piece.lookup];
+    const int64_t first = batch.bags[piece.first_bag], last = batch.bags[piece.first_bag + piece.num_bags];
+    if (check_ids) {
+      if (!ids_fit(batch, first, last - first, weights.num_rows[lookup.table]))
+        return atomic_min(bad_id, piece.lookup);
+      if (batch.sample_weights != nullptr) {
+        bool nan = false;
+        for (int64_t i = first; i < last; ++i) nan |= batch.sample_weights[i] != batch.sample_weights[i];
+        if (nan) atomic_min(bad_weight, piece.lookup);
+      }
+    }
+    look_up(batch, weights, piece, out);
+  });
+  if (bad_id < none) fail_for_id(batch, bad_id, weights.num_rows[batch.lookups[bad_id].table], &names);
+  if (bad_weight < none) check_sample_weights(batch, batch.lookups[bad_weight], names);
+  return out_dtype == ScalarType::Float ? result : torch::stable::to(result, out_dtype);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(meshrec, CPU, m) {
   m.impl("tbe_forward", TORCH_BOX(&tbe_forward));

@@ -1,6 +1,7 @@
 """Makes the tables of a sharded module from an unsharded one, its plan, and the ranks."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.routing import Routing, Table, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.table_shards import TableShards
-from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
+from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, DataType, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward, mark_sharded
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
@@ -28,7 +30,9 @@ from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.initial import init_rectangle
 from meshrec.tables.packing import Rectangle
 from meshrec.tables.rule import UpdateRule, rules_of
-from meshrec.tables.storage import DenseRows
+from meshrec.tables.storage import RowStorage, copy_rectangle
+
+_BLOCK_NUMBERS = 1 << 20
 
 
 class SourceTable(NamedTuple):
@@ -37,6 +41,7 @@ class SourceTable(NamedTuple):
     table: Table
     config: BaseEmbeddingConfig
     weight: nn.Parameter
+    storage: RowStorage
     spec: OptimizerSpec | None
     state: dict[str, Any]
     """What ``meshrec.fuse`` has gathered for it, by slot; nothing where the module is not fused."""
@@ -57,6 +62,7 @@ class BuildOptions:
     sequence: bool = False
     weighted: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR
+    output_dtype: DataType | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +75,8 @@ class Built:
     env: ShardingEnv
     device: torch.device
     options: BuildOptions
-    dtypes: list[torch.dtype]
-    """The type of each table."""
+    storages: list[RowStorage]
+    """How the rows of each table lie."""
     tables: ShardedTables
     shards: dict[str, TableShards]
     names: list[str]
@@ -104,7 +110,8 @@ def source_tables(module: TableCollection) -> list[SourceTable]:
         table = Table(
             config.name, config.num_embeddings, config.embedding_dim, tuple(config.feature_names), mean
         )
-        found.append(SourceTable(table, config, weight, in_backward_spec(weight), state.get(weight, {})))
+        storage, spec = storage_of(config, weight), in_backward_spec(weight)
+        found.append(SourceTable(table, config, weight, storage, spec, state.get(weight, {})))
     return found
 
 
@@ -126,6 +133,8 @@ def build(
     verify_same_plan(ShardingPlan({"": plan}), env.world.group)
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
     verify_module_plan(plan, sizes, world_size=env.shard.size)
+    _check_untrained(sources, options)
+    check_cuts({source.table.name: source.storage for source in sources}, plan)
     rules = _rules(sources, options)
     routing = compiled([source.table for source in sources], plan, rules, env)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
@@ -134,9 +143,9 @@ def build(
     _make_equal(split, env.replicate)
     _make_equal(local, env.world)
     steps = [source.state.get("step", 0) for source in sources]
-    dtypes = [source.weight.dtype for source in sources]
+    storages = [source.storage for source in sources]
     trained = [source.weight.requires_grad for source in sources]
-    return assemble(plan, routing, rules, steps, dtypes, trained, split, local, env, device, options)
+    return assemble(plan, routing, rules, steps, storages, trained, split, local, env, device, options)
 
 
 def assemble(
@@ -144,7 +153,7 @@ def assemble(
     routing: Routing,
     rules: list[UpdateRule | None],
     steps: Sequence[int],
-    dtypes: list[torch.dtype],
+    storages: list[RowStorage],
     trained: Sequence[bool],
     split: Holdings,
     local: Holdings,
@@ -159,8 +168,8 @@ def assemble(
     holders = routing.holders
     for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True)):
         held, mesh = (local, None) if routing.replicated[t] else (split, env.shard_mesh)
-        nothing = nn.Parameter(torch.empty(0, table.dim, dtype=dtypes[t], device=device), trained[t])
-        shards[table.name] = TableShards(table, held.of_table(t), nothing, holders[t], mesh)
+        nothing = nn.Parameter(storages[t].allocate(0, storages[t].columns(table.dim), device), trained[t])
+        shards[table.name] = TableShards(table, storages[t], held.of_table(t), nothing, holders[t], mesh)
         mark_sharded(shards[table.name].weight)
         if rule is not None:
             mark_in_backward(shards[table.name].weight, rule.spec)
@@ -196,7 +205,7 @@ def assemble(
         env=env,
         device=device,
         options=options,
-        dtypes=dtypes,
+        storages=storages,
         tables=tables,
         shards=shards,
         names=_names(routing),
@@ -214,6 +223,32 @@ def compiled(
     """The routing of a verified plan, cut as the tables' optimizers need it."""
     whole_rows = [t for t, rule in enumerate(rules) if rule is not None and rule.spec.formula.row_sums]
     return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
+
+
+def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
+    """Raises ValueError for a plan that cuts the columns of a quantised table within a byte."""
+    for name, storage in storages.items():
+        for shard in plan[name].shards:
+            first, _ = shard.columns
+            if first * storage.bits % 8:
+                raise ValueError(
+                    f"table {name!r}: a shard begins at column {first}, within a byte of its rows of "
+                    f"{storage.bits} bits a number. Cut columns at multiples of {8 // storage.bits}."
+                )
+
+
+def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> None:
+    """Raises ValueError for a quantised table with an optimizer."""
+    given = options.optimizer_tables
+    for source in sources:
+        name = source.table.name
+        if source.storage.is_trainable:
+            continue
+        if source.spec is not None or (options.optimizer is not None and (given is None or name in given)):
+            raise ValueError(
+                f"table {name!r} is quantised and cannot be trained, but has an optimizer. Leave out the "
+                "sharder's fused_params, or shard the model as it was before meshrec.quant.quantize."
+            )
 
 
 def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[UpdateRule | None]:
@@ -234,7 +269,7 @@ def _allocate(
     """Weights and optimizer state of some rectangles."""
     held = allocate(
         rectangles,
-        [DenseRows(source.weight.dtype) for source in sources],
+        [source.storage for source in sources],
         [None if rule is None else rule.spec for rule in rules],
         [source.weight.requires_grad for source in sources],
         device,
@@ -249,18 +284,27 @@ def _allocate(
 
 
 def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) -> None:
-    _, r0, r1, c0, c1 = rectangle
+    rows, columns = (rectangle.r0, rectangle.r1), (rectangle.c0, rectangle.c1)
     if not source.weight.is_meta:
-        weight.copy_(source.weight.detach()[r0:r1, c0:c1])
+        copy_rectangle(source.storage, weight, source.weight.detach(), source.table.dim, rows, columns)
         return
-    init_rectangle(
-        weight,
+    draw = functools.partial(
+        init_rectangle,
         table=source.table.name,
         size=(source.table.num_rows, source.table.dim),
-        first=(r0, c0),
         init_fn=source.config.init_weight,
         seed=seed,
     )
+    if source.storage.is_trainable:
+        draw(weight, first=rectangle.origin)
+        return
+    step = max(1, _BLOCK_NUMBERS // source.table.dim)
+    for first in range(rectangle.r0, rectangle.r1, step):
+        numbers = torch.empty(min(step, rectangle.r1 - first), source.table.dim)
+        draw(numbers, first=(first, 0))
+        target = weight[first - rectangle.r0 :][: len(numbers)]
+        whole = source.storage.encode(numbers)
+        copy_rectangle(source.storage, target, whole, source.table.dim, (0, len(numbers)), columns)
 
 
 def _take_state(rule: UpdateRule, rectangle: Rectangle, source: SourceTable, state: Sequence[Tensor]) -> None:

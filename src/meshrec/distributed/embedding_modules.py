@@ -36,6 +36,7 @@ class _ShardedCollection(nn.Module):
         self._tables, self.plan, self.built = built.tables, built.plan, built
         self._names, self._dims = built.names, built.dims
         self._has_started = False
+        self._output_dtype = built.options.output_dtype
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix=holder)
 
     @property
@@ -65,6 +66,9 @@ class _ShardedCollection(nn.Module):
                 in_backward_spec(fused.shards.weight)
             self._has_started = True
         return self._tables.start(features)
+
+    def _typed(self, values: Tensor) -> Tensor:
+        return values if self._output_dtype is None else values.to(self._output_dtype.dtype)
 
     def exchange(self, started: Started) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
@@ -104,7 +108,8 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
         return self.look_up(self._tables.exchange(self.start(features)))
 
     def _keyed(self, results: Results) -> KeyedTensor:
-        return KeyedTensor(self._names, self._dims, results.wait(), offset_per_key=self._offsets)
+        values = self._typed(results.wait())
+        return KeyedTensor(self._names, self._dims, values, offset_per_key=self._offsets)
 
 
 class ShardedEmbeddingCollection(_ShardedCollection):
@@ -143,7 +148,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
             offsets.append(source.offsets[bounds[key] : bounds[key + 1] + 1])
             rows.append(int(offsets[-1][-1] - offsets[-1][0]))
             sizes.append(rows[-1] * dim)
-        parts = results.wait().split(list(map(sizes.__getitem__, order)))
+        parts = self._typed(results.wait()).split(list(map(sizes.__getitem__, order)))
         values: list[Tensor] = [torch.empty(0)] * len(rows)
         for use, part in zip(order, parts, strict=True):
             values[use] = part.view(rows[use], self._dims[use])

@@ -15,6 +15,7 @@ from meshrec.ops import tbe
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.packing import RowGradients
+from meshrec.tables.storage import lookup_of
 
 # K routes of this rank, L lookups, T rectangles
 
@@ -54,7 +55,7 @@ class LookupTables:
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.held, self.sequence = work, held, sequence
         self._plain = None if held.is_packed else list(held.parameters)
-        self._storage = held.storage
+        self._look_up = lookup_of(held.storages)
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
         self._dim = sum(lookup.width for lookup in work.lookups)
@@ -135,14 +136,13 @@ class LookupTables:
         """Rows for every block: [sum of batches, columns], or flat [num_elements]."""
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
-        assert self._storage is not None
         flat = self.sequence or ids.ragged
         lookups = _as_lookups((*ids[:4], *self._layout, flat, self._widths))
         size = num_elements if flat else sum(ids.batches)
         # Gradients are made elsewhere; the op's own gradient would be found, in Python, and not used.
         with torch._C._AutoDispatchBelowAutograd():
             weights = self._plain or self.weights
-            return self._storage.look_up(weights, lookups, size, self._out_dtype, False, self._names)
+            return self._look_up(weights, lookups, size, self._out_dtype, False, self._names)
 
     def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """A gradient in fp32 with the shape of the output."""

@@ -6,20 +6,20 @@ needs. They travel in rounds of bounded size, one all-to-all each. The old table
 whatever fails on the way, they are still there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
-from meshrec.distributed.build import Built, assemble, compiled
+from meshrec.distributed.build import Built, assemble, check_cuts, compiled
 from meshrec.distributed.routing import Routing
 from meshrec.plan.mesh import Axis, ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.packing import Rectangle
-from meshrec.tables.storage import DenseRows
+from meshrec.tables.storage import RowStorage
 
 _TRANSFER_BYTES = 1 << 22
 # What each rank sends in a round, on average.
@@ -56,16 +56,21 @@ class _Plane(NamedTuple):
     transfers: list[Transfer]
     item_bytes: int
     device: torch.device
+    place: Callable[[int], int] = int
+    """Where a column of the table lies in a part."""
 
 
 def moved(built: Mapping[str, Built], plan: ShardingPlan, env: ShardingEnv) -> dict[str, Built]:
     """The same tables under another (verified) plan; ``built`` is left as it is. Collective.
 
     Raises:
-        ValueError: on every rank, for tables with ordinary gradients, and where the optimizer of a table does
-            not allow the plan.
+        ValueError: on every rank, for tables with ordinary gradients, for quantised ones that are cut within
+            a byte, and where the optimizer of a table does not allow the plan.
         RuntimeError: on every rank, when the memory of one does not suffice.
     """
+    for path, module in built.items():
+        names = [table.name for table in module.routing.tables]
+        check_cuts(dict(zip(names, module.storages, strict=True)), plan.plan[path])
     trained = _trained(built, env)
     _check_fused(built, trained)
     allocated: dict[str, _New] = {}
@@ -104,7 +109,7 @@ class _New(NamedTuple):
             self.routing,
             old.rules,
             [0 if rule is None else rule.step for rule in old.rules],
-            old.dtypes,
+            old.storages,
             self.trained,
             self.split,
             self.local,
@@ -147,25 +152,43 @@ def _allocated(
 
 
 def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool]) -> Holdings:
-    storages = [DenseRows(dtype) for dtype in built.dtypes]
     specs = [None if rule is None else rule.spec for rule in built.rules]
-    return allocate(rectangles, storages, specs, trained, built.device)
+    return allocate(rectangles, built.storages, specs, trained, built.device)
 
 
 def _planes(built: Built, new: _New) -> Iterator[_Plane]:
     for t, table in enumerate(built.routing.tables):
         transfers = list(transfers_of(_holders(built.routing, t), _holders(new.routing, t), built.env.shard))
         held = new.local if new.routing.replicated[t] else new.split
-        old = [shard.detach() for shard in built.shards[table.name].shards()]
-        here = held.of_table(t)
-        weights = [] if here is None else here.packing.views(here.parameter.detach())
-        yield _Plane(old, weights, False, transfers, built.dtypes[t].itemsize, built.device)
+        storage, shards, here = built.storages[t], built.shards[table.name], held.of_table(t)
+        old = _parts(storage, shards.rectangles, [shard.detach() for shard in shards.shards()])
+        rectangles = [] if here is None else here.packing.rectangles
+        new_parts = _parts(
+            storage, rectangles, [] if here is None else here.packing.views(here.parameter.detach())
+        )
+        for number, part in enumerate(storage.row_parts):
+            yield _Plane(
+                [parts[number] for parts in old],
+                [parts[number] for parts in new_parts],
+                part.per_row,
+                list(_per_row(transfers)) if part.per_row else transfers,
+                part.dtype.itemsize,
+                built.device,
+                storage.part_column,
+            )
         if table.name not in built.fused:
             continue
         for number, slot in enumerate(built.fused[table.name].slots.values()):
             parts = [own[number] for own in held.state_of_table(t)]
             wanted = list(_per_row(transfers)) if slot.per_row else transfers
             yield _Plane(slot.parts, parts, slot.per_row, wanted, 4, built.device)
+
+
+def _parts(
+    storage: RowStorage, rectangles: Sequence[Rectangle], weights: Sequence[Tensor]
+) -> list[list[Tensor]]:
+    """What the rows of each rectangle consist of."""
+    return [storage.parts(w, r.c1 - r.c0) for w, r in zip(weights, rectangles, strict=True)]
 
 
 def _holders(routing: Routing, table: int) -> list[Part] | None:
@@ -232,17 +255,17 @@ class _Cut(NamedTuple):
 
     def source(self) -> Tensor:
         """What is sent, on the rank that sends it."""
-        return _region(self.plane.old, self.transfer.source, self.transfer, self.plane.per_row)
+        return _region(self.plane, self.plane.old, self.transfer.source, self.transfer)
 
     def target(self) -> Tensor:
         """Where it goes, on the rank that receives it."""
-        return _region(self.plane.new, self.transfer.target, self.transfer, self.plane.per_row)
+        return _region(self.plane, self.plane.new, self.transfer.target, self.transfer)
 
 
-def _region(parts: Sequence[Tensor], held: Part, transfer: Transfer, per_row: bool) -> Tensor:
+def _region(plane: _Plane, parts: Sequence[Tensor], held: Part, transfer: Transfer) -> Tensor:
     rows = parts[held.number][transfer.r0 - held.rectangle.r0 : transfer.r1 - held.rectangle.r0]
-    c0 = held.rectangle.c0
-    return rows if per_row else rows[:, transfer.c0 - c0 : transfer.c1 - c0]
+    c0, first, last = map(plane.place, (held.rectangle.c0, transfer.c0, transfer.c1))
+    return rows if plane.per_row else rows[:, first - c0 : last - c0]
 
 
 def _move(planes: Sequence[_Plane], axis: Axis) -> None:
@@ -269,7 +292,7 @@ def _cuts(plane: _Plane, axis: Axis) -> Iterator[_Cut]:
                 cut = _Cut(plane, transfer, 0)
                 cut.target().copy_(cut.source())
             continue
-        width = 1 if plane.per_row else transfer.c1 - transfer.c0
+        width = 1 if plane.per_row else plane.place(transfer.c1) - plane.place(transfer.c0)
         row_bytes = width * plane.item_bytes
         step = max(1, _TRANSFER_BYTES // row_bytes)
         for r0 in range(transfer.r0, transfer.r1, step):

@@ -55,6 +55,7 @@ class _Sharder:
             seed=DEFAULT_SEED if attached is None else attached.seed,
             precision=self.precision,
             bounds_check=module.bounds_check,
+            output_dtype=module.output_dtype,
             **kind,
         )
         return build(source_tables(module), plan, env, device, options)

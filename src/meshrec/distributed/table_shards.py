@@ -1,6 +1,6 @@
 """A table as a sharded module holds it: the rectangles that are here, under the name of the whole table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrec.distributed.routing import Table
 from meshrec.tables.holdings import Held
 from meshrec.tables.packing import Rectangle
+from meshrec.tables.storage import RowStorage, check_codes
 
 
 class TableShards(nn.Module):
@@ -17,12 +18,14 @@ class TableShards(nn.Module):
     several in one parameter (see ``Packing``), so that the name of the whole table is the only one, and every
     rank has it.
 
-    ``state_dict`` has one entry ``weight`` for the whole table, on every rank: a ``SplitTensor`` for a split
-    table, which torch.distributed.checkpoint saves and loads in place under any plan, and which gives the
-    whole by ``full_tensor()``; the plain tensor for a data-parallel one, and in one process.
+    ``state_dict`` has one entry ``weight`` for the whole table, on every rank (a quantised one has entries
+    for scales and biases beside it, see ``QuantisedRows``): a ``SplitTensor`` for a split table, which
+    torch.distributed.checkpoint saves and loads in place under any plan, and which gives the whole by
+    ``full_tensor()``; the plain tensor for a data-parallel one, and in one process.
 
     Args:
         table: the table.
+        storage: how its rows lie.
         held: what of it is here, None for nothing.
         empty: the parameter of a rank that holds nothing.
         holders: the rectangles on every rank of ``mesh``.
@@ -32,6 +35,7 @@ class TableShards(nn.Module):
     def __init__(
         self,
         table: Table,
+        storage: RowStorage,
         held: Held | None,
         empty: nn.Parameter,
         holders: Sequence[Sequence[Rectangle]],
@@ -39,6 +43,7 @@ class TableShards(nn.Module):
     ) -> None:
         super().__init__()
         self._table, self._packing, self._mesh = table, held.packing if held else None, mesh
+        self.storage = storage
         self._holders = [list(rectangles) for rectangles in holders]
         self.rectangles: list[Rectangle] = held.packing.rectangles if held else []
         self.weight = held.parameter if held else empty
@@ -57,40 +62,76 @@ class TableShards(nn.Module):
         return [self.weight] if len(self.rectangles) == 1 else self._packing.views(self.weight.detach())
 
     def whole(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
-        """The table, or a state of it, from what of it is here; without a copy."""
-        parts = [part.detach() for part in parts]
+        """A state of the table, or the table where its rows are numbers, from what of it is here; without a
+        copy.
+        """
+        like = parts[0] if parts else self.weight.detach()
+        size = (self._table.num_rows,) if per_row else (self._table.num_rows, self._table.dim)
+        return self._joined([part.detach() for part in parts], like, size, lambda column: column)
+
+    def whole_parts(self) -> dict[str, Tensor]:
+        """What the rows of the whole table consist of, by name; without a copy."""
+        own = [
+            self.storage.parts(shard.detach(), rectangle.c1 - rectangle.c0)
+            for shard, rectangle in zip(self.shards(), self.rectangles, strict=True)
+        ]
+        size = (self._table.num_rows, self.storage.part_column(self._table.dim))
+        return {
+            part.name: self._joined(
+                [parts[number] for parts in own],
+                torch.empty(0, dtype=part.dtype, device=self.weight.device),
+                size[:1] if part.per_row else size,
+                self.storage.part_column,
+            )
+            for number, part in enumerate(self.storage.row_parts)
+        }
+
+    def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
+        """Copies what the rows of a whole table consist of, or of one that the same plan has split, into what
+        of it is here.
+
+        Raises:
+            ValueError: when a size or a type differs, or a value holds other rectangles.
+        """
+        if self.storage.bits:
+            check_codes(values["weight"], prefix + "weight", self.storage.bits)
+        wholes = self.whole_parts()
+        for name, whole in wholes.items():
+            value = values.get(name)
+            if value is None:
+                raise ValueError(
+                    f"{prefix}{name} is missing. Load what the quantised model's state_dict gave."
+                )
+            if value.shape != whole.shape:
+                raise ValueError(
+                    f"{prefix}{name}: the state dict has shape {list(value.shape)}, the table "
+                    f"{list(whole.shape)}. Load it into a model with the same tables."
+                )
+        with torch.no_grad():
+            for name, whole in wholes.items():
+                value = values[name]
+                if self._mesh is None and hasattr(value, "full_tensor"):
+                    value = value.full_tensor()
+                try:
+                    whole.copy_(value)
+                except ValueError as error:
+                    error.args = (f"{prefix}{name}: {error}",)
+                    raise
+
+    def _joined(
+        self, parts: Sequence[Tensor], like: Tensor, size: Sequence[int], place: Callable[[int], int]
+    ) -> Tensor:
+        """``place``: where a column of the table lies in a part."""
         if self._mesh is None:
             return parts[0]
         # Imported here: torch's DTensor costs much.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
 
-        like = parts[0] if parts else self.weight.detach()
-        local = LocalRectangles(parts, self.rectangles, like, self._size(per_row))
-        return SplitTensor.of(local, self._holders, self._mesh)
+        def placed(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+            return [each._replace(c0=place(each.c0), c1=place(each.c1)) for each in rectangles]
 
-    def load(self, value: Tensor, name: str) -> None:
-        """Copies a whole table, or one that the same plan has split, into what of it is here.
-
-        Raises:
-            ValueError: when the size differs, or the value holds other rectangles.
-        """
-        size = self._size(per_row=False)
-        if tuple(value.shape) != size:
-            raise ValueError(
-                f"{name}: the state dict has shape {list(value.shape)}, the table {list(size)}. "
-                "Load it into a model with the same tables."
-            )
-        if self._mesh is None and hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-        with torch.no_grad():
-            try:
-                self.whole(self.shards()).copy_(value)
-            except ValueError as error:
-                error.args = (f"{name}: {error}",)
-                raise
-
-    def _size(self, per_row: bool) -> tuple[int, ...]:
-        return (self._table.num_rows,) if per_row else (self._table.num_rows, self._table.dim)
+        local = LocalRectangles(parts, placed(self.rectangles), like, size)
+        return SplitTensor.of(local, [placed(each) for each in self._holders], self._mesh)
 
     def extra_repr(self) -> str:
         """The rectangles, for printing."""
@@ -100,7 +141,7 @@ class TableShards(nn.Module):
 
 def _put_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
     assert isinstance(module, TableShards)
-    state_dict[prefix + "weight"] = module.whole(module.shards())
+    state_dict.update({prefix + name: whole for name, whole in module.whole_parts().items()})
 
 
 def _take_whole(
@@ -114,11 +155,12 @@ def _take_whole(
     error_msgs: list[str],
 ) -> None:
     assert isinstance(module, TableShards)
-    name = prefix + "weight"
-    if name not in state_dict:
+    names = [part.name for part in module.storage.row_parts]
+    found = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
+    if "weight" not in found:
         return  # torch says so
+    state_dict[prefix + "weight"] = module.weight.detach()
     try:
-        module.load(state_dict[name], name)
+        module.load(found, prefix)
     except ValueError as error:
         error_msgs.append(str(error))
-    state_dict[name] = module.weight.detach()

@@ -26,11 +26,22 @@ class DataType(enum.Enum):
     FP32 = "FP32"
     FP16 = "FP16"
     BF16 = "BF16"
+    INT8 = "INT8"
+    """Quantised, as INT4 and INT2: codes of so many bits, for inference only."""
+    INT4 = "INT4"
+    INT2 = "INT2"
 
     @property
     def dtype(self) -> torch.dtype:
-        """The same as a torch dtype."""
-        return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}[self.value]
+        """The same as a torch dtype; uint8 is the memory of quantised rows."""
+        return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}.get(
+            self.value, torch.uint8
+        )
+
+    @property
+    def bits(self) -> int:
+        """Of a code, where rows are quantised; 0 where they are numbers."""
+        return {"INT8": 8, "INT4": 4, "INT2": 2}.get(self.value, 0)
 
     def __str__(self) -> str:
         return self.value

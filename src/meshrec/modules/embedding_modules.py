@@ -12,11 +12,13 @@ from typing_extensions import Self
 from meshrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     BoundsCheckMode,
+    DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
 )
-from meshrec.modules.table_lookup import TableLookup, make_weight, spans
+from meshrec.modules.quantised_table import QuantisedTable
+from meshrec.modules.table_lookup import TableLookup, init_weight, make_weight, spans, storage_of
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.fused import TableUpdater
 
@@ -32,10 +34,17 @@ class TableCollection(nn.Module, ABC):
         pooling: Sequence[PoolingType],
         is_weighted: bool,
         bounds_check: BoundsCheckMode,
+        output_dtype: DataType | None,
     ) -> None:
         super().__init__()
         self._configs = list(configs)
-        self._lookup = TableLookup(configs, pooling, is_weighted=is_weighted, bounds_check=bounds_check)
+        self._lookup = TableLookup(
+            configs,
+            pooling,
+            is_weighted=is_weighted,
+            bounds_check=bounds_check,
+            output_dtype=output_dtype,
+        )
         self._updater: TableUpdater | None = None
 
     @abstractmethod
@@ -56,6 +65,11 @@ class TableCollection(nn.Module, ABC):
     def bounds_check(self) -> BoundsCheckMode:
         """What happens to ids outside their table."""
         return self._lookup.bounds_check
+
+    @property
+    def output_dtype(self) -> DataType | None:
+        """Of the result; None: the widest of the tables', fp32 for quantised ones."""
+        return self._lookup.output_dtype
 
     @property
     def num_clamped_ids(self) -> int:
@@ -92,7 +106,7 @@ class TableCollection(nn.Module, ABC):
     def reset_parameters(self) -> None:
         """Fills all weights as at construction."""
         for config, weight in self.tables().values():
-            config.init_weight(weight)
+            init_weight(config, weight)
 
     def _weights(self) -> list[nn.Parameter]:
         # Read in every forward: what is plain is found without a module's search for attributes.
@@ -136,6 +150,7 @@ class EmbeddingBagCollection(TableCollection):
         is_weighted: whether each row is scaled by the input's weight of its id.
         device: of the parameters; on ``meta`` they are not allocated.
         bounds_check: what happens to ids outside their table.
+        output_dtype: of the result; None: the widest of the tables', fp32 for quantised ones.
 
     Raises:
         ValueError: for no tables, and for a name given to several tables.
@@ -148,12 +163,16 @@ class EmbeddingBagCollection(TableCollection):
         device: torch.device | str | None = None,
         *,
         bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR,
+        output_dtype: DataType | None = None,
     ) -> None:
-        super().__init__(tables, [config.pooling for config in tables], is_weighted, bounds_check)
+        super().__init__(
+            tables, [config.pooling for config in tables], is_weighted, bounds_check, output_dtype
+        )
         self._bag_configs = list(tables)
         self.embedding_bags = holder_of(
             {
-                config.name: nn.EmbeddingBag(
+                config.name: _quantised(config, device)
+                or nn.EmbeddingBag(
                     config.num_embeddings,
                     config.embedding_dim,
                     mode=config.pooling.value.lower(),
@@ -243,12 +262,14 @@ class EmbeddingCollection(TableCollection):
         device: torch.device | str | None = None,
         *,
         bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR,
+        output_dtype: DataType | None = None,
     ) -> None:
-        super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check)
+        super().__init__(tables, [PoolingType.NONE] * len(tables), False, bounds_check, output_dtype)
         self._sequence_configs = list(tables)
         self.embeddings = holder_of(
             {
-                config.name: nn.Embedding(
+                config.name: _quantised(config, device)
+                or nn.Embedding(
                     config.num_embeddings,
                     config.embedding_dim,
                     _weight=make_weight(config, _as_device(device)),
@@ -302,6 +323,14 @@ def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
     # Its own way in refuses the names of its methods, and a table may well be called "items".
     holder._modules.update(tables)
     return holder
+
+
+def _quantised(config: BaseEmbeddingConfig, device: torch.device | str | None) -> QuantisedTable | None:
+    """What holds a quantised table; None for others."""
+    storage = storage_of(config)
+    if storage.is_trainable:
+        return None
+    return QuantisedTable(storage, config.embedding_dim, make_weight(config, _as_device(device)))
 
 
 def _is_changed(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> bool:

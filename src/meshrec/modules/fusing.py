@@ -79,6 +79,12 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
         raise ValueError(f"{where} is fused already. A collection takes one fused optimizer.")
     if child.device.type == "meta":
         raise ValueError(f"{where} is on meta. Allocate it first: to_empty(device=...), reset_parameters().")
+    for config, _ in child.tables().values():
+        if config.data_type.bits:
+            raise ValueError(
+                f"table {config.name!r} is quantised ({config.data_type}) and cannot be trained. Fuse the "
+                "model as it was before meshrec.quant.quantize."
+            )
     return [
         TrainedTable(name, weight, in_backward_spec(weight) or optimizer, DenseRows(weight.dtype))
         for name, (_, weight) in child.tables().items()

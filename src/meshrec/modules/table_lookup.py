@@ -8,13 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshrec.modules.embedding_configs import BaseEmbeddingConfig, BoundsCheckMode, PoolingType
+from meshrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    BoundsCheckMode,
+    DataType,
+    PoolingType,
+)
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.fused import TableUpdater
-from meshrec.tables.storage import DenseRows
+from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
 
 # F features in the order of the tables, B samples, N ids, D width
+
+_BLOCK_NUMBERS = 1 << 20
 
 _POOLING_CODES = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 
@@ -27,9 +34,10 @@ class TableLookup:
         pooling: of each table.
         is_weighted: whether the input's weights scale the rows.
         bounds_check: what happens to ids outside their table.
+        output_dtype: of the result; None: the widest of the tables', fp32 for quantised ones.
 
     Raises:
-        ValueError: for no tables and for names given twice.
+        ValueError: for no tables, names given twice, and a quantised output_dtype.
     """
 
     def __init__(
@@ -39,7 +47,10 @@ class TableLookup:
         *,
         is_weighted: bool,
         bounds_check: BoundsCheckMode,
+        output_dtype: DataType | None = None,
     ) -> None:
+        if output_dtype is not None and output_dtype.bits:
+            raise ValueError(f"output_dtype must be FP32, FP16 or BF16, got {output_dtype}.")
         if not tables:
             raise ValueError("tables is empty. Give at least one table.")
         twice = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
@@ -51,6 +62,9 @@ class TableLookup:
         self.pooling = [_POOLING_CODES[pooling[index]] for index in self.tables]
         self.dims = [tables[index].embedding_dim for index in self.tables]
         self.is_weighted = is_weighted
+        self.output_dtype = output_dtype
+        self._quantised = [table.data_type.bits > 0 for table in tables]
+        self._look_up = lookup_of([storage_of(table) for table in tables])
         self.bounds_check = bounds_check
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
@@ -114,14 +128,16 @@ class TableLookup:
     def run(
         self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: "TableUpdater | None"
     ) -> Tensor:
-        """Looks up: ``[B, sum of D]``, or flat; the dtype is the widest of the tables'."""
-        dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
+        """Looks up: ``[B, sum of D]``, or flat."""
+        dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype
+        if self.output_dtype is None and not any(self._quantised):
+            dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
         options = (out_size, dtype, self._checks_ids, self._names)
         if updater is not None and torch.is_grad_enabled():
             plain = [table for table in updater.plain_tables if weights[table].requires_grad]
             result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
             return result
-        return tbe.forward(weights, lookups, *options)
+        return self._look_up(weights, lookups, *options)
 
     def _indices_of(self, keys: list[str]) -> list[int]:
         index = {key: position for position, key in enumerate(keys)}
@@ -155,12 +171,31 @@ class TableLookup:
 
 
 def make_weight(config: BaseEmbeddingConfig, device: torch.device | None) -> nn.Parameter:
-    """A new weight ``[num_embeddings, embedding_dim]``, initialised unless on ``meta``."""
-    storage = DenseRows(config.data_type.dtype)
+    """A new weight ``[num_embeddings, embedding_dim]``, or quantised rows; initialised unless on ``meta``."""
+    storage = storage_of(config)
     weight = storage.allocate(config.num_embeddings, storage.columns(config.embedding_dim), device)
     if not weight.is_meta:
-        config.init_weight(weight)
-    return nn.Parameter(weight)
+        init_weight(config, weight)
+    return nn.Parameter(weight, requires_grad=storage.is_trainable)
+
+
+def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
+    """Fills a weight as configured; a quantised one block by block."""
+    storage = storage_of(config)
+    if storage.is_trainable:
+        return config.init_weight(weight)
+    for rows in weight.detach().split(max(1, _BLOCK_NUMBERS // config.embedding_dim)):
+        numbers = torch.empty(len(rows), config.embedding_dim, device=weight.device)
+        config.init_weight(numbers)
+        rows.copy_(storage.encode(numbers))
+    return None
+
+
+def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
+    """How a table's rows lie; ``weight`` tells its type where a module was cast since it was configured."""
+    if config.data_type.bits:
+        return QuantisedRows(config.data_type.bits)
+    return DenseRows(config.data_type.dtype if weight is None else weight.dtype)
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -59,6 +59,8 @@ class TableArrays(NamedTuple):
     """Output rows per rank's batch: bags of pooled tables, ids of others."""
     pooled_T: Bools
     weight_bytes_T: Floats
+    row_bytes_T: Floats
+    trained_T: Bools
     id_bytes_T: Floats
     """Of an id on the wire, with its per-sample weight."""
     state_per_column_T: Floats
@@ -141,7 +143,7 @@ class CostModel:
         ids = a.ids_T[table] * self.num_ranks * share
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
-        row_bytes = columns * a.weight_bytes_T[table]
+        row_bytes = columns * a.weight_bytes_T[table] + a.row_bytes_T[table]
         loads = np.zeros((len(table), NUM_PHASES))
         loads[:, _IDS] = (ids * a.id_bytes_T[table] + bags * LENGTH_BYTES) * self._wire
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
@@ -174,7 +176,7 @@ class CostModel:
             again = 2 * summed
         loads[:, _ROW_STATS] = np.where(is_split, statistics, 0.0)
         loads[:, _UPDATE] += np.where(is_split, again + distinct * p.update_id_seconds, 0.0)
-        return loads
+        return self._without_backward(table, loads)
 
     def rectangle_bytes(
         self,
@@ -190,10 +192,10 @@ class CostModel:
         ids = a.ids_T[table] * self.num_ranks * rows / a.rows_T[table]
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
-        parameters = rows * (columns * self._column_bytes(table) + STATE_BYTES * a.state_per_row_T[table])
+        parameters = rows * (columns * self._column_bytes(table) + self._row_bytes(table))
         # Ids as they arrived, and unpacked.
         buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
-        return parameters + buffers + outputs * columns * (self.output_bytes + self.gradient_bytes)
+        return parameters + buffers + outputs * columns * self._embedding_bytes(table)
 
     def received_bytes(
         self,
@@ -208,7 +210,7 @@ class CostModel:
         share = np.asarray(rows_N, np.float64) / a.rows_T[table]
         outputs = np.where(a.pooled_T[table], a.bags_T[table], a.ids_T[table] * share)
         parts = np.where(in_node_N, 1.0 / self.node_size, 1.0)
-        result: Floats = outputs * columns_N * parts * (self.output_bytes + self.gradient_bytes)
+        result: Floats = outputs * columns_N * parts * self._embedding_bytes(table)
         return result
 
     def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
@@ -218,7 +220,8 @@ class CostModel:
         columns = a.columns_T[table].astype(np.float64)
         ids, one = a.ids_T[table], np.ones(len(table))
         loads = np.zeros((len(table), NUM_PHASES))
-        read = ids * (p.read_row_seconds + columns * a.weight_bytes_T[table] / p.read_bandwidth)
+        row_bytes = columns * a.weight_bytes_T[table] + a.row_bytes_T[table]
+        read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         loads[:, _LOOKUP] = read + a.outputs_T[table] * columns * 4 / p.stream_bandwidth
         loads[:, _IDS] = ids * p.route_id_seconds
         passes = a.outputs_T[table] * columns * 4 * 2 / p.stream_bandwidth
@@ -228,16 +231,18 @@ class CostModel:
         dense = 2 * (world - 1) / world * a.rows_T[table] * columns * 4 / self._all_link.all_reduce
         sparse = self._gather_seconds(table, ids, a.outputs_T[table] * columns, world, self._all_link)
         loads[:, _DATA_PARALLEL] = np.minimum(dense, sparse)
-        return loads
+        return self._without_backward(table, loads)
 
     def replicated_bytes(self, table_N: npt.NDArray[np.integer]) -> Floats:
         """Bytes [N] that a data-parallel table takes on every rank, its gradient included."""
         a = self.arrays
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
-        row = columns * self._column_bytes(table) + STATE_BYTES * a.state_per_row_T[table]
+        row = columns * self._column_bytes(table) + self._row_bytes(table)
         gradient = np.minimum(a.rows_T[table], a.ids_T[table] * self.topology.world_size) * columns * 4
-        return a.rows_T[table] * row + gradient + a.outputs_T[table] * columns * 8
+        passes = 4 + 4 * a.trained_T[table]
+        held = a.rows_T[table] * row + gradient * a.trained_T[table]
+        return held + a.outputs_T[table] * columns * passes
 
     def shared_loads(self, mean_loads: Floats) -> Floats:
         """Seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles' loads."""
@@ -311,12 +316,29 @@ class CostModel:
         distinct: Floats = rows * -np.expm1(-ids / rows)
         return distinct
 
+    def _without_backward(self, table: npt.NDArray[np.integer], loads: Floats) -> Floats:
+        """The forward phases alone, where a table is not trained."""
+        is_forward = np.isin(np.arange(NUM_PHASES), _FORWARD)
+        result: Floats = np.where(self.arrays.trained_T[table][:, None] | is_forward, loads, 0.0)
+        return result
+
+    def _embedding_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
+        """Of an element that is looked up, and of its gradient."""
+        result: Floats = self.output_bytes + self.gradient_bytes * self.arrays.trained_T[table]
+        return result
+
+    def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
+        state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
+        result: Floats = state + self.arrays.row_bytes_T[table]
+        return result
+
     def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]
         result: Floats = self.arrays.weight_bytes_T[table] + state
         return result
 
 
+_FORWARD = [_IDS, _LOOKUP, _OUTPUT]
 _IS_EXCHANGE = np.isin(np.arange(NUM_PHASES), [_IDS, _OUTPUT, _GRADIENT])
 
 
@@ -335,6 +357,8 @@ def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
         outputs_T=np.where([table.pooled for table in tables], bags, ids),
         pooled_T=np.array([table.pooled for table in tables], bool),
         weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
+        row_bytes_T=np.array([table.row_bytes for table in tables], np.float64),
+        trained_T=np.array([table.trained for table in tables], bool),
         id_bytes_T=np.array(
             [id_bytes + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64
         ),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from meshrec.ops.nbit import row_bytes
 from meshrec.optim import OptimizerSpec, in_backward_spec
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
 
@@ -64,7 +65,7 @@ def tables_of_model(
                     constraints.get(config.name, ParameterConstraints()),
                     pooled=hasattr(module, "embedding_bag_configs"),
                     weighted=bool(getattr(module, "is_weighted", lambda: False)()),
-                    weight_bytes=4 if weight is None else weight.element_size(),
+                    weight_bytes=_weight_bytes(config, weight),
                     optimizer=default if spec is None else optimizer_kind(spec),
                     module_path=path,
                 )
@@ -86,7 +87,7 @@ def table_of_config(
     *,
     pooled: bool,
     weighted: bool = False,
-    weight_bytes: int = 4,
+    weight_bytes: float = 4,
     optimizer: OptimizerKind = OptimizerKind.NONE,
     module_path: str = "",
 ) -> Table:
@@ -98,7 +99,7 @@ def table_of_config(
             f"table {config.name!r}: {len(pooling)} pooling_factors for the {num_features} features "
             f"{list(config.feature_names)}; give one per feature."
         )
-    batch_sizes = constraints.batch_sizes
+    batch_sizes, bits = constraints.batch_sizes, _bits(config)
     return Table(
         name=config.name,
         num_embeddings=config.num_embeddings,
@@ -106,6 +107,8 @@ def table_of_config(
         pooling_factors=pooling,
         num_poolings=None if constraints.num_poolings is None else tuple(constraints.num_poolings),
         weight_bytes=weight_bytes,
+        row_bytes=row_bytes(config.embedding_dim, bits) - config.embedding_dim * bits / 8 if bits else 0,
+        trained=not bits,
         pooled=pooled,
         weighted=weighted,
         optimizer=optimizer,
@@ -113,6 +116,17 @@ def table_of_config(
         batch_size=None if not batch_sizes else round(sum(batch_sizes) / len(batch_sizes)),
         module_path=module_path,
     )
+
+
+def _bits(config: Any) -> int:
+    """Of a code, where the table is quantised."""
+    return getattr(getattr(config, "data_type", None), "bits", 0)
+
+
+def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:
+    if bits := _bits(config):
+        return bits / 8
+    return 4 if weight is None else weight.element_size()
 
 
 def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:

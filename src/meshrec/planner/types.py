@@ -31,7 +31,9 @@ class Table:
         num_embeddings, embedding_dim: rows and columns.
         pooling_factors: per feature that looks the table up, the mean number of ids in a bag.
         num_poolings: per feature, bags per sample.
-        weight_bytes: bytes of one weight.
+        weight_bytes: bytes of one weight; a fraction where several share a byte.
+        row_bytes: bytes of a row beside its weights, such as a scale, in each part of a row.
+        trained: whether it has a backward pass; otherwise only the forward phases cost.
         pooled: one output row per bag; otherwise one per id.
         weighted: ids come with per-sample weights (4 bytes each).
         optimizer: the fused optimizer.
@@ -46,7 +48,9 @@ class Table:
     embedding_dim: int
     pooling_factors: tuple[float, ...] = (1.0,)
     num_poolings: tuple[float, ...] | None = None
-    weight_bytes: int = 4
+    weight_bytes: float = 4
+    row_bytes: float = 0
+    trained: bool = True
     pooled: bool = True
     weighted: bool = False
     optimizer: OptimizerKind = OptimizerKind.ROW_WISE_ADAGRAD
@@ -86,8 +90,8 @@ class Table:
     def num_bytes(self) -> int:
         """Bytes of weights and optimizer state."""
         per_column, per_row = self.optimizer.state_per_row
-        row = self.embedding_dim * (self.weight_bytes + 4 * per_column) + 4 * per_row
-        return self.num_embeddings * row
+        row = self.embedding_dim * (self.weight_bytes + 4 * per_column) + 4 * per_row + self.row_bytes
+        return round(self.num_embeddings * row)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,14 @@ from meshrec.tables.initial import init_rectangle
 from meshrec.tables.packing import Packing, Rectangle, RowGradients
 from meshrec.tables.row_updates import rows_as_lookups, update_rows
 from meshrec.tables.rule import UpdateRule, rules_of
-from meshrec.tables.storage import DenseRows, RowStorage
+from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage
 
 __all__ = [
     "DenseRows",
     "FusedOptimizer",
     "Holdings",
     "Packing",
+    "QuantisedRows",
     "Rectangle",
     "RowGradients",
     "RowStorage",

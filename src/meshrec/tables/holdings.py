@@ -34,9 +34,9 @@ class Holdings:
         self._owners = [table for table, packing in enumerate(packings) for _ in packing.rectangles]
 
     @property
-    def storage(self) -> RowStorage | None:
-        """How the rows lie: of one kind for all tables that are looked up together; None without tables."""
-        return self.packings[0].storage if self.packings else None
+    def storages(self) -> list[RowStorage]:
+        """How the rows of each rectangle lie."""
+        return [packing.storage for packing in self.packings for _ in packing.rectangles]
 
     @property
     def is_packed(self) -> bool:

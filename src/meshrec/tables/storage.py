@@ -4,19 +4,32 @@ All else of a table (which rectangles a rank holds, how they share a parameter, 
 routing and output) is the same for every storage.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from meshrec.ops import tbe
+from meshrec.ops import nbit, tbe
 from meshrec.ops.memory import empty_pages
 from meshrec.optim.optimizers import OptimizerSpec
 
+# D width
+
 # ``ops.tbe.forward`` without a call in between: every lookup comes by here.
 _look_up: Callable[..., Tensor] = torch.ops.meshrec.tbe_forward.default
+
+
+class RowPart(NamedTuple):
+    """One of the tensors that the rows of a table consist of, as state dicts show them."""
+
+    name: str
+    """``weight``, or what is beside it."""
+    dtype: torch.dtype
+    per_row: bool
+    """``[rows]``, the same for all columns; otherwise ``[rows, part_column(D)]``."""
 
 
 class RowStorage(Protocol):
@@ -27,11 +40,22 @@ class RowStorage(Protocol):
         """Of the memory."""
 
     @property
+    def bits(self) -> int:
+        """Of a code, where rows are quantised; 0 where they are numbers."""
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """What the rows consist of; ``weight`` comes first."""
+
+    @property
     def is_trainable(self) -> bool:
         """Whether rows can be updated; otherwise they are read only, and keep no optimizer state."""
 
     def columns(self, dim: int) -> int:
         """The elements that a row of ``dim`` numbers takes."""
+
+    def part_column(self, column: int) -> int:
+        """Where in the part ``weight`` the number at ``column`` begins, or a row of so many ends."""
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """Memory ``[num_rows, columns]``, not filled."""
@@ -44,16 +68,15 @@ class RowStorage(Protocol):
     ) -> list[Tensor]:
         """The optimizer state of ``num_rows`` rows before their first update, by slot; None: no state."""
 
-    def look_up(
-        self,
-        weights: Sequence[Tensor],
-        lookups: tbe.Lookups,
-        out_size: int,
-        out_dtype: torch.dtype,
-        check_ids: bool,
-        names: Tensor,
-    ) -> Tensor:
-        """Looks up and pools rows of several tables of this kind: see ``ops.tbe.forward``."""
+    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """``row_parts`` of rows of ``dim`` numbers, in their memory."""
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        """Whole rows ``[n, dim]`` of numbers as rows of this kind.
+
+        Raises:
+            ValueError: for numbers that it cannot hold.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,10 +85,20 @@ class DenseRows:
 
     dtype: torch.dtype
     is_trainable = True
+    bits = 0
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """``weight`` alone."""
+        return (RowPart("weight", self.dtype, False),)
 
     def columns(self, dim: int) -> int:
         """``dim``."""
         return dim
+
+    def part_column(self, column: int) -> int:
+        """``column``."""
+        return column
 
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """On huge pages, where it is large and on the CPU."""
@@ -84,14 +117,121 @@ class DenseRows:
             for slot in (spec.state_slots() if spec is not None else ())
         ]
 
-    def look_up(
-        self,
-        weights: Sequence[Tensor],
-        lookups: tbe.Lookups,
-        out_size: int,
-        out_dtype: torch.dtype,
-        check_ids: bool,
-        names: Tensor,
-    ) -> Tensor:
-        """``ops.tbe.forward``: differentiable in the weights."""
-        return _look_up(list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names)
+    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """The rows."""
+        return [rows]
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        """In this type."""
+        return numbers.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Rows of codes of 8, 4 or 2 bits, each with a scale and a bias for its numbers; read only.
+
+    A rectangle of some columns has the scale and the bias of the whole row, so that its numbers are those
+    that the whole table has. See ``ops.nbit``.
+    """
+
+    bits: int
+    dtype = torch.uint8
+    is_trainable = False
+    row_parts = (
+        RowPart("weight", torch.uint8, False),
+        RowPart("weight_qscale", torch.float16, True),
+        RowPart("weight_qbias", torch.float16, True),
+    )
+
+    def columns(self, dim: int) -> int:
+        """Scale, bias and codes, a multiple of 4 bytes."""
+        return nbit.row_bytes(dim, self.bits)
+
+    def part_column(self, column: int) -> int:
+        """In bytes of codes. Columns may be cut where a byte begins."""
+        return nbit.code_bytes(column, self.bits)
+
+    def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
+        """On huge pages, where it is large and on the CPU."""
+        return empty_pages((num_rows, columns), self.dtype, device)
+
+    def num_bytes(self, num_rows: int, dim: int) -> int:
+        """With the bytes that fill up rows."""
+        return num_rows * self.columns(dim)
+
+    def new_state(
+        self, spec: OptimizerSpec | None, num_rows: int, dim: int, device: torch.device | None
+    ) -> list[Tensor]:
+        """None."""
+        assert spec is None
+        return []
+
+    def parts(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """Codes, scales and biases."""
+        params = rows.view(torch.float16)
+        codes = rows[:, nbit.PARAM_BYTES : nbit.PARAM_BYTES + self.part_column(dim)]
+        return [codes, params[:, 0], params[:, 1]]
+
+    def encode(self, numbers: Tensor) -> Tensor:
+        """Rounded as FBGEMM does."""
+        return nbit.quantize(numbers, self.bits)
+
+
+def copy_rectangle(
+    storage: RowStorage,
+    target: Tensor,
+    source: Tensor,
+    source_dim: int,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> None:
+    """Fills a rectangle with rows [r0, r1) and columns [c0, c1) of ``source``: of whole rows of
+    ``source_dim`` numbers in the same storage.
+    """
+    (r0, r1), (c0, c1) = rows, columns
+    first, last = storage.part_column(c0), storage.part_column(c1)
+    targets, sources = storage.parts(target, c1 - c0), storage.parts(source, source_dim)
+    for part, to, whole in zip(storage.row_parts, targets, sources, strict=True):
+        to.copy_(whole[r0:r1] if part.per_row else whole[r0:r1, first:last])
+
+
+def check_codes(value: Tensor, name: str, bits: int) -> None:
+    """Raises ValueError unless a state dict's ``weight`` of a quantised table can be codes."""
+    if value.dtype != torch.uint8:
+        raise ValueError(
+            f"{name}: the table is quantised to {bits} bits, and the state dict has {value.dtype}. Load "
+            "numbers into the model as it was, and quantise it with meshrec.quant.quantize."
+        )
+
+
+LookUp = Callable[[Sequence[Tensor], tbe.Lookups, int, torch.dtype, bool, Tensor], Tensor]
+"""Weights, lookups, out_size, out_dtype, check_ids, names: see ``ops.tbe.forward``."""
+
+
+def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
+    """What looks up and pools rows of several tables in one kernel; ``storages``: of each of them."""
+    bits = [storage.bits for storage in storages]
+    return functools.partial(_look_up_mixed, bits) if any(bits) else _look_up_dense
+
+
+def _look_up_dense(
+    weights: Sequence[Tensor],
+    lookups: tbe.Lookups,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
+) -> Tensor:
+    return _look_up(list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names)
+
+
+def _look_up_mixed(
+    bits: list[int],
+    weights: Sequence[Tensor],
+    lookups: tbe.Lookups,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
+) -> Tensor:
+    return nbit.forward(list(weights), bits, *lookups, out_size, out_dtype, check_ids, names)

@@ -1,0 +1,62 @@
+"""Rows of 8, 4 or 2 bits a number: made from numbers, turned back, and looked up beside tables of numbers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.nbit import autograd  # noqa: F401 - registers shapes for tracing, and the refusal to train
+from meshrec.ops.nbit.naive import BITS, PARAM_BYTES, code_bytes, row_bytes
+
+__all__ = [
+    "BITS",
+    "PARAM_BYTES",
+    "code_bytes",
+    "dequantize",
+    "forward",
+    "from_fbgemm_bytes",
+    "quantize",
+    "row_bytes",
+    "to_fbgemm_bytes",
+]
+
+forward: Callable[..., Tensor] = torch.ops.meshrec.nbit_forward.default
+"""``torch.ops.meshrec.nbit_forward``; see ``naive.nbit_forward``."""
+
+
+def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:
+    """uint8 ``[rows, row_bytes(D, bits)]`` from ``[rows, D]``: see ``naive.nbit_quantize``."""
+    result: Tensor = torch.ops.meshrec.nbit_quantize.default(weight, bits, params)
+    return result
+
+
+def dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
+    """The numbers, fp32 ``[rows, D]``."""
+    result: Tensor = torch.ops.meshrec.nbit_dequantize.default(rows, bits, dim)
+    return result
+
+
+def to_fbgemm_bytes(rows: Tensor, bits: int, dim: int) -> Tensor:
+    """uint8 ``[rows, code_bytes(D, bits) + 4]``: what ``FloatToFusedNBitRowwiseQuantizedSBHalf`` gives for
+    the same numbers, that is the codes, the scale and the bias.
+    """
+    codes = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
+    return torch.cat([codes, rows[:, :PARAM_BYTES]], 1)
+
+
+def from_fbgemm_bytes(fused: Tensor, bits: int, dim: int) -> Tensor:
+    """The rows from what ``to_fbgemm_bytes`` describes.
+
+    Raises:
+        ValueError: for rows of another length, or of another type than uint8.
+    """
+    num_bytes = code_bytes(dim, bits)
+    if fused.dtype != torch.uint8 or fused.dim() != 2 or fused.shape[1] != num_bytes + PARAM_BYTES:
+        raise ValueError(
+            f"FBGEMM's rows of {dim} numbers of {bits} bits are {num_bytes + PARAM_BYTES} uint8, got "
+            f"{fused.dtype} {list(fused.shape)}. Give the width and the bits that they were made with."
+        )
+    rows = fused.new_zeros(len(fused), row_bytes(dim, bits))
+    rows[:, :PARAM_BYTES] = fused[:, num_bytes:]
+    rows[:, PARAM_BYTES : PARAM_BYTES + num_bytes] = fused[:, :num_bytes]
+    return rows

@@ -1,0 +1,58 @@
+"""Shapes for tracing (fakes), and the refusal to train what is quantised."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import SymInt, Tensor
+
+from meshrec.ops.nbit import naive
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+# Typed here, because torch's own decorators are not.
+_register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fake
+_register_autograd: Callable[..., None] = torch.library.register_autograd
+
+
+@_register_fake("meshrec::nbit_quantize")
+def _quantize_fake(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
+    num_rows, dim = weight.shape
+    return weight.new_empty([num_rows, naive.row_bytes(dim, bits)], dtype=torch.uint8)
+
+
+@_register_fake("meshrec::nbit_dequantize")
+def _dequantize_fake(rows: Tensor, bits: int, dim: int | SymInt) -> Tensor:
+    return rows.new_empty([rows.shape[0], dim], dtype=torch.float32)
+
+
+@_register_fake("meshrec::nbit_forward")
+def _forward_fake(
+    weights: list[Tensor],
+    bits: list[int],
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    tables: list[int],
+    pooling: list[int],
+    flat: bool,
+    dims: list[int],
+    out_size: int | SymInt,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
+) -> Tensor:
+    return values.new_empty([out_size] if flat else [out_size, sum(dims)], dtype=out_dtype)
+
+
+def _refuse(ctx: Any, grad: Tensor) -> NoReturn:
+    raise ValueError(
+        "quantised tables are for inference: a lookup in them has no gradient. Train the model as it was "
+        "before meshrec.quant.quantize, or call this one under torch.no_grad()."
+    )
+
+
+_register_autograd("meshrec::nbit_forward", _refuse)

@@ -1,0 +1,13 @@
+"""Post-training quantisation: tables of a quarter to a sixteenth of their size, for inference."""
+
+from meshrec.ops.nbit import from_fbgemm_bytes, to_fbgemm_bytes
+from meshrec.quant.precision import Rounding
+from meshrec.quant.quantize import quantize, table_bytes
+
+__all__ = [
+    "Rounding",
+    "from_fbgemm_bytes",
+    "quantize",
+    "table_bytes",
+    "to_fbgemm_bytes",
+]

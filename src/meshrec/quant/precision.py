@@ -1,0 +1,84 @@
+"""Numbers to rows of a chosen data type, table by table, and what of it is refused."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshrec.modules import DataType
+from meshrec.ops import nbit
+from meshrec.quant.search import searched_params
+
+# D width
+
+Rounding = Literal["minmax", "search"]
+"""How the scale and the bias of a row are chosen: from its least and greatest number, as FBGEMM does, or such
+that the squared error of the row is smaller."""
+
+_BLOCK_NUMBERS = 1 << 22
+
+
+def chosen_types(
+    names: Sequence[str], weights: DataType, per_table: Mapping[str, DataType] | None
+) -> dict[str, DataType]:
+    """The data type of each table.
+
+    Raises:
+        ValueError: for what is no DataType, and for a table that is not there.
+    """
+    per_table = per_table or {}
+    for where, data_type in [("weights", weights), *((f"per_table[{n!r}]", t) for n, t in per_table.items())]:
+        if not isinstance(data_type, DataType):
+            raise ValueError(
+                f"{where} is {data_type!r}, which is no data type. Choose one of "
+                f"{', '.join(f'DataType.{each}' for each in DataType)}."
+            )
+    if unknown := [name for name in per_table if name not in names]:
+        raise ValueError(
+            f"per_table names a table {unknown[0]!r}; the model has {sorted(set(names))}. Name one of these."
+        )
+    return {name: per_table.get(name, weights) for name in names}
+
+
+def check_rounding(rounding: Rounding) -> None:
+    """Raises ValueError for another word."""
+    if rounding not in ("minmax", "search"):
+        raise ValueError(f"rounding must be 'minmax' or 'search', got {rounding!r}.")
+
+
+def encoded(numbers: Tensor, data_type: DataType, rounding: Rounding, table: str) -> Tensor:
+    """Whole rows ``[n, D]`` as rows of another type; the same memory, where they have it already.
+
+    Raises:
+        ValueError: for a NaN, an infinity, or a number outside the type's range: names table and row.
+    """
+    bits = data_type.bits
+    if not bits:
+        return _cast(numbers, data_type.dtype, table)
+    try:
+        if rounding == "minmax":
+            return nbit.quantize(numbers, bits)
+        blocks = numbers.split(max(1, _BLOCK_NUMBERS // numbers.shape[1]))
+        rows = torch.empty(len(numbers), nbit.row_bytes(numbers.shape[1], bits), dtype=torch.uint8)
+        for block, target in zip(blocks, rows.split([len(block) for block in blocks]), strict=True):
+            first = nbit.quantize(block, bits)
+            target.copy_(nbit.quantize(block, bits, searched_params(block, first, bits)))
+        return rows
+    except ValueError as error:
+        error.args = (f"table {table!r}: {error}",)
+        raise
+
+
+def _cast(numbers: Tensor, dtype: torch.dtype, table: str) -> Tensor:
+    if numbers.dtype == dtype:
+        return numbers
+    result = numbers.to(dtype)
+    for first, block in zip(range(0, len(result), 1 << 16), result.split(1 << 16), strict=True):
+        bad = ~block.isfinite().all(1)
+        if bool(bad.any()):
+            raise ValueError(
+                f"table {table!r}: row {first + int(bad.nonzero()[0])} has a number that is NaN, infinite, "
+                f"or outside the range of {dtype}. Mend the row, or keep the table in fp32."
+            )
+    return result

@@ -1,0 +1,71 @@
+"""Scale and bias of a row with a smaller squared error than those of its least and greatest number.
+
+A few outliers stretch the steps between all codes. From ranges shrunk by several amounts, two steps are taken
+in turn, each of which lessens the squared error: every number takes the nearest code, and the codes take the
+scale and bias that fit them best (a line through the points (code, number), by least squares). It is Lloyd's
+algorithm for a quantiser whose levels are evenly spaced.
+"""
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.nbit.naive import split_rows
+
+# D width
+
+_SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)
+_TURNS = 4
+
+
+def searched_params(numbers: Tensor, rows: Tensor, bits: int) -> Tensor:
+    """fp16 ``[n, 2]``: the best scale and bias found for each row; never worse than those it has.
+
+    Args:
+        numbers: ``[n, D]``.
+        rows: the same, quantised by least and greatest number.
+    """
+    values, top = numbers.float(), (1 << bits) - 1
+    best = split_rows(rows, bits, numbers.shape[1])[1].clone()
+    least_error = _error(values, best, top)
+    scale, bias = best.float().unbind(1)
+    middle = bias + scale * top / 2
+    for shrink in _SHRINKS:
+        params = _halves(scale * shrink, middle - scale * shrink * top / 2)
+        for _ in range(_TURNS):
+            error = _error(values, params, top)
+            better = error < least_error
+            best[better], least_error = params[better], torch.minimum(error, least_error)
+            params = _fitted(values, params, top)
+        error = _error(values, params, top)
+        better = error < least_error
+        best[better], least_error = params[better], torch.minimum(error, least_error)
+    return best
+
+
+def _halves(scale: Tensor, bias: Tensor) -> Tensor:
+    scale = scale.half()
+    return torch.stack([torch.where(scale == 0, torch.ones_like(scale), scale), bias.half()], 1)
+
+
+def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
+    scale, bias = params.float().unbind(1)
+    return ((values - bias[:, None]) * (1 / scale)[:, None]).clamp_(0, top).round_()
+
+
+def _error(values: Tensor, params: Tensor, top: int) -> Tensor:
+    """The squared error of each row; infinite for params that are no numbers."""
+    scale, bias = params.float().unbind(1)
+    error = (_codes(values, params, top) * scale[:, None] + bias[:, None] - values).square_().sum(1)
+    return error.nan_to_num_(nan=torch.inf)
+
+
+def _fitted(values: Tensor, params: Tensor, top: int) -> Tensor:
+    """The line through (code, number) by least squares; as before, where all codes are one."""
+    codes = _codes(values, params, top)
+    code_mean, value_mean = codes.mean(1, keepdim=True), values.mean(1, keepdim=True)
+    spread = (codes - code_mean).square().sum(1)
+    scale = ((codes - code_mean) * (values - value_mean)).sum(1) / spread
+    bias = value_mean[:, 0] - scale * code_mean[:, 0]
+    fitted = _halves(scale, bias)
+    usable = (spread > 0) & fitted.isfinite().all(1)
+    return torch.where(usable[:, None], fitted, params)

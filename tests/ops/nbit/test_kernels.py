@@ -1,0 +1,135 @@
+"""The compiled lookup of quantised rows against naive.py, and bit by bit against the same numbers in fp32."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from meshrec.ops import nbit
+from meshrec.ops.nbit import naive
+from meshrec.ops.tbe.layout import MEAN, NONE, SUM
+
+OPS = torch.ops.meshrec
+NAMES = torch.tensor(list(b"t0\ta\nt1\tb\nt1\tc\nt2\td\n"), dtype=torch.uint8)
+BLOCKS, VARIABLE = ((2,) * 4, (0,) * 4, (7,) * 4), ((3, 1, 0, 2), (1, 6, 4, 2))
+SHAPES = {
+    "one block": {},
+    "weighted": {"weighted": True, "longest": 20},
+    "blocks": {"num_bags": BLOCKS},
+    "int32 ids": {"num_bags": BLOCKS, "id_dtype": torch.int32},
+    "flat": {"num_bags": VARIABLE, "flat": True, "weighted": True},
+    "sequences": {"num_bags": VARIABLE, "flat": True, "pooling": (NONE,) * 4},
+    "no samples": {"num_bags": ((0,) * 4,)},
+    "no ids": {"longest": 0},
+}
+MIXES = {"int8": (8, 8, 8), "int4": (4, 4, 4), "int2": (2, 2, 2), "mixed": (4, 0, 8)}
+
+
+def quantised(case, bits):
+    return [w if b == 0 else nbit.quantize(w, b) for w, b in zip(case.weights, bits, strict=True)]
+
+
+def arguments(case, bits, dtype=torch.float32):
+    lookups = (*case.lookups, case.dims, case.out_size, dtype, True, NAMES)
+    return quantised(case, bits), list(bits), *lookups
+
+
+def of_numbers(case, bits):
+    """The same lookup in fp32 tables of what the rows stand for."""
+    rows = quantised(case, bits)
+    dims = [weight.shape[1] for weight in case.weights]
+    numbers = [r if b == 0 else nbit.dequantize(r, b, d) for r, b, d in zip(rows, bits, dims, strict=True)]
+    return case._replace(weights=numbers).forward(OPS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mix", MIXES)
+def test_forward(make_case, shape, mix):
+    case = make_case(**SHAPES[shape])
+    args = arguments(case, MIXES[mix])
+    found = OPS.nbit_forward(*args)
+    assert_close(found, naive.nbit_forward(*args))
+    assert torch.equal(found, of_numbers(case, MIXES[mix]))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 15, 16, 17, 31, 64, 100, 128, 300])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_every_width(make_case, width, bits):
+    for options in ({}, {"weighted": True}, {"flat": True, "pooling": (NONE,) * 4}):
+        case = make_case(rows=(40, 3, 20), dims=(width,) * 3, **options)
+        assert torch.equal(OPS.nbit_forward(*arguments(case, (bits,) * 3)), of_numbers(case, (bits,) * 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_output_is_rounded_once(make_case, dtype):
+    case = make_case(longest=20)
+    found = OPS.nbit_forward(*arguments(case, (8, 4, 2), dtype))
+    assert torch.equal(found, OPS.nbit_forward(*arguments(case, (8, 4, 2))).to(dtype))
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("pooling", [SUM, MEAN])
+def test_one_hot_table_over_threads(one_table, set_threads, pooling):
+    bags = [[i % 30 for i in range(b % 7)] for b in range(20000)]
+    case = one_table(bags, 30, 64, pooling=pooling)
+    args = arguments(case, (4,))
+    expected = OPS.nbit_forward(*args)
+    set_threads(2)
+    assert torch.equal(OPS.nbit_forward(*args), expected)
+    weight = torch.randn(5000, 64)
+    assert torch.equal(nbit.quantize(weight, 4), naive.nbit_quantize(weight, 4, None))
+
+
+@pytest.mark.parametrize("ops", [OPS, naive], ids=["kernels", "naive"])
+def test_refusals(make_case, ops):
+    case = make_case(weighted=True)
+    case.values[-1] = 10**5
+    with pytest.raises(ValueError, match=r"table 't2': id 100000 of feature 'd' .* is outside \[0, 700\)"):
+        ops.nbit_forward(*arguments(case, (8, 8, 8)))
+    case = make_case(weighted=True)
+    case.sample_weights[-1] = float("nan")
+    with pytest.raises(ValueError, match=r"table 't2': the weight of id .* is NaN"):
+        ops.nbit_forward(*arguments(case, (8, 8, 8)))
+    weights, _, *rest = arguments(case, (8, 4, 8))
+    with pytest.raises(ValueError, match="which 17 numbers of 8 bits take"):
+        ops.nbit_forward(weights, [8, 8, 8], *rest)
+    with pytest.raises(ValueError, match="a number for each of the 3 weights, got 2"):
+        ops.nbit_forward(weights, [8, 8], *rest)
+
+
+def test_a_lookup_is_not_trained(make_case):
+    case = make_case(weighted=True)
+    weights = case.sample_weights.clone().requires_grad_()
+    out = OPS.nbit_forward(*arguments(case._replace(sample_weights=weights), (8, 8, 8)))
+    with pytest.raises(ValueError, match="quantised tables are for inference"):
+        out.sum().backward()
+
+
+RUN = """
+import sys
+import torch
+from meshrec.ops import nbit
+weights, calls = torch.load(sys.argv[1])
+results = [torch.ops.meshrec.nbit_forward(*call) for call in calls]
+results += [nbit.quantize(weight, bits) for weight in weights for bits in (8, 4, 2)]
+torch.save(results, sys.argv[2])
+"""
+
+
+def test_instruction_sets_agree_bit_by_bit(make_case, tmp_path):
+    cases = [
+        make_case(dims=(w, w + 1, 2 * w), **SHAPES[name]) for w in (5, 32) for name in ("flat", "blocks")
+    ]
+    calls = [arguments(case, mix) for case in cases for mix in MIXES.values()]
+    weights = [weight for case in cases for weight in case.weights]
+    torch.save([weights, calls], tmp_path / "calls.pt")
+    expected = [OPS.nbit_forward(*call) for call in calls]
+    expected += [nbit.quantize(weight, bits) for weight in weights for bits in (8, 4, 2)]
+    for isa in ("baseline", "avx2"):
+        command = [sys.executable, "-c", RUN, str(tmp_path / "calls.pt"), str(tmp_path / f"{isa}.pt")]
+        subprocess.run(command, check=True, env={**os.environ, "MESHREC_ISA": isa})
+        for found, wanted in zip(torch.load(tmp_path / f"{isa}.pt"), expected, strict=True):
+            assert_close(found, wanted, rtol=1e-6, atol=1e-6)
