@@ -3,7 +3,15 @@ import torch
 
 import meshrec
 from meshrec.compat.bridge import embeddings
+from meshrec.compat.bridge.fx import symbolic_trace
+from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 from meshrec.modules import DataType, PoolingType
+
+# torch warns of the end of TorchScript; TorchRec's programs use it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning"),  # torch's own GraphModule
+]
 
 
 def config(**given):
@@ -64,9 +72,46 @@ def test_meta_draws_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_ids_are_not_returned_as_weights():
-    with pytest.raises(ValueError, match="need_indices"):
-        embeddings.EmbeddingCollection([embeddings.EmbeddingConfig(4, 2, "t")], need_indices=True)
+def test_ids_are_returned_as_weights():
+    collection = embeddings.EmbeddingCollection([embeddings.EmbeddingConfig(4, 2, "t")], need_indices=True)
+    bags = collection(KeyedJaggedTensor(["t"], torch.tensor([3, 1]), lengths=torch.tensor([2])))["t"]
+    assert bags.weights().tolist() == [3, 1]
+    assert collection.need_indices()
+    assert collection.embedding_dim() == 2
+    assert collection.embedding_names_by_table() == [["t"]]
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_bags_in_script_and_graph_are_those_of_the_kernel(is_weighted):
+    tables = [config(name="a", feature_names=["x", "y"]), config(name="b", feature_names=["y"])]
+    collection = embeddings.EmbeddingBagCollection(tables, is_weighted)
+    features = KeyedJaggedTensor(
+        ["y", "x"], torch.tensor([0, 1, 2, 3]), torch.rand(4), lengths=torch.tensor([1, 0, 2, 1])
+    )
+    expected = collection(features)
+    graph = symbolic_trace(collection)
+    for module in (torch.jit.script(collection), graph, torch.jit.script(graph)):
+        found = module(features)
+        assert found.keys() == expected.keys() == ["x", "y@a", "y@b"]
+        torch.testing.assert_close(found.values(), expected.values())
+
+
+def test_rows_in_script_and_graph_are_those_of_the_kernel():
+    tables = [embeddings.EmbeddingConfig(4, 2, "t", feature_names=["x", "y"])]
+    collection = embeddings.EmbeddingCollection(tables, need_indices=True)
+    features = KeyedJaggedTensor(["x", "y"], torch.tensor([0, 1, 2]), lengths=torch.tensor([1, 2]))
+    expected = collection(features)
+    graph = symbolic_trace(collection)
+    for module in (torch.jit.script(collection), graph, torch.jit.script(graph)):
+        found = module(features)
+        for key, bags in expected.items():
+            torch.testing.assert_close(found[key].values(), bags.values())
+            assert torch.equal(found[key].weights(), bags.weights())
+
+
+def test_there_may_be_no_tables():
+    assert embeddings.EmbeddingBagCollection([]).embedding_bag_configs() == []
+    assert embeddings.EmbeddingCollection([]).embedding_dim() == -1
 
 
 def test_types_and_words():

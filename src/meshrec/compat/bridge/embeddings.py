@@ -1,15 +1,24 @@
 """Tables and their collections with TorchRec's arguments, and TorchRec's draws of the first weights."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Proxy
 
+from meshrec import sparse
 from meshrec.compat.bridge.adapted import Adapted
+from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
 from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType
 
+torch.fx.wrap("concatenated_bags")
+
+# TorchScript reads every attribute of a module, unless it stands here and in the class itself.
+_PYTHON_ONLY = ("fused_optimizer", "bounds_check", "num_clamped_ids", "device", "is_fused")
 _NOT_HERE = {
     "num_embeddings_post_pruning": None,
     "need_pos": False,
@@ -68,45 +77,6 @@ def _sequence_config(*args: Any, **kwargs: Any) -> embedding_configs.EmbeddingCo
     return embedding_configs.EmbeddingConfig(**_config(*args, **kwargs))
 
 
-def _bag_collection(
-    tables: Sequence[embedding_configs.EmbeddingBagConfig],
-    is_weighted: bool = False,
-    device: torch.device | str | None = None,
-) -> embedding_modules.EmbeddingBagCollection:
-    """TorchRec's ``EmbeddingBagCollection(tables, is_weighted=False, device=None)``.
-
-    With a seed it has the weights that TorchRec's has: there every table is drawn twice, and the first draws
-    of all tables come before the second ones.
-    """
-    _skip_draws(tables, device)
-    return embedding_modules.EmbeddingBagCollection(tables, is_weighted, device)
-
-
-def _sequence_collection(
-    tables: Sequence[embedding_configs.EmbeddingConfig],
-    device: torch.device | str | None = None,
-    need_indices: bool = False,
-    use_gather_select: bool = False,
-    use_gather_select_per_sharding: dict[str, bool] | None = None,
-) -> embedding_modules.EmbeddingCollection:
-    """TorchRec's ``EmbeddingCollection(tables, device=None, ...)``, with the weights that it has for a
-    seed."""
-    if need_indices:
-        raise ValueError(
-            "MeshRec's EmbeddingCollection does not return the ids as weights (need_indices). They are the "
-            "values of the input: features[name].values()."
-        )
-    collection = embedding_modules.EmbeddingCollection(tables, torch.device("meta"))
-    where = torch.get_default_device() if device is None else torch.device(device)
-    if where.type == "meta":
-        return collection
-    collection.to_empty(device=where)
-    for config, weight in collection.tables().values():
-        _skip_draws([config], where)
-        config.init_weight(weight)
-    return collection
-
-
 def _skip_draws(
     tables: Sequence[embedding_configs.BaseEmbeddingConfig], device: torch.device | str | None
 ) -> None:
@@ -120,8 +90,197 @@ def _skip_draws(
 
 EmbeddingBagConfig = Adapted(embedding_configs.EmbeddingBagConfig, _bag_config)
 EmbeddingConfig = Adapted(embedding_configs.EmbeddingConfig, _sequence_config)
-EmbeddingBagCollection = Adapted(embedding_modules.EmbeddingBagCollection, _bag_collection)
-EmbeddingCollection = Adapted(embedding_modules.EmbeddingCollection, _sequence_collection)
+
+
+class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
+    """TorchRec's ``EmbeddingBagCollection(tables, is_weighted=False, device=None)``.
+
+    With a seed it has the weights that TorchRec's has: there every table is drawn twice, and the first draws
+    of all tables come before the second ones. TorchScript and torch.fx see one ``nn.EmbeddingBag`` after the
+    other; otherwise MeshRec's kernel looks all of them up at once.
+
+    Args:
+        tables: the tables; there may be none.
+        is_weighted: whether each row is scaled by the input's weight of its id.
+        device: of the parameters.
+    """
+
+    __jit_ignored_attributes__ = __jit_unused_properties__ = _PYTHON_ONLY
+    fused_optimizer = embedding_modules.TableCollection.fused_optimizer
+    _is_weighted: bool
+    _feature_names: list[list[str]]
+    _embedding_names: list[str]
+    _lengths_per_embedding: list[int]
+
+    def __init__(
+        self,
+        tables: Sequence[embedding_configs.EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if tables:
+            _skip_draws(tables, device)
+            super().__init__(tables, is_weighted, device)
+        else:
+            _fill_empty(self)
+            self._bag_configs = []
+            self.embedding_bags = nn.ModuleDict()
+        self._is_weighted = is_weighted
+        self._feature_names = [list(table.feature_names) for table in tables]
+        self._embedding_names = [name for names in names_by_table(tables) for name in names]
+        self._lengths_per_embedding = [t.embedding_dim for t in tables for _ in t.feature_names]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Looks up and pools: ``[B, sum of D]``, one block of columns per feature; see MeshRec's."""
+        if not torch.jit.is_scripting():
+            if not isinstance(features, Proxy) and self._configs:
+                return _keyed(super().forward(maybe_td_to_kjt(features)))
+        pooled: list[Tensor] = []
+        names: list[str] = []
+        bags = features.to_dict()
+        for i, table in enumerate(self.embedding_bags.values()):
+            for name in self._feature_names[i]:
+                bag = bags[name]
+                rows = table(
+                    input=bag.values(),
+                    offsets=bag.offsets(),
+                    per_sample_weights=bag.weights() if self._is_weighted else None,
+                ).float()
+                pooled.append(rows)
+                names.append(name)
+        return KeyedTensor(
+            keys=self._embedding_names,
+            length_per_key=self._lengths_per_embedding,
+            values=concatenated_bags(pooled, names, features.inverse_indices_or_none()),
+        )
+
+
+class EmbeddingCollection(embedding_modules.EmbeddingCollection):
+    """TorchRec's ``EmbeddingCollection(tables, device=None, ...)``, with the weights that it has for a seed.
+
+    Args:
+        tables: the tables; there may be none.
+        device: of the parameters.
+        need_indices: whether the results have the ids as weights.
+        use_gather_select, use_gather_select_per_sharding: change nothing.
+    """
+
+    __jit_ignored_attributes__ = __jit_unused_properties__ = _PYTHON_ONLY
+    fused_optimizer = embedding_modules.TableCollection.fused_optimizer
+    _need_indices: bool
+    _feature_names: list[list[str]]
+    _embedding_names_by_table: list[list[str]]
+
+    def __init__(
+        self,
+        tables: Sequence[embedding_configs.EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: dict[str, bool] | None = None,
+    ) -> None:
+        if tables:
+            super().__init__(tables, torch.device("meta"))
+            where = torch.get_default_device() if device is None else torch.device(device)
+            if where.type != "meta":
+                self.to_empty(device=where)
+                for config, weight in self.tables().values():
+                    _skip_draws([config], where)
+                    config.init_weight(weight)
+        else:
+            _fill_empty(self)
+            self._sequence_configs = []
+            self.embeddings = nn.ModuleDict()
+        self._need_indices = need_indices
+        self._gather_select = (use_gather_select, use_gather_select_per_sharding)
+        self._feature_names = [list(table.feature_names) for table in tables]
+        self._embedding_names_by_table = names_by_table(tables)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """By feature one row of width D per id ``[n, D]``; see MeshRec's."""
+        result: dict[str, JaggedTensor] = {}
+        if not torch.jit.is_scripting():
+            if not isinstance(features, Proxy) and self._configs:
+                return self._looked_up(maybe_td_to_kjt(features))
+        bags = features.to_dict()
+        for i, table in enumerate(self.embeddings.values()):
+            names = self._feature_names[i]
+            embedding_names = self._embedding_names_by_table[i]
+            for j, embedding_name in enumerate(embedding_names):
+                bag = bags[names[j]]
+                result[embedding_name] = JaggedTensor(
+                    values=table(input=bag.values()).float(),
+                    weights=bag.values() if self._need_indices else None,
+                    lengths=bag.lengths(),
+                )
+        return result
+
+    def _looked_up(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        ids = features.to_dict()
+        features_of = [name for names in self._feature_names for name in names]
+        looked_up = super().forward(features)
+        return {
+            name: JaggedTensor.unchecked(
+                rows.values(),
+                ids[feature].values() if self._need_indices else None,
+                rows.lengths(),
+                rows.offsets(),
+            )
+            for (name, rows), feature in zip(looked_up.items(), features_of, strict=True)
+        }
+
+    def need_indices(self) -> bool:
+        """Whether the results have the ids as weights."""
+        return self._need_indices
+
+    def embedding_dim(self) -> int:
+        """The width of the first table; -1 without tables."""
+        return self._sequence_configs[0].embedding_dim if self._sequence_configs else -1
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The keys of the result, table by table."""
+        return self._embedding_names_by_table
+
+    def use_gather_select(self) -> bool:
+        """As given."""
+        return self._gather_select[0]
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """As given."""
+        return self._gather_select[1]
+
+
+def names_by_table(tables: Sequence[embedding_configs.BaseEmbeddingConfig]) -> list[list[str]]:
+    """The keys of the results: ``feature``, or ``feature@table`` where several tables read it."""
+    readers = Counter(name for table in tables for name in table.feature_names)
+    return [
+        [name if readers[name] == 1 else f"{name}@{table.name}" for name in table.feature_names]
+        for table in tables
+    ]
+
+
+def concatenated_bags(
+    pooled: list[Tensor], names: list[str], inverse_indices: tuple[list[str], Tensor] | None
+) -> Tensor:
+    """The pooled rows of all features side by side, and of keys with own batch sizes each sample's."""
+    if inverse_indices is not None:
+        rows: dict[str, int] = {}
+        for i, key in enumerate(inverse_indices[0]):
+            rows[key] = i
+        for i in range(len(pooled)):
+            pooled[i] = pooled[i].index_select(0, inverse_indices[1][rows[names[i]]])
+    return torch.cat(pooled, dim=1)
+
+
+def _keyed(kt: sparse.KeyedTensor) -> KeyedTensor:
+    return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values(), kt.key_dim())
+
+
+def _fill_empty(collection: embedding_modules.TableCollection) -> None:
+    """What a collection without tables has: MeshRec's own has one at least."""
+    nn.Module.__init__(collection)
+    collection._configs = []
+    collection._updater = None
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:

@@ -18,7 +18,6 @@ _REPLICAS = (
 )
 _FUSED = "Nearest: meshrec.fuse(collection, optimizer=...)."
 _FUSED_OPTIMIZER = "Nearest: a module's fused_optimizer, a meshrec.tables.FusedOptimizer."
-_EQUAL = "Nearest: torch.equal of values and lengths."
 _CRITEO = "data pipes are gone from PyTorch. Nearest: meshrec.data.criteo, a Dataset with a resumable reader."
 _MOVIELENS = "data pipes are gone from PyTorch. Nearest: meshrec.data.movielens."
 
@@ -63,7 +62,6 @@ MISSING: dict[str, str] = {
     "torchrec.distributed.types.ShardedModule": "sharded modules have no common interface to implement. "
     "Nearest: ShardedEmbeddingBagCollection.",
     "torchrec.distributed.types.ShardingEnv2D": _TWO_D,
-    "torchrec.fx": "nothing needs to be traced by fx. Nearest: torch.compile and torch.export.",
     "torchrec.inference": "Nearest: torch.export of the model.",
     "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics.MetricSet with "
     "binary_metrics.",
@@ -91,10 +89,4 @@ MISSING: dict[str, str] = {
     "torchrec.optim.semi_sync": _REPLICAS,
     "torchrec.quant": _QUANT,
     "torchrec.schema": "interfaces have no schemas of their own.",
-    "torchrec.sparse.jagged_tensor.ComputeJTDictToKJT": "Nearest: KeyedJaggedTensor.from_jt_dict().",
-    "torchrec.sparse.jagged_tensor.ComputeKJTToJTDict": "Nearest: kjt.to_dict().",
-    "torchrec.sparse.jagged_tensor.jt_is_equal": _EQUAL,
-    "torchrec.sparse.jagged_tensor.kjt_is_equal": _EQUAL,
-    "torchrec.sparse.jagged_tensor.regroup_kts": "Nearest: KeyedTensor.regroup.",
-    "torchrec.sparse.tensor_dict": "Nearest: KeyedJaggedTensor.from_jt_dict().",
 }

@@ -21,7 +21,18 @@ _COLLECTIONS = {
     "EmbeddingBagCollectionInterface": "meshrec.modules.embedding_modules:EmbeddingBagCollection",
     "EmbeddingCollectionInterface": "meshrec.modules.embedding_modules:EmbeddingCollection",
 }
-_SPARSE = _of("meshrec.sparse", "JaggedTensor KeyedJaggedTensor KeyedTensor")
+_S = f"{_C}.sparse"
+_SPARSE = _of(_S, "JaggedTensor KeyedJaggedTensor KeyedTensor")
+_REGROUP = "permute_multi_embedding regroup_kts _fbgemm_permute_pooled_embs _regroup_keyed_tensors"
+_SPARSE_ALL = {
+    **_SPARSE,
+    **_of(f"{_S}.helpers", "ComputeJTDictToKJT ComputeKJTToJTDict jt_is_equal kjt_is_equal"),
+    **_of(f"{_S}.pytrees", "flatten_kjt_list unflatten_kjt_list"),
+    **_of(f"{_S}.regrouping", _REGROUP),
+    "_kt_regroup_arguments": f"{_S}.regrouping:kt_regroup_arguments",
+    "JaggedTensorMeta": f"{_S}.kinds:Kind",
+}
+_FX = _of(f"{_C}.fx", "Tracer symbolic_trace")
 _STREAMABLE = _of(f"{_C}.streamable", "Multistreamable Pipelineable")
 _AWAITABLES = _of(f"{_C}.awaitables", "Awaitable LazyAwaitable LazyNoWait NoWait")
 _PLANS = {
@@ -68,7 +79,11 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.types": _of("meshrec.modules.embedding_configs", "DataType"),
     "torchrec.streamable": _STREAMABLE,
     "torchrec.sparse": {},
-    "torchrec.sparse.jagged_tensor": _SPARSE,
+    "torchrec.sparse.jagged_tensor": _SPARSE_ALL,
+    "torchrec.sparse.jagged_tensor_validator": _of(f"{_S}.validator", "validate_keyed_jagged_tensor"),
+    "torchrec.sparse.tensor_dict": _of(f"{_S}.tensor_dict", "maybe_td_to_kjt"),
+    "torchrec.fx": _FX,
+    "torchrec.fx.tracer": {**_FX, **_of(f"{_C}.fx", "is_fx_tracing")},
     "torchrec.modules": {},
     "torchrec.modules.activation": _of("meshrec.modules.activation", "SwishLayerNorm"),
     "torchrec.modules.crossnet": _of(

@@ -1,0 +1,35 @@
+"""Lengths, offsets and numbers of values, in TorchScript's language."""
+
+import torch
+from torch import Tensor
+
+
+def to_offsets(lengths: Tensor) -> Tensor:
+    """Where each bag starts, and the number of values at the end; none for no bags."""
+    sums = torch.cumsum(lengths, 0).to(lengths.dtype)
+    return torch.cat([torch.zeros_like(sums[:1]), sums])
+
+
+def to_lengths(offsets: Tensor) -> Tensor:
+    """How many values each bag has."""
+    return offsets[1:] - offsets[:-1]
+
+
+def running_sum(counts: list[int]) -> list[int]:
+    """0, and the sums of the first 1, 2, ... counts."""
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return sums
+
+
+def counts_between(offsets: Tensor, bags: list[int], num_values: int) -> list[int]:
+    """The number of values between bags; ``bags`` are the first bag of each key, and the number of bags."""
+    if offsets.numel() == 0:
+        return [0] * (len(bags) - 1)
+    if offsets.is_meta:  # nothing to read: as if the first key had what does not divide
+        counts = [num_values // (len(bags) - 1)] * (len(bags) - 1)
+        counts[0] += num_values % (len(bags) - 1)
+        return counts
+    ends: list[int] = offsets[torch.tensor(bags, device=offsets.device)].tolist()
+    return [ends[i + 1] - ends[i] for i in range(len(bags) - 1)]

@@ -1,0 +1,59 @@
+"""What TorchRec's module of sparse types has beside them: conversions as modules, and comparisons."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.compat.bridge.sparse.jagged import JaggedTensor
+from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
+
+torch.fx.wrap("jt_is_equal")
+torch.fx.wrap("kjt_is_equal")
+
+
+class ComputeKJTToJTDict(nn.Module):
+    """``KeyedJaggedTensor.to_dict`` as a module."""
+
+    def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """The bags of every key."""
+        return keyed_jagged_tensor.to_dict()
+
+
+class ComputeJTDictToKJT(nn.Module):
+    """``KeyedJaggedTensor.from_jt_dict`` as a module."""
+
+    def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """The JaggedTensors one after another."""
+        return KeyedJaggedTensor.from_jt_dict(jt_dict)
+
+
+def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
+    """Whether both are JaggedTensors with the same bags, values and weights, up to rounding."""
+    if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
+        return False
+    return all(map(_is_close, _parts(jt_1), _parts(jt_2)))
+
+
+def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
+    """Whether both are KeyedJaggedTensors with the same keys in order, bags, values and weights, up to
+    rounding.
+    """
+    if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
+        return False
+    if kjt_1.keys() != kjt_2.keys() or not all(map(_is_close, _parts(kjt_1), _parts(kjt_2))):
+        return False
+    same_counts = kjt_1.length_per_key() == kjt_2.length_per_key()
+    return (
+        same_counts and kjt_1.offset_per_key() == kjt_2.offset_per_key() and kjt_1.stride() == kjt_2.stride()
+    )
+
+
+def _parts(bags: JaggedTensor | KeyedJaggedTensor) -> list[Tensor | None]:
+    return [bags.values(), bags.weights_or_none(), bags.lengths(), bags.offsets()]
+
+
+def _is_close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.size() == other.size() and torch.allclose(one, other.to(one.dtype))

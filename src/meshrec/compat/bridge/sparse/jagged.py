@@ -1,0 +1,267 @@
+"""JaggedTensor, for TorchScript and torch.fx too."""
+
+import torch
+from torch import Tensor
+
+from meshrec.compat.bridge.sparse.counts import to_lengths, to_offsets
+from meshrec.compat.bridge.sparse.kinds import AssertedError, Kind, is_traced
+from meshrec.compat.bridge.sparse.printing import jagged_text
+from meshrec.sparse import jagged_tensor as own
+
+torch.fx.wrap("masked")
+torch.fx.wrap("counting")
+
+
+class JaggedTensor(own.JaggedTensor, metaclass=Kind):
+    """A batch of bags of varying length. As in TorchRec nothing but dtypes is checked before it is used.
+
+    Args:
+        values: [N, ...], the bags one after another.
+        weights: one weight per value [N, ...].
+        lengths: values per bag [B].
+        offsets: start of each bag, and N [B+1]. At least one of lengths and offsets.
+
+    Raises:
+        AssertedError: lengths or offsets are no integers.
+    """
+
+    _like = own.JaggedTensor
+    _fields = ("_values", "_weights", "_lengths", "_offsets")
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        self._values: Tensor = values
+        self._weights: Tensor | None = weights
+        self._lengths: Tensor | None = lengths
+        self._offsets: Tensor | None = offsets
+        if not torch.jit.is_scripting():
+            if not is_traced():
+                check_counts(lengths, offsets)
+
+    @staticmethod
+    def unchecked(
+        values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
+    ) -> "JaggedTensor":
+        """A JaggedTensor of parts that are known to fit."""
+        jt = JaggedTensor.__new__(JaggedTensor)
+        vars(jt).update(_values=values, _weights=weights, _lengths=lengths, _offsets=offsets)
+        return jt
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> "JaggedTensor":
+        """No bags and no values."""
+        weights: Tensor | None = None
+        if is_weighted:
+            weights = torch.empty(0, dtype=weights_dtype, device=device)
+        return JaggedTensor(
+            values=torch.empty(0, dtype=values_dtype, device=device),
+            weights=weights,
+            lengths=torch.empty(0, dtype=lengths_dtype, device=device),
+            offsets=torch.empty(0, dtype=lengths_dtype, device=device),
+        )
+
+    @staticmethod
+    def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
+        """No bags and no values, of the dtypes of ``jt``; with a device, room for those of ``jt`` there."""
+        weights, lengths, offsets = jt.weights_or_none(), jt.lengths_or_none(), jt.offsets_or_none()
+        if device is None:
+            return JaggedTensor(
+                values=torch.empty(0, dtype=jt.values().dtype, device=jt.device()),
+                weights=None if weights is None else torch.empty(0, dtype=weights.dtype, device=jt.device()),
+                lengths=torch.empty(0, dtype=jt.lengths().dtype, device=jt.device()),
+                offsets=torch.empty(0, dtype=jt.lengths().dtype, device=jt.device()),
+            )
+        return JaggedTensor(
+            values=torch.empty_like(jt.values(), device=device),
+            weights=None if weights is None else torch.empty_like(weights, device=device),
+            lengths=None if lengths is None else torch.empty_like(lengths, device=device),
+            offsets=None if offsets is None else torch.empty_like(offsets, device=device),
+        )
+
+    def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
+        """Takes over the numbers of ``jt``, which must have the same parts of the same shapes."""
+        self._values.copy_(jt._values, non_blocking=non_blocking)
+        copy_part(self._weights, jt._weights, non_blocking)
+        copy_part(self._lengths, jt._lengths, non_blocking)
+        copy_part(self._offsets, jt._offsets, non_blocking)
+        return self
+
+    @staticmethod
+    def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
+        """From a padded tensor [B, T, ...], of whose row ``b`` the first ``lengths[b]`` entries count."""
+        counts = counting(values, lengths)
+        return JaggedTensor(
+            values=values[counts], weights=masked(weights, counts), lengths=lengths, offsets=None
+        )
+
+    @staticmethod
+    def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
+        """From one tensor per bag."""
+        lengths = torch.tensor([bag.size(0) for bag in values], dtype=torch.int32, device=values[0].device)
+        return JaggedTensor(
+            values=torch.cat(values),
+            weights=None if weights is None else torch.cat(weights),
+            lengths=lengths,
+            offsets=to_offsets(lengths),
+        )
+
+    def to_dense(self) -> list[Tensor]:
+        """One view of the values per bag."""
+        sizes: list[int] = self.lengths().tolist()
+        return list(torch.split(self._values, sizes)) if len(sizes) > 0 else []
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """One view of the weights per bag, if there are weights."""
+        weights = self._weights
+        if weights is None:
+            return None
+        sizes: list[int] = self.lengths().tolist()
+        return list(torch.split(weights, sizes))
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """Values as [B, T, ...]; shorter bags are padded, longer ones cut."""
+        return padded(self._values, self.lengths(), self.offsets(), desired_length, padding_value)
+
+    def to_padded_dense_weights(
+        self, desired_length: int | None = None, padding_value: float = 0.0
+    ) -> Tensor | None:
+        """Weights as [B, T, ...], if there are weights."""
+        weights = self._weights
+        if weights is None:
+            return None
+        return padded(weights, self.lengths(), self.offsets(), desired_length, padding_value)
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def values(self) -> Tensor:
+        """All values [N, ...], bag after bag."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """One weight per value."""
+        return weights_of(self._weights)
+
+    def weights_or_none(self) -> Tensor | None:
+        """One weight per value, if there are weights."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """The number of values of each bag [B]."""
+        lengths = either_lengths(self._lengths, self._offsets)
+        self._lengths = lengths
+        return lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """The lengths, if they were given or have been computed."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each bag starts, and the number of values at the end [B+1]."""
+        offsets = either_offsets(self._lengths, self._offsets)
+        self._offsets = offsets
+        return offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """The offsets, if they were given or have been computed."""
+        return self._offsets
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
+        """On another device."""
+        weights, lengths, offsets = self._weights, self._lengths, self._offsets
+        return JaggedTensor(
+            values=self._values.to(device, non_blocking=non_blocking),
+            weights=None if weights is None else weights.to(device, non_blocking=non_blocking),
+            lengths=None if lengths is None else lengths.to(device, non_blocking=non_blocking),
+            offsets=None if offsets is None else offsets.to(device, non_blocking=non_blocking),
+        )
+
+    @torch.jit.unused
+    def __str__(self) -> str:
+        return jagged_text(self)
+
+
+def check_counts(lengths: Tensor | None, offsets: Tensor | None) -> None:
+    """Raises an AssertedError for lengths and offsets that are no integers."""
+    for name, counts in (("lengths", lengths), ("offsets", offsets)):
+        if (
+            counts is not None
+            and counts.numel()
+            and (counts.is_floating_point() or counts.dtype is torch.bool)
+        ):
+            raise AssertedError(f"{name} must be integers, got {counts.dtype}. Convert them with .long().")
+
+
+def weights_of(weights: Tensor | None) -> Tensor:
+    """The weights.
+
+    Raises:
+        AssertedError: there are none.
+    """
+    if weights is None:
+        if not torch.jit.is_scripting():
+            raise AssertedError("this tensor has no weights; weights_or_none() tells without error")
+        raise RuntimeError("this tensor has no weights; weights_or_none() tells without error")
+    return weights
+
+
+def either_lengths(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """The lengths, from the offsets if need be."""
+    if lengths is None:
+        assert offsets is not None
+        lengths = to_lengths(offsets)
+    return lengths
+
+
+def either_offsets(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """The offsets, from the lengths if need be."""
+    if offsets is None:
+        assert lengths is not None
+        offsets = to_offsets(lengths)
+    return offsets
+
+
+def copy_part(target: Tensor | None, source: Tensor | None, non_blocking: bool) -> None:
+    """Copies what both have."""
+    if target is not None and source is not None:
+        target.copy_(source, non_blocking=non_blocking)
+
+
+def padded(
+    rows: Tensor, lengths: Tensor, offsets: Tensor, desired_length: int | None, padding_value: float
+) -> Tensor:
+    """The bags as [B, T, ...], filled up with ``padding_value``."""
+    longest = 0
+    if desired_length is not None:
+        longest = desired_length
+    elif lengths.numel() > 0:
+        longest = int(lengths.max().item())
+    columns = torch.arange(longest, device=rows.device)
+    # One row of padding at the end: every place without a value points at it.
+    sources = torch.where(columns < lengths[:, None], offsets[:-1, None] + columns, rows.size(0))
+    padding = torch.full_like(
+        torch.empty_like(rows[:1]) if rows.size(0) > 0 else rows.sum(0)[None], padding_value
+    )
+    return torch.cat([rows, padding])[sources]
+
+
+def counting(values: Tensor, lengths: Tensor) -> Tensor:
+    """Which entries of a padded tensor are values [B, T]."""
+    return torch.arange(values.size(1), device=values.device) < lengths[:, None]
+
+
+def masked(rows: Tensor | None, mask: Tensor) -> Tensor | None:
+    """The chosen rows, if there are any to choose from."""
+    return None if rows is None else rows[mask]

@@ -1,0 +1,198 @@
+"""KeyedTensor and its regrouping, for TorchScript and torch.fx too."""
+
+import torch
+from torch import Tensor
+
+from meshrec.compat.bridge.sparse.counts import running_sum
+from meshrec.compat.bridge.sparse.kinds import AssertedError, Kind, is_traced
+from meshrec.compat.bridge.sparse.printing import keyed_text
+from meshrec.sparse import keyed_tensor as own
+
+torch.fx.wrap("regrouped")
+
+
+class KeyedTensor(own.KeyedTensor, metaclass=Kind):
+    """A tensor whose dimension ``key_dim`` is cut into one piece per key; see ``meshrec.sparse.KeyedTensor``.
+
+    Raises:
+        AssertedError: The lengths do not match the keys or the tensor.
+    """
+
+    _like = own.KeyedTensor
+    _pieces_grad: bool | None = None
+
+    def __init__(
+        self,
+        keys: list[str],
+        length_per_key: list[int],
+        values: Tensor,
+        key_dim: int = 1,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+    ) -> None:
+        self._keys: list[str] = keys
+        self._length_per_key: list[int] = length_per_key
+        self._values: Tensor = values
+        self._key_dim: int = key_dim
+        self._offset_per_key: list[int] | None = offset_per_key
+        self._index_per_key: dict[str, int] | None = index_per_key
+        if not torch.jit.is_scripting():
+            _check(keys, length_per_key, values, key_dim)
+
+    @staticmethod
+    def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
+        """A KeyedTensor of parts that are known to fit."""
+        kt = KeyedTensor.__new__(KeyedTensor)
+        vars(kt).update(
+            _keys=keys,
+            _length_per_key=length_per_key,
+            _values=values,
+            _key_dim=key_dim,
+            _offset_per_key=None,
+            _index_per_key=None,
+        )
+        return kt
+
+    @staticmethod
+    def from_tensor_list(
+        keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
+    ) -> "KeyedTensor":
+        """From one tensor per key, concatenated along ``cat_dim``."""
+        return KeyedTensor(
+            keys=keys,
+            length_per_key=[tensor.size(key_dim) for tensor in tensors],
+            values=torch.cat(tensors, dim=cat_dim),
+            key_dim=key_dim,
+        )
+
+    def keys(self) -> list[str]:
+        """The names of the pieces, in order."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """All pieces, side by side."""
+        return self._values
+
+    def key_dim(self) -> int:
+        """The dimension that is cut."""
+        return self._key_dim
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def length_per_key(self) -> list[int]:
+        """The size of each piece along ``key_dim``."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Where each piece starts along ``key_dim``, and the end."""
+        given = self._offset_per_key
+        if given is not None:
+            return given
+        starts = running_sum(self._length_per_key)
+        self._offset_per_key = starts
+        return starts
+
+    def _key_indices(self) -> dict[str, int]:
+        given = self._index_per_key
+        if given is not None:
+            return given
+        index: dict[str, int] = {}
+        for i, key in enumerate(self._keys):
+            index[key] = i
+        self._index_per_key = index
+        return index
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The piece of ``key``, a view."""
+        index = self._key_indices()[key]
+        if not torch.jit.is_scripting():
+            if not is_traced():
+                return own.KeyedTensor._cut(self)[index]  # all at once: see MeshRec's type
+        return self._values.narrow(self._key_dim, self.offset_per_key()[index], self._length_per_key[index])
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """All pieces by key, as views."""
+        pieces = torch.split(self._values, self._length_per_key, dim=self._key_dim)
+        result: dict[str, Tensor] = {}
+        for i, key in enumerate(self._keys):
+            result[key] = pieces[i]
+        return result
+
+    @staticmethod
+    def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
+        """One tensor per group, with the pieces of the group's keys side by side; differentiable."""
+        return regrouped(keyed_tensors, groups)
+
+    @staticmethod
+    def regroup_as_dict(
+        keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
+    ) -> dict[str, Tensor]:
+        """:meth:`regroup`, with a name for each group."""
+        assert len(groups) == len(keys), "each group needs a key"
+        tensors = regrouped(keyed_tensors, groups)
+        result: dict[str, Tensor] = {}
+        for i, key in enumerate(keys):
+            result[key] = tensors[i]
+        return result
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
+        """On another device."""
+        return KeyedTensor(
+            keys=self._keys,
+            length_per_key=self._length_per_key,
+            values=self._values.to(device, non_blocking=non_blocking),
+            key_dim=self._key_dim,
+            offset_per_key=self._offset_per_key,
+            index_per_key=self._index_per_key,
+        )
+
+    def size_in_bytes(self) -> int:
+        """The size of the values."""
+        return self._values.numel() * self._values.element_size()
+
+    @torch.jit.unused
+    def __str__(self) -> str:
+        return keyed_text(self)
+
+
+def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    """``KeyedTensor.regroup``."""
+    if not torch.jit.is_scripting():
+        return own.KeyedTensor.regroup(keyed_tensors, groups)
+    values: list[Tensor] = []
+    keys: list[list[str]] = []
+    lengths: list[list[int]] = []
+    for kt in keyed_tensors:
+        values.append(kt.values())
+        keys.append(kt.keys())
+        lengths.append(kt.length_per_key())
+    return regrouped_values(values, keys, lengths, groups, keyed_tensors[0].key_dim())
+
+
+def regrouped_values(
+    values: list[Tensor], keys: list[list[str]], lengths: list[list[int]], groups: list[list[str]], dim: int
+) -> list[Tensor]:
+    """Of tensors that hold ``keys[i]`` side by side along ``dim``, one tensor per group."""
+    pieces: dict[str, Tensor] = {}
+    for i in range(len(values)):
+        cut = torch.split(values[i], lengths[i], dim=dim)
+        for j in range(len(keys[i])):
+            pieces[keys[i][j]] = cut[j]
+    grouped: list[Tensor] = []
+    for group in groups:
+        grouped.append(torch.cat([pieces[key] for key in group], dim=dim))
+    return grouped
+
+
+def _check(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> None:
+    if is_traced() or not keys:
+        return
+    if len(keys) != len(length_per_key):
+        raise AssertedError(f"KeyedTensor: {len(keys)} keys need as many lengths, got {len(length_per_key)}")
+    if sum(length_per_key) != values.size(key_dim):
+        raise AssertedError(
+            f"KeyedTensor: the lengths of the keys sum to {sum(length_per_key)}, "
+            f"but values have size {values.size(key_dim)} in dimension {key_dim}; make them agree"
+        )

@@ -1,0 +1,80 @@
+"""The text of the three types exactly as TorchRec prints it: all digits, all bags."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from meshrec.sparse.printing import is_readable, shape_text
+
+if TYPE_CHECKING:
+    from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+
+def jagged_text(jt: "JaggedTensor") -> str:
+    """The bags, or values and weights on lines of their own.
+
+    Raises:
+        ValueError: for values of more than two dimensions.
+    """
+    if not is_readable(*jt._tensors()):
+        return shape_text("JaggedTensor", values=jt._values, weights=jt._weights, lengths=jt._lengths)
+    offsets = jt.offsets().tolist()
+    if jt._weights is None:
+        return f"JaggedTensor({{\n    {_bags(jt._values, offsets)}\n}})\n"
+    return (
+        f'JaggedTensor({{\n    "values": {_bags(jt._values, offsets)},\n'
+        f'    "weights": {_bags(jt._weights, offsets)}\n}})\n'
+    )
+
+
+def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
+    """One line per key.
+
+    Raises:
+        ValueError: for values of more than two dimensions.
+    """
+    if not kjt._keys or (kjt._lengths is None and kjt._offsets is None):
+        return "KeyedJaggedTensor()\n"
+    if not is_readable(*kjt._tensors()):
+        return shape_text(
+            "KeyedJaggedTensor",
+            keys=kjt._keys,
+            values=kjt._values,
+            weights=kjt._weights,
+            lengths=kjt._lengths,
+            offsets=kjt._offsets,
+        )
+    offsets, bags = kjt.offsets().tolist(), kjt.lengths_offset_per_key()
+    texts = []
+    for first, last in pairwise(bags):
+        own = offsets[first : last + 1]
+        text = _bags(kjt._values, own)
+        if kjt._weights is not None:
+            text = f'{{\n        "values": {text},\n        "weights": {_bags(kjt._weights, own)}\n    }}'
+        texts.append(text)
+    return _keyed("KeyedJaggedTensor", kjt._keys, texts)
+
+
+def keyed_text(kt: "KeyedTensor") -> str:
+    """One line per key."""
+    if not kt._keys:
+        return "KeyedTensor()\n"
+    if not is_readable(kt._values):
+        return shape_text("KeyedTensor", keys=kt._keys, values=kt._values)
+    pieces = kt._values.split(kt._length_per_key, dim=kt._key_dim)
+    return _keyed("KeyedTensor", kt._keys, [str(piece.tolist()) for piece in pieces])
+
+
+def _keyed(name: str, keys: Sequence[str], texts: Sequence[str]) -> str:
+    lines = ",\n".join(f'    "{key}": {text}' for key, text in zip(keys, texts, strict=True))
+    return f"{name}({{\n{lines}\n}})\n"
+
+
+def _bags(values: Tensor, offsets: Sequence[int]) -> str:
+    if values.dim() > 2:
+        raise ValueError(
+            f"values of {values.dim()} dimensions have no text, got {list(values.shape)}; print values()."
+        )
+    return str([values[first:last].tolist() for first, last in pairwise(offsets)])

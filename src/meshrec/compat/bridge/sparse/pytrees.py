@@ -1,0 +1,136 @@
+"""How torch's trees take the three types apart and put them together: the leaves are the tensors."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import _pytree as fx_pytree
+from torch.utils import _pytree as pytree
+
+from meshrec.compat.bridge.sparse.jagged import JaggedTensor
+from meshrec.compat.bridge.sparse.keyed import KeyedTensor, regrouped
+from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
+
+
+class KeyedContext(NamedTuple):
+    """What a flattened KeyedJaggedTensor keeps beside its tensors."""
+
+    keys: list[str]
+    inverse_keys: list[str] | None
+    stride: int | None  # without keys, where no shape tells it
+
+
+class DenseContext(NamedTuple):
+    """What a flattened KeyedTensor keeps beside its tensor."""
+
+    keys: list[str]
+    length_per_key: list[int]
+    key_dim: int
+
+
+def _flatten_jagged(jt: JaggedTensor) -> tuple[list[Any], None]:
+    return [getattr(jt, name) for name in JaggedTensor._fields], None
+
+
+def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
+    return JaggedTensor.unchecked(*leaves)
+
+
+def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedContext]:
+    inverse = kjt._inverse_indices
+    leaves = [getattr(kjt, name) for name in KeyedJaggedTensor._fields[:-1]]
+    keys = None if inverse is None else inverse[0]
+    context = KeyedContext(kjt._keys, keys, None if kjt._keys else kjt._stride)
+    return [*leaves, None if inverse is None else inverse[1]], context
+
+
+def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> KeyedJaggedTensor:
+    parts = list(leaves)
+    size = len(KeyedJaggedTensor._fields)
+    if len(parts) > size:
+        raise ValueError(
+            f"a KeyedJaggedTensor has {size} parts, got {len(parts)}; give those that it was cut to."
+        )
+    values, weights, lengths, offsets, strides, inverse = parts + [None] * (size - len(parts))
+    return KeyedJaggedTensor.unchecked(
+        context.keys,
+        values,
+        weights,
+        lengths,
+        offsets,
+        stride=context.stride,
+        strides=strides,
+        inverse_indices=None if inverse is None else (context.inverse_keys or context.keys, inverse),
+    )
+
+
+def _flatten_keyed(kt: KeyedTensor) -> tuple[list[Any], DenseContext]:
+    return [kt._values], DenseContext(kt._keys, kt._length_per_key, kt._key_dim)
+
+
+def _unflatten_keyed(leaves: Iterable[Any], context: DenseContext) -> KeyedTensor:
+    (values,) = leaves
+    return KeyedTensor.unchecked(context.keys, context.length_per_key, values, context.key_dim)
+
+
+def _flatten_keyed_as(kt: KeyedTensor, spec: pytree.TreeSpec) -> list[Any]:
+    # A program that was exported for one order of keys may be given another.
+    keys = spec.context.keys
+    return [kt._values] if keys == kt._keys else regrouped([kt], [keys])
+
+
+def flatten_kjt_list(kjts: Sequence[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[KeyedContext]]:
+    """The tensors of all, one after another, and what else each of them has."""
+    flat = [_flatten_keyed_jagged(kjt) for kjt in kjts]
+    return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
+
+
+def unflatten_kjt_list(
+    values: Sequence[Tensor | None], contexts: Sequence[KeyedContext]
+) -> list[KeyedJaggedTensor]:
+    """The reverse of :func:`flatten_kjt_list`."""
+    size = len(KeyedJaggedTensor._fields)
+    return [
+        _unflatten_keyed_jagged(values[i * size : (i + 1) * size], context)
+        for i, context in enumerate(contexts)
+    ]
+
+
+def _register(
+    cls: type, fields: Sequence[str], flatten: Any, unflatten: Any, flatten_as: Any, context: Any
+) -> None:
+    def with_keys(tensor: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+        leaves, kept = flatten(tensor)
+        return list(zip(map(pytree.GetAttrKey, fields), leaves, strict=True)), kept
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"torchrec.sparse.jagged_tensor.{cls.__name__}",
+        to_dumpable_context=None if context is None else list,
+        from_dumpable_context=None if context is None else lambda dumped: context(*dumped),
+        flatten_with_keys_fn=with_keys,
+    )
+    fx_pytree.register_pytree_flatten_spec(cls, flatten_as)
+    torch.serialization.add_safe_globals([cls])  # an exported program carries its example inputs
+
+
+_register(
+    JaggedTensor,
+    JaggedTensor._fields,
+    _flatten_jagged,
+    _unflatten_jagged,
+    lambda jt, _: _flatten_jagged(jt)[0],
+    None,
+)
+_register(
+    KeyedJaggedTensor,
+    KeyedJaggedTensor._fields,
+    _flatten_keyed_jagged,
+    _unflatten_keyed_jagged,
+    lambda kjt, _: _flatten_keyed_jagged(kjt)[0],
+    KeyedContext,
+)
+_register(KeyedTensor, ["_values"], _flatten_keyed, _unflatten_keyed, _flatten_keyed_as, DenseContext)

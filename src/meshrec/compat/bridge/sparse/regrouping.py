@@ -1,0 +1,74 @@
+"""The older ways to regroup KeyedTensors; all of them give what ``KeyedTensor.regroup`` gives."""
+
+import torch
+from torch import Tensor
+
+from meshrec.compat.bridge.sparse.counts import running_sum
+from meshrec.compat.bridge.sparse.keyed import KeyedTensor, regrouped
+
+torch.fx.wrap("regroup_kts")
+torch.fx.wrap("permute_multi_embedding")
+torch.fx.wrap("_fbgemm_permute_pooled_embs")
+torch.fx.wrap("_regroup_keyed_tensors")
+
+_WIDTH = 6  # numbers that describe one piece: see kt_regroup_arguments
+
+
+def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    """``KeyedTensor.regroup``."""
+    return regrouped(keyed_tensors, groups)
+
+
+def permute_multi_embedding(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    """``KeyedTensor.regroup``."""
+    return regrouped(keyed_tensors, groups)
+
+
+def _fbgemm_permute_pooled_embs(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    return regrouped(keyed_tensors, groups)
+
+
+def _regroup_keyed_tensors(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    return regrouped(keyed_tensors, groups)
+
+
+def kt_regroup_arguments(
+    value: Tensor, keys: list[list[str]], key_lengths: list[list[int]], groups: list[list[str]]
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """FBGEMM's description of a regrouping.
+
+    Returns: int32 [P, 6], a row per piece: input, output, start in the input, start in the output, width, and
+        a link to the next piece that reads the same columns (0: none; the first of a chain points ahead, the
+        others are negative, and the last points behind the end); then the widths of inputs and outputs,
+        as tensors, and those of outputs as a list.
+    """
+    places: dict[str, tuple[int, int, int]] = {}
+    for i in range(len(keys)):
+        starts = running_sum(key_lengths[i])
+        for j in range(len(keys[i])):
+            places[keys[i][j]] = (i, starts[j], key_lengths[i][j])
+    pieces: list[list[int]] = []
+    widths: list[int] = []
+    last: dict[str, int] = {}
+    num_pieces = sum([len(group) for group in groups])
+    for output in range(len(groups)):
+        start = 0
+        for key in groups[output]:
+            source, first, width = places[key]
+            link = 0
+            if key in last:
+                before = last[key]
+                is_head = pieces[before][5] == 0
+                pieces[before][5] = len(pieces) if is_head else -len(pieces)
+                link = -num_pieces
+            last[key] = len(pieces)
+            pieces.append([source, output, first, start, width, link])
+            start += width
+        widths.append(start)
+    device = value.device
+    return (
+        torch.tensor(pieces, dtype=torch.int32, device=device).view(-1, _WIDTH),
+        torch.tensor([sum(lengths) for lengths in key_lengths], dtype=torch.int32, device=device),
+        torch.tensor(widths, dtype=torch.int32, device=device),
+        widths,
+    )
