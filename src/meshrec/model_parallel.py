@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import broadcast
-from meshrec.comms.dense_gradients import DenseGradients, average_on_host
+from meshrec.comms.dense_gradients import DenseGradients, average_gradients
 from meshrec.distributed.reshard import moved
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.optim.keyed import CombinedOptimizer
@@ -79,6 +79,7 @@ class DistributedModelParallel(nn.Module):
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
         self._dense_gradients: DenseGradients | None = None
+        self._late_gradients: DenseGradients | None = None
         if init_parameters:
             self.init_parameters()
         if init_data_parallel:
@@ -86,10 +87,11 @@ class DistributedModelParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        if self._dense_gradients is not None and torch.is_grad_enabled():
-            state, self._dense_gradients = self._dense_gradients, None
+        state = self._dense_gradients
+        if state is not None and (state.has_link or state.is_late) and torch.is_grad_enabled():
+            self._dense_gradients = None
             if not self._dmp_wrapped_module._comm_hooks:  # a user's hook wins
-                self.register_comm_hook(state, average_on_host)
+                self.register_comm_hook(state, average_gradients)
         return self._dmp_wrapped_module(*args, **kwargs)
 
     @property
@@ -97,6 +99,11 @@ class DistributedModelParallel(nn.Module):
         """The model itself, without what wraps it."""
         wrapped = self._dmp_wrapped_module
         return wrapped.module if isinstance(wrapped, nn.parallel.DistributedDataParallel) else wrapped
+
+    @property
+    def env(self) -> ShardingEnv:
+        """The ranks."""
+        return self._env
 
     @property
     def plan(self) -> ShardingPlan:
@@ -177,11 +184,18 @@ class DistributedModelParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook with DistributedDataParallel, such as compression of dense
         gradients, before the first training step. Without one, CPU ranks of one host use
-        ``dense_gradients.average_on_host``."""
+        ``dense_gradients.average_gradients``."""
         wrapped = self._dmp_wrapped_module
         if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
             raise ValueError(f"communication hooks need dense='ddp', got dense={self._dense!r}.")
         wrapped.register_comm_hook(state, hook)
+
+    @property
+    def late_gradients(self) -> DenseGradients | None:
+        """Averages DistributedDataParallel's gradients; a pipeline may ask it to do so after the backward
+        pass. None where something else does: FSDP2, a user's hook, gradients that are no views of buckets.
+        """
+        return self._late_gradients
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint.state_dict: where to find what a name of ours begins with, and
@@ -265,10 +279,11 @@ class DistributedModelParallel(nn.Module):
         wrapped = parallel(self._dmp_wrapped_module, **{**options, **self._dense_options})
         wrapped._fqn_modifiers = _ddp_fqn_modifiers  # type: ignore[assignment]
         self._dmp_wrapped_module = wrapped
-        if self._device.type == "cpu":
-            group = wrapped.process_group
-            axis = Axis(size=group.size(), rank=group.rank(), group=group)
-            self._dense_gradients = DenseGradients.for_axis(axis)
+        group = wrapped.process_group
+        axis = Axis(size=group.size(), rank=group.rank(), group=group)
+        self._dense_gradients = DenseGradients.for_axis(axis, self._device)
+        if wrapped.gradient_as_bucket_view:
+            self._late_gradients = self._dense_gradients
 
     def _init_fsdp2(self) -> None:
         from torch.distributed.fsdp import fully_shard

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshrec.comms.dense_gradients import DenseGradients, average_on_host
+from meshrec.comms.dense_gradients import DenseGradients, average_gradients
 from meshrec.comms.host_link import links
 from meshrec.plan.mesh import Axis, default_env
 from meshrec.testing import RankError, RankPool
@@ -31,7 +31,7 @@ def both_ways(options):
     state = DenseGradients.for_axis(axis)
     if links[axis.group] is None:
         return None
-    hooked.register_comm_hook(state, average_on_host)
+    hooked.register_comm_hook(state, average_gradients)
     return [(gradients(model, steps=3)) for model in (hooked, wrapped(**options))]
 
 
@@ -71,7 +71,7 @@ def test_one_rank_needs_no_hook():
 def die_in_the_backward_pass():
     axis = default_env().world
     model = wrapped()
-    model.register_comm_hook(DenseGradients.for_axis(axis), average_on_host)
+    model.register_comm_hook(DenseGradients.for_axis(axis), average_gradients)
     gradients(model, steps=1)
     loss = model(torch.rand(5, 7)).sum()
     if axis.rank == 1:

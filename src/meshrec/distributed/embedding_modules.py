@@ -1,6 +1,8 @@
 """EmbeddingBagCollection and EmbeddingCollection with their tables split over ranks."""
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +39,10 @@ class _ShardedCollection(nn.Module):
         self._names, self._dims = built.names, built.dims
         self._has_started = False
         self._output_dtype = built.options.output_dtype
+        self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
+        """Is asked first by ``forward``: the result for this very object, if it is under way, else None."""
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix=holder)
+        self.register_load_state_dict_post_hook(_count_change)  # type: ignore[no-untyped-call]
 
     @property
     def tables(self) -> ShardedTables:
@@ -54,6 +59,11 @@ class _ShardedCollection(nn.Module):
     def num_clamped_ids(self) -> int:
         """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
         return self._tables.num_clamped_ids
+
+    @property
+    def has_ordinary_gradients(self) -> bool:
+        """Whether some table has no fused optimizer: autograd gives its gradient to any other."""
+        return None in self.built.rules
 
     def start(self, features: KeyedJaggedTensor) -> Started:
         """Routes the ids and starts to exchange sizes.
@@ -73,6 +83,12 @@ class _ShardedCollection(nn.Module):
     def exchange(self, started: Started) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
         return self._tables.exchange(started)
+
+
+def _count_change(module: nn.Module, _: object) -> None:
+    """After a load: what has been looked up is of old rows."""
+    assert isinstance(module, _ShardedCollection)
+    module.tables.num_changes += 1
 
 
 class ShardedEmbeddingBagCollection(_ShardedCollection):
@@ -105,6 +121,8 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """[B, D] by feature, as the unsharded module has it; waits when it is first used."""
+        if self.ahead is not None and (found := self.ahead(features)) is not None:
+            return found  # type: ignore[no-any-return]
         return self.look_up(self._tables.exchange(self.start(features)))
 
     def _keyed(self, results: Results) -> KeyedTensor:
@@ -137,6 +155,8 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         """A JaggedTensor of [N, dim] for each feature, as the unsharded module has it; waits when first
         used.
         """
+        if self.ahead is not None and (found := self.ahead(features)) is not None:
+            return found  # type: ignore[no-any-return]
         return self.look_up(self._tables.exchange(self.start(features)))
 
     def _jagged(self, results: Results) -> dict[str, JaggedTensor]:

@@ -70,6 +70,8 @@ class ShardedTables:
         """What backward passes left for ``step``; None where there is nothing to leave."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
         """Is told what each backward pass changes: of the split tables, then of the data-parallel ones."""
+        self.num_changes = 0
+        """Updates so far, and other changes of all rows: the same number on every rank."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
@@ -170,6 +172,7 @@ class ShardedTables:
         pairs = list(zip(self._updates, gradients, strict=False))
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
         # From here on tables change: what can fail on the wire is behind us.
+        self.num_changes += 1
         for (updates, gradient), each in zip(pairs, prepared, strict=True):
             updates.apply(each, gradient)
         for rule in self._rules:

@@ -1,0 +1,99 @@
+"""What the ranks tell each other of the batches they have read: a few words per step, sent in the
+background.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.comms.collectives import InFlight, all_gather, gather_objects
+from meshrec.pipeline.in_flight import BatchInFlight
+from meshrec.plan.mesh import Axis, group_device
+
+Uneven = Literal["stop", "error"]
+_BITS = 62
+_END, _FAILED, _CHANGED = 1, 2, 4
+
+
+class Read(NamedTuple):
+    """What this rank got from its loader.
+
+    ``batch``: None at its end and after an error. ``found``: for each call of a sharded module whether its
+    input lies in the batch. ``change``: what is wrong with the batches read before.
+    """
+
+    batch: BatchInFlight | None
+    found: list[bool]
+    error: Exception | None = None
+    change: str | None = None
+
+
+class Agreed(NamedTuple):
+    """What all ranks do with what they have read.
+
+    ``goes_on``: whether all have a batch. ``found``: calls whose input all have found. ``error``: to raise
+    once the batches before are trained; ``change``: to raise in place of the batch before. ``ended``: the
+    ranks at their end, where others have a batch.
+    """
+
+    goes_on: bool
+    found: list[bool]
+    error: Exception | None
+    change: Exception | None
+    ended: list[int]
+
+
+class Telling:
+    """One exchange under way."""
+
+    def __init__(self, read: Read, axis: Axis) -> None:
+        self._read, self._axis = read, axis
+        status = _CHANGED if read.change is not None else 0
+        if read.error is not None:
+            status |= _FAILED
+        elif read.batch is None:
+            status |= _END
+        words = torch.tensor([status, *_packed(read.found)], device=group_device(axis.group))
+        self._words: InFlight = all_gather(words, axis, "status of batches")
+
+    def agreed(self) -> Agreed:
+        """Waits for the words of all ranks; the texts of errors travel only where there are any."""
+        words: Tensor = self._words.wait().cpu()
+        read, statuses = self._read, words[:, 0].tolist()
+        change: Exception | None = None
+        error: Exception | None = None
+        if any(status & _CHANGED for status in statuses):
+            change = ValueError(f"{self._texts(read.change)}. Give every batch tensors of its own.")
+        if any(status & _FAILED for status in statuses):
+            text = None if read.error is None else f"{type(read.error).__name__}: {read.error}"
+            error = RuntimeError(f"the loader failed on {self._texts(text)}")
+            # Who failed raises what it was, with its traceback.
+            error = read.error or error
+        ended = [rank for rank, status in enumerate(statuses) if status & _END]
+        together = words[0, 1:]
+        for row in words[1:, 1:]:
+            together = together & row
+        found = _unpacked(together.tolist(), len(read.found))
+        return Agreed(not ended and error is None, found, error, change, ended)
+
+    @property
+    def read(self) -> Read:
+        """What this rank told."""
+        return self._read
+
+    def _texts(self, own: str | None) -> str:
+        texts = gather_objects(own, self._axis, "errors of loaders")
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+
+
+def _packed(flags: Sequence[bool]) -> list[int]:
+    return [
+        sum(flag << place for place, flag in enumerate(flags[first : first + _BITS]))
+        for first in range(0, len(flags), _BITS)
+    ]
+
+
+def _unpacked(words: Sequence[int], count: int) -> list[bool]:
+    return [bool(words[place // _BITS] >> place % _BITS & 1) for place in range(count)]

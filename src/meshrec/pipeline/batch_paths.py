@@ -1,0 +1,86 @@
+"""Where things lie in a batch of any shape: dataclasses, tuples, dicts, objects with attributes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from meshrec.sparse import KeyedJaggedTensor
+from meshrec.sparse.jagged_tensor import Jagged
+
+
+class Step(NamedTuple):
+    """From a thing to a part of it: an attribute, or an item of a mapping or sequence."""
+
+    name: Any
+    is_item: bool
+
+    def __str__(self) -> str:
+        return f"[{self.name!r}]" if self.is_item else f".{self.name}"
+
+
+Path = tuple[Step, ...]
+_LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
+
+
+def walk(thing: Any) -> Iterator[tuple[Path, Any]]:
+    """Every tensor and every jagged tensor in ``thing``, with its path, each object once."""
+    yield from _walk(thing, (), set())
+
+
+def find(batch: Any, features: KeyedJaggedTensor) -> Path | None:
+    """The path of this very object in the batch; None where it is not there."""
+    return next((path for path, part in walk(batch) if part is features), None)
+
+
+def follow(batch: Any, path: Path) -> Any:
+    """What lies at ``path``; None where there is nothing."""
+    for name, is_item in path:
+        try:
+            batch = batch[name] if is_item else getattr(batch, name)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return None
+    return batch
+
+
+def text_of(path: Path) -> str:
+    """The path as one would write it."""
+    return "batch" + "".join(map(str, path))
+
+
+def tensors_of(thing: Any) -> list[tuple[Path, Tensor]]:
+    """Every tensor, those of jagged tensors among them."""
+    found: list[tuple[Path, Tensor]] = []
+    for path, part in walk(thing):
+        if isinstance(part, Jagged):
+            found += [(path, tensor) for tensor in part._tensors()]
+        else:
+            found.append((path, part))
+    return found
+
+
+def _walk(thing: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    if isinstance(thing, _LEAVES) or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor | Jagged):
+        yield path, thing
+        return
+    for step, part in _parts(thing):
+        yield from _walk(part, (*path, step), seen)
+
+
+def _parts(thing: Any) -> list[tuple[Step, Any]]:
+    if isinstance(thing, Mapping):
+        return [(Step(name, True), part) for name, part in thing.items()]
+    if isinstance(thing, Sequence):
+        return [(Step(number, True), part) for number, part in enumerate(thing)]
+    slots = [name for kind in type(thing).__mro__ for name in _slots(kind)]
+    names = [*getattr(thing, "__dict__", ()), *slots]
+    return [(Step(name, False), getattr(thing, name, None)) for name in names]
+
+
+def _slots(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    named = (slots,) if isinstance(slots, str) else tuple(slots)
+    return [name for name in named if name not in ("__weakref__", "__dict__")]

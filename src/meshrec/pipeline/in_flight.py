@@ -1,0 +1,129 @@
+"""One batch on its way into the model, and its lookups, each as far as it has come."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.distributed.awaitable import LazyAwaitable
+from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.distributed.input_dist import Exchanging
+from meshrec.pipeline.batch_paths import Path, tensors_of, text_of
+from meshrec.sparse import KeyedJaggedTensor
+
+Collection = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+
+
+class Call(NamedTuple):
+    """A call of a sharded module in the forward pass. ``path``: where its input lies in the batch; None
+    where the forward pass makes it.
+    """
+
+    name: str
+    module: Collection
+    path: Path | None
+
+
+class Lookup:
+    """The lookup for one call: sizes, then ids, then embeddings are under way."""
+
+    def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
+        self.module, self.features = module, features
+        self._before = _mode(module)
+        self._started = module.start(features)
+        self._exchanging: Exchanging | None = None
+        self._result: LazyAwaitable[Any] | None = None
+        self._num_changes = -1
+
+    @property
+    def is_of_now(self) -> bool:
+        """Whether an exchange that starts now would do the same."""
+        return self._before == _mode(self.module)
+
+    def exchange(self) -> None:
+        """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
+        if self._exchanging is None:
+            self._exchanging = self.module.exchange(self._started)
+
+    def look_up(self) -> LazyAwaitable[Any]:
+        """Starts to send embeddings back: those of now, if need be once more."""
+        self.exchange()
+        assert self._exchanging is not None
+        num_changes = self.module.tables.num_changes
+        if self._result is None or self._num_changes != num_changes:
+            self._result, self._num_changes = self.module.look_up(self._exchanging), num_changes
+        return self._result
+
+
+@dataclass
+class BatchInFlight:
+    """A batch between the loader and its backward pass.
+
+    ``error``: what to raise in its turn. ``lookups``: those that no call of a module has taken yet.
+    """
+
+    batch: Any
+    lookups: list[Lookup] = field(default_factory=list)
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        found = [(path, tensor) for path, tensor in tensors_of(self.batch) if not tensor.is_inference()]
+        self._versions: list[tuple[Path, Tensor, int]] = [(*each, each[1]._version) for each in found]
+
+    def change(self) -> str | None:
+        """Which tensor was written to since the loader gave the batch; None where none was."""
+        for path, tensor, version in self._versions:
+            if tensor._version != version:
+                return (
+                    f"{text_of(path)} was written to after the loader had handed it over, and while its "
+                    "ids were under way"
+                )
+        return None
+
+    def start(self, module: Collection, features: KeyedJaggedTensor) -> None:
+        """Starts the lookup of one call. Collective."""
+        if self.error is None:
+            try:
+                self.lookups.append(Lookup(module, features))
+            except ValueError as error:
+                self._fail(error)
+
+    def exchange(self) -> None:
+        """Starts to exchange the ids of all lookups. Collective; bad input becomes the batch's error."""
+        try:
+            for lookup in self.lookups:
+                lookup.exchange()
+        except ValueError as error:
+            self._fail(error)
+
+    def look_up(self, is_ready: Callable[[Collection], bool]) -> None:
+        """Starts to send embeddings back, of the modules that are ready."""
+        for lookup in self.lookups:
+            if is_ready(lookup.module):
+                lookup.look_up()
+
+    def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
+        """The result for this call of a module, once; None where it is not under way.
+
+        Raises:
+            ValueError: when the batch was written to meanwhile.
+        """
+        for lookup in self.lookups:
+            if lookup.module is module and lookup.features is features and lookup.is_of_now:
+                if (change := self.change()) is not None:
+                    raise ValueError(f"{change}. Give every batch tensors of its own.")
+                self.lookups.remove(lookup)
+                return lookup.look_up()
+        return None
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self.lookups.clear()
+
+
+def _mode(module: Collection) -> tuple[Any, ...]:
+    """What a lookup depends on besides ids and weights; it changes on all ranks or on none."""
+    trained = [parameter.requires_grad for parameter in module.parameters()]
+    return id(module.tables), torch.is_grad_enabled(), trained

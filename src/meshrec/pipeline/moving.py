@@ -1,0 +1,55 @@
+"""Copies batches to their device beside the computation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class Mover:
+    """Copies to ``device``; on CUDA in a stream of its own. None: batches stay where they are."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+
+    def moved(self, batch: Any) -> Any:
+        """The batch on the device, perhaps still under way: see ``wait``.
+
+        Anything with a method ``to`` moves, and what tuples, lists and mappings hold.
+        """
+        if self._device is None:
+            return batch
+        with torch.cuda.stream(self._stream):  # nothing on a CPU
+            return _moved(batch, self._device)
+
+    def wait(self, batch: Any) -> None:
+        """Lets what is computed from now on wait for the copy."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            _record(batch, current)
+
+
+def _moved(thing: Any, device: torch.device) -> Any:
+    if hasattr(thing, "to"):
+        return thing.to(device, non_blocking=True)
+    if isinstance(thing, Mapping):
+        return {name: _moved(part, device) for name, part in thing.items()}
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return type(thing)(*(_moved(part, device) for part in thing))
+    if isinstance(thing, list | tuple):
+        return type(thing)(_moved(part, device) for part in thing)
+    return thing
+
+
+def _record(thing: Any, stream: Any) -> None:
+    """Keeps the memory for what ``stream`` computes."""
+    if hasattr(thing, "record_stream"):
+        thing.record_stream(stream)
+    elif isinstance(thing, Mapping):
+        for part in thing.values():
+            _record(part, stream)
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            _record(part, stream)
