@@ -22,6 +22,7 @@ COMMANDS = {
     "runs": Command("meshrec.cli.runs", "Lists the training runs, compares and removes them."),
     "checkpoint": Command("meshrec.cli.checkpoint", "Looks into checkpoints, takes weights in and out."),
     "export": Command("meshrec.cli.export", "Writes a run's model as a package that answers requests."),
+    "serve": Command("meshrec.cli.serve", "Answers requests over HTTP with exported models."),
     "plan": Command("meshrec.cli.plan", "Plans where tables go, explains and compares plans."),
     "calibrate": Command("meshrec.cli.calibrate", "Measures this machine for the planner."),
 }

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 import meshrec.ops.library as library
 from meshrec.export.program import Program, example_inputs
+from meshrec.modules.embedding_configs import BoundsCheckMode
+from meshrec.modules.embedding_modules import TableCollection
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +109,8 @@ def export(
             _log.warning("the package %s holds no compiled program (%s): Python serves it", folder, why_not)
         records = _write_weights(parts / WEIGHTS, state)
         _write_layout(parts / LAYOUT, records, features, num_dense)
-        _write_manifest(parts, records, features, num_dense, dict(about or {}), why_not)
+        rows = {feature: num for feature, num in rows_of(model).items() if feature in features}
+        _write_manifest(parts, records, features, num_dense, rows, dict(about or {}), why_not)
         os.replace(parts, folder)
     except BaseException:
         shutil.rmtree(parts, ignore_errors=True)
@@ -124,6 +127,17 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
         return f"no C++ compiler: {compiler!r} was not found; set CXX"
     torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
     return None
+
+
+def rows_of(model: nn.Module) -> dict[str, int]:
+    """By feature the rows of its table (the smallest, of several), where ids outside are errors."""
+    found: dict[str, int] = {}
+    for child in model.modules():
+        if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
+            for config, _ in child.tables().values():
+                for feature in config.feature_names:
+                    found[feature] = min(config.num_embeddings, found.get(feature, config.num_embeddings))
+    return found
 
 
 def isa() -> str:
@@ -191,6 +205,7 @@ def _write_manifest(
     records: Sequence[WeightRecord],
     features: Sequence[str],
     num_dense: int,
+    rows: dict[str, int],
     about: dict[str, Any],
     why_not: str | None,
 ) -> None:
@@ -203,6 +218,7 @@ def _write_manifest(
         "compiled": why_not is None,
         "features": list(features),
         "num_dense": num_dense,
+        "rows": rows,
         "weights": [record._asdict() for record in records],
         "about": about,
         "sha256": files,

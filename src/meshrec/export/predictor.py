@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 # B samples, N ids
 
+_Program = Callable[[list[Tensor], Tensor, list[Tensor], list[Tensor]], Tensor]
+
 
 class Predictor:
     """Scores of a package's model. Its weights are mapped, not read: processes share them.
@@ -40,6 +42,8 @@ class Predictor:
 
     Attributes:
         features, num_dense: what a request must have.
+        rows: rows of the table of each feature; a feature without tables that check ids is not in it.
+        version: tells packages apart: a digest of all that is in it.
         is_compiled: whether the compiled program serves; otherwise a log line says why not.
         about: what the exporter wrote down.
 
@@ -50,6 +54,7 @@ class Predictor:
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
         self.folder = Path(folder)
         manifest = _read_manifest(self.folder)
+        self.version = digest_of(self.folder / MANIFEST)[:12]
         for name, digest in manifest["sha256"].items():
             if not (self.folder / name).is_file():
                 raise PackageError(f"{self.folder / name} is missing. Export the model again.")
@@ -57,20 +62,20 @@ class Predictor:
                 raise PackageError(f"{self.folder / name} is not what was written. Export the model again.")
         self.features: list[str] = manifest["features"]
         self.num_dense: int = manifest["num_dense"]
+        self.rows: dict[str, int] = manifest.get("rows", {})
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
         self._weights = mapped(self.folder / WEIGHTS, records)
         reason = _why_not_compiled(manifest)
         self.is_compiled = reason is None
         if reason is None:
-            self._program: Callable[..., Tensor] = torch._inductor.aoti_load_package(
-                str(self.folder / COMPILED)
-            )
+            # Not torch._inductor.aoti_load_package: that imports the compiler, which takes seconds.
+            loader = torch._C._aoti.AOTIModelPackageLoader(str(self.folder / COMPILED), "model", False, 1, -1)
+            self._program: _Program = lambda *inputs: loader.boxed_run(list(_flat(*inputs)))[0]
         else:
             _log.warning("%s: the exported program serves, as %s", self.folder, reason)
             self._program = torch.export.load(self.folder / EXPORTED).module()
 
-    @torch.inference_mode()
     def __call__(self, dense: Tensor, values: Mapping[str, Tensor], lengths: Mapping[str, Tensor]) -> Tensor:
         """Scores [B] float32.
 
@@ -85,8 +90,17 @@ class Predictor:
         """
         self._check(dense, values, lengths)
         jagged = ([given[feature] for feature in self.features] for given in (values, lengths))
+        return self.run(dense, *jagged)
+
+    @torch.inference_mode()
+    def run(self, dense: Tensor, values: list[Tensor], lengths: list[Tensor]) -> Tensor:
+        """The same for a request that was checked, with ids and lengths in the order of ``features``.
+
+        Raises:
+            ValueError: for ids outside their table.
+        """
         try:
-            return self._program(self._weights, dense, *jagged)
+            return self._program(self._weights, dense, values, lengths)
         except RuntimeError as error:
             # The compiled program passes on what an operator said of the ids, and where it was called.
             said = re.match(r"(?:ValueError: )?(table '.*)", str(error))
@@ -129,6 +143,15 @@ def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
             raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
         found.append(memory[record.offset : record.offset + size].view(dtype).view(record.shape))
     return found
+
+
+def _flat(
+    weights: list[Tensor], dense: Tensor, values: list[Tensor], lengths: list[Tensor]
+) -> Iterator[Tensor]:
+    yield from weights
+    yield dense
+    yield from values
+    yield from lengths
 
 
 def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> None:

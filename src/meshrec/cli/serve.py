@@ -1,0 +1,98 @@
+"""``meshrec serve``: packages behind HTTP."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from meshrec.cli.arguments import parse
+from meshrec.export.package import MANIFEST
+from meshrec.serve import Limits, ServerOptions, serve
+
+TOKEN = "MESHREC_TOKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Answers requests over HTTP with the scores of exported models: POST /predict with JSON samples, the
+    Open Inference Protocol under /v2, /metrics for Prometheus; GET / lists it all. SIGHUP loads packages
+    anew, SIGTERM answers what was sent and ends."""
+
+    models: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME=]PACKAGE ...")]
+    """Packages, each under a name: its folder's, unless another is given."""
+    host: str = ServerOptions.host
+    """The address to listen at; 0.0.0.0 is all of the machine's."""
+    port: int = ServerOptions.port
+    """0 takes a free one."""
+    workers: int = 1
+    """Processes; they share the pages of the weights."""
+    max_batch: int = Limits.max_batch
+    """Most samples in a batch."""
+    max_wait_ms: float = Limits.max_wait_ms
+    """How long a request may wait for others while nothing is computed."""
+    max_queue: int = Limits.max_queue
+    """Most requests of a model that are read or wait; others get 503."""
+    max_body: int = ServerOptions.max_body
+    """Most bytes of a request's body."""
+    warm_up: Path | None = None
+    """A file of samples, one JSON object a line, to score before a model is ready; otherwise made-up ones."""
+    token_file: Path | None = None
+    """Clients must show its content as a bearer token; the variable MESHREC_TOKEN may hold it, too."""
+    tls_cert: Path | None = None
+    """A PEM file with a certificate: serve HTTPS."""
+    tls_key: Path | None = None
+    """Its key."""
+    access_log: bool = False
+    """Log a line for each request."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses and serves until a signal; the exit code."""
+    options: ServeOptions = parse(ServeOptions, arguments, program="meshrec serve")
+    token = os.environ.get(TOKEN)
+    if options.token_file is not None:
+        token = options.token_file.read_text().strip()
+    server = ServerOptions(
+        host=options.host,
+        port=options.port,
+        limits=Limits(
+            max_batch=options.max_batch, max_wait_ms=options.max_wait_ms, max_queue=options.max_queue
+        ),
+        max_body=options.max_body,
+        warm_up=options.warm_up,
+        token=token,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        access_log=options.access_log,
+    )
+    models = packages(options.models)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    serve(models, server, workers=options.workers)
+    return 0
+
+
+def packages(named: Sequence[str]) -> dict[str, Path]:
+    """Folders by the model's name, of ``NAME=FOLDER`` or ``FOLDER``.
+
+    Raises:
+        ValueError: for a folder that holds no package, a name that is there twice, and no model at all.
+    """
+    found: dict[str, Path] = {}
+    for text in named:
+        name, equals, folder = text.partition("=")
+        path = Path(folder if equals else text)
+        name = name if equals else path.absolute().name
+        if not name or "/" in name:
+            raise ValueError(f"{name!r} is no name for a model. Give NAME=FOLDER, with a name without '/'.")
+        if name in found:
+            raise ValueError(f"two models are called {name!r}. Give NAME=FOLDER.")
+        if not (path / MANIFEST).is_file():
+            raise ValueError(f"{path} holds no package. Make one with `meshrec export RUN --out {path}`.")
+        found[name] = path
+    if not found:
+        raise ValueError("no model was named. Give the folder of a package.")
+    return found

@@ -1,0 +1,200 @@
+"""Dynamic batching: requests that wait while another batch is computed are computed together."""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshrec.serve.requests import Floats, Request, RequestError, joined
+
+Score = Callable[[Request], Floats]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How requests are put together, and how many may wait."""
+
+    max_batch: int = 512
+    """Most samples in a batch; a request of more is computed alone."""
+    max_wait_ms: float = 0.0
+    """How long a request may wait for others while nothing is computed. With 0, batches are of those that
+    came while the last one was computed."""
+    max_queue: int = 1024
+    """Most requests that are read or wait; others are told to come back (503)."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.max_wait_ms < 60_000:
+            raise ValueError(f"max_wait_ms must lie in [0, 60000), got {self.max_wait_ms}.")
+
+
+class Batched(NamedTuple):
+    """For metrics: a batch that was computed, and how long its requests had waited, in seconds."""
+
+    num_samples: int
+    waits: list[float]
+
+
+class _Work(NamedTuple):
+    request: Request
+    deadline: float
+    since: float
+    answer: "asyncio.Future[Floats]"
+
+
+class Batcher:
+    """Scores requests in a thread, one batch at a time. Lives in one event loop.
+
+    A request that cannot be scored fails alone: the others of its batch are scored.
+
+    Args:
+        score: gives the scores of samples; called in the thread.
+        limits: of batches and of the queue.
+        observe: is told of every batch.
+    """
+
+    def __init__(self, score: Score, limits: Limits, observe: Callable[[Batched], None]) -> None:
+        self._score, self._limits, self._observe = score, limits, observe
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._waiting: deque[_Work] = deque()
+        self._num_waiting = 0
+        self._num_running = 0
+        self._num_admitted = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._seconds_per_sample = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __enter__(self) -> "Batcher":
+        """Admits a request, before its body is read.
+
+        Raises:
+            RequestError: with status 503, where too many are there already.
+        """
+        if self._num_admitted >= self._limits.max_queue:
+            raise self._busy(f"{self._num_admitted} requests are waiting already")
+        self._num_admitted += 1
+        self._idle.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._num_admitted -= 1
+        if not self._num_admitted:
+            self._idle.set()
+
+    async def __call__(self, request: Request, deadline: float = math.inf) -> Floats:
+        """The scores [B] of an admitted request.
+
+        Args:
+            request: checked.
+            deadline: of ``time.monotonic``; what cannot be scored before it is not scored at all.
+
+        Raises:
+            RequestError: 503 where the queue is too long for the deadline, 504 where it has passed, and 400
+                for what the model does not take.
+        """
+        now = time.monotonic()
+        wait = (self._num_waiting + self._num_running) * self._seconds_per_sample
+        if deadline <= now:
+            raise expired()
+        if now + wait > deadline:
+            raise self._busy(f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline")
+        work = _Work(request, deadline, now, asyncio.get_running_loop().create_future())
+        self._waiting.append(work)
+        self._num_waiting += request.num_samples
+        self._start()
+        return await work.answer
+
+    async def drain(self) -> None:
+        """Waits until every admitted request has its answer, and ends the thread."""
+        await self._idle.wait()
+        self._pool.shutdown(wait=False)
+
+    async def in_thread(self, call: Callable[[], None]) -> None:
+        """Runs something where batches are computed, between two of them."""
+        await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    def _busy(self, reason: str) -> RequestError:
+        seconds = math.ceil(self._num_waiting * self._seconds_per_sample) or 1
+        return RequestError(f"{reason}. Try again later.", 503, {"Retry-After": str(seconds)})
+
+    def _start(self) -> None:
+        if self._num_running or not self._waiting:
+            return
+        now = time.monotonic()
+        left = self._waiting[0].since + self._limits.max_wait_ms / 1e3 - now
+        if left > 0 and self._num_waiting < self._limits.max_batch:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(left, self._on_timer)
+            return
+        batch = self._take(now)
+        if not batch:
+            return
+        self._num_running = sum(work.request.num_samples for work in batch) or 1
+        running = asyncio.get_running_loop().run_in_executor(self._pool, self._scores, batch)
+        running.add_done_callback(lambda done: self._finish(batch, now, done))
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._start()
+
+    def _take(self, now: float) -> list[_Work]:
+        """The next batch: requests in their order that are still wanted, as many as it holds."""
+        batch: list[_Work] = []
+        num_samples = 0
+        while self._waiting:
+            work = self._waiting[0]
+            wanted = work.deadline > now and not work.answer.done()
+            if wanted and batch and num_samples + work.request.num_samples > self._limits.max_batch:
+                break
+            self._waiting.popleft()
+            self._num_waiting -= work.request.num_samples
+            if wanted:
+                batch.append(work)
+                num_samples += work.request.num_samples
+            elif not work.answer.done():
+                work.answer.set_exception(expired())
+        return batch
+
+    def _scores(self, batch: Sequence[_Work]) -> list[Floats | Exception]:
+        """In the thread: for each request its scores, or what is wrong with it."""
+        requests = [work.request for work in batch]
+        try:
+            scores = self._score(joined(requests))
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+            return [each for work in batch for each in self._scores([work])]
+        found: list[Floats | Exception] = []
+        start = 0
+        for request in requests:
+            found.append(scores[start : start + request.num_samples])
+            start += request.num_samples
+        return found
+
+    def _finish(
+        self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[Floats | Exception]]"
+    ) -> None:
+        pace = (time.monotonic() - began) / self._num_running
+        self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)
+        num_samples, self._num_running = self._num_running, 0
+        self._start()
+        for work, found in zip(batch, done.result(), strict=True):
+            if work.answer.done():
+                continue  # the client went away
+            if isinstance(found, Exception):
+                work.answer.set_exception(found)
+            else:
+                work.answer.set_result(found)
+        self._observe(Batched(num_samples, [began - work.since for work in batch]))
+
+
+def expired() -> RequestError:
+    """The deadline of a request has passed."""
+    return RequestError("the deadline has passed, nothing was computed. Give more time.", 504)

@@ -1,0 +1,65 @@
+"""What Prometheus reads: how many requests came to which end, and how long they took."""
+
+import os
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from meshrec.serve.batching import Batched
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_SAMPLES = tuple(2.0**power for power in range(13))
+SHARED = "PROMETHEUS_MULTIPROC_DIR"
+"""The variable that says where workers leave their figures, so that each shows those of all."""
+
+
+class Metrics:
+    """The figures of a server, by model."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "meshrec_requests", "Requests by outcome.", ["model", "outcome"], registry=self._registry
+        )
+        self._latency = Histogram(
+            "meshrec_request_seconds",
+            "From the first byte to the answer, of requests that got scores.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._queue = Histogram(
+            "meshrec_queue_seconds",
+            "How long requests waited for their batch.",
+            ["model"],
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._batches = Histogram(
+            "meshrec_batch_samples",
+            "Samples in a batch.",
+            ["model"],
+            buckets=_SAMPLES,
+            registry=self._registry,
+        )
+
+    def finished(self, model: str, outcome: str, seconds: float) -> None:
+        """A request came to its end."""
+        self._requests.labels(model, outcome).inc()
+        if outcome == "ok":
+            self._latency.labels(model).observe(seconds)
+
+    def batched(self, model: str, batch: Batched) -> None:
+        """A batch was computed."""
+        self._batches.labels(model).observe(batch.num_samples)
+        queue = self._queue.labels(model)
+        for wait in batch.waits:
+            queue.observe(wait)
+
+    def page(self) -> tuple[bytes, str]:
+        """The figures of all workers as text, and its media type."""
+        registry = self._registry
+        if SHARED in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -1,0 +1,193 @@
+"""The models of a server: loaded, warmed up, replaced by newer versions without a lost request."""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshrec.export import PackageError, Predictor
+from meshrec.serve.batching import Batcher, Limits
+from meshrec.serve.metrics import Metrics
+from meshrec.serve.requests import Floats, Request, RequestError, Signature
+from meshrec.serve.samples import read_samples
+
+_log = logging.getLogger(__name__)
+_UNLOADED = "unloaded"
+
+
+class Served:
+    """One version of a model, ready to score.
+
+    Args:
+        name: of the model.
+        predictor: of its package.
+        limits, metrics: of the server.
+    """
+
+    def __init__(self, name: str, predictor: Predictor, limits: Limits, metrics: Metrics) -> None:
+        self.name, self.version = name, predictor.version
+        self.signature = Signature(predictor.features, predictor.num_dense, predictor.rows)
+        self.about = predictor.about
+        self.is_compiled = predictor.is_compiled
+        self._predictor = predictor
+        self.batcher = Batcher(self.score, limits, lambda batch: metrics.batched(name, batch))
+
+    def score(self, request: Request) -> Floats:
+        """Scores [B], in this thread."""
+        scores: Floats = self._predictor.run(
+            torch.from_numpy(request.dense),
+            [torch.from_numpy(values) for values in request.values],
+            [torch.from_numpy(lengths) for lengths in request.lengths],
+        ).numpy()
+        return scores
+
+
+class Repository:
+    """Models by name, each in one version at a time.
+
+    Args:
+        folders: of the packages, by the model's name.
+        limits: of each model's batches and queue.
+        metrics: of the server.
+        warm_up: a file of samples, each a line as ``POST /predict`` takes it, that models score before they
+            are ready; without it, made-up ones.
+        unloaded: models that are not to be loaded at first.
+    """
+
+    def __init__(
+        self,
+        folders: Mapping[str, Path],
+        limits: Limits,
+        metrics: Metrics,
+        warm_up: Path | None = None,
+        unloaded: Collection[str] = (),
+    ) -> None:
+        self.folders = dict(folders)
+        self._limits, self._metrics, self._warm_up = limits, metrics, warm_up
+        self._served: dict[str, Served] = {}
+        self._reasons = {n: _UNLOADED if n in unloaded else "it is being loaded" for n in folders}
+        self._changing = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model that is to be served is."""
+        return not any(reason for reason in self._reasons.values() if reason != _UNLOADED)
+
+    def get(self, name: str, version: str | None = None) -> Served:
+        """A model, ready to score.
+
+        Raises:
+            RequestError: with status 404 for one that is not there, 503 for one that is not ready.
+        """
+        if name not in self.folders:
+            raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
+        served = self._served.get(name)
+        if served is None:
+            if self._reasons[name] == _UNLOADED:
+                raise RequestError(f"model {name!r} was unloaded. Load it first.", 404)
+            message = f"model {name!r} is not ready: {self._reasons[name]}. Try again later."
+            raise RequestError(message, 503, {"Retry-After": "1"})
+        if version is not None and version != served.version:
+            raise RequestError(
+                f"model {name!r} has no version {version!r}; its version is {served.version!r}.", 404
+            )
+        return served
+
+    def only(self) -> Served:
+        """The model, where there is one only.
+
+        Raises:
+            RequestError: where there are several.
+        """
+        if len(self.folders) != 1:
+            raise RequestError(f"there are several models: {sorted(self.folders)}. Use /predict/NAME.", 404)
+        return self.get(next(iter(self.folders)))
+
+    def index(self) -> list[dict[str, str]]:
+        """Name, version, state and reason of each model, as the repository API tells them."""
+        found = []
+        for name in sorted(self.folders):
+            served, reason = self._served.get(name), self._reasons[name]
+            state = "READY" if served else "UNAVAILABLE"
+            found.append(
+                {
+                    "name": name,
+                    "version": served.version if served else "",
+                    "state": state,
+                    "reason": reason,
+                }
+            )
+        return found
+
+    async def load(self, name: str) -> None:
+        """Loads a model, or what its folder holds by now; until that is ready, and if it fails, the old one
+        serves.
+
+        Raises:
+            RequestError: for a package that cannot be served, or a model that is not there.
+        """
+        if name not in self.folders:
+            raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
+        async with self._changing:
+            try:
+                predictor = await asyncio.to_thread(Predictor, self.folders[name])
+                served = Served(name, predictor, self._limits, self._metrics)
+                await served.batcher.in_thread(lambda: self._warm(served))
+            except (PackageError, ValueError, RuntimeError, OSError) as error:
+                self._reasons[name] = str(error)
+                _log.error("model %r was not loaded: %s", name, error)
+                raise RequestError(f"model {name!r} was not loaded: {error}") from error
+            self._replace(name, served)
+            _log.info("model %r: version %s is ready", name, served.version)
+
+    async def unload(self, name: str) -> None:
+        """Takes a model away; requests that were admitted are answered.
+
+        Raises:
+            RequestError: for a model that is not there.
+        """
+        if name not in self.folders:
+            raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
+        async with self._changing:
+            self._replace(name, None)
+
+    async def load_all(self) -> None:
+        """Loads each that is not unloaded; what fails is logged, and shown in the index."""
+        for name in [name for name, reason in self._reasons.items() if reason != _UNLOADED]:
+            try:
+                await self.load(name)
+            except RequestError:
+                continue  # logged by load
+
+    def _replace(self, name: str, served: Served | None) -> None:
+        old = self._served.pop(name, None)
+        if served is not None:
+            self._served[name] = served
+        self._reasons[name] = _UNLOADED if served is None else ""
+        if old is not None:
+            leaving = asyncio.create_task(old.batcher.drain())
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+
+    def _warm(self, served: Served) -> None:
+        for request in self._warm_up_requests(served.signature):
+            served.score(request)
+
+    def _warm_up_requests(self, signature: Signature) -> Sequence[Request]:
+        if self._warm_up is not None:
+            return [read_samples(line, signature) for line in self._warm_up.read_bytes().splitlines() if line]
+        return [_made_up(signature, size) for size in (1, self._limits.max_batch)]
+
+
+def _made_up(signature: Signature, num_samples: int) -> Request:
+    """Samples with one id of each feature, drawn from its whole table."""
+    draw = np.random.default_rng(0)
+    return Request(
+        draw.standard_normal((num_samples, signature.num_dense), np.float32),
+        [draw.integers(0, signature.rows.get(f, 1), num_samples) for f in signature.features],
+        [np.ones(num_samples, np.int64) for _ in signature.features],
+    )

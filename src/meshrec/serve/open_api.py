@@ -1,0 +1,103 @@
+"""What a server offers, as OpenAPI 3.1 and as a page for people."""
+
+import html
+import json
+from importlib.metadata import version as version_of
+from typing import Any
+
+from meshrec.serve.models import Repository
+from meshrec.serve.requests import RequestError, Signature
+
+_ERRORS = {
+    "400": "What is wrong with the request: feature, sample and id.",
+    "404": "No such model or version.",
+    "413": "The body is too large.",
+    "503": "Too many requests wait, or the model is not ready; see Retry-After.",
+    "504": "The deadline passed before anything was computed.",
+}
+
+
+def schema(repository: Repository) -> dict[str, Any]:
+    """The OpenAPI document; samples are described for each model that is ready."""
+    paths: dict[str, Any] = {
+        "/v2": {"get": _operation("Name, version and extensions of the server.")},
+        "/v2/health/live": {"get": _operation("Whether the server answers.")},
+        "/v2/health/ready": {"get": _operation("Whether every model is ready.")},
+        "/v2/repository/index": {"post": _operation("All models, their versions and states.")},
+        "/metrics": {"get": _operation("Figures for Prometheus.")},
+    }
+    for name in sorted(repository.folders):
+        model = f"/v2/models/{name}"
+        paths[model] = {"get": _operation("Inputs and outputs.")}
+        paths[f"{model}/ready"] = {"get": _operation("Whether the model is ready.")}
+        paths[f"{model}/infer"] = {
+            "post": _operation("Scores, by the Open Inference Protocol v2.", {"type": "object"})
+        }
+        for action in ("load", "unload"):
+            paths[f"/v2/repository/models/{name}/{action}"] = {"post": _operation(f"{action}s the model.")}
+        try:
+            sample = _sample(repository.get(name).signature)
+        except RequestError:
+            sample = {"type": "object"}
+        several = {"oneOf": [sample, {"type": "array", "items": sample}]}
+        paths[f"/predict/{name}"] = {"post": _operation("Scores of one sample, or of a list.", several)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "MeshRec", "version": version_of("meshrec")},
+        "paths": paths,
+    }
+
+
+def page(document: dict[str, Any]) -> str:
+    """The document as HTML."""
+    rows = []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            body = operation.get("requestBody")
+            shown = ""
+            if body is not None:
+                text = html.escape(json.dumps(body["content"]["application/json"]["schema"], indent=1))
+                shown = f"<details><summary>body</summary><pre>{text}</pre></details>"
+            rows.append(
+                f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
+                f"<td>{html.escape(operation['summary'])}{shown}</td></tr>"
+            )
+    errors = "".join(f"<li>{status}: {html.escape(text)}</li>" for status, text in _ERRORS.items())
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>MeshRec</title>"
+        "<style>body{font:16px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+        "td{padding:.3em 1em .3em 0;vertical-align:top}</style>"
+        "<h1>MeshRec</h1><p>The same for programs: <a href=openapi.json>openapi.json</a>.</p>"
+        f"<table>{''.join(rows)}</table><h2>Refusals</h2><ul>{errors}</ul></html>"
+    )
+
+
+def _operation(summary: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": {"description": "The answer."}}}
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        operation["responses"] |= {status: {"description": text} for status, text in _ERRORS.items()}
+    return operation
+
+
+def _sample(signature: Signature) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    if signature.num_dense:
+        size = signature.num_dense
+        properties["dense"] = {
+            "type": "array",
+            "items": {"type": "number"},
+            "minItems": size,
+            "maxItems": size,
+        }
+    for feature in signature.features:
+        one: dict[str, Any] = {"type": "integer", "minimum": 0}
+        if feature in signature.rows:
+            one["exclusiveMaximum"] = signature.rows[feature]
+        properties[feature] = {"oneOf": [one, {"type": "array", "items": one}]}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }

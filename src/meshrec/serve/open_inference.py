@@ -1,0 +1,221 @@
+"""Requests and answers of the Open Inference Protocol v2, as JSON or with binary tensors behind it.
+
+https://github.com/kserve/open-inference-protocol; binary tensors and the parameter ``timeout`` (microseconds)
+as NVIDIA's Triton server extends it.
+"""
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrec.serve.requests import Floats, Request, RequestError, Signature, as_array, checked
+from meshrec.serve.samples import read_json
+
+DENSE, SCORES = "dense", "scores"
+VALUES, LENGTHS = ".values", ".lengths"
+HEADER_LENGTH = "Inference-Header-Content-Length"
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "FP32": np.dtype("<f4"),
+    "INT64": np.dtype("<i8"),
+    "INT32": np.dtype("<i4"),
+}
+
+
+class InferRequest(NamedTuple):
+    """A request, its id, the seconds that it may take, and how the scores are wanted."""
+
+    request: Request
+    id: str | None
+    timeout: float
+    wants_scores: bool
+    wants_binary: bool
+
+
+def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
+    """Datatype and shape of each input; -1 is any size."""
+    inputs: dict[str, tuple[str, list[int]]] = {}
+    if signature.num_dense:
+        inputs[DENSE] = "FP32", [-1, signature.num_dense]
+    for feature in signature.features:
+        inputs[feature + VALUES] = "INT64", [-1]
+        inputs[feature + LENGTHS] = "INT32", [-1]
+    return inputs
+
+
+def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
+    """What ``GET /v2/models/NAME`` answers."""
+    inputs = inputs_of(signature).items()
+    return {
+        "name": name,
+        "versions": [version],
+        "platform": "meshrec",
+        "inputs": [{"name": n, "datatype": dtype, "shape": shape} for n, (dtype, shape) in inputs],
+        "outputs": [{"name": SCORES, "datatype": "FP32", "shape": [-1]}],
+    }
+
+
+def read_infer(body: bytes, header_length: str | None, signature: Signature) -> InferRequest:
+    """The request in a body of ``POST .../infer``.
+
+    Args:
+        body: JSON, and perhaps binary tensors behind it.
+        header_length: how many bytes of it are JSON (the header of that name); all of them without it.
+        signature: of the model.
+
+    Raises:
+        RequestError: for what the protocol or the model does not take.
+    """
+    end = len(body)
+    if header_length is not None:
+        if not header_length.isascii() or not header_length.isdecimal() or int(header_length) > len(body):
+            raise RequestError(
+                f"{HEADER_LENGTH} must be a number of bytes up to {len(body)}, got {header_length[:40]!r}."
+            )
+        end = int(header_length)
+    given = read_json(body[:end])
+    if not isinstance(given, dict):
+        raise RequestError("the request must be a JSON object with inputs.")
+    if header_length is None:
+        binary: memoryview | None = None
+    else:
+        binary = memoryview(body)[end:]
+    arrays = _read_inputs(given.get("inputs"), binary, signature)
+    request_id = given.get("id")
+    if request_id is not None and not isinstance(request_id, str):
+        raise RequestError(f"id must be a string, got {type(request_id).__name__}.")
+    parameters = _parameters(given, "the request")
+    wants_scores, wants_binary = _read_outputs(given, _flag(parameters, "binary_data_output"))
+    features = signature.features
+    request = checked(
+        signature,
+        arrays.get(DENSE),
+        {f: arrays[f + VALUES] for f in features if f + VALUES in arrays},
+        {f: arrays[f + LENGTHS].astype(np.int64) for f in features if f + LENGTHS in arrays},
+    )
+    return InferRequest(request, request_id, _timeout(parameters), wants_scores, wants_binary)
+
+
+def answer(infer: InferRequest, name: str, version: str, scores: Floats) -> tuple[bytes, dict[str, str]]:
+    """The body and the headers of an answer."""
+    said: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": []}
+    if infer.id is not None:
+        said["id"] = infer.id
+    if not infer.wants_scores:
+        return json.dumps(said).encode(), {"Content-Type": "application/json"}
+    output: dict[str, Any] = {"name": SCORES, "datatype": "FP32", "shape": [len(scores)]}
+    said["outputs"].append(output)
+    if not infer.wants_binary:
+        output["data"] = scores.tolist()
+        return json.dumps(said).encode(), {"Content-Type": "application/json"}
+    data = scores.astype("<f4", copy=False).tobytes()
+    output["parameters"] = {"binary_data_size": len(data)}
+    head = json.dumps(said).encode()
+    return head + data, {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
+
+
+def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -> dict[str, NDArray[Any]]:
+    if not isinstance(inputs, list):
+        raise RequestError(
+            "the request has no list of inputs. Give the tensors that the model's metadata names."
+        )
+    allowed = inputs_of(signature)
+    found: dict[str, NDArray[Any]] = {}
+    start = 0
+    for given in inputs:
+        name = given.get("name") if isinstance(given, dict) else None
+        if not isinstance(name, str) or name not in allowed:
+            raise RequestError(f"there is no input {str(name)[:80]!r}; the model has {list(allowed)}.")
+        if name in found:
+            raise RequestError(f"input {name!r} is there twice. Give it once.")
+        datatype = allowed[name][0]
+        if given.get("datatype") != datatype:
+            raise RequestError(f"input {name!r} must be {datatype}, got {str(given.get('datatype'))[:40]!r}.")
+        shape = _shape(given.get("shape"), name)
+        size = _parameters(given, f"input {name!r}").get("binary_data_size")
+        if size is None:
+            if "data" not in given:
+                raise RequestError(f"input {name!r} has neither data nor binary_data_size. Give one.")
+            array = as_array(given["data"], _DTYPES[datatype], f"input {name!r}")
+            array = array.reshape(-1)
+        else:
+            if binary is None or "data" in given:
+                raise RequestError(
+                    f"input {name!r} has a binary_data_size; it needs the header {HEADER_LENGTH} and no data."
+                )
+            if not _is_whole(size) or start + size > len(binary):
+                raise RequestError(
+                    f"input {name!r}: binary_data_size is {str(size)[:40]}, but {len(binary) - start} bytes "
+                    "are left; give as many as it says."
+                )
+            if size % _DTYPES[datatype].itemsize:
+                raise RequestError(
+                    f"input {name!r}: {size} bytes hold no whole number of {datatype}; give all of each."
+                )
+            # A copy: the tensor may stand at any byte.
+            array = np.frombuffer(binary[start : start + size], _DTYPES[datatype]).copy()
+            start += size
+        if array.size != math.prod(shape):
+            raise RequestError(f"input {name!r}: {array.size} values for the shape {shape}; they must agree.")
+        found[name] = array.reshape(shape)
+    if binary is not None and start != len(binary):
+        raise RequestError(
+            f"{len(binary) - start} bytes behind the last tensor belong to none; "
+            "give each binary tensor its binary_data_size."
+        )
+    return found
+
+
+def _read_outputs(given: dict[str, Any], binary_by_default: bool) -> tuple[bool, bool]:
+    outputs = given.get("outputs")
+    if outputs is None:
+        return True, binary_by_default
+    if not isinstance(outputs, list):
+        raise RequestError("outputs must be a list of objects with a name.")
+    wants_binary = binary_by_default
+    for output in outputs:
+        name = output.get("name") if isinstance(output, dict) else None
+        if name != SCORES:
+            raise RequestError(f"there is no output {str(name)[:80]!r}; the model has {SCORES!r}.")
+        parameters = _parameters(output, f"output {SCORES!r}")
+        if "binary_data" in parameters:
+            wants_binary = _flag(parameters, "binary_data")
+    return bool(outputs), wants_binary
+
+
+def _parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
+    parameters = given.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise RequestError(f"the parameters of {what} must be an object, got {type(parameters).__name__}.")
+    return parameters
+
+
+def _flag(parameters: dict[str, Any], name: str) -> bool:
+    value = parameters.get(name, False)
+    if not isinstance(value, bool):
+        raise RequestError(f"the parameter {name} must be true or false, got {str(value)[:40]!r}.")
+    return value
+
+
+def _timeout(parameters: dict[str, Any]) -> float:
+    """Seconds; triton's parameter is in microseconds."""
+    value = parameters.get("timeout")
+    if value is None:
+        return math.inf
+    if not _is_whole(value) or value == 0:
+        raise RequestError(
+            f"the parameter timeout must be microseconds, at least 1, got {str(value)[:40]!r}."
+        )
+    return min(float(value), 1e12) / 1e6
+
+
+def _shape(shape: Any, name: str) -> list[int]:
+    if not isinstance(shape, list) or not all(_is_whole(dim) and dim < 1 << 40 for dim in shape):
+        raise RequestError(f"input {name!r}: shape must be a list of sizes, got {str(shape)[:60]}.")
+    return shape
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

@@ -1,0 +1,169 @@
+"""A server process: its socket, its event loop, its signals, and an end at which no request is lost."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from meshrec.serve.app import Everywhere, Guard, Routes
+from meshrec.serve.metrics import Metrics
+from meshrec.serve.models import Repository
+from meshrec.serve.options import ServerOptions
+
+
+class Server:
+    """Serves models from this process.
+
+    Args:
+        models: folders of packages, by name.
+        options: how.
+        bound: of `listen`; closed at the end.
+        everywhere: loads and unloads in all workers; None is for a server of this process alone.
+        unloaded: models that are not loaded at first.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Path],
+        options: ServerOptions,
+        bound: socket.socket,
+        everywhere: Everywhere | None = None,
+        unloaded: Collection[str] = (),
+    ) -> None:
+        self._options, self._bound = options, bound
+        metrics = Metrics()
+        self.repository = Repository(models, options.limits, metrics, options.warm_up, unloaded)
+        routes = Routes(self.repository, metrics, everywhere or self.change, options.max_body)
+        self._guard = Guard(routes.app(), options.token)
+        config = uvicorn.Config(
+            self._guard,
+            http="httptools",
+            lifespan="off",
+            ws="none",
+            loop="asyncio",
+            log_config=None,
+            access_log=options.access_log,
+            server_header=False,
+            proxy_headers=False,
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+            timeout_graceful_shutdown=60,
+        )
+        self._uvicorn = _Graceful(config, self._guard, options.linger)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        scheme = "http" if self._options.tls_cert is None else "https"
+        host, port = self._bound.getsockname()[:2]
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self, on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None) -> None:
+        """Serves until `stop`, or SIGTERM or SIGINT where this is the main thread; SIGHUP loads models anew.
+
+        Args:
+            on_start: called in the event loop, before models are loaded.
+        """
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._serve(on_start))
+            loop.run_until_complete(loop.shutdown_default_executor())
+        finally:
+            loop.close()
+
+    def stop(self) -> None:
+        """Has `run` answer what was sent, and return; from any thread."""
+        self._uvicorn.should_exit = True
+
+    def reload(self) -> None:
+        """Loads all models anew. Of the event loop's thread."""
+        self._start(self.repository.load_all())
+
+    async def change(self, action: str, model: str) -> None:
+        """``load`` or ``unload`` of a model here."""
+        await {"load": self.repository.load, "unload": self.repository.unload}[action](model)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, on_start: Callable[[asyncio.AbstractEventLoop], None] | None) -> None:
+        loop = asyncio.get_running_loop()
+        with _signals(loop, {signal.SIGHUP: self.reload}):
+            if on_start is not None:
+                on_start(loop)
+            self.reload()
+            await self._uvicorn.serve([self._bound])
+
+
+class _Graceful(uvicorn.Server):
+    """Answers what clients have sent before it ends: uvicorn closes connections that bring a request."""
+
+    def __init__(self, config: uvicorn.Config, guard: Guard, linger: float) -> None:
+        super().__init__(config)
+        self._guard, self._linger = guard, linger
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # A signal is a wish to stop, not a failure: uvicorn would raise it again at the end.
+        def stop() -> None:
+            self.should_exit = True
+
+        loop = asyncio.get_running_loop()
+        with _signals(loop, {signal.SIGTERM: stop, signal.SIGINT: stop}):
+            yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Has clients close their connections, and closes those that are left idle."""
+        self._guard.is_stopping = True
+        await self._accept_the_last(sockets or [])
+        quiet_since = time.monotonic()
+        while self.server_state.connections and time.monotonic() - quiet_since < self._linger:
+            if self.server_state.tasks:
+                quiet_since = time.monotonic()
+            await asyncio.sleep(0.005)
+        await super().shutdown(sockets)
+
+    async def _accept_the_last(self, sockets: list[socket.socket]) -> None:
+        """Takes the connections that the kernel holds, which it would reset as the socket is closed."""
+        loop, config = asyncio.get_running_loop(), self.config
+        accepted = []
+        for server, each in zip(self.servers, sockets, strict=True):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    accepted.append(each.accept()[0])
+            server.close()
+        for connection in accepted:
+            connection.setblocking(False)
+            await loop.connect_accepted_socket(
+                lambda: config.http_protocol_class(  # type: ignore[call-arg]
+                    config=config, server_state=self.server_state, app_state={}
+                ),
+                connection,
+                ssl=config.ssl,
+            )
+
+
+@contextlib.contextmanager
+def _signals(
+    loop: asyncio.AbstractEventLoop, handlers: Mapping[signal.Signals, Callable[[], None]]
+) -> Iterator[None]:
+    """Handlers of signals while it lasts; a loop outside the main thread has none."""
+    set_here = []
+    with contextlib.suppress(ValueError, RuntimeError):
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
+            set_here.append(number)
+    try:
+        yield
+    finally:
+        for number in set_here:
+            loop.remove_signal_handler(number)

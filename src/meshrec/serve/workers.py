@@ -1,0 +1,194 @@
+"""Several server processes on one socket: started, told what to do together, restarted, stopped."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from meshrec.serve.options import ServerOptions, listen
+
+_log = logging.getLogger(__name__)
+_SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+_SECONDS_OF_A_BAD_START = 5.0
+
+
+def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 1) -> None:
+    """Serves models until SIGTERM or SIGINT; SIGHUP loads them anew. Call it from a program's main thread.
+
+    Args:
+        models: folders of packages, by name.
+        options: how.
+        workers: processes, which share the pages of the weights.
+
+    Raises:
+        ValueError: for an address that cannot be had, and fewer workers than one.
+    """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}.")
+    bound = listen(options)
+    if workers == 1:
+        from meshrec.serve.server import Server
+
+        server = Server(models, options, bound)
+        _log.info("serving %s at %s", ", ".join(models), server.url)
+        server.run()
+        return
+    # Read when prometheus_client is imported, which the workers do.
+    with tempfile.TemporaryDirectory(prefix="meshrec-metrics-") as folder:
+        os.environ[_SHARED_METRICS] = folder
+        try:
+            _Supervisor(models, options, bound, workers).run()
+        finally:
+            del os.environ[_SHARED_METRICS]
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+    began: float
+
+
+class _Task(NamedTuple):
+    """Something that all workers do: which have not told how it went, what went wrong, and who asked."""
+
+    left: set[int]
+    errors: list[str]
+    asker: int
+    ticket: int
+
+
+class _Supervisor:
+    """The parent of the workers. It runs no operator of torch, so that it can fork at any time."""
+
+    def __init__(
+        self, models: Mapping[str, Path], options: ServerOptions, bound: socket.socket, num: int
+    ) -> None:
+        self._models, self._options, self._bound, self._num = models, options, bound, num
+        self._workers: dict[int, _Worker] = {}
+        self._tasks: dict[int, _Task] = {}
+        self._unloaded: set[str] = set()
+        self._num_tasks = 0
+        self._is_stopping = False
+        self._wake, self._woken = multiprocessing.Pipe()
+
+    def run(self) -> None:
+        """Until every worker has ended after a signal."""
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in handled}
+        try:
+            for index in range(self._num):
+                self._start(index)
+            while self._workers:
+                self._turn()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._bound.close()
+
+    def _start(self, index: int) -> None:
+        here, there = multiprocessing.Pipe()
+        arguments = (self._models, self._options, self._bound, there, self._num, set(self._unloaded))
+        process = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
+        process.start()
+        there.close()
+        self._workers[index] = _Worker(process, here, time.monotonic())
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self._wake.send_bytes(bytes([number]))
+
+    def _turn(self) -> None:
+        pipes: dict[Any, int] = {worker.pipe: index for index, worker in self._workers.items()}
+        ready = wait([self._woken, *pipes])  # the pipe of a worker that ended is at its end
+        if self._woken in ready:
+            self._pass_on(self._woken.recv_bytes()[0])
+        for pipe, index in pipes.items():
+            if pipe in ready:
+                self._hear(index)
+
+    def _pass_on(self, number: int) -> None:
+        if number != signal.SIGHUP:
+            self._is_stopping, number = True, signal.SIGTERM
+            self._bound.close()
+        for worker in self._workers.values():
+            if worker.process.pid is not None and worker.process.is_alive():
+                os.kill(worker.process.pid, number)
+
+    def _hear(self, index: int) -> None:
+        try:
+            said = json.loads(self._workers[index].pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._ended(index)
+            return
+        if "action" in said:
+            self._num_tasks += 1
+            task = _Task(set(self._workers), [], index, said["ticket"])
+            self._tasks[self._num_tasks] = task
+            {"load": self._unloaded.discard, "unload": self._unloaded.add}[said["action"]](said["model"])
+            for each in list(self._workers):
+                self._say(each, {"task": self._num_tasks, "action": said["action"], "model": said["model"]})
+        else:
+            self._done(said["task"], index, said["error"])
+
+    def _done(self, number: int, index: int, error: str | None) -> None:
+        task = self._tasks[number]
+        task.left.discard(index)
+        if error is not None:
+            task.errors.append(error)
+        if not task.left:
+            del self._tasks[number]
+            self._say(task.asker, {"ticket": task.ticket, "error": task.errors[0] if task.errors else None})
+
+    def _say(self, index: int, what: dict[str, Any]) -> None:
+        if index in self._workers:
+            try:
+                self._workers[index].pipe.send_bytes(json.dumps(what).encode())
+            except OSError:
+                return  # it has ended, as its sentinel will tell
+
+    def _ended(self, index: int) -> None:
+        worker = self._workers.pop(index)
+        worker.process.join()
+        worker.pipe.close()
+        for number, task in list(self._tasks.items()):
+            if index in task.left:
+                self._done(number, index, "a worker ended meanwhile. Try again.")
+        if self._is_stopping:
+            return
+        _log.error(
+            "worker %d ended with exit code %s; another takes its place", index, worker.process.exitcode
+        )
+        if time.monotonic() - worker.began < _SECONDS_OF_A_BAD_START:
+            time.sleep(1.0)
+        self._start(index)
+
+
+def _work(
+    models: Mapping[str, Path],
+    options: ServerOptions,
+    bound: socket.socket,
+    pipe: Connection,
+    num_workers: int,
+    unloaded: set[str],
+) -> None:
+    """A worker, from its first line to its end."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    from meshrec.serve.peers import Peers
+    from meshrec.serve.server import Server
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
+    peers = Peers(pipe)
+    server = Server(models, options, bound, peers.ask, unloaded)
+    _log.info("serving %s at %s (process %d)", ", ".join(models), server.url, os.getpid())
+    server.run(lambda loop: peers.listen(loop, server.change))

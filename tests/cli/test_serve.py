@@ -1,0 +1,46 @@
+import pytest
+
+from meshrec.cli import serve
+
+
+def made(folder):
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_models_are_called_after_their_folder_or_as_asked(tmp_path):
+    folder = made(tmp_path / "clicks")
+    assert serve.packages([str(folder), f"other={folder}"]) == {"clicks": folder, "other": folder}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["clicks", "clicks"], "two models are called 'clicks'"),
+        (["=clicks"], "'' is no name for a model"),
+        (["a/b=clicks"], "'a/b' is no name for a model"),
+        (["nothing"], r"nothing holds no package. Make one with `meshrec export"),
+        ([], "no model was named"),
+    ],
+)
+def test_models_that_cannot_be_are_named(tmp_path, monkeypatch, arguments, message):
+    made(tmp_path / "clicks")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        serve.packages(arguments)
+
+
+def test_options_reach_the_server(tmp_path, monkeypatch):
+    folder, token = made(tmp_path / "clicks"), tmp_path / "token"
+    token.write_text("secret\n")
+    calls = []
+    monkeypatch.setattr(serve, "serve", lambda *given, **named: calls.append((given, named)))
+    monkeypatch.setenv(serve.TOKEN, "other")
+    assert serve.main([str(folder), "--port", "0", "--max-batch", "7", "--workers", "3"]) == 0
+    assert serve.main([str(folder), "--token-file", str(token), "--max-queue", "9"]) == 0
+    (models, options), named = calls[0]
+    assert models == {"clicks": folder}
+    assert (options.port, options.limits.max_batch, options.token) == (0, 7, "other")
+    assert named == {"workers": 3}
+    assert (calls[1][0][1].token, calls[1][0][1].limits.max_queue) == ("secret", 9)

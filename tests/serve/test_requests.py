@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+
+from meshrec.serve.requests import RequestError, as_array, checked, joined
+from tests.serve.conftest import SIGNATURE, request_of, samples
+from tests.serve.toys import FEATURES
+
+
+def arrays(given):
+    request = request_of(given)
+    return (
+        request.dense,
+        dict(zip(FEATURES, request.values, strict=True)),
+        dict(zip(FEATURES, request.lengths, strict=True)),
+    )
+
+
+def test_sound_requests_are_put_in_order_and_joined():
+    first, second = samples(3, 1), samples(2, 2)
+    both = joined([checked(SIGNATURE, *arrays(first)), checked(SIGNATURE, *arrays(second))])
+    for found, expected in zip(both, request_of(first + second), strict=True):
+        assert np.array_equal(
+            np.concatenate([np.ravel(a) for a in found]), np.concatenate([np.ravel(a) for a in expected])
+        )
+    assert both.num_samples == 5
+    assert checked(SIGNATURE, *arrays([])).num_samples == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d, v, n: (d, {"user": v["user"]}, n), "feature 'item' has no values"),
+        (lambda d, v, n: (d, v, {"item": n["item"]}), "feature 'user' has no lengths"),
+        (lambda d, v, n: (None, v, n), "the dense values are missing. Give 3"),
+        (lambda d, v, n: (d[:, 1:], v, n), r"of shape \[samples, 3\], got \[4, 2\]"),
+        (lambda d, v, n: (d * [1, np.nan, 1], v, n), "dense value 1 of sample 0 is nan"),
+        (
+            lambda d, v, n: (d, v, {**n, "item": n["item"][1:]}),
+            r"'item': lengths of shape \[3\] for 4 samples",
+        ),
+        (
+            lambda d, v, n: (d, v, {**n, "item": n["item"] - 9}),
+            "'item': or the length|the length of sample 0 is -",
+        ),
+        (lambda d, v, n: (d, {**v, "user": v["user"][1:]}, n), r"'user': the lengths sum to \d+, but"),
+        (
+            lambda d, v, n: (d, {**v, "item": v["item"] * 0 + 50}, n),
+            r"'item': id 50 of sample 0 is outside \[0, 50\)",
+        ),
+        (lambda d, v, n: (d, {**v, "item": v["item"] * 0 - 1}, n), r"'item': id -1 of sample 0 is outside"),
+    ],
+)
+def test_what_cannot_be_scored_is_named(change, message):
+    given = samples(4, 5)
+    given[0]["item"] = [7]
+    given[1]["user"] = [1]
+    with pytest.raises(RequestError, match=message) as caught:
+        checked(SIGNATURE, *change(*arrays(given)))
+    assert caught.value.status == 400
+
+
+def test_the_sample_of_a_wrong_id_is_the_one_that_has_it():
+    given = samples(4, 5)
+    for each in given:
+        each["item"] = []
+    given[2]["item"] = [1, 99, 2]
+    with pytest.raises(RequestError, match="feature 'item': id 99 of sample 2 is"):
+        checked(SIGNATURE, *arrays(given))
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype", "message"),
+    [
+        ([1, [2]], np.int64, "regular shape"),
+        ([1.5], np.int64, r"whole numbers that fit 64 bits, got \[1.5\]"),
+        (["1"], np.int64, "whole numbers"),
+        ([True, 2], np.int64, "whole numbers"),
+        ([1, None], np.float32, "must be numbers"),
+        ({"a": 1}, np.float32, "must be numbers"),
+        ([1 << 63], np.int64, "whole numbers"),
+        ([1 << 31], np.int32, "must fit int32"),
+        ([10**400], np.float32, "must be numbers"),
+        (["x" * 100], np.float32, r"\.\.\."),
+    ],
+)
+def test_what_is_no_number_is_refused(data, dtype, message):
+    with pytest.raises(RequestError, match=message):
+        as_array(data, np.dtype(dtype), "input 'x'")
+
+
+def test_numbers_become_arrays():
+    assert as_array([], np.dtype(np.int64), "x").dtype == np.int64
+    assert as_array([1, 2.5], np.dtype(np.float32), "x").tolist() == [1.0, 2.5]
+    assert as_array([[1], [2]], np.dtype(np.int32), "x").shape == (2, 1)

@@ -1,0 +1,140 @@
+"""Whole programs: signals, and several processes."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from meshrec.serve import ServerOptions, serve
+from tests.serve import toys
+from tests.serve.conftest import Client, free_port, link, samples, scores_of
+
+
+@contextlib.contextmanager
+def program(*arguments):
+    """``meshrec serve``, ready; and a way to ask it."""
+    port = free_port()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", toys.__file__, "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, *map(str, arguments)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    log = []
+    reader = threading.Thread(target=lambda: log.extend(process.stderr))
+    reader.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: process.poll() is not None or answers(url, 200), log)
+        assert process.poll() is None, log
+        yield process, url, log
+    finally:
+        process.terminate()
+        process.wait(60)
+        reader.join()
+        process.stderr.close()
+    assert process.returncode == 0, log
+
+
+def answers(url, status):
+    client = Client(url)
+    try:
+        return client("GET", "/v2/health/ready")[0] == status
+    except OSError:
+        return False
+    finally:
+        client.close()
+
+
+def until(condition, log=()):
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"waited for a minute; the log: {log}")
+
+
+def ask(url, given):
+    """On a connection of its own, so that any worker may answer."""
+    client = Client(url)
+    try:
+        return client("POST", "/predict", given)
+    finally:
+        client.close()
+
+
+def test_workers_do_everything_together(packages, predictors, tmp_path):
+    place = tmp_path / "clicks"
+    link(packages[0], place)
+    given = samples(3)
+    with program(place, "--workers", "2") as (process, url, log):
+        status, _, said = ask(url, given)
+        assert status == 200
+        np.testing.assert_allclose(said["scores"], scores_of(predictors[0], given), rtol=1e-5)
+        until(lambda: sum("is ready" in line for line in log) == 2, log)
+
+        link(packages[1], place)
+        client = Client(url)
+        assert client("POST", "/v2/repository/models/clicks/load")[0] == 200
+        assert {ask(url, given)[2]["version"] for _ in range(8)} == {predictors[1].version}
+        assert "no model 'x'" in client("POST", "/v2/repository/models/x/load")[2]["error"]
+
+        link(packages[0], place)
+        process.send_signal(signal.SIGHUP)
+        until(lambda: {ask(url, given)[2]["version"] for _ in range(8)} == {predictors[0].version}, log)
+
+        text = client("GET", "/metrics")[2].decode()  # of both
+        answered = float(re.search(r'meshrec_requests_total{model="clicks",outcome="ok"} (\S+)', text)[1])
+        assert answered >= 17
+
+        # A worker that ends is replaced, with the models that the others have.
+        assert client("POST", "/v2/repository/models/clicks/unload")[0] == 200
+        client.close()
+        worker = int(re.search(r"process (\d+)", "".join(log))[1])
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: any("another takes its place" in line for line in log), log)
+        until(lambda: sum("serving clicks" in line for line in log) == 3, log)
+        until(lambda: {ask(url, given)[0] for _ in range(8)} == {404}, log)
+
+
+def test_a_signal_ends_it_after_the_last_answer(packages):
+    given = samples(8)
+    with program(packages[0]) as (process, url, _):
+        wrong, counts = [], []
+
+        def load():
+            client, count = Client(url), 0
+            while True:
+                try:
+                    status, headers, _ = client("POST", "/predict", given)
+                except ConnectionRefusedError:
+                    break
+                count += 1
+                if status != 200:
+                    wrong.append(status)
+                if headers.get("connection") == "close":
+                    client.close()
+            counts.append(count)
+
+        threads = [threading.Thread(target=load) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert wrong == []
+        assert len(counts) == 3
+        assert min(counts) > 0
+
+
+def test_the_number_of_workers_is_checked(packages):
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        serve({"clicks": packages[0]}, ServerOptions(port=0), workers=0)
