@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterable
 import numpy as np
 
 from meshrec.data import Batch, FileRows, Position, Reader, Source
-from meshrec.data.samples import Ints, Ragged, Samples
+from meshrec.data.samples import Ints, Ragged, Samples, Shape
 
 
 class Numbered(Source):
@@ -21,7 +21,7 @@ class Numbered(Source):
     def files(self):
         return [FileRows("numbered", 0, int(self.sizes.sum()))]
 
-    num_dense = 1
+    shape = Shape(1, 2)
 
     def column(self, block: int, name: str):
         raise KeyError(name)

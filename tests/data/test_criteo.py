@@ -105,7 +105,7 @@ def test_all_lines_damaged(tmp_path):
 def test_sizes_and_empty_files(tmp_path):
     with pytest.raises(ValueError, match="num_embeddings must be one number or 26, got 2"):
         criteo_schema([5, 5])
-    sizes = [feature.num_embeddings for feature in criteo_schema(np.arange(2, 28).tolist()).features()]
+    sizes = [feature.num_embeddings for feature in criteo_schema(np.arange(2, 28).tolist()).described()]
     assert sizes == list(range(2, 28))
     (tmp_path / "day_0").touch()
     with pytest.raises(DataError, match="day_0 has no lines"):

@@ -1,6 +1,6 @@
 import numpy as np
 
-from meshrec.data.samples import Ragged, Samples, gather_ranges, to_batch, void_samples
+from meshrec.data.samples import Ragged, Samples, Shape, gather_ranges, to_batch, void_samples
 
 
 def samples(num, kept=None):
@@ -32,7 +32,7 @@ def test_ranges_may_overlap_and_be_equally_long():
 def test_batches_leave_out_what_is_not_kept():
     good = samples(3)
     holes = samples(3, np.array([False, True, False]))
-    batch = to_batch(("a", "b"), 0, [good, holes, void_samples(4, 0, 2)])
+    batch = to_batch(("a", "b"), Shape(0, 2), [good, holes, void_samples(4, Shape(0, 2))])
     batch.sparse.validate()
     assert batch.labels.tolist() == [0, 1, 2, 1]
     assert batch.sparse["a"].lengths().tolist() == [0, 1, 2, 1]
@@ -42,5 +42,5 @@ def test_batches_leave_out_what_is_not_kept():
 
 
 def test_a_batch_may_be_empty():
-    batch = to_batch(("a",), 2, [])
+    batch = to_batch(("a",), Shape(2, 1), [])
     assert (len(batch), batch.dense.shape, batch.sparse.stride()) == (0, (0, 2), 0)

@@ -5,7 +5,7 @@ from meshrec.data import DenseColumn, IdColumn, Schema
 
 def test_features_follow_the_id_columns():
     ids = [IdColumn(name="a", num_embeddings=5, average_length=2.0, sequence=True, table="t")]
-    (feature,) = Schema(label="y", ids=ids, dense=[DenseColumn(name="x")]).features()
+    (feature,) = Schema(label="y", ids=ids, dense=[DenseColumn(name="x")]).described()
     assert (feature.name, feature.num_embeddings, feature.average_length) == ("a", 5, 2.0)
     assert (feature.sequence, feature.table) == (True, "t")
 

@@ -31,6 +31,24 @@ def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
     )
 
 
+@_REGISTRY.primitive_rule
+def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """What only Python can make, such as features: no option."""
+    if info.type is not Any:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PYTHON",
+        instance_from_str=_only_python,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [type(value).__name__],
+    )
+
+
+def _only_python(words: Sequence[str]) -> Any:
+    raise ValueError(f"{words[0]!r}: no option can say this. Set it in the recipe's function.")
+
+
 def _is_none(words: Sequence[str]) -> bool:
     return [word.lower() for word in words] == [_NONE]
 

@@ -20,9 +20,11 @@ class Batch:
     sparse: KeyedJaggedTensor
     """B bags per key."""
     labels: Tensor
-    """[B] float32; NaN where the data has no labels."""
+    """[B] float32, or [B, L] where there are several; NaN where the data has none."""
     rows: Tensor | None = None
     """[B] int64: which row of the data each sample is, see :attr:`meshrec.data.Reader.files`. On the CPU."""
+    weights: Tensor | None = None
+    """[B] float32: how much each sample counts in the loss; None: all alike."""
 
     @property
     def dense_features(self) -> Tensor:
@@ -54,8 +56,11 @@ class Batch:
             KeyedJaggedTensor(
                 keys, sparse.values(), sparse.weights_or_none(), lengths=longer, stride=len(self) + more
             ),
-            torch.nn.functional.pad(self.labels, (0, more), value=float("nan")),
+            torch.nn.functional.pad(
+                self.labels, (0,) * (2 * self.labels.dim() - 1) + (more,), value=float("nan")
+            ),
             self.rows,
+            None if self.weights is None else torch.nn.functional.pad(self.weights, (0, more)),
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
@@ -65,14 +70,20 @@ class Batch:
             self.sparse.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
             self.rows,
+            None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> "Batch":
         """In pinned host memory, from which copies to a GPU do not block."""
-        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), self.rows)
+        weights = None if self.weights is None else self.weights.pin_memory()
+        return Batch(
+            self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), self.rows, weights
+        )
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that ``stream`` uses the memory."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.labels.record_stream(stream)
+        if self.weights is not None:
+            self.weights.record_stream(stream)

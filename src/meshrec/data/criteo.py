@@ -15,7 +15,7 @@ from meshrec.data.delimited import parse
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.order import check_seed
 from meshrec.data.parquet import ParquetSource, expand
-from meshrec.data.samples import Ints, Samples, rewindowed, void_samples
+from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
 from meshrec.data.schema import DenseColumn, IdColumn, Schema
 from meshrec.data.splitting import Split, part_readers
 from meshrec.data.streaming import Source, StreamReader, files_of
@@ -65,9 +65,9 @@ class CriteoText(Source):
         return tuple(each.name for each in self._schema.ids)
 
     @property
-    def num_dense(self) -> int:
-        """13."""
-        return len(self._schema.dense)
+    def shape(self) -> Shape:
+        """13 dense values, 26 ids."""
+        return self._schema.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
@@ -108,7 +108,7 @@ class CriteoText(Source):
     def _samples(self, block: TextBlock, skip: int) -> Generator[Samples, None, None]:
         for piece in read_pieces(block, size=_PIECE):
             if piece.first_line + piece.lines <= block.first_line + skip:
-                yield void_samples(piece.lines, self.num_dense, len(self.keys))  # passed over
+                yield void_samples(piece.lines, self.shape)  # passed over
             else:
                 yield self._parsed(block.file, piece)
 
@@ -134,7 +134,7 @@ class CriteoText(Source):
         kept[lines] = True if samples.kept is None else samples.kept
         source = np.clip(np.cumsum(np.isin(np.arange(piece.lines), lines)) - 1, 0, None)
         if len(lines) == 0:
-            return void_samples(piece.lines, self.num_dense, len(self.keys))
+            return void_samples(piece.lines, self.shape)
         return samples.take(source)._replace(kept=kept)
 
 
@@ -194,7 +194,6 @@ def criteo(
 
     readers = part_readers(
         lambda paths: _source(paths, schema, faults),
-        lambda source, block, name: source.column(block, name),
         train,
         validation,
         test,
@@ -206,7 +205,7 @@ def criteo(
     )
     return Dataset(
         name="criteo",
-        features=schema.features(),
+        features=schema.described(),
         num_dense=_NUM_DENSE,
         train=readers.train,
         validation=readers.validation,

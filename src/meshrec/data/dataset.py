@@ -126,6 +126,8 @@ class Dataset:
         best_auc: the AUC that nothing can beat on ``validation``, where it is known.
         open: ``open(paths, labelled)`` reads other files of the same form, in their order: with labels, to
             judge by, or without, to be scored; None where the data has no files.
+        has_id_weights: whether the ids of batches have weights.
+        labels: names of the labels, where there are several.
         id_columns: columns of the data that its ids come from, where they are not named like the features.
         skipped: rows that were left out as damaged so far, by file and reason, each row once.
     """
@@ -141,6 +143,8 @@ class Dataset:
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     open: Callable[[Paths, bool], Reader] | None = None
     id_columns: tuple[str, ...] = ()
+    has_id_weights: bool = False
+    labels: tuple[str, ...] = ()
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
         """One table per feature (or group of features that share one), all of one width.

@@ -10,7 +10,7 @@ from meshrec.data.batch import Batch
 from meshrec.data.dataset import FileRows, Position, Reader, locate
 from meshrec.data.faults import DataError, rows_text
 from meshrec.data.order import Step, Stream, check_seed, generator, rank_slice, steps
-from meshrec.data.samples import Floats, Ints, Samples, gather_ranges, to_batch
+from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to_batch
 
 
 class Ranges(NamedTuple):
@@ -114,4 +114,4 @@ class InMemoryReader(Reader):
                 for each in self._ids.values()
             )
             samples = Samples(self._dense[rows], self._labels[rows], ids, rows=self._rows[rows])
-            yield to_batch(tuple(self._ids), self._dense.shape[1], [samples])
+            yield to_batch(tuple(self._ids), Shape(self._dense.shape[1], len(self._ids)), [samples])

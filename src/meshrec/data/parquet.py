@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshrec.data.dataset import Dataset, FileRows, Paths, Reader
+from meshrec.data.dataset import Dataset, FileRows, Paths
+from meshrec.data.encoding import Encoding
 from meshrec.data.faults import DataError, Faults, OnError, needs
-from meshrec.data.samples import Ints, Samples, rewindowed, void_samples
-from meshrec.data.schema import Schema
-from meshrec.data.splitting import Split, part_readers
+from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
+from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader, files_of
+from meshrec.data.tables import Tables, table_dataset
 
 
 class _RowGroup(NamedTuple):
@@ -23,19 +24,19 @@ class _RowGroup(NamedTuple):
     first_row: int
 
 
-class ParquetSource(Source):
+class ParquetSource(Source, Tables):
     """The row groups of files.
 
     Args:
         files: read in this order where nothing is shuffled.
-        schema: which columns.
+        schema: which columns, a `Schema` or fitted `Features`.
         faults: what to do about damage. Files that cannot be opened or lack columns are left out as a whole.
 
     Raises:
         DataError: for damaged files, missing columns, wrong types, and where no rows are left.
     """
 
-    def __init__(self, files: Sequence[Path], schema: Schema, faults: Faults) -> None:
+    def __init__(self, files: Sequence[Path], schema: Encoding, faults: Faults) -> None:
         self._schema = schema
         self._faults = faults
         self._metadata: dict[Path, Any] = {}
@@ -48,12 +49,12 @@ class ParquetSource(Source):
     @property
     def keys(self) -> tuple[str, ...]:
         """The id columns."""
-        return tuple(each.name for each in self._schema.ids)
+        return self._schema.keys
 
     @property
-    def num_dense(self) -> int:
-        """The number of dense columns."""
-        return len(self._schema.dense)
+    def shape(self) -> Shape:
+        """That of the schema."""
+        return self._schema.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
@@ -77,6 +78,27 @@ class ParquetSource(Source):
             ) from error
 
     @property
+    def arrow_schema(self) -> Any:
+        """That of the first file."""
+        return self._metadata[self._groups[0].file].schema.to_arrow_schema()
+
+    def tables(self, block: int, size: int) -> Generator[Any, None, None]:
+        """A row group's columns, ``size`` rows at a time. DataError where they cannot be read."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        group = self._groups[block]
+        try:
+            with pq.ParquetFile(group.file, metadata=self._metadata[group.file]) as opened:
+                names = list(self._schema.columns())
+                for batch in opened.iter_batches(size, [group.number], names, use_threads=False):
+                    yield pa.Table.from_batches([batch])
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{group.file}: row group {group.number} cannot be read: {error}. Repair the data."
+            ) from error
+
+    @property
     def block_sizes(self) -> Ints:
         """Rows of each row group."""
         return np.array([group.rows for group in self._groups], dtype=np.int64)
@@ -87,15 +109,13 @@ class ParquetSource(Source):
 
     def _open(self, file: Path) -> list[_RowGroup]:
         pa, parquet = needs("pyarrow", "data"), needs("pyarrow.parquet", "data")
-        from meshrec.data.columns import wrong_columns
-
         try:
             with parquet.ParquetFile(file) as opened:
                 metadata, found = opened.metadata, opened.schema_arrow
         except (pa.ArrowException, OSError) as error:
             self._faults.found(f"{file} cannot be read as Parquet: {error}", 0, str(file))
             return []
-        for wrong in wrong_columns(self._schema, found):
+        for wrong in self._schema.wrong_columns(found):
             if wrong.startswith("there is no column"):  # no damage that rows could be skipped for
                 raise DataError(f"{file}: {wrong}. Name a column that it has, or leave the file out.")
             self._faults.found(f"{file}: {wrong}", metadata.num_rows, str(file))
@@ -115,7 +135,7 @@ class ParquetSource(Source):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        from meshrec.data.columns import Place, encode
+        from meshrec.data.columns import Place
 
         name, row = f"{group.file}: row group {group.number}", 0
         try:
@@ -128,22 +148,18 @@ class ParquetSource(Source):
                 )
                 for batch in batches:
                     if row + batch.num_rows <= skip:
-                        yield void_samples(batch.num_rows, self.num_dense, len(self.keys))  # passed over
+                        yield void_samples(batch.num_rows, self.shape)  # passed over
                     else:
                         table = pa.Table.from_batches([batch])
-                        yield encode(
-                            table,
-                            self._schema,
-                            Place(name, group.first_row + row, str(group.file)),
-                            self._faults,
-                        )
+                        place = Place(name, group.first_row + row, str(group.file))
+                        yield self._schema.encode(table, place, self._faults)
                     row += batch.num_rows
                 if row != group.rows:
                     raise pa.ArrowInvalid(f"it has {row} rows, its footer says {group.rows}")
         except (pa.ArrowException, OSError) as error:
             column = self._damaged_column(group)
             self._faults.found(f"{name}{column}: {error}", group.rows - row, str(group.file))
-            yield void_samples(group.rows - row, self.num_dense, len(self.keys))
+            yield void_samples(group.rows - row, self.shape)
 
     def _damaged_column(self, group: _RowGroup) -> str:
         import pyarrow as pa
@@ -161,7 +177,7 @@ class ParquetSource(Source):
 def parquet_reader(
     paths: Paths,
     *,
-    schema: Schema,
+    schema: Encoding,
     seed: int = 0,
     shuffle: bool = False,
     on_error: OnError = "raise",
@@ -194,7 +210,7 @@ def parquet(
     validation: Paths | None = None,
     test: Paths | None = None,
     split: Split | None = None,
-    schema: Schema,
+    schema: Encoding,
     name: str = "parquet",
     seed: int = 0,
     on_error: OnError = "raise",
@@ -207,7 +223,7 @@ def parquet(
         train, validation, test: files, folders (all ``*.parquet`` in them) or patterns, sorted by name within
             each.
         split: takes validation and test rows out of ``train`` instead, see :class:`meshrec.data.Split`.
-        schema: which columns are what.
+        schema: which columns are what: a `Schema`, or fitted `meshrec.data.features.Features`.
         name: for reports.
         seed: of the order.
         on_error: "raise"; or "skip" to leave out damaged rows, row groups and files, with a warning, counted
@@ -217,37 +233,24 @@ def parquet(
     Raises:
         DataError: names file, row group and column.
     """
-    faults = Faults(on_error)
-
-    def source(paths: Paths) -> ParquetSource:
-        return ParquetSource(expand(paths, "*.parquet"), schema, faults)
-
-    def opened(paths: Paths, labelled: bool) -> Reader:
-        wanted = schema if labelled else schema.unlabelled()
-        return parquet_reader(paths, schema=wanted, on_error=on_error, window=window)
-
-    readers = part_readers(
-        source,
-        ParquetSource.column,
-        train,
-        validation,
-        test,
-        split,
+    return table_dataset(
+        open_parquet,
+        train=train,
+        validation=validation,
+        test=test,
+        split=split,
+        schema=schema,
+        name=name,
         seed=seed,
+        on_error=on_error,
         window=window,
         lanes=lanes,
-        faults=faults,
     )
-    return Dataset(
-        name=name,
-        features=schema.features(),
-        num_dense=len(schema.dense),
-        train=readers.train,
-        validation=readers.validation,
-        test=readers.test,
-        skipped=faults.by_file,
-        open=opened,
-    )
+
+
+def open_parquet(paths: Paths, schema: Encoding, faults: Faults) -> ParquetSource:
+    """A source of files, folders (all ``*.parquet`` in them) or patterns; see `table_dataset`."""
+    return ParquetSource(expand(paths, "*.parquet"), schema, faults)
 
 
 def expand(paths: Paths, pattern: str) -> list[Path]:

@@ -19,29 +19,41 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ragged(NamedTuple):
-    """The ids of one key: of sample i, ``values[offsets[i] : offsets[i + 1]]``."""
+    """The ids of one key: of sample i, ``values[offsets[i] : offsets[i + 1]]``; ``weights`` are of values."""
 
     values: Ints
     offsets: Ints
+    weights: Floats | None = None
 
     def part(self, first: int, last: int) -> "Ragged":
         """Of samples ``[first, last)``, as views; offsets do not start at 0."""
-        return Ragged(self.values, self.offsets[first : last + 1])
+        return Ragged(self.values, self.offsets[first : last + 1], self.weights)
 
     def take(self, order: Ints) -> "Ragged":
         """Of the samples at ``order``."""
         starts = self.offsets[order]
         lengths = self.offsets[order + 1] - starts
-        width = _common_length(lengths)
-        if width == 1:
-            return Ragged(self.values[starts], np.arange(len(order) + 1, dtype=np.int64))
-        return gather_ranges(self.values, starts, lengths)
+        if _common_length(lengths) == 1:
+            weights = None if self.weights is None else self.weights[starts]
+            return Ragged(self.values[starts], np.arange(len(order) + 1, dtype=np.int64), weights)
+        return self.ranges(starts, lengths)
+
+    def ranges(self, starts: Ints, lengths: Ints) -> "Ragged":
+        """A sample for each range of the values."""
+        return gather_ranges(self.values, starts, lengths, self.weights)
+
+    def weighted(self) -> "Ragged":
+        """The same with weights of 1 where it has none."""
+        return (
+            self if self.weights is not None else self._replace(weights=np.ones(len(self.values), np.float32))
+        )
 
 
 class Samples(NamedTuple):
     """``kept`` is None where all samples are good; where it is False, the rest of that sample is void.
 
-    ``rows`` are row numbers over all files; None: whoever reads the source knows them.
+    ``labels`` are [n], or [n, L] of several. ``rows`` are row numbers over all files; None: whoever reads the
+    source knows them. ``weights`` are of samples; None: all count alike.
     """
 
     dense: Floats
@@ -49,20 +61,23 @@ class Samples(NamedTuple):
     ids: tuple[Ragged, ...]
     kept: Bools | None = None
     rows: Ints | None = None
+    weights: Floats | None = None
 
     def take(self, order: Ints) -> "Samples":
         """The samples at ``order``."""
         kept = None if self.kept is None else self.kept[order]
         ids = tuple(each.take(order) for each in self.ids)
         rows = None if self.rows is None else self.rows[order]
-        return Samples(self.dense[order], self.labels[order], ids, kept, rows)
+        weights = None if self.weights is None else self.weights[order]
+        return Samples(self.dense[order], self.labels[order], ids, kept, rows, weights)
 
     def part(self, first: int, last: int) -> "Samples":
         """Samples ``[first, last)``, as views."""
         kept = None if self.kept is None else self.kept[first:last]
         ids = tuple(each.part(first, last) for each in self.ids)
         rows = None if self.rows is None else self.rows[first:last]
-        return Samples(self.dense[first:last], self.labels[first:last], ids, kept, rows)
+        weights = None if self.weights is None else self.weights[first:last]
+        return Samples(self.dense[first:last], self.labels[first:last], ids, kept, rows, weights)
 
     def good(self) -> "Samples":
         """Without the samples that are not kept."""
@@ -71,7 +86,7 @@ class Samples(NamedTuple):
         return self.take(np.flatnonzero(self.kept))._replace(kept=None)
 
 
-def gather_ranges(values: Ints, starts: Ints, lengths: Ints) -> Ragged:
+def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
     """``values[starts[i] : starts[i] + lengths[i]]`` of all i, one after another."""
     offsets = np.zeros(len(starts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -81,7 +96,7 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints) -> Ragged:
     else:
         index = np.repeat(starts - offsets[:-1], lengths)
         index += np.arange(offsets[-1])
-    return Ragged(values[index], offsets)
+    return Ragged(values[index], offsets, None if weights is None else weights[index])
 
 
 def concatenated(pieces: Sequence[Samples]) -> Samples:
@@ -92,19 +107,35 @@ def concatenated(pieces: Sequence[Samples]) -> Samples:
     for ragged in zip(*(piece.ids for piece in pieces), strict=True):
         lengths = np.concatenate([np.diff(each.offsets) for each in ragged])
         values = [each.values[int(each.offsets[0]) : int(each.offsets[-1])] for each in ragged]
-        ids.append(Ragged(np.concatenate(values), np.concatenate([[0], np.cumsum(lengths)])))
+        weights = [
+            each.weights[int(each.offsets[0]) : int(each.offsets[-1])]
+            for each in ragged
+            if each.weights is not None
+        ]
+        ids.append(
+            Ragged(
+                np.concatenate(values),
+                np.concatenate([[0], np.cumsum(lengths)]),
+                np.concatenate(weights) if weights else None,
+            )
+        )
     kept = None
     if any(piece.kept is not None for piece in pieces):
         every = [np.ones(len(each.labels), np.bool_) if each.kept is None else each.kept for each in pieces]
         kept = np.concatenate(every)
     dense = np.concatenate([piece.dense for piece in pieces])
     labels = np.concatenate([piece.labels for piece in pieces])
-    return Samples(dense, labels, tuple(ids), kept, _all_rows(pieces))
+    return Samples(dense, labels, tuple(ids), kept, _all_rows(pieces), _all_weights(pieces))
 
 
 def _all_rows(pieces: Sequence[Samples]) -> Ints | None:
     rows = [piece.rows for piece in pieces if piece.rows is not None]
     return np.concatenate(rows) if len(rows) == len(pieces) else None
+
+
+def _all_weights(pieces: Sequence[Samples]) -> Floats | None:
+    weights = [piece.weights for piece in pieces if piece.weights is not None]
+    return np.concatenate(weights) if len(weights) == len(pieces) else None
 
 
 def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
@@ -130,21 +161,38 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
         yield concatenated(waiting)
 
 
-def void_samples(num: int, num_dense: int, num_keys: int) -> Samples:
+class Shape(NamedTuple):
+    """What samples of a source look like.
+
+    ``num_labels``: 1 for labels [n], L for [n, L]. ``has_weights``: of samples; ``has_id_weights``: of ids.
+    """
+
+    num_dense: int
+    num_keys: int
+    num_labels: int = 1
+    has_weights: bool = False
+    has_id_weights: bool = False
+
+
+def void_samples(num: int, shape: Shape) -> Samples:
     """``num`` samples none of which is kept."""
-    ids = Ragged(np.zeros(0, np.int64), np.zeros(num + 1, np.int64))
-    dense, labels = np.zeros((num, num_dense), np.float32), np.zeros(num, np.float32)
-    return Samples(dense, labels, (ids,) * num_keys, np.zeros(num, np.bool_))
+    none = np.zeros(0, np.float32) if shape.has_id_weights else None
+    ids = Ragged(np.zeros(0, np.int64), np.zeros(num + 1, np.int64), none)
+    return Samples(
+        np.zeros((num, shape.num_dense), np.float32),
+        np.zeros((num, shape.num_labels)[: 1 + (shape.num_labels > 1)], np.float32),
+        (ids,) * shape.num_keys,
+        np.zeros(num, np.bool_),
+        weights=np.zeros(num, np.float32) if shape.has_weights else None,
+    )
 
 
-def to_batch(keys: Sequence[str], num_dense: int, pieces: Sequence[Samples]) -> Batch:
+def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Batch:
     """The kept samples of all pieces, one piece after another."""
-    pieces = [each.good() for each in pieces] or [
-        void_samples(0, num_dense, len(keys))._replace(rows=np.zeros(0, np.int64))
-    ]
+    pieces = [each.good() for each in pieces] or [void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))]
     num = sum(len(each.labels) for each in pieces)
     lengths = np.empty((len(keys), num), dtype=np.int64)
-    values, per_key = [], []
+    values, weights, per_key = [], [], []
     for key in range(len(keys)):
         first, total = 0, 0
         for piece in pieces:
@@ -153,19 +201,28 @@ def to_batch(keys: Sequence[str], num_dense: int, pieces: Sequence[Samples]) -> 
             start, stop, last = int(offsets[0]), int(offsets[-1]), first + len(offsets) - 1
             np.subtract(offsets[1:], offsets[:-1], out=lengths[key, first:last])
             values.append(ragged.values[start:stop])
+            if ragged.weights is not None:
+                weights.append(ragged.weights[start:stop])
             first, total = last, total + stop - start
         per_key.append(total)
     sparse = KeyedJaggedTensor.unchecked(
         list(keys),
         torch.from_numpy(np.concatenate(values) if values else np.zeros(0, np.int64)),
-        None,
+        torch.from_numpy(np.concatenate(weights)) if weights else None,
         torch.from_numpy(lengths.reshape(-1)),
         stride=num,
         length_per_key=per_key,
     )
     dense = torch.from_numpy(np.concatenate([each.dense for each in pieces]))
-    labels, rows = torch.from_numpy(np.concatenate([each.labels for each in pieces])), _all_rows(pieces)
-    return Batch(dense, sparse, labels, None if rows is None else torch.from_numpy(rows))
+    labels = torch.from_numpy(np.concatenate([each.labels for each in pieces]))
+    rows, of_samples = _all_rows(pieces), _all_weights(pieces)
+    return Batch(
+        dense,
+        sparse,
+        labels,
+        None if rows is None else torch.from_numpy(rows),
+        None if of_samples is None else torch.from_numpy(of_samples),
+    )
 
 
 def _common_length(lengths: Ints) -> int | None:

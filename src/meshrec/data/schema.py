@@ -2,8 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from meshrec.data.dataset import Feature
+from meshrec.data.encoding import Encoding
+from meshrec.data.faults import Faults
+from meshrec.data.samples import Samples, Shape
+
+if TYPE_CHECKING:
+    from meshrec.data.columns import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class IdColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schema:
+class Schema(Encoding):
     """What to read.
 
     Args:
@@ -91,11 +98,41 @@ class Schema:
         labels = [] if self.label is None else [self.label]
         return [*labels, *(each.name for each in self.dense), *(each.name for each in self.ids)]
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The id columns."""
+        return tuple(each.name for each in self.ids)
+
+    @property
+    def shape(self) -> Shape:
+        """One label, no weights."""
+        return Shape(len(self.dense), len(self.ids))
+
+    def id_columns(self) -> tuple[str, ...]:
+        """The same as the keys."""
+        return self.keys
+
+    def labels_of(self) -> tuple[str, ...]:
+        """None: there is one label at most."""
+        return ()
+
+    def wrong_columns(self, found: Any) -> list[str]:
+        """See `Encoding`."""
+        from meshrec.data.columns import wrong_columns
+
+        return wrong_columns(self, found)
+
+    def encode(self, table: Any, place: "Place", faults: Faults) -> Samples:
+        """See `Encoding`."""
+        from meshrec.data.columns import encode
+
+        return encode(table, self, place, faults)
+
     def unlabelled(self) -> "Schema":
         """The same for data without labels."""
         return replace(self, label=None)
 
-    def features(self) -> tuple[Feature, ...]:
+    def described(self) -> tuple[Feature, ...]:
         """What a model needs to know of the ids."""
         return tuple(
             Feature(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,10 @@ import numpy.typing as npt
 from meshrec.data.dataset import FileRows, Paths
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.hashing import hash_bytes, mix
-from meshrec.data.samples import Bools, Ints, Samples, rewindowed
+from meshrec.data.samples import Bools, Ints, Samples, Shape, rewindowed
 from meshrec.data.streaming import Source, StreamReader
 
 Parts = npt.NDArray[np.int8]
-S = TypeVar("S", bound=Source)
 
 
 class Part(IntEnum):
@@ -84,6 +83,11 @@ class Split:
             found.append(self._of_places((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53))
         return found
 
+    def parts_of(self, source: Source) -> list[Parts]:
+        """For each block of a source its rows' `Part`. See `parts`."""
+        column = self.column or ""
+        return self.parts(source.block_sizes, lambda block: source.column(block, column))
+
     def _of_places(self, places: npt.NDArray[np.float64]) -> Parts:
         """Places in [0, 1): the last ones are the test's, those before them validation."""
         test = places >= 1 - self.test
@@ -151,9 +155,9 @@ class ChosenRows(Source):
         return self._source.keys
 
     @property
-    def num_dense(self) -> int:
+    def shape(self) -> Shape:
         """That of the source."""
-        return self._source.num_dense
+        return self._source.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
@@ -201,8 +205,7 @@ class PartReaders(NamedTuple):
 
 
 def part_readers(
-    open_source: Callable[[Paths], S],
-    column_of: Callable[[S, int, str], Any],
+    open_source: Callable[[Paths], Source],
     train: Paths,
     validation: Paths | None,
     test: Paths | None,
@@ -217,7 +220,6 @@ def part_readers(
 
     Args:
         open_source: opens files.
-        column_of: of a source and a block the column of a name, as an Arrow array, to split by.
         train, validation, test, split, seed, window, lanes: as for :func:`meshrec.data.parquet`.
         faults: what to do about damage.
 
@@ -241,8 +243,7 @@ def part_readers(
             "a split takes validation and test out of the training data: give it, or their files."
         )
     source = open_source(train)
-    column = split.column or ""
-    parts = split.parts(source.block_sizes, lambda block: column_of(source, block, column))
+    parts = split.parts_of(source)
     shares = {Part.TRAIN: 1.0, Part.VALIDATION: split.validation, Part.TEST: split.test}
     found: list[StreamReader | None] = []
     for part, share in shares.items():

@@ -11,7 +11,7 @@ import numpy as np
 from meshrec.data.batch import Batch
 from meshrec.data.dataset import FileRows, Position, Reader
 from meshrec.data.order import LanePart, Step, Stream, check_seed, generator, lane_parts, lane_sizes, steps
-from meshrec.data.samples import Ints, Samples, to_batch
+from meshrec.data.samples import Ints, Samples, Shape, to_batch
 
 
 class Source(ABC):
@@ -27,8 +27,8 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def num_dense(self) -> int:
-        """Columns of the dense values."""
+    def shape(self) -> Shape:
+        """What its samples look like."""
 
     @property
     @abstractmethod
@@ -140,7 +140,7 @@ class StreamReader(Reader):
                         stack.enter_context(closing(stream))
                         open_lanes[part.lane] = _Lane(stream, part.first)
                     pieces += open_lanes[part.lane].read(part)
-                yield to_batch(self._source.keys, self._source.num_dense, pieces)
+                yield to_batch(self._source.keys, self._source.shape, pieces)
 
     def _block_order(self, epoch: int) -> Ints:
         num_blocks = len(self._source.block_sizes)

@@ -16,7 +16,7 @@ from meshrec.data.dataset import Dataset, Feature, FileRows
 from meshrec.data.faults import DataError
 from meshrec.data.hashing import mix
 from meshrec.data.order import Stream, check_seed, generator
-from meshrec.data.samples import Floats, Ints, Ragged, Samples
+from meshrec.data.samples import Floats, Ints, Ragged, Samples, Shape
 from meshrec.data.streaming import Source, StreamReader
 
 _BLOCK = 4096
@@ -108,9 +108,9 @@ class ClickSource(Source):
         return tuple(f"f{key}" for key in range(len(self._num_embeddings)))
 
     @property
-    def num_dense(self) -> int:
+    def shape(self) -> Shape:
         """Columns of the dense values."""
-        return self._num_dense
+        return Shape(self._num_dense, len(self.keys))
 
     @property
     def files(self) -> Sequence[FileRows]:

@@ -7,6 +7,7 @@ import torch
 from meshrec.checkpoint import find_checkpoint, load, read_manifest
 from meshrec.export.package import export
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.train.fitting import data_of_run
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.saved_recipe import load_recipe
 
@@ -29,7 +30,7 @@ def export_run(
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
-    dataset = recipe.data.load()
+    dataset = data_of_run(recipe.data, run)
     model = recipe.model.build(dataset)
     for child in model.modules():
         if isinstance(child, TableCollection):

@@ -3,25 +3,38 @@
 from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig, tables_on_meta
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.ranks import Ranks, join
-from meshrec.train.recipe import DataSource, DenseOptimizer, ModelConfig, Placement, Recipe, Training
+from meshrec.train.recipe import (
+    DataSource,
+    DenseOptimizer,
+    FittedSource,
+    ModelConfig,
+    Placement,
+    Recipe,
+    Training,
+)
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import RunFolder, RunState, find_run
 from meshrec.train.saved_recipe import load_recipe
 from meshrec.train.schedule import Schedule
-from meshrec.train.sources import MovieLens, SyntheticClicks
+from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
 from meshrec.train.trainer import Trainer
 from meshrec.train.watch import LossError
 
 __all__ = [
     "RECIPES",
+    "Criteo",
+    "Csv",
     "DLRMConfig",
     "DLRMDCNConfig",
     "DataSource",
     "DeepFMConfig",
     "DenseOptimizer",
+    "FittedSource",
+    "Frame",
     "LossError",
     "ModelConfig",
     "MovieLens",
+    "Parquet",
     "Placement",
     "Ranks",
     "Recipe",

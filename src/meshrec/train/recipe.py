@@ -7,7 +7,7 @@ options.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -15,7 +15,8 @@ from meshrec.optim import OptimizerSpec, RowWiseAdagrad
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
-    from meshrec.data import Dataset
+    from meshrec.data import Dataset, Split
+    from meshrec.data.features import Features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,90 @@ class DataSource(ABC):
     @abstractmethod
     def load(self) -> "Dataset":
         """Opens the data. Every rank does so, and reads its own part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedSource(ABC):
+    """Tables whose columns become samples by `Features`, which are fitted on the training rows.
+
+    A run fits them once and keeps them in its folder; whatever is evaluated or scored later is read by these.
+    """
+
+    features: Any
+    """What becomes of the columns: `meshrec.data.features.Features`."""
+    split_by: Literal["time", "hash", "random"] | None = None
+    """Takes validation and test rows out of the training data; if none, there are files for them."""
+    split_column: str | None = None
+    """Of the split: numbers or times for time, anything for hash."""
+    split_validation: float = 0.1
+    """Share of the rows that choose among weights."""
+    split_test: float = 0.1
+    """Share of the rows that judge, once."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What to do about damaged rows."""
+    window: int = 8192
+    """Rows that are shuffled among each other."""
+    seed: int = 0
+    """Of the order, and of the split."""
+
+    @abstractmethod
+    def parts(self) -> tuple[Any, Any, Any]:
+        """Training, validation and test data: paths or tables; the latter two may be None."""
+
+    def fit(self) -> "Features":
+        """The features, fitted on the training rows. One pass over the data."""
+        from meshrec.data.frames import open_tables
+        from meshrec.data.tables import fit_features
+
+        train = self.parts()[0]
+        features: Features = self.features
+        return fit_features(features, open_tables, train, split=self._split(), on_error=self.on_error)
+
+    def dataset(self, features: "Features") -> "Dataset":
+        """The data, read by features that are fitted."""
+        from meshrec.data.frames import open_tables
+        from meshrec.data.tables import table_dataset
+
+        train, validation, test = self.parts()
+        return table_dataset(
+            open_tables,
+            train=train,
+            validation=validation,
+            test=test,
+            split=self._split(),
+            schema=features,
+            name=type(self).__name__.lower(),
+            seed=self.seed,
+            on_error=self.on_error,
+            window=self.window,
+        )
+
+    def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
+        """Other data of the same form, in its order, as the training part of a dataset."""
+        from meshrec.data.frames import open_tables
+        from meshrec.data.tables import described_by, ordered_reader
+
+        reader = ordered_reader(
+            open_tables, data, features, labelled=labelled, on_error=self.on_error, window=self.window
+        )
+        return described_by(features, reader, type(self).__name__.lower())
+
+    def load(self) -> "Dataset":
+        """Fits, and opens the data."""
+        return self.dataset(self.fit())
+
+    def _split(self) -> "Split | None":
+        from meshrec.data import Split
+
+        if self.split_by is None:
+            return None
+        return Split(
+            by=self.split_by,
+            column=self.split_column,
+            validation=self.split_validation,
+            test=self.split_test,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,9 @@ def all_runs(runs: Path = RUNS) -> list[RunFolder]:
 
 
 def to_json(value: Any) -> Any:
-    """A config as plain JSON types; a dataclass brings its class as ``"type"``."""
+    """A config as plain JSON types; a dataclass brings its class as ``"type"``, or says itself how."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__name__, **fields}

@@ -70,7 +70,9 @@ def restored(template: T, saved: Any, where: str) -> T:
         name, now = each.name, getattr(template, each.name)
         if name not in saved:
             continue  # newer than the run: its value of today is the default
-        if dataclasses.is_dataclass(now) and isinstance(saved[name], dict):
+        if hasattr(now, "from_json"):
+            values[name] = now.from_json(saved[name])
+        elif dataclasses.is_dataclass(now) and isinstance(saved[name], dict):
             values[name] = restored(now, saved[name], f"{where}.{name}")
         elif to_json(now) != saved[name]:
             values[name] = _value(hints[name], saved[name], f"{where}.{name}")

@@ -11,8 +11,9 @@ from meshrec.checkpoint import find_checkpoint, load, read_manifest
 from meshrec.optim import SGD
 from meshrec.train.building import build
 from meshrec.train.evaluation import Scored, score
+from meshrec.train.fitting import features_of
 from meshrec.train.ranks import Ranks
-from meshrec.train.recipe import DataSource, Recipe
+from meshrec.train.recipe import DataSource, FittedSource, Recipe
 from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.train.saved_recipe import describe_data, load_recipe
 
@@ -73,6 +74,8 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
     Raises:
         ValueError: the source reads no files, or its form is not that of the run any more.
     """
+    if isinstance(source, FittedSource):
+        return source.scored(features_of(run), paths, labelled=labelled)
     dataset = source.load()
     if dataset.open is None:
         raise ValueError(

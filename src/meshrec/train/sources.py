@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from meshrec.train.recipe import DataSource
+from meshrec.train.recipe import DataSource, FittedSource
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
@@ -73,3 +73,93 @@ class MovieLens(DataSource):
         if self.split_by is not None:
             split = Split(by=self.split_by, column=self.split_column, seed=self.seed)
         return movielens(path=self.path, split=split, history=self.history, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parquet(FittedSource, DataSource):
+    """Parquet files: paths, folders (all ``*.parquet`` in them) or patterns."""
+
+    train: tuple[str, ...]
+    """Training data, or with a split all of it."""
+    validation: tuple[str, ...] | None = None
+    """Files that choose among weights."""
+    test: tuple[str, ...] | None = None
+    """Files that judge, once."""
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The paths."""
+        return self.train, self.validation, self.test
+
+
+@dataclass(frozen=True, kw_only=True)
+class Csv(FittedSource, DataSource):
+    """CSV files with a header, which are read into memory."""
+
+    train: tuple[str, ...]
+    """Training data, or with a split all of it."""
+    validation: tuple[str, ...] | None = None
+    """Files that choose among weights."""
+    test: tuple[str, ...] | None = None
+    """Files that judge, once."""
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The paths."""
+        return self.train, self.validation, self.test
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame(FittedSource, DataSource):
+    """Tables in memory: of Arrow, pandas, polars, or datasets of Hugging Face.
+
+    Every rank makes its own; the recipe's function loads them.
+    """
+
+    train: Any
+    """Training data, or with a split all of it."""
+    validation: Any = None
+    """Rows that choose among weights."""
+    test: Any = None
+    """Rows that judge, once."""
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The tables."""
+        return self.train, self.validation, self.test
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criteo(DataSource):
+    """Criteo's display advertising data: day files or Parquet, see `meshrec.data.criteo`."""
+
+    train: tuple[str, ...]
+    """Files, folders or patterns."""
+    validation: tuple[str, ...] | None = None
+    """Files that choose among weights."""
+    test: tuple[str, ...] | None = None
+    """Files that judge, once."""
+    split_by: Literal["time", "hash", "random"] | None = None
+    """Takes validation and test rows, a tenth each, out of the training data."""
+    split_column: str | None = None
+    """For a split by hash: one of the columns."""
+    num_embeddings: int = 100_000
+    """Rows of each of the 26 tables."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What to do about damaged lines."""
+    seed: int = 0
+    """Of the order."""
+
+    def load(self) -> "Dataset":
+        """Opens the files."""
+        from meshrec.data import Split, criteo
+
+        split = None
+        if self.split_by is not None:
+            split = Split(by=self.split_by, column=self.split_column, seed=self.seed)
+        return criteo(
+            train=self.train,
+            validation=self.validation,
+            test=self.test,
+            split=split,
+            num_embeddings=self.num_embeddings,
+            on_error=self.on_error,
+            seed=self.seed,
+        )

@@ -20,6 +20,7 @@ from meshrec.planner.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
 from meshrec.train.baselines import baselines
+from meshrec.train.fitting import load_data
 from meshrec.train.observers import (
     Advanced,
     Event,
@@ -200,7 +201,7 @@ class _Run:
             if RUN_VARIABLE in os.environ:
                 stop_with_parent()
             self._folder.error(self._ranks.rank).unlink(missing_ok=True)
-            dataset = self._job.recipe.data.load()
+            dataset = load_data(self._job.recipe.data, self._folder, self._ranks)
             trainer = Trainer(
                 self._job.recipe,
                 dataset,

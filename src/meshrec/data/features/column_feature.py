@@ -1,0 +1,85 @@
+"""What numbers and ids have in common: they are of a column of some kind, are fitted, and are data."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from meshrec.data.features.values import Kind
+
+
+class UnfittedError(ValueError):
+    """A feature is asked for what it learns from data, and has not seen any."""
+
+
+class OfColumn(Protocol):
+    """A feature of a column."""
+
+    @property
+    def name(self) -> str:
+        """Of the feature."""
+
+    @property
+    def source(self) -> str:
+        """The name of its column."""
+
+    @property
+    def found(self) -> Kind | None:
+        """What the column held when it was fitted."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it can be applied."""
+
+
+def wrong_kind(feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str, Kind]) -> str | None:
+    """What is wrong with its column's kind, if anything is."""
+    kind = kinds[feature.source]
+    if feature.found is not None and kind != feature.found:
+        return (
+            f"column {feature.source!r} holds {kind}, and held {feature.found} when feature {feature.name!r} "
+            "was fitted. Give it as it was, or fit and train anew"
+        )
+    if kind not in allowed:
+        return f"column {feature.source!r} holds {kind}; feature {feature.name!r} takes {', '.join(allowed)}"
+    return None
+
+
+def need_fitted(feature: OfColumn) -> None:
+    """Raises UnfittedError unless it can be applied."""
+    if not feature.is_fitted:
+        raise UnfittedError(
+            f"feature {feature.name!r} is not fitted yet: Features.fit(...) on the training data comes "
+            "first; `meshrec train` does it, and saves the result in the run's folder."
+        )
+
+
+def to_json(feature: Any) -> dict[str, Any]:
+    """Plain JSON types; defaults are left out."""
+    found: dict[str, Any] = {"type": type(feature).__name__}
+    for each in fields(feature):
+        value = getattr(feature, each.name)
+        if isinstance(value, pa.Array):
+            found[each.name] = value.to_pylist()
+        elif value != each.default:
+            found[each.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def from_json(saved: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
+    """What `to_json` gave.
+
+    Raises:
+        ValueError: it is of none of the ``kinds``.
+    """
+    kind = kinds.get(saved.get("type", ""))
+    if kind is None:
+        raise ValueError(f"there is no feature of type {saved.get('type')!r}; take one of {sorted(kinds)}.")
+    return kind(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in saved.items()
+            if name != "type"
+        }
+    )

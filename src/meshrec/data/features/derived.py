@@ -1,0 +1,182 @@
+"""Ids that are made of columns: crosses, ranges of numbers, parts of times."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from meshrec.data.faults import DataError
+from meshrec.data.features.column_feature import need_fitted
+from meshrec.data.features.ids import IdFeature
+from meshrec.data.features.values import (
+    DATE_PARTS,
+    DatePartName,
+    Kind,
+    TimeUnit,
+    Values,
+    hashes_of,
+    is_missing,
+    kind_of,
+    numbers_of,
+    parts_of,
+    whole,
+)
+from meshrec.data.hashing import mix, to_range
+from meshrec.data.samples import Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross(IdFeature):
+    """The combinations of several columns' values, hashed to rows.
+
+    Args:
+        columns_crossed: at least two, none of them lists.
+        num_embeddings: rows; row 0 is for samples in which one of the values is missing.
+    """
+
+    columns_crossed: tuple[str, ...]
+    num_embeddings: int
+
+    def __post_init__(self) -> None:
+        IdFeature.__post_init__(self)
+        if len(self.columns_crossed) < 2 or self.num_embeddings < 2:
+            raise ValueError(f"feature {self.name!r}: a cross needs two columns and two rows at least.")
+
+    @property
+    def is_fitted(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def rows(self) -> int:
+        """Of its table."""
+        return self.num_embeddings
+
+    def columns(self) -> tuple[str, ...]:
+        """Those that are crossed."""
+        return self.columns_crossed
+
+    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
+        """Lists cannot be crossed."""
+        for each in self.columns_crossed:
+            if kinds[each] not in ("integer", "text", "time"):
+                return f"column {each!r} holds {kinds[each]}; crosses take integers, texts, times"
+        return None
+
+    def rows_of(self, array: Any) -> Ints:
+        """Of a struct array of the columns."""
+        hashes, missing = np.zeros(len(array), np.uint64), np.zeros(len(array), np.bool_)
+        for number in range(len(self.columns_crossed)):
+            column = array.field(number)
+            hashes = mix(hashes ^ hashes_of(column), seed=number)
+            absent = is_missing(column)
+            if absent is not None:
+                missing |= absent
+        rows = to_range(hashes, self.num_embeddings - 1) + 1
+        rows[missing] = 0
+        return rows
+
+    def row_of(self, value: Any) -> int:
+        """The row of a tuple of values, one of each column."""
+        if not isinstance(value, tuple) or len(value) != len(self.columns_crossed):
+            raise ValueError(
+                f"feature {self.name!r} takes {len(self.columns_crossed)} values, got {value!r}."
+            )
+        return int(
+            self.rows_of(
+                pa.StructArray.from_arrays([pa.array([each]) for each in value], self.columns_crossed)
+            )[0]
+        )
+
+    def values(self, table: pa.Table) -> Values:
+        """The columns together."""
+        arrays = [whole(table[each]) for each in self.columns_crossed]
+        plain = [each.dictionary_decode() if pa.types.is_dictionary(each.type) else each for each in arrays]
+        array = pa.StructArray.from_arrays(plain, names=list(self.columns_crossed))
+        return Values(array, np.arange(table.num_rows + 1, dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets(IdFeature):
+    """Numbers as ids: equally frequent ranges of the training data. Row 0 is for null and NaN.
+
+    Args:
+        num_buckets: at most so many; equal values are never parted.
+        part, unit: of times, as for `Number`.
+        edges: where one bucket ends and the next begins; fitted.
+    """
+
+    allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")
+
+    num_buckets: int = 32
+    part: DatePartName | None = None
+    unit: TimeUnit = "s"
+    edges: tuple[float, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of its table."""
+        need_fitted(self)
+        assert self.edges is not None
+        return len(self.edges) + 2
+
+    def fitted(self, sample: Any) -> "Buckets":
+        """With the quantiles of a sample of the column."""
+        values = numbers_of(sample, self.part, self.unit)
+        values = values[np.isfinite(values)]
+        if not len(values):
+            raise DataError(
+                f"feature {self.name!r}: column {self.source!r} has no numbers to fit on. Drop it."
+            )
+        shares = np.arange(1, self.num_buckets) / self.num_buckets
+        edges = np.unique(np.quantile(values, shares, method="inverted_cdf"))
+        return replace(self, found=kind_of(sample.type), edges=tuple(edges.tolist()))
+
+    def rows_of(self, array: Any) -> Ints:
+        """The bucket of each value."""
+        need_fitted(self)
+        values = numbers_of(array, self.part, self.unit)
+        rows = 1 + np.searchsorted(np.asarray(self.edges, np.float64), values, side="right").astype(np.int64)
+        rows[~np.isfinite(values)] = 0
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatePart(IdFeature):
+    """A part of a time (UTC) as ids: hour, weekday, month, ... Row 0 is for null.
+
+    Args:
+        part: month, day, weekday, hour or minute.
+        unit: of times that are integers.
+    """
+
+    allowed: ClassVar[tuple[Kind, ...]] = ("time", "integer", "number")
+
+    part: DatePartName = "hour"
+    unit: TimeUnit = "s"
+
+    def __post_init__(self) -> None:
+        IdFeature.__post_init__(self)
+        if not DATE_PARTS.get(self.part):
+            known = [name for name, size in DATE_PARTS.items() if size]
+            raise ValueError(
+                f"feature {self.name!r}: part must be one of {known}, got {self.part!r}; others are Numbers."
+            )
+
+    @property
+    def is_fitted(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def rows(self) -> int:
+        """Of its table."""
+        return DATE_PARTS[self.part] + 1
+
+    def rows_of(self, array: Any) -> Ints:
+        """The part, from 1."""
+        parts = pc.fill_null(parts_of(array, self.part, self.unit), -1)
+        return parts.to_numpy(zero_copy_only=False).astype(np.int64) + 1  # type: ignore[no-any-return]

@@ -1,0 +1,394 @@
+"""All features of a model: fitted on the training data, saved as one JSON, applied alike everywhere."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from meshrec.data.columns import Place
+from meshrec.data.dataset import Feature
+from meshrec.data.encoding import Encoding
+from meshrec.data.faults import Faults
+from meshrec.data.features.column_feature import from_json, need_fitted, to_json
+from meshrec.data.features.derived import Buckets, Cross, DatePart
+from meshrec.data.features.ids import Hashed, IdFeature, Integer
+from meshrec.data.features.join import Join
+from meshrec.data.features.label import Label
+from meshrec.data.features.number import Number
+from meshrec.data.features.sketches import Counts, Distinct, RowSample
+from meshrec.data.features.values import hashes_of, is_missing, kind_of, values_of, whole
+from meshrec.data.features.vocabulary import Vocabulary
+from meshrec.data.samples import Ints, Samples, Shape
+
+ColumnFeature = Number | IdFeature
+"""What becomes of a column."""
+
+_VERSION = 1
+_KINDS = {each.__name__: each for each in (Number, Hashed, Integer, Vocabulary, Cross, Buckets, DatePart)}
+
+
+class FitState(NamedTuple):
+    """What a pass over a part of the data remembers; merges exactly, in any order."""
+
+    num_rows: int
+    sample: RowSample
+    counts: dict[str, Counts]
+
+    def merged(self, other: "FitState") -> "FitState":
+        """Of both parts together."""
+        counts = {name: mine.merged(other.counts[name]) for name, mine in self.counts.items()}
+        return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts)
+
+
+class Coverage(NamedTuple):
+    """How the values of a feature meet its rows.
+
+    Attributes:
+        name: of the feature.
+        num_ids: ids that were seen.
+        missing: share of them that are null or empty.
+        distinct: distinct values, about.
+        rows: of the table.
+        used_rows: rows that some value has.
+        colliding: share of the distinct values that share their row with another.
+        unseen: share of the ids that are in no vocabulary; None where there is none.
+    """
+
+    name: str
+    num_ids: int
+    missing: float
+    distinct: int
+    rows: int
+    used_rows: int
+    colliding: float
+    unseen: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features(Encoding):
+    """What a model reads of a table, and what it learns to say.
+
+    Args:
+        labels: what it learns; the first is the one that chooses among weights.
+        features: numbers become columns of ``Batch.dense``, others keys of ``Batch.sparse``, in this order.
+        joins: tables whose columns are looked up first.
+        weight: a column with the weight of each sample in the loss.
+        num_labels: as many as there are labels; known still where data has none.
+
+    Raises:
+        ValueError: names that occur twice, or no ids.
+    """
+
+    labels: tuple[Label, ...]
+    features: tuple[ColumnFeature, ...]
+    joins: tuple[Join, ...] = ()
+    weight: str | None = None
+    num_labels: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.num_labels:
+            object.__setattr__(self, "num_labels", len(self.labels))
+        names = [each.name for each in self.features]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice or not self.ids:
+            raise ValueError(
+                f"features need names of their own, and one of ids at least; names given twice: {twice}, "
+                f"ids: {[each.name for each in self.ids]}."
+            )
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        """Those of ``Batch.dense``."""
+        return tuple(each for each in self.features if isinstance(each, Number))
+
+    @property
+    def ids(self) -> tuple[IdFeature, ...]:
+        """Those of ``Batch.sparse``."""
+        return tuple(each for each in self.features if isinstance(each, IdFeature))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of ``Batch.sparse``."""
+        return tuple(each.name for each in self.ids)
+
+    @property
+    def shape(self) -> Shape:
+        """What samples look like; data without labels has one column of NaN for each."""
+        return Shape(
+            len(self.numbers),
+            len(self.ids),
+            max(self.num_labels, 1),
+            self.weight is not None,
+            self.is_weighted,
+        )
+
+    def id_columns(self) -> tuple[str, ...]:
+        """The columns that ids come from, but for those of joins."""
+        joined = {column for join in self.joins for column in join.columns}
+        return tuple(
+            dict.fromkeys(
+                each.source
+                for each in self.ids
+                if each.source in self.columns() and each.source not in joined
+            )
+        )
+
+    def labels_of(self) -> tuple[str, ...]:
+        """Names of the labels where there are several."""
+        return tuple(each.column for each in self.labels) if self.num_labels > 1 else ()
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether ids have weights."""
+        return any(each.weights is not None for each in self.ids)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether all of them are."""
+        return all(each.is_fitted for each in self.features)
+
+    def __getitem__(self, name: str) -> ColumnFeature:
+        """A feature by its name."""
+        for each in self.features:
+            if each.name == name:
+                return each
+        raise KeyError(f"there is no feature {name!r}; there are {[each.name for each in self.features]}.")
+
+    def columns(self) -> list[str]:
+        """The columns to read, each once: of labels, weight and features, and the keys of joins."""
+        joined = {column for join in self.joins for column in join.columns}
+        names = [each.column for each in self.labels] + ([] if self.weight is None else [self.weight])
+        names += [column for each in self.features for column in each.columns() if column not in joined]
+        return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
+
+    def wrong_columns(self, found: pa.Schema) -> list[str]:
+        """What is missing or of a kind that cannot be read; empty if nothing is."""
+        missing = [name for name in self.columns() if found.get_field_index(name) < 0]
+        if missing:
+            return [f"there is no column {name!r} among {found.names}" for name in missing]
+        kinds = {name: kind_of(found.field(name).type) for name in self.columns()}
+        wrong = [each for join in self.joins if (each := join.wrong(kinds)) is not None]
+        for join in self.joins:
+            kinds |= join.kinds()
+        wrong += [each for label in self.labels if (each := label.wrong(kinds)) is not None]
+        if self.weight is not None and kinds[self.weight] not in ("integer", "number"):
+            wrong.append(
+                f"column {self.weight!r} holds {kinds[self.weight]}, and weights of samples are numbers"
+            )
+        wrong += [each for feature in self.features if (each := feature.wrong(kinds)) is not None]
+        for ids in self.ids:
+            if ids.weights is not None and kinds[ids.weights] == "text":
+                wrong.append(f"column {ids.weights!r} holds text; weights are numbers")
+        return wrong
+
+    def unlabelled(self) -> "Features":
+        """The same for data without labels."""
+        return replace(self, labels=(), weight=None)
+
+    def described(self) -> tuple[Feature, ...]:
+        """What a model needs to know of the ids. UnfittedError before they are fitted."""
+        return tuple(each.feature() for each in self.ids)
+
+    def encode(self, table: pa.Table, place: Place, faults: Faults) -> Samples:
+        """The samples of a table's rows; damaged ones are not ``kept``, or an error.
+
+        Raises:
+            UnfittedError: a feature is not fitted.
+            DataError: for damage.
+        """
+        for each in self.features:
+            need_fitted(each)
+        num = table.num_rows
+        for join in self.joins:
+            table = join.joined(table)
+        kept = np.ones(num, np.bool_)
+        dense = np.empty((num, len(self.numbers)), np.float32)
+        for at, number in enumerate(self.numbers):
+            dense[:, at] = number.encode(table[number.source], place, kept, faults)
+        labels = np.full((num, self.shape.num_labels), np.nan, np.float32)
+        for at, label in enumerate(self.labels):
+            labels[:, at] = label.encode(table[label.column], place, kept, faults)
+        ids = tuple(each.encode(table, place, kept, faults) for each in self.ids)
+        if self.is_weighted:
+            ids = tuple(each.weighted() for each in ids)
+        weights = None
+        if self.weight is not None:
+            weights = Number(name=self.weight).encode(table[self.weight], place, kept, faults)
+            faults.check(
+                kept,
+                weights >= 0,
+                f"{place.name}, column {self.weight!r}: row {{row}} has a negative weight",
+                place.first_row,
+                place.file,
+            )
+        whole_labels = labels[:, 0] if labels.shape[1] == 1 else labels
+        return Samples(dense, whole_labels, ids, None if kept.all() else kept, weights=weights)
+
+    # -- fitting -----------------------------------------------------------------------------------------
+
+    def state_of(self, table: pa.Table, rows: Ints) -> FitState:
+        """What is remembered of some rows of the training data.
+
+        Args:
+            table: their columns.
+            rows: their numbers in all of the data: they decide which rows are in the sample.
+        """
+        for join in self.joins:
+            table = join.joined(table)
+        wanted = {each.source for each in self.features if isinstance(each, Number | Buckets)}
+        wanted |= {each.source for each in self.ids if values_are_lists(table, each)}
+        sampled = (
+            table.select(sorted(wanted)) if wanted else pa.table({"": np.zeros(table.num_rows, np.bool_)})
+        )
+        counts = {}
+        for each in self.ids:
+            if isinstance(each, Vocabulary):
+                array = values_of(table[each.source]).array
+                plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+                counts[each.name] = Counts.of(plain)
+        return FitState(table.num_rows, RowSample.of(sampled, rows), counts)
+
+    def fitted(self, state: FitState, found: pa.Schema) -> "Features":
+        """With what the training data says: another object.
+
+        Args:
+            state: of all of it.
+            found: the columns' types, those of joins included.
+
+        Raises:
+            DataError: a column has nothing to fit on, or a vocabulary does not fit into its table.
+        """
+        features: list[ColumnFeature] = []
+        for each in self.features:
+            kind = kind_of(found.field(each.source).type) if each.source in found.names else None
+            if isinstance(each, Number | Buckets):
+                each = each.fitted(whole(state.sample.table[each.source]))
+            elif isinstance(each, Vocabulary):
+                assert kind is not None
+                each = each.fitted_counts(kind, state.counts[each.name])
+            else:
+                each = replace(each, found=kind)
+            if isinstance(each, IdFeature) and each.source in state.sample.table.column_names:
+                each = replace(each, average_length=_average_length(each, state.sample.table))
+            features.append(each)
+        return replace(self, features=tuple(features))
+
+    def fit(self, tables: Iterable[pa.Table]) -> "Features":
+        """Fitted on tables, one after another: see `state_of` and `fitted`."""
+        state, first, schema = None, 0, None
+        for table in tables:
+            rows = np.arange(first, first + table.num_rows, dtype=np.int64)
+            wrong = self.wrong_columns(table.schema)
+            if wrong:
+                raise ValueError(f"{wrong[0]}.")
+            mine, first = self.state_of(table, rows), first + table.num_rows
+            state, schema = (mine if state is None else state.merged(mine)), self.joined_schema(table.schema)
+        if state is None or schema is None or not state.num_rows:
+            raise ValueError("there is no row to fit features on.")
+        return self.fitted(state, schema)
+
+    def joined_schema(self, found: pa.Schema) -> pa.Schema:
+        """With the columns that joins bring."""
+        for join in self.joins:
+            for field in join.fields():
+                found = found.append(field)
+        return found
+
+    # -- looking -----------------------------------------------------------------------------------------
+
+    def coverage(self, tables: Iterable[pa.Table]) -> list[Coverage]:
+        """How the values in some data meet the rows of each table: collisions, unseen values, rows in use."""
+        seen: dict[str, _Seen] = {each.name: _Seen(each) for each in self.ids}
+        for table in tables:
+            for join in self.joins:
+                table = join.joined(table)
+            for each in seen.values():
+                each.add(table)
+        return [each.coverage() for each in seen.values()]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "version": _VERSION,
+            "labels": [each.to_json() for each in self.labels],
+            "features": [to_json(each) for each in self.features],
+            "joins": [each.to_json() for each in self.joins],
+            "weight": self.weight,
+        }
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> "Features":
+        """What `to_json` gave. ValueError for another version, or features that are not known."""
+        if saved.get("version") != _VERSION:
+            raise ValueError(
+                f"these features were saved in version {saved.get('version')}, not {_VERSION}. Fit them anew."
+            )
+        return Features(
+            labels=tuple(Label(**each) for each in saved["labels"]),
+            features=tuple(from_json(each, _KINDS) for each in saved["features"]),
+            joins=tuple(Join.from_json(each) for each in saved["joins"]),
+            weight=saved["weight"],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes one JSON file."""
+        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> "Features":
+        """What `save` wrote."""
+        return Features.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def values_are_lists(table: pa.Table, feature: IdFeature) -> bool:
+    """Whether a feature's column has lists."""
+    return feature.source in table.column_names and kind_of(table[feature.source].type).startswith("list")
+
+
+def _average_length(feature: IdFeature, sample: pa.Table) -> float:
+    if not values_are_lists(sample, feature):
+        return 1.0
+    lengths = np.diff(values_of(sample[feature.source]).offsets)
+    limit = feature.max_length or int(lengths.max(initial=0))
+    return round(float(np.minimum(lengths, limit).mean()), 4) if len(lengths) else 0.0
+
+
+class _Seen:
+    """Collects what `Coverage` says."""
+
+    def __init__(self, feature: IdFeature) -> None:
+        self._feature = feature
+        self._num = self._missing = self._unseen = 0
+        self._used = np.zeros(feature.rows, np.bool_)
+        self._distinct = Distinct(np.zeros(0, np.uint64))
+
+    def add(self, table: pa.Table) -> None:
+        array = self._feature.values(table).array
+        rows = self._feature.rows_of(array)
+        self._num += len(rows)
+        self._used[rows[rows >= 0]] = True
+        if pa.types.is_struct(array.type):
+            return
+        missing = is_missing(array)
+        self._missing += 0 if missing is None else int(missing.sum())
+        self._distinct = self._distinct.merged(Distinct.of(array))
+        if isinstance(self._feature, Vocabulary):
+            unseen = self._feature.lookup(hashes_of(array)) < 0
+            self._unseen += int(unseen.sum() if missing is None else (unseen & ~missing).sum())
+
+    def coverage(self) -> Coverage:
+        distinct, rows = self._distinct.count(), self._feature.rows
+        used = int(self._used.sum())
+        # Of distinct values thrown on rows, those that are alone: n (1 - 1/m)^(n-1).
+        shared = 0.0
+        if distinct > 1 and not isinstance(self._feature, Vocabulary) and self._feature.is_fitted:
+            shared = 1.0 - (1.0 - 1.0 / rows) ** (distinct - 1)
+        num = max(self._num, 1)
+        unseen = self._unseen / num if isinstance(self._feature, Vocabulary) else None
+        return Coverage(
+            self._feature.name, self._num, self._missing / num, distinct, rows, used, shared, unseen
+        )

@@ -1,0 +1,307 @@
+"""Values as rows of tables: hashed, or integers as they are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from meshrec.data.columns import Place
+from meshrec.data.dataset import Feature
+from meshrec.data.faults import Faults
+from meshrec.data.features.column_feature import need_fitted, wrong_kind
+from meshrec.data.features.values import (
+    Kind,
+    Values,
+    hashes_of,
+    integers_of,
+    is_missing,
+    kind_of,
+    numbers_of,
+    values_of,
+)
+from meshrec.data.hashing import UInt64s, mix, to_range
+from meshrec.data.samples import Bools, Floats, Ints, Ragged
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdFeature(ABC):
+    """A column of values, or of lists of values, becomes ids: rows of a table.
+
+    Args:
+        name: of the feature.
+        column: where it is from; None: the column of that name.
+        found: what the column held when the feature was fitted; None: not fitted.
+        max_length: the most ids of a list.
+        keep: which end of longer lists stays.
+        weights: a column with a weight for each id, lists where the ids are.
+        sequence: the ids of a list have an order, the oldest first.
+        table: features that name the same table share its rows.
+        average_length: ids per sample; fitted.
+    """
+
+    allowed: ClassVar[tuple[Kind, ...]] = ()
+
+    name: str
+    column: str | None = None
+    found: Kind | None = None
+    max_length: int | None = None
+    keep: str = "last"
+    weights: str | None = None
+    sequence: bool = False
+    table: str | None = None
+    average_length: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.keep not in ("first", "last") or (self.max_length is not None and self.max_length < 1):
+            raise ValueError(
+                f"feature {self.name!r}: keep is 'first' or 'last' and max_length at least 1, got "
+                f"{self.keep!r} and {self.max_length}."
+            )
+
+    @property
+    def source(self) -> str:
+        """The name of its column."""
+        return self.column or self.name
+
+    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
+        """What is wrong with the kinds of columns, if anything is."""
+        return wrong_kind(self, self.allowed, kinds)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it can be applied."""
+        return self.found is not None
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Of its table."""
+
+    @abstractmethod
+    def rows_of(self, array: Any) -> Ints:
+        """The row of each value of an Arrow array; null and the empty text are values, too."""
+
+    def row_of(self, value: Any) -> int:
+        """The row of one value: in training, in predictions and in serving."""
+        need_fitted(self)
+        null = pa.string() if "text" in self.allowed else pa.int64()
+        array = pa.array([value], null if value is None else None)
+        wrong = self.wrong({self.source: _with_list(kind_of(array.type), self.found)})
+        if wrong is not None and value is not None:
+            raise ValueError(f"{wrong}; got the value {value!r}.")
+        return int(self.rows_of(array)[0])
+
+    def columns(self) -> tuple[str, ...]:
+        """The ids' and the weights'."""
+        return (self.source,) if self.weights is None else (self.source, self.weights)
+
+    def feature(self) -> Feature:
+        """What a model needs to know."""
+        need_fitted(self)
+        return Feature(
+            name=self.name,
+            num_embeddings=self.rows,
+            average_length=self.average_length,
+            sequence=self.sequence,
+            table=self.table,
+        )
+
+    def values(self, table: pa.Table) -> Values:
+        """The values that it numbers."""
+        return values_of(table[self.source])
+
+    def encode(self, table: pa.Table, place: Place, kept: Bools, faults: Faults) -> Ragged:
+        """The ids of all samples."""
+        found = self.values(table)
+        rows = self.rows_of(found.array)
+        self.check(rows, found, place, kept, faults)
+        weights = None if self.weights is None else self._weights(table, found, place, kept, faults)
+        return self._cut(Ragged(rows, found.offsets, weights))
+
+    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
+        """Takes samples whose ids are damage out of ``kept``: here there are none."""
+        del rows, found, place, kept, faults
+
+    def _weights(self, table: pa.Table, found: Values, place: Place, kept: Bools, faults: Faults) -> Floats:
+        assert self.weights is not None
+        array, offsets = values_of(table[self.weights])
+        weights = numbers_of(array, None, "s")
+        good = np.diff(offsets) == np.diff(found.offsets)
+        where = f"{place.name}, column {self.weights!r}: row {{row}}"
+        if not good.all():
+            faults.check(
+                kept, good, f"{where} has another number of weights than of ids", place.first_row, place.file
+            )
+            padded = np.zeros(len(found.array), np.float32)
+            at = np.repeat(good, np.diff(found.offsets))
+            padded[at] = weights[np.repeat(good, np.diff(offsets))]
+            return padded
+        finite = np.isfinite(weights)
+        if not finite.all():
+            bad = np.add.reduceat(np.append(~finite, False), offsets[:-1]) > 0
+            faults.check(
+                kept,
+                ~(bad & (np.diff(offsets) > 0)),
+                f"{where} has a weight that is no number",
+                place.first_row,
+                place.file,
+            )
+        return weights.astype(np.float32)
+
+    def _cut(self, ragged: Ragged) -> Ragged:
+        if self.max_length is None:
+            return ragged
+        lengths = np.diff(ragged.offsets)
+        if lengths.max(initial=0) <= self.max_length:
+            return ragged
+        shorter = np.minimum(lengths, self.max_length)
+        starts = ragged.offsets[:-1] if self.keep == "first" else ragged.offsets[1:] - shorter
+        return ragged.ranges(starts, shorter)
+
+
+def _with_list(kind: Kind, found: Kind | None) -> Kind:
+    """The kind of a column of lists, where that is what was fitted on."""
+    return f"list of {kind}" if found is not None and found.startswith("list") else kind  # type: ignore[return-value]
+
+
+_ID_KINDS: tuple[Kind, ...] = ("integer", "text", "time", "number", "list of integer", "list of text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hashed(IdFeature):
+    """Values are hashed to rows: nothing to fit, and any value has a row, which it may share.
+
+    The row is the upper half of the 64-bit hash (`meshrec.data.features.hashes_of`, mixed with the seed where
+    that is not 0) times the number of rows, shifted down; with ``missing`` row 0 is for null and the empty
+    text alone, and all else is hashed to the others.
+
+    Args:
+        num_embeddings: rows.
+        seed: other seeds share other rows.
+        missing: null and empty texts have row 0 to themselves; otherwise they are damage.
+    """
+
+    allowed: ClassVar[tuple[Kind, ...]] = _ID_KINDS
+
+    num_embeddings: int
+    seed: int = 0
+    missing: bool = True
+
+    def __post_init__(self) -> None:
+        IdFeature.__post_init__(self)
+        if not 2 <= self.num_embeddings <= 2**32:
+            raise ValueError(
+                f"feature {self.name!r}: num_embeddings must lie in [2, 2**32], got {self.num_embeddings}."
+            )
+
+    @property
+    def is_fitted(self) -> bool:
+        """Always: a hash learns nothing."""
+        return True
+
+    @property
+    def rows(self) -> int:
+        """Of its table."""
+        return self.num_embeddings
+
+    def rows_of(self, array: Any) -> Ints:
+        """The rows of values."""
+        hashes = hashes_of(array)
+        return self.rows_of_hashes(hashes, is_missing(array) if self.missing else None)
+
+    def rows_of_hashes(self, hashes: UInt64s, missing: Bools | None) -> Ints:
+        """The rows of hashed values."""
+        if self.seed:
+            hashes = mix(hashes, seed=self.seed)
+        if not self.missing:
+            return to_range(hashes, self.num_embeddings)
+        rows = to_range(hashes, self.num_embeddings - 1)
+        rows += 1
+        if missing is not None:
+            rows[missing] = 0
+        return rows
+
+    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
+        """Null is damage without ``missing``."""
+        if not self.missing:
+            check_missing(self, found, place, kept, faults)
+
+
+def check_missing(feature: IdFeature, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
+    """Takes samples with null among their values out of ``kept``."""
+    missing = is_missing(found.array)
+    if missing is not None:
+        total = np.concatenate([[0], np.cumsum(missing)])
+        good = total[found.offsets[1:]] == total[found.offsets[:-1]]
+        where = (
+            f"{place.name}, column {feature.source!r}: row {{row}} is null. Set missing=True of feature "
+            f"{feature.name!r}"
+        )
+        faults.check(kept, good, where, place.first_row, place.file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integer(IdFeature):
+    """Integers in ``[0, num_embeddings)`` are rows as they are; others are damage.
+
+    Args:
+        num_embeddings: rows.
+        missing: the row of null; None: null is damage.
+    """
+
+    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "list of integer")
+
+    num_embeddings: int
+    missing: int | None = None
+
+    def __post_init__(self) -> None:
+        IdFeature.__post_init__(self)
+        if self.num_embeddings < 1 or (
+            self.missing is not None and not 0 <= self.missing < self.num_embeddings
+        ):
+            raise ValueError(
+                f"feature {self.name!r}: num_embeddings must be at least 1 and missing below it, got "
+                f"{self.num_embeddings} and {self.missing}."
+            )
+
+    @property
+    def is_fitted(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def rows(self) -> int:
+        """Of its table."""
+        return self.num_embeddings
+
+    def rows_of(self, array: Any) -> Ints:
+        """The integers; -1 where they are none of the table's."""
+        rows = integers_of(array)
+        if array.null_count:
+            null = array.is_null().to_numpy(zero_copy_only=False)
+            rows = np.where(null, -1 if self.missing is None else self.missing, rows)
+        return np.where(rows.view(np.uint64) < self.num_embeddings, rows, -1)
+
+    def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
+        """Ids outside the table are damage."""
+        outside = rows < 0
+        if outside.any():
+            total = np.concatenate([[0], np.cumsum(outside)])
+            first = found.array[int(outside.argmax())].as_py()
+            where = (
+                f"{place.name}, column {self.source!r}: row {{row}} has the id {first}, outside [0, "
+                f"{self.num_embeddings}). Raise num_embeddings of feature {self.name!r}, or hash it"
+            )
+            good = total[found.offsets[1:]] == total[found.offsets[:-1]]
+            faults.check(kept, good, where, place.first_row, place.file)
+            rows[outside] = 0
+
+    def row_of(self, value: Any) -> int:
+        """The integer. ValueError outside the table."""
+        row = IdFeature.row_of(self, value)
+        if row < 0:
+            raise ValueError(f"feature {self.name!r}: {value!r} lies outside [0, {self.num_embeddings}).")
+        return row

@@ -1,0 +1,93 @@
+"""Columns of another table, looked up by a key: what is known of items, beside what users did with them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from meshrec.data.faults import DataError
+from meshrec.data.features.values import Kind, hashes_of, kind_of, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """Brings columns of a small table, which is kept in memory; rows whose key it does not have get null.
+
+    Args:
+        path: a Parquet or CSV file.
+        key: the column with the key, in the data and in the file.
+        columns: which columns to bring.
+    """
+
+    path: str
+    key: str
+    columns: tuple[str, ...]
+
+    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
+        """What is wrong with the key of the data, if anything is."""
+        kind = kind_of(self._table().schema.field(self.key).type)
+        if kinds[self.key] != kind:
+            return f"column {self.key!r} holds {kinds[self.key]}, and {kind} in {self.path}"
+        return None
+
+    def kinds(self) -> dict[str, Kind]:
+        """Of the columns that it brings."""
+        return {field.name: kind_of(field.type) for field in self.fields()}
+
+    def fields(self) -> list[Any]:
+        """The columns that it brings, as Arrow fields."""
+        return [self._table().schema.field(name) for name in self.columns]
+
+    def joined(self, table: pa.Table) -> pa.Table:
+        """The table with the columns."""
+        items = self._table()
+        known, order = self.__dict__["_sorted"]
+        hashes = hashes_of(whole(table[self.key]))
+        at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+        found = known[at] == hashes
+        if table[self.key].null_count:
+            found &= table[self.key].is_valid().to_numpy()
+        rows = pa.array(order[at], mask=~found)
+        for name in self.columns:
+            table = table.append_column(name, items[name].combine_chunks().take(rows))
+        return table
+
+    def _table(self) -> pa.Table:
+        found = self.__dict__.get("_loaded")
+        if found is None:
+            found = _read(self.path)
+            missing = [name for name in (self.key, *self.columns) if name not in found.column_names]
+            if missing or not len(found):
+                raise DataError(
+                    f"{self.path} has no rows or no columns {missing}; it has {found.column_names}."
+                )
+            hashes = hashes_of(whole(found[self.key]))
+            order = np.argsort(hashes, kind="stable")
+            if (hashes[order][1:] == hashes[order][:-1]).any():
+                raise DataError(
+                    f"{self.path}: values of the key {self.key!r} occur twice. Keep one row of each."
+                )
+            object.__setattr__(self, "_sorted", (hashes[order], order))
+            object.__setattr__(self, "_loaded", found)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"path": self.path, "key": self.key, "columns": list(self.columns)}
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> "Join":
+        """What `to_json` gave."""
+        return Join(path=saved["path"], key=saved["key"], columns=tuple(saved["columns"]))
+
+
+def _read(path: str) -> pa.Table:
+    import pyarrow.csv as csv
+    import pyarrow.parquet as parquet
+
+    try:
+        return csv.read_csv(path) if path.endswith(".csv") else parquet.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as a table to join: {error}") from error

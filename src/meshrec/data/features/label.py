@@ -1,0 +1,51 @@
+"""What a model learns to say."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from meshrec.data.columns import Place, check_labels
+from meshrec.data.faults import Faults
+from meshrec.data.features.values import Kind, numbers_of, whole
+from meshrec.data.samples import Bools, Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """A column that a model learns to say.
+
+    Args:
+        column: numbers or booleans.
+        kind: ``binary``: whether it is 1, with a probability; ``number``: its value.
+        positive_from: of a binary label: 1 where the column is at least this; None: the column is in [0, 1].
+    """
+
+    column: str
+    kind: Literal["binary", "number"] = "binary"
+    positive_from: float | None = None
+
+    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
+        """What is wrong with its column, if anything is."""
+        if kinds[self.column] in ("integer", "number"):
+            return None
+        return f"column {self.column!r} holds {kinds[self.column]}, and a label holds numbers or booleans"
+
+    def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
+        """[n] float32; null, NaN, and binary labels outside [0, 1] are damage."""
+        values = numbers_of(whole(chunks), None, "s")
+        where = f"{place.name}, column {self.column!r}"
+        finite = np.isfinite(values)
+        if not finite.all():
+            faults.check(kept, finite, f"{where}: row {{row}} has no label", place.first_row, place.file)
+        if self.positive_from is not None:
+            return (values >= self.positive_from).astype(np.float32)
+        labels = values.astype(np.float32)
+        if self.kind == "binary":
+            check_labels(labels, (0.0, 1.0), where, place, kept, faults)
+        return labels
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)

@@ -1,0 +1,122 @@
+"""Numbers and times as dense values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrec.data.columns import Place
+from meshrec.data.faults import DataError, Faults
+from meshrec.data.features.column_feature import wrong_kind
+from meshrec.data.features.values import (
+    DatePartName,
+    Kind,
+    TimeUnit,
+    kind_of,
+    numbers_of,
+    whole,
+)
+from meshrec.data.samples import Bools, Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A column of numbers or times becomes a column of ``Batch.dense``.
+
+    The steps, in this order, each if it is asked for: the part of a time; ``missing`` for null and NaN;
+    ``log``; ``clip`` to quantiles; ``standardize`` to mean 0 and deviation 1.
+
+    Args:
+        name: of the feature.
+        column: where it is from; None: the column of that name.
+        found: what the column held when the feature was fitted; None: not fitted.
+        part: of a time (UTC): hour, weekday, ...; None: the number itself, of times the seconds since 1970.
+        unit: of times that are integers.
+        missing: what stands for null and NaN; None: these are damage.
+        log: log(1 + x), where x below 0 counts as 0.
+        clip: shares, such as (0.01, 0.99): values outside these quantiles become the quantiles.
+        standardize: subtract the mean, divide by the standard deviation.
+        low, high, mean, deviation: fitted.
+    """
+
+    allowed: ClassVar[tuple[Kind, ...]] = ("number", "integer", "time")
+
+    name: str
+    column: str | None = None
+    found: Kind | None = None
+    part: DatePartName | None = None
+    unit: TimeUnit = "s"
+    missing: float | None = None
+    log: bool = False
+    clip: tuple[float, float] | None = None
+    standardize: bool = False
+    low: float | None = None
+    high: float | None = None
+    mean: float | None = None
+    deviation: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not 0 <= self.clip[0] < self.clip[1] <= 1:
+            raise ValueError(f"feature {self.name!r}: clip must be two shares in [0, 1], got {self.clip}.")
+
+    @property
+    def source(self) -> str:
+        """The name of its column."""
+        return self.column or self.name
+
+    def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
+        """What is wrong with the kinds of columns, if anything is."""
+        return wrong_kind(self, self.allowed, kinds)
+
+    def columns(self) -> tuple[str, ...]:
+        """All columns that it reads."""
+        return (self.source,)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it can be applied; what learns nothing can be always."""
+        return self.found is not None or (self.clip is None and not self.standardize)
+
+    def fitted(self, sample: Any) -> "Number":
+        """With what a sample of the column says."""
+        found = replace(self, found=kind_of(sample.type))
+        values = found._plain(sample)
+        values = values[np.isfinite(values)]
+        if not len(values):
+            raise DataError(
+                f"feature {self.name!r}: column {self.source!r} has no numbers to fit on. Drop it."
+            )
+        low, high = self.low, self.high
+        if self.clip is not None:
+            low, high = (float(each) for each in np.quantile(values, self.clip))
+            values = np.clip(values, low, high)
+        mean, deviation = self.mean, self.deviation
+        if self.standardize:
+            mean, deviation = float(values.mean()), float(values.std()) or 1.0
+        return replace(found, low=low, high=high, mean=mean, deviation=deviation)
+
+    def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
+        """[n] float32."""
+        values = self._plain(whole(chunks))
+        finite = np.isfinite(values)
+        if not finite.all():
+            if self.missing is None:
+                where = (
+                    f"{place.name}, column {self.source!r}: row {{row}} is null or not finite. Set "
+                    f"missing= of feature {self.name!r} to what stands for null"
+                )
+                faults.check(kept, finite, where, place.first_row, place.file)
+            values = np.where(finite, values, 0.0)
+        if self.low is not None:
+            values = np.clip(values, self.low, self.high)
+        if self.mean is not None and self.deviation is not None:
+            values = (values - self.mean) / self.deviation
+        return values.astype(np.float32)
+
+    def _plain(self, array: Any) -> npt.NDArray[np.float64]:
+        values = numbers_of(array, self.part, self.unit)
+        if self.missing is not None:
+            values = np.where(np.isfinite(values), values, self.missing)
+        return np.log1p(np.maximum(values, 0)) if self.log else values

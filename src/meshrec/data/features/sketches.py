@@ -1,0 +1,109 @@
+"""What a pass over data remembers of it: samples, distinct values, counts. Each merges exactly, in any order.
+
+A sketch of two parts of the data is the merge of their sketches, whatever the parts and their order: what is
+fitted on many machines is what one machine fits.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from meshrec.data.features.values import hashes_of, is_missing, is_text
+from meshrec.data.hashing import UInt64s, mix
+from meshrec.data.samples import Ints
+
+SAMPLE_ROWS = 65_536
+"""Rows of a `RowSample`: quantiles of it are off by about 0.2 % of the rows (one standard deviation)."""
+DISTINCT = 4096
+"""Hashes of a `Distinct`: its estimates are off by about 1.6 %."""
+
+_ROW_SEED = 0x5A3B
+
+
+class RowSample(NamedTuple):
+    """The rows whose numbers have the smallest hashes: a random sample without replacement.
+
+    ``table`` and ``places`` (those hashes) are sorted by them; up to the limit they are all rows.
+    """
+
+    table: pa.Table
+    places: UInt64s
+
+    @staticmethod
+    def of(table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS) -> "RowSample":
+        """Of rows that have the numbers ``rows``."""
+        return _smallest(table, mix(rows.view(np.uint64), seed=_ROW_SEED), limit)
+
+    def merged(self, other: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
+        """Of both parts together."""
+        table = pa.concat_tables([self.table, other.table], promote_options="permissive")
+        return _smallest(table, np.concatenate([self.places, other.places]), limit)
+
+
+def _smallest(table: pa.Table, places: UInt64s, limit: int) -> RowSample:
+    chosen = np.argpartition(places, limit)[:limit] if len(places) > limit else np.arange(len(places))
+    order = chosen[np.argsort(places[chosen])]
+    return RowSample(table.take(pa.array(order)).combine_chunks(), places[order])
+
+
+class Distinct(NamedTuple):
+    """How many distinct values there are, from the smallest of their hashes; exact below the limit.
+
+    Bar-Yossef et al.: "Counting distinct elements in a data stream" (2002).
+    """
+
+    hashes: UInt64s
+
+    @staticmethod
+    def of(array: Any, limit: int = DISTINCT) -> "Distinct":
+        """Of an Arrow array of numbers or texts; nulls and empty texts do not count."""
+        hashes, missing = hashes_of(array), is_missing(array)
+        return Distinct(np.unique(hashes if missing is None else hashes[~missing])[:limit])
+
+    def merged(self, other: "Distinct", limit: int = DISTINCT) -> "Distinct":
+        """Of both parts together."""
+        return Distinct(np.unique(np.concatenate([self.hashes, other.hashes]))[:limit])
+
+    def count(self, limit: int = DISTINCT) -> int:
+        """The estimate."""
+        num = len(self.hashes)
+        if num < limit:
+            return num
+        return round((num - 1) / (float(self.hashes[-1]) / 2.0**64))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each value occurs: exact."""
+
+    values: Any
+    counts: Any
+
+    @staticmethod
+    def of(array: Any) -> "Counts":
+        """Of an Arrow array of numbers or texts; nulls and empty texts do not count."""
+        array = array.drop_null()
+        if is_text(array.type):
+            array = array.filter(pc.greater(pc.binary_length(array), 0))
+        found = pc.value_counts(array)
+        return Counts(found.field("values"), found.field("counts").cast(pa.int64()))
+
+    def merged(self, other: "Counts") -> "Counts":
+        """Of both parts together."""
+        values, counts = (
+            pa.chunked_array([a, b]) for a, b in ((self.values, other.values), (self.counts, other.counts))
+        )
+        grouped = pa.table({"value": values, "count": counts}).group_by("value", use_threads=False)
+        summed = grouped.aggregate([("count", "sum")])
+        return Counts(summed["value"].combine_chunks(), summed["count_sum"].combine_chunks())
+
+    def by_count(self) -> "Counts":
+        """Frequent values first, those of one count in the order of the values."""
+        order = pc.sort_indices(
+            pa.table({"value": self.values, "count": self.counts}),
+            sort_keys=[("count", "descending"), ("value", "ascending")],
+        )
+        return Counts(self.values.take(order), self.counts.take(order))

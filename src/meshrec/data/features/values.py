@@ -1,0 +1,167 @@
+"""Arrow columns as what features need: plain values, the ids of rows, numbers, parts of dates."""
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from meshrec.data.hashing import UInt64s, hash_bytes, mix
+from meshrec.data.samples import Bools, Ints
+
+Kind = Literal["number", "integer", "text", "time", "list of integer", "list of text", "other"]
+DatePartName = Literal["year", "month", "day", "weekday", "hour", "minute", "days"]
+TimeUnit = Literal["s", "ms", "us", "ns"]
+
+DATE_PARTS: dict[str, int] = {
+    "year": 0,
+    "month": 12,
+    "day": 31,
+    "weekday": 7,
+    "hour": 24,
+    "minute": 60,
+}
+"""How many values a part has, the first being 0; 0: years have no end."""
+
+
+class Values(NamedTuple):
+    """The values of samples one after another: of sample i those in ``[offsets[i], offsets[i + 1])``."""
+
+    array: Any
+    offsets: Ints
+
+
+def kind_of(kind: pa.DataType) -> Kind:
+    """What a column holds, whatever its width."""
+    if pa.types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    if is_list(kind):
+        inner = kind_of(kind.value_type)
+        return {"integer": "list of integer", "text": "list of text"}.get(inner, "other")  # type: ignore[return-value]
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return "integer"
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "number"
+    if is_text(kind):
+        return "text"
+    return "time" if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) else "other"
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Strings and binaries."""
+    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(each(kind) for each in text)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Lists of variable and of fixed size."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(each(kind) for each in lists)
+
+
+def whole(chunks: Any) -> Any:
+    """One array."""
+    return chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
+
+
+def values_of(chunks: Any) -> Values:
+    """A column's values, lists laid flat; null lists are empty."""
+    array = whole(chunks)
+    if not is_list(array.type):
+        return Values(array, np.arange(len(array) + 1, dtype=np.int64))
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    offsets = np.zeros(len(array) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Values(array.flatten(), offsets)
+
+
+def hashes_of(array: Any) -> UInt64s:
+    """64 bits of each value: equal numbers have equal hashes whatever their width, equal texts too.
+
+    Of integers and dates: `mix` of the number. Of texts and binaries: `hash_bytes` of their UTF-8. Of other
+    numbers: `mix` of the bits of the float64. Nulls have the hash of 0 or of the empty text.
+    """
+    if pa.types.is_dictionary(array.type):
+        return _by_dictionary(array)
+    if is_text(array.type):
+        return hash_bytes(array)[1]
+    return mix(integers_of(array).view(np.uint64))
+
+
+def _by_dictionary(array: Any) -> UInt64s:
+    if len(array.dictionary) > 2 * len(array):
+        return hashes_of(array.dictionary_decode())
+    table = hashes_of(array.dictionary)
+    null = hashes_of(pa.nulls(1, array.type.value_type))
+    index = pc.fill_null(array.indices, len(table)).to_numpy(zero_copy_only=False)
+    hashes: UInt64s = np.concatenate([table, null])[index]
+    return hashes
+
+
+def integers_of(array: Any) -> Ints:
+    """Whole numbers as int64, floats as their bits (-0.0 as 0.0); null is 0."""
+    kind = array.type
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        floats = pc.fill_null(array.cast(pa.float64()), 0).to_numpy(zero_copy_only=False) + 0.0
+        return floats.view(np.int64)  # type: ignore[no-any-return]
+    if pa.types.is_temporal(kind):
+        array = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+    elif pa.types.is_boolean(kind):
+        array = array.cast(pa.int8())
+    filled = pc.fill_null(array, 0) if array.null_count else array
+    return filled.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)  # type: ignore[no-any-return]
+
+
+def is_missing(array: Any) -> Bools | None:
+    """Where values are null or empty texts; None where all are there."""
+    text = array.dictionary if pa.types.is_dictionary(array.type) else array
+    if is_text(text.type) and len(text) and pc.min(pc.binary_length(text)).as_py() == 0:
+        plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+        empty = pc.fill_null(pc.equal(pc.binary_length(plain), 0), True)
+        return empty.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    if array.null_count:
+        return array.is_null().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    return None
+
+
+def numbers_of(array: Any, part: DatePartName | None, unit: TimeUnit) -> npt.NDArray[np.float64]:
+    """Float64, NaN where null; of dates and times a part (UTC), or without one the seconds since 1970."""
+    array = whole(array)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if part is None and not pa.types.is_temporal(array.type):
+        return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    times = _times(array, unit)
+    if part is None:
+        return times.cast(pa.int64()).cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) / 1e6  # type: ignore[no-any-return]
+    return _part(times, part).cast(pa.float64()).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def parts_of(array: Any, part: DatePartName, unit: TimeUnit) -> Any:
+    """A part of dates and times (UTC) as an Arrow array of integers, the first being 0, null where null."""
+    return _part(_times(whole(array), unit), part)
+
+
+def _times(array: Any, unit: TimeUnit) -> Any:
+    if pa.types.is_timestamp(array.type):
+        return array.cast(pa.timestamp("us", tz=array.type.tz), safe=False)
+    if pa.types.is_date(array.type):
+        return array.cast(pa.timestamp("us"))
+    if pa.types.is_floating(array.type):
+        array = pc.floor(array)
+    return array.cast(pa.int64(), safe=False).cast(pa.timestamp(unit)).cast(pa.timestamp("us"), safe=False)
+
+
+def _part(times: Any, part: DatePartName) -> Any:
+    if part == "days":
+        return pc.days_between(pa.scalar(0, pa.int64()).cast(times.type), times)
+    functions = {
+        "year": pc.year,
+        "month": lambda each: pc.subtract(pc.month(each), 1),
+        "day": lambda each: pc.subtract(pc.day(each), 1),
+        "weekday": pc.day_of_week,
+        "hour": pc.hour,
+        "minute": pc.minute,
+    }
+    return functions[part](times).cast(pa.int64())

@@ -1,0 +1,215 @@
+"""Datasets of tables, whatever files or memory they are in."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshrec.data.dataset import Dataset, FileRows, Reader
+from meshrec.data.encoding import Encoding
+from meshrec.data.faults import DataError, Faults, OnError
+from meshrec.data.samples import Ints, Samples, Shape, rewindowed
+from meshrec.data.splitting import Part, Split, part_readers
+from meshrec.data.streaming import Source, StreamReader, files_of
+
+if TYPE_CHECKING:
+    from meshrec.data.features import Features
+
+_FIT_ROWS = 1 << 16
+
+
+class Tables(ABC):
+    """A source whose blocks are Arrow tables before they are samples."""
+
+    @property
+    @abstractmethod
+    def arrow_schema(self) -> Any:
+        """The types of all columns."""
+
+    @abstractmethod
+    def tables(self, block: int, size: int) -> Generator[Any, None, None]:
+        """A block's columns as they are in the data, ``size`` rows at a time.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+
+
+OpenSource = Callable[[Any, Encoding, Faults], Source]
+"""Opens data, such as paths, to be encoded in some way."""
+
+
+class ArrowSource(Source, Tables):
+    """Arrow tables in memory.
+
+    Args:
+        tables: each with a name, for messages.
+        schema: how they are encoded.
+        faults: what to do about damage.
+
+    Raises:
+        DataError: columns are missing or of wrong types, or there are no rows.
+    """
+
+    def __init__(self, tables: Sequence[tuple[str, Any]], schema: Encoding, faults: Faults) -> None:
+        for name, table in tables:
+            for wrong in schema.wrong_columns(table.schema):
+                raise DataError(f"{name}: {wrong}. Give it as the schema says.")
+        self._tables = [(name, table.combine_chunks()) for name, table in tables if table.num_rows]
+        if not self._tables:
+            raise DataError(f"{[name for name, _ in tables]} have no rows. Give some.")
+        self._schema, self._faults = schema, faults
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The ids."""
+        return self._schema.keys
+
+    @property
+    def shape(self) -> Shape:
+        """That of the encoding."""
+        return self._schema.shape
+
+    @property
+    def files(self) -> Sequence[FileRows]:
+        """The tables."""
+        return files_of([(name, table.num_rows) for name, table in self._tables])
+
+    @property
+    def block_sizes(self) -> Ints:
+        """Rows of each table."""
+        return np.array([table.num_rows for _, table in self._tables], dtype=np.int64)
+
+    @property
+    def arrow_schema(self) -> Any:
+        """That of the first table."""
+        return self._tables[0][1].schema
+
+    def column(self, block: int, name: str) -> Any:
+        """A column of a table."""
+        where, table = self._tables[block]
+        if name not in table.column_names:
+            raise DataError(f"{where}: there is no column {name!r} among {table.column_names}.")
+        return table[name].combine_chunks()
+
+    def tables(self, block: int, size: int) -> Generator[Any, None, None]:
+        """Slices of a table."""
+        table = self._tables[block][1].select(list(self._schema.columns()))
+        for first in range(0, table.num_rows, size):
+            yield table.slice(first, size)
+
+    def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
+        """Encodes a window at a time."""
+        from meshrec.data.columns import Place
+
+        where, table = self._tables[block]
+        table = table.select(list(self._schema.columns()))
+        pieces = (
+            self._schema.encode(table.slice(row, size), Place(where, row, where), self._faults)
+            for row in range(first * size, table.num_rows, size)
+        )
+        yield from rewindowed(pieces, 0, size)
+
+
+def table_dataset(
+    open_source: OpenSource,
+    *,
+    train: Any,
+    validation: Any = None,
+    test: Any = None,
+    split: Split | None = None,
+    schema: Encoding,
+    name: str,
+    seed: int = 0,
+    on_error: OnError = "raise",
+    window: int = 8192,
+    lanes: int = 8,
+) -> Dataset:
+    """A dataset of tables; the arguments are those of :func:`meshrec.data.parquet`.
+
+    Raises:
+        DataError: names file, place and column.
+    """
+    faults = Faults(on_error)
+    readers = part_readers(
+        lambda data: open_source(data, schema, faults),
+        train,
+        validation,
+        test,
+        split,
+        seed=seed,
+        window=window,
+        lanes=lanes,
+        faults=faults,
+    )
+    return replace(
+        described_by(schema, readers.train, name),
+        validation=readers.validation,
+        test=readers.test,
+        skipped=faults.by_file,
+        open=lambda paths, labelled: ordered_reader(
+            open_source, paths, schema, labelled=labelled, on_error=on_error, window=window
+        ),
+    )
+
+
+def ordered_reader(
+    open_source: OpenSource,
+    data: Any,
+    schema: Encoding,
+    *,
+    labelled: bool,
+    on_error: OnError = "raise",
+    window: int = 8192,
+) -> StreamReader:
+    """Data in its own order: with labels, to judge by, or without, to be scored."""
+    faults = Faults(on_error)
+    source = open_source(data, schema if labelled else schema.unlabelled(), faults)
+    return StreamReader(source, seed=0, shuffle=False, window=window, skipped=faults.skipped)
+
+
+def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
+    """A dataset of one reader."""
+    return Dataset(
+        name=name,
+        features=schema.described(),
+        num_dense=schema.shape.num_dense,
+        train=train,
+        id_columns=schema.id_columns(),
+        has_id_weights=schema.shape.has_id_weights,
+        labels=schema.labels_of(),
+    )
+
+
+def fit_features(
+    features: "Features",
+    open_source: OpenSource,
+    train: Any,
+    *,
+    split: Split | None = None,
+    on_error: OnError = "raise",
+) -> "Features":
+    """Features fitted on the training data: with a ``split``, on its training rows alone. Streams.
+
+    Raises:
+        DataError: the data cannot be read, or a feature has nothing to fit on.
+    """
+    source = open_source(train, features, Faults(on_error))
+    assert isinstance(source, Tables)
+    parts = None if split is None else split.parts_of(source)
+    state, first = None, 0
+    for block, num in enumerate(source.block_sizes.tolist()):
+        chosen = np.arange(num) if parts is None else np.flatnonzero(parts[block] == Part.TRAIN)
+        at = 0
+        for table in source.tables(block, _FIT_ROWS):
+            rows = chosen[(chosen >= at) & (chosen < at + table.num_rows)]
+            if len(rows):
+                mine = features.state_of(table.take(rows - at), first + rows)
+                state = mine if state is None else state.merged(mine)
+            at += table.num_rows
+        first += num
+    if state is None:
+        raise DataError("there is no training row to fit features on. Give more data, or another split.")
+    return features.fitted(state, features.joined_schema(source.arrow_schema))

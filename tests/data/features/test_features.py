@@ -1,0 +1,253 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from meshrec.data import DataError, Split, parquet
+from meshrec.data.columns import Place
+from meshrec.data.faults import Faults
+from meshrec.data.features import (
+    Buckets,
+    Cross,
+    DatePart,
+    Features,
+    Hashed,
+    Integer,
+    Join,
+    Label,
+    Number,
+    UnfittedError,
+    Vocabulary,
+)
+from meshrec.data.parquet import open_parquet
+from meshrec.data.tables import fit_features
+
+LABEL = (Label(column="y"),)
+
+
+def table(num: int = 500, seed: int = 0) -> pa.Table:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, num)
+    prices = rng.lognormal(size=num)
+    prices[3] = np.nan
+    return pa.table(
+        {
+            "y": rng.integers(0, 2, num),
+            "w": rng.random(num),
+            "price": prices,
+            "time": pa.array(rng.integers(1_600_000_000, 1_700_000_000, num)),
+            "user": pa.array([f"u{each}" if each else None for each in rng.zipf(1.3, num) % 90]),
+            "item": rng.integers(0, 40, num),
+            "tags": [[f"t{tag}" for tag in rng.integers(0, 9, length)] for length in lengths],
+            "tag_weights": [rng.random(length).tolist() for length in lengths],
+        }
+    )
+
+
+def all_kinds(**more) -> Features:
+    return Features(
+        labels=LABEL,
+        features=(
+            Number(name="price", log=True, clip=(0.05, 0.95), standardize=True, missing=1.0),
+            Number(name="age", column="time", part="year"),
+            Vocabulary(name="user", min_count=2, num_unseen=3),
+            Hashed(name="user_hash", column="user", num_embeddings=50),
+            Integer(name="item", num_embeddings=40),
+            Vocabulary(name="tags", max_length=2, weights="tag_weights"),
+            Cross(name="user_item", columns_crossed=("user", "item"), num_embeddings=100),
+            Buckets(name="price_bucket", column="price", num_buckets=8),
+            DatePart(name="hour", column="time", part="hour"),
+        ),
+        **more,
+    )
+
+
+def encoded(features: Features, rows: pa.Table):
+    return features.encode(rows, Place("memory", 0), Faults("raise"))
+
+
+def same(one, other) -> bool:
+    return (
+        np.array_equal(one.dense, other.dense)
+        and np.array_equal(one.labels, other.labels)
+        and all(
+            np.array_equal(a.values, b.values)
+            and np.array_equal(a.offsets, b.offsets)
+            and np.array_equal(a.weights, b.weights)
+            for a, b in zip(one.ids, other.ids, strict=True)
+        )
+    )
+
+
+def test_the_same_row_has_the_same_values_after_a_round_trip_through_json_and_in_any_window(tmp_path):
+    data = table()
+    features = all_kinds().fit([data])
+    features.save(tmp_path / "f.json")
+    json.loads((tmp_path / "f.json").read_text())
+    again = Features.load(tmp_path / "f.json")
+    whole = encoded(features, data)
+    assert same(whole, encoded(again, data))
+    assert same(whole.part(100, 150).take(np.arange(50)), encoded(again, data.slice(100, 50)))
+    assert same(whole.take(np.array([7])), encoded(again, data.take([7])))
+
+
+def test_parts_fitted_in_any_order_are_fitted_as_a_whole():
+    data = table()
+    features, rows = all_kinds(), np.arange(500)
+    parts = [
+        features.state_of(data.slice(start, 130), rows[start : start + 130]) for start in (0, 130, 260, 390)
+    ]
+    merged = parts[2].merged(parts[0]).merged(parts[3].merged(parts[1]))
+    assert features.fitted(merged, data.schema).to_json() == features.fit([data]).to_json()
+
+
+def test_vocabularies_number_frequent_values_first():
+    data = pa.table({"y": [0] * 7, "a": ["x", "y", "y", "z", None, "", "x"]})
+    features = Features(labels=LABEL, features=(Vocabulary(name="a", min_count=2, num_unseen=2),)).fit([data])
+    feature = features["a"]
+    assert [feature.row_of(each) for each in ("x", "y", None, "")] == [3, 4, 0, 0]
+    assert {feature.row_of(each) for each in "zqrstuv"} == {1, 2}
+    assert feature.rows == 5
+    (report,) = features.coverage([data])
+    assert (report.num_ids, report.distinct, report.rows) == (7, 3, 5)
+    assert report.unseen == pytest.approx(1 / 7)
+    assert report.missing == pytest.approx(2 / 7)
+
+
+def test_hashes_are_public_and_the_same_for_every_width_of_a_type():
+    feature = Hashed(name="user", num_embeddings=1000)
+    assert feature.row_of("user-7") == 914
+    assert feature.row_of(7) == 390
+    assert feature.row_of(None) == feature.row_of("") == 0
+    arrays = (
+        pa.array(["user-7"]),
+        pa.array(["user-7"], pa.large_string()),
+        pa.array(["user-7"]).dictionary_encode(),
+    )
+    for array in arrays:
+        assert feature.rows_of(array).tolist() == [914]
+    assert feature.rows_of(pa.array([7], pa.int16())).tolist() == [390]
+    rows = feature.rows_of(pa.array([f"v{each}" for each in range(20_000)]))
+    assert rows.min() == 1
+    assert rows.max() == 999
+    counts = np.bincount(rows)[1:]
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 1150  # chi squared of 998: 999 +- 45
+
+
+def test_numbers_are_those_of_numpy():
+    data = table()
+    features = all_kinds().fit([data])
+    prices = np.nan_to_num(data["price"].to_numpy(), nan=1.0)
+    logs = np.log1p(prices)
+    low, high = np.quantile(logs, (0.05, 0.95))
+    cut = np.clip(logs, low, high)
+    expected = (cut - cut.mean()) / cut.std()
+    found = encoded(features, data)
+    np.testing.assert_allclose(found.dense[:, 0], expected, rtol=1e-5, atol=1e-6)
+    years = data["time"].to_numpy().astype("datetime64[s]").astype("datetime64[Y]").astype(int) + 1970
+    assert found.dense[:, 1].tolist() == years.tolist()
+    hours = data["time"].to_numpy() // 3600 % 24
+    assert found.ids[features.keys.index("hour")].values.tolist() == (hours + 1).tolist()
+    buckets = found.ids[features.keys.index("price_bucket")].values
+    assert buckets[3] == 0
+    assert np.bincount(buckets, minlength=9)[1:].min() >= 60
+
+
+def test_lists_keep_the_end_that_is_asked_for_with_their_weights():
+    data = pa.table({"y": [0, 1], "a": [[1, 2, 3], [4]], "w": [[0.1, 0.2, 0.3], [0.4]]})
+    for keep, ids, weights in (("last", [2, 3, 4], [0.2, 0.3, 0.4]), ("first", [1, 2, 4], [0.1, 0.2, 0.4])):
+        feature = Integer(name="a", num_embeddings=9, max_length=2, keep=keep, weights="w")
+        features = Features(labels=LABEL, features=(feature, Integer(name="y", num_embeddings=2))).fit([data])
+        found = encoded(features, data)
+        assert found.ids[0].values.tolist() == ids
+        np.testing.assert_allclose(found.ids[0].weights, weights, rtol=1e-6)
+        assert found.ids[1].weights.tolist() == [1, 1]
+        assert features.described()[0].average_length == 1.5
+
+
+def test_columns_of_items_are_joined(tmp_path):
+    items = pa.table({"item": ["a", "b"], "kind": ["x", "y"], "price": [1.0, 2.0]})
+    pq.write_table(items, tmp_path / "items.parquet")
+    features = Features(
+        labels=LABEL,
+        features=(Vocabulary(name="kind"), Number(name="price", missing=-1.0)),
+        joins=(Join(path=str(tmp_path / "items.parquet"), key="item", columns=("kind", "price")),),
+    )
+    data = pa.table({"y": [0, 1, 0, 1], "item": ["b", "a", "?", None]})
+    fitted = Features.from_json(features.fit([data]).to_json())
+    found = encoded(fitted, data)
+    kind = fitted["kind"]
+    assert found.ids[0].values.tolist() == [kind.row_of("y"), kind.row_of("x"), 0, 0]
+    assert found.dense[:, 0].tolist() == [2, 1, -1, -1]
+    assert fitted.columns() == ["y", "item"]
+
+
+def test_several_labels_and_weights_of_samples():
+    data = table(20)
+    labels = (Label(column="y"), Label(column="price", kind="number"), Label(column="item", positive_from=20))
+    features = Features(labels=labels, features=(Hashed(name="user", num_embeddings=9),), weight="w")
+    data = data.set_column(2, "price", pa.array(np.full(20, 3.0)))
+    found = encoded(features.fit([data]), data)
+    assert found.labels.shape == (20, 3)
+    assert found.labels[:, 2].tolist() == (data["item"].to_numpy() >= 20).tolist()
+    np.testing.assert_allclose(found.weights, data["w"].to_numpy(), rtol=1e-6)
+    assert np.isnan(encoded(features.unlabelled(), data.drop_columns(["y", "w"])).labels).all()
+
+
+def test_a_split_fits_on_its_training_rows_alone(tmp_path):
+    data = table(2000).append_column("row", pa.array(range(2000)))
+    pq.write_table(data.slice(0, 900), tmp_path / "a.parquet", row_group_size=300)
+    pq.write_table(data.slice(900), tmp_path / "b.parquet", row_group_size=333)
+    split = Split(by="time", column="row")
+    features = fit_features(all_kinds(), open_parquet, tmp_path, split=split)
+    assert features.to_json() == all_kinds().fit([data.slice(0, 1600)]).to_json()
+    dataset = parquet(train=tmp_path, split=split, schema=features, window=100)
+    assert [dataset.train.num_samples, dataset.test.num_samples] == [1600, 200]
+    assert dataset.has_id_weights
+    (batch,) = dataset.test.batches(200)
+    batch.sparse.validate()
+    expected = encoded(features, data.slice(1800))
+    assert batch.sparse["user"].values().tolist() == expected.ids[0].values.tolist()
+    assert torch.equal(batch.sparse["tags"].weights(), torch.from_numpy(expected.ids[3].weights))
+    (unlabelled,) = dataset.open(tmp_path / "b.parquet", False).batches(1100)
+    assert torch.equal(unlabelled.sparse["hour"].values()[-200:], batch.sparse["hour"].values())
+
+
+def test_what_is_wrong_is_named():
+    features = all_kinds()
+    data = table()
+    with pytest.raises(UnfittedError, match="feature 'price' is not fitted yet"):
+        encoded(features, data)
+    with pytest.raises(UnfittedError, match="feature 'user' is not fitted yet"):
+        features["user"].row_of("u1")
+    fitted = features.fit([data])
+    other = data.set_column(4, "user", pa.array([1] * 500))
+    assert (
+        "column 'user' holds integer, and held text when feature 'user' was fitted"
+        in fitted.wrong_columns(other.schema)[0]
+    )
+    with pytest.raises(ValueError, match="holds integer, and held text"):
+        fitted["user"].row_of(3)
+    with pytest.raises(
+        DataError, match="vocabulary has 40 values, with the rows for others 42, and its table 10"
+    ):
+        Features(labels=LABEL, features=(Vocabulary(name="item", num_embeddings=10),)).fit([data])
+    with pytest.raises(DataError, match=r"row 0 has the id \d+, outside \[0, 2\)"):
+        encoded(Features(labels=LABEL, features=(Integer(name="item", num_embeddings=2),)), data.slice(1))
+    one = (Number(name="price"), Hashed(name="user", num_embeddings=4))
+    with pytest.raises(DataError, match="row 3 is null or not finite"):
+        encoded(Features(labels=LABEL, features=one), data)
+    with pytest.raises(DataError, match="another number of weights than of ids"):
+        encoded(fitted, data.set_column(7, "tag_weights", pa.array([[0.5] * 9] * 500)))
+    y = pa.array([1.0] * 5 + [None] + [0.0] * 494)
+    with pytest.raises(DataError, match="row 5 has no label"):
+        encoded(fitted, data.set_column(0, "y", y))
+    with pytest.raises(ValueError, match=r"names given twice: \['a'\]"):
+        Features(labels=LABEL, features=(Hashed(name="a", num_embeddings=3), Number(name="a")))
+    with pytest.raises(ValueError, match="there is no feature of type 'Magic'"):
+        Features.from_json(all_kinds().to_json() | {"features": [{"type": "Magic"}]})
+    with pytest.raises(ValueError, match="in version 7"):
+        Features.from_json({"version": 7})

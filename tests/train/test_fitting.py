@@ -1,0 +1,95 @@
+import numpy as np
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from meshrec.cli import evaluate, export, predict
+from meshrec.cli.train import main as train
+from meshrec.data import DataError
+from meshrec.data.features import Features
+from meshrec.train import Csv, Frame, RunFolder, load_recipe
+from meshrec.train.fitting import FEATURES, data_of_run, features_of
+from tests.train.shop import FEATURES as UNFITTED
+from tests.train.shop import shop, source, write_shop
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shop")
+    write_shop(folder)
+    args = ["tests/train/shop.py:recipe", "--data.train", str(folder), "--runs", str(folder), "--name", "r"]
+    assert train([*args, "--quiet"]) == 0
+    return RunFolder(folder / "r")
+
+
+def test_a_run_keeps_what_it_fitted_on_its_training_rows(run):
+    features = features_of(run)
+    assert features.to_json() == UNFITTED.fit([shop(1500).slice(0, 1200)]).to_json()
+    assert load_recipe(run).data.features == UNFITTED
+    assert run.read_json("summary.json")["test"]["auc"] > 0.6
+
+
+def test_the_rows_of_the_test_split_are_scored_as_in_training(run, tmp_path):
+    pq.write_table(shop(1500).slice(1350), tmp_path / "test.parquet")
+    args = [str(run.path), "--data", str(tmp_path / "test.parquet")]
+    assert evaluate.main([*args, "--json", str(tmp_path / "m.json")]) == 0
+    found = RunFolder(tmp_path).read_json("m.json")["metrics"]
+    assert found == pytest.approx(run.read_json("summary.json")["test"], rel=1e-12)
+    assert predict.main([*args, "--out", str(tmp_path / "s.parquet"), "--keep", "user", "time"]) == 0
+    scores = pq.read_table(tmp_path / "s.parquet")
+    assert scores.select(["user", "time"]).equals(shop(1500).slice(1350).select(["user", "time"]))
+    # Training, validation, and another file give the same row the same ids and values.
+    (trained,) = data_of_run(load_recipe(run).data, run).test.batches(150)
+    (again,) = source().scored(features_of(run), tmp_path / "test.parquet", labelled=True).train.batches(150)
+    assert torch.equal(trained.dense, again.dense)
+    assert torch.equal(trained.sparse.values(), again.sparse.values())
+    assert torch.equal(trained.sparse.lengths(), again.sparse.lengths())
+
+
+def test_a_run_is_exported_with_what_it_fitted(run, tmp_path):
+    assert export.main([str(run.path), "--out", str(tmp_path / "p"), "--no-compile"]) == 0
+
+
+def test_a_column_that_changed_its_type_is_refused(run, tmp_path):
+    table = shop(50)
+    pq.write_table(table.set_column(2, "user", [np.arange(50)]), tmp_path / "new.parquet")
+    args = [str(run.path), "--data", str(tmp_path / "new.parquet"), "--out", str(tmp_path / "s.parquet")]
+    with pytest.raises(DataError, match="column 'user' holds integer, and held text when feature 'user'"):
+        predict.main(args)
+
+
+def test_a_run_that_was_never_fitted_is_named(tmp_path):
+    with pytest.raises(DataError, match="its features were never fitted"):
+        features_of(RunFolder(tmp_path))
+    (tmp_path / FEATURES).write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        features_of(RunFolder(tmp_path))
+
+
+def test_frames_and_csv_give_what_parquet_gives(tmp_path):
+    write_shop(tmp_path)
+    table = shop(1500)
+    flat = Features(
+        labels=UNFITTED.labels, features=tuple(each for each in UNFITTED.features if each.name != "tags")
+    )
+    csv.write_csv(table.drop_columns(["tags"]), tmp_path / "all.csv")
+    split = {"features": flat, "split_by": "time", "split_column": "time"}
+    sources = [
+        source(train=(str(tmp_path / "all.parquet"),), features=flat),
+        Csv(train=(str(tmp_path / "all.csv"),), **split),
+        Frame(train=table, **split),
+        Frame(train=table.to_pandas(), **split),
+    ]
+    batches = [next(each.load().test.batches(150)) for each in sources]
+    for batch in batches[1:]:
+        torch.testing.assert_close(batch.dense, batches[0].dense)
+        assert torch.equal(batch.sparse.values(), batches[0].sparse.values())
+        assert torch.equal(batch.labels, batches[0].labels)
+
+
+def test_what_is_no_table_is_named():
+    with pytest.raises(ValueError, match="a dict is no table"):
+        Frame(train={}, features=UNFITTED).load()
+    with pytest.raises(DataError, match="are CSV and other files"):
+        Csv(train=("a.csv", "b.parquet"), features=UNFITTED).load()
