@@ -4,12 +4,16 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, dlrm_step, import_time, planner, reading, stages, tbe, trainer
+from benchmarks import checkpoint, dlrm_step, import_time, nbit, planner, reading, stages, tbe, trainer
 from benchmarks.harness import Effort, Result, bars_table, save
 
 
 def run_tbe(arguments: argparse.Namespace, effort: Effort) -> Result:
     return tbe.run(effort, arguments.case or list(tbe.CASES), tiny=arguments.tiny)
+
+
+def run_nbit(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return nbit.run(effort, tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -44,6 +48,7 @@ def run_stages(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
+    "nbit": run_nbit,
     "import": run_import,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,

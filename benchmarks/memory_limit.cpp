@@ -69,6 +69,36 @@ extern "C" float read_rows(float* const* tables, const int64_t* starts, const in
               : touch_all<false, 2>(rows, num_threads, ahead, 0);
 }
 
+// Touches every cache line of rows of row_bytes (a multiple of 4), wherever in a line they begin.
+extern "C" int64_t read_lines(const char* const* tables, const int64_t* starts, const int64_t* ids,
+                              int64_t num_tables, int64_t row_bytes, int64_t num_threads, int64_t ahead,
+                              bool near) {
+  const int64_t num_ids = starts[num_tables];
+  int64_t sum = 0;
+#pragma omp parallel for num_threads(num_threads) schedule(static, 1) reduction(+ : sum)
+  for (int64_t t = 0; t < num_threads; ++t) {
+    const int64_t begin = num_ids * t / num_threads, end = num_ids * (t + 1) / num_threads;
+    for (int64_t table = 0; table < num_tables; ++table) {
+      const int64_t from = std::max(begin, starts[table]), to = std::min(end, starts[table + 1]);
+      for (int64_t i = from; i < to; ++i) {
+        const char* next = tables[table] + ids[std::min(i + ahead, to - 1)] * row_bytes;
+        const char* row = tables[table] + ids[i] * row_bytes;
+        const auto each_line = [row_bytes](const char* first, const auto& touch) {
+          for (int64_t byte = 0; byte < row_bytes - 4; byte += 64) touch(first + byte);
+          touch(first + row_bytes - 4);
+        };
+        if (near) {
+          each_line(next, [](const char* p) { __builtin_prefetch(p, 0, 3); });
+        } else {
+          each_line(next, [](const char* p) { __builtin_prefetch(p, 0, 2); });
+        }
+        each_line(row, [&](const char* p) { sum += *reinterpret_cast<const int32_t*>(p); });
+      }
+    }
+  }
+  return sum;
+}
+
 // Reads and writes the rows (distinct ones, so that no two threads meet): adds `delta` to each element.
 extern "C" void write_rows(float* const* tables, const int64_t* starts, const int64_t* ids,
                            int64_t num_tables, int64_t dim, int64_t num_threads, int64_t ahead, bool near,

@@ -37,6 +37,7 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(target))
     library.read_rows.restype = ctypes.c_float
     library.write_rows.restype = None
+    library.read_lines.restype = ctypes.c_int64
     return library
 
 
@@ -82,3 +83,15 @@ class MemoryLimit:
     def add(self, delta: float, prefetch: Prefetch = PREFETCHES[0]) -> None:
         """Add ``delta`` to each element of the distinct rows."""
         _library().write_rows(*self._touched.arguments(prefetch), ctypes.c_float(delta))
+
+
+class LineLimit:
+    """Touches the cache lines of rows of any bytes, a multiple of 4: quantised ones."""
+
+    def __init__(self, rows: list[Tensor], ids_per_table: list[Tensor]) -> None:
+        assert all(table.dtype == torch.uint8 and table.shape[1] % 4 == 0 for table in rows)
+        self._looked_up = _Rows(rows, ids_per_table)
+
+    def forward(self, prefetch: Prefetch = PREFETCHES[0]) -> int:
+        """Read something of each line of each looked-up row, in the order of the lookup."""
+        return int(_library().read_lines(*self._looked_up.arguments(prefetch)))

@@ -181,6 +181,18 @@ class DistributedModelParallel(nn.Module):
             module.rebuild(built[path])
         self._plan = plan
 
+    def with_sharded(self, module: nn.Module, sharded: Mapping[str, Any]) -> "DistributedModelParallel":
+        """Another model over the same ranks and under the same plan, for inference: its dense part is not
+        data-parallel. ``sharded``: the sharded embedding modules in ``module``, by path.
+        """
+        made = DistributedModelParallel.__new__(DistributedModelParallel)
+        nn.Module.__init__(made)
+        made._env, made._device, made._plan = self._env, self._device, self._plan
+        made._dense, made._dense_options = None, {}
+        made._sharded, made._dmp_wrapped_module = dict(sharded), module
+        made._is_data_parallel, made._dense_gradients = False, None
+        return made
+
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Registers a communication hook with DistributedDataParallel, such as compression of dense
         gradients, before the first training step. Without one, CPU ranks of one host use

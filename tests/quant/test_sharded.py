@@ -178,6 +178,52 @@ def test_refusals_on_every_rank(ranks, run, words):
         ranks(2).run(run)
 
 
+def from_sharded(types):
+    """Quantised where it is sharded, under every plan, and quantised whole: the same bits."""
+    expected = {
+        name: value.clone() for name, value in quantize(models.Model(), per_table=types).state_dict().items()
+    }
+    wrong = []
+    for kind in models.KINDS:
+        made, _ = models.make(kind)
+        before = {name: models.whole(value) for name, value in made.state_dict().items()}
+        small = quantize(made, per_table=types)
+        after = {name: models.whole(value) for name, value in small.state_dict().items()}
+        wrong += [(kind, name) for name, value in expected.items() if not same(value, after[name])]
+        wrong += models.differences(
+            {name: models.whole(value) for name, value in made.state_dict().items()}, before
+        )
+        features = models.batch(0)
+        if not torch.allclose(small(features), made(features), atol=0.5):
+            wrong.append(kind)
+        small.reshard(models.make_plan("tw"))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharded_models_are_quantised_where_they_are(ranks, world_size):
+    types = {"t0": INT2, "t1": INT4, "t2": DataType.BF16}
+    assert ranks(world_size).run(from_sharded, types) == [[]] * world_size
+
+
+def with_a_bad_row(kind, rounding="minmax"):
+    made, _ = models.make(kind)
+    for module in made.modules():
+        if isinstance(module, TableShards):
+            for rectangle, shard in zip(module.rectangles, module.shards(), strict=True):
+                if rectangle.table == 1 and rectangle.r0 <= 7 < rectangle.r1 and rectangle.c1 == 4:
+                    shard.data[7 - rectangle.r0, -1] = torch.nan
+    quantize(made, INT8, rounding=rounding)
+
+
+def test_bad_rows_are_told_on_every_rank(ranks):
+    for kind in ("cw", "tw", "rw"):
+        with pytest.raises(RankError, match=r"rank 0:[^$]*table 't1': row [^$]*rank 1:[^$]*table 't1': row "):
+            ranks(2).run(with_a_bad_row, kind)
+    with pytest.raises(RankError, match="split by columns, and rounding='search' needs whole rows"):
+        ranks(2).run(with_a_bad_row, "cw", "search")
+
+
 def floats_into_codes():
     made = sharded("cw", quantised())
     with pytest.raises(RuntimeError, match=r"t0\.weight: the table is quantised to 2 bits, and"):

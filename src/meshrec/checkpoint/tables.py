@@ -59,7 +59,7 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
         writer = FileWriter(file.fileno())
         writer.write(header_of({name: (record.dtype, record.shape) for name, (_, record) in records.items()}))
         for full_name, record in records.values():
-            for block in _whole_blocks(folder, manifest, full_name, record):
+            for block in whole_blocks(folder, manifest, full_name, record):
                 writer.write(memory_of(block))
     return list(records)
 
@@ -170,7 +170,7 @@ def _chosen_entry(manifest: Manifest, entry: str | None) -> str:
     return entry
 
 
-def _whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRecord) -> Iterator[Tensor]:
+def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRecord) -> Iterator[Tensor]:
     """A tensor in blocks of whole rows, put together from its pieces."""
     grid = grid_of(record.shape, record.dtype)
     shape = record.shape or (1,)

@@ -193,9 +193,14 @@ def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
     """How a table's rows lie; ``weight`` tells its type where a module was cast since it was configured."""
-    if config.data_type.bits:
-        return QuantisedRows(config.data_type.bits)
-    return DenseRows(config.data_type.dtype if weight is None else weight.dtype)
+    if config.data_type.bits or weight is None:
+        return storage_for(config.data_type)
+    return DenseRows(weight.dtype)
+
+
+def storage_for(data_type: DataType) -> RowStorage:
+    """How rows of a data type lie."""
+    return QuantisedRows(data_type.bits) if data_type.bits else DenseRows(data_type.dtype)
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.nbit import autograd  # noqa: F401 - registers shapes for tracing, and the refusal to train
-from meshrec.ops.nbit.naive import BITS, PARAM_BYTES, code_bytes, row_bytes
+from meshrec.ops.nbit.naive import BITS, PARAM_BYTES, code_bytes, params_of, row_bytes
 
 __all__ = [
     "BITS",
@@ -15,6 +15,7 @@ __all__ = [
     "dequantize",
     "forward",
     "from_fbgemm_bytes",
+    "params_of",
     "quantize",
     "row_bytes",
     "to_fbgemm_bytes",

@@ -49,10 +49,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     numbers = weight.float()
     bad = ~numbers.isfinite().all(1)
     if params is None:
-        bias = numbers.amin(1).half()
-        scale = ((numbers.amax(1) - bias.float()) / top).half()
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        params = torch.stack([scale, bias], 1)
+        params = params_of(numbers.amin(1), numbers.amax(1), bits)
         bad |= ~params.isfinite().all(1)
     elif params.dtype != torch.float16 or params.shape != (len(weight), 2):
         raise ValueError(
@@ -66,6 +63,15 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     scale, bias = params.float().unbind(1)
     codes = ((numbers - bias[:, None]) * (1 / scale)[:, None]).clamp(0, top).round().to(torch.uint8)
     return join_rows(codes, params, bits)
+
+
+def params_of(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
+    """fp16 ``[rows, 2]``: the scale and the bias of rows, from fp32 ``[rows]``: their least and greatest
+    numbers.
+    """
+    bias = least.half()
+    scale = ((greatest - bias.float()) / ((1 << bits) - 1)).half()
+    return torch.stack([torch.where(scale == 0, torch.ones_like(scale), scale), bias], 1)
 
 
 def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:

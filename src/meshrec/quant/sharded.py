@@ -1,0 +1,190 @@
+"""Sharded tables to quantised ones under the same plan: each rank quantises what it holds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.comms.collectives import all_gather, gather_objects
+from meshrec.distributed.build import Built, assemble, check_cuts
+from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.distributed.routing import Routing
+from meshrec.modules import BaseEmbeddingConfig, DataType
+from meshrec.modules.table_lookup import storage_for
+from meshrec.ops import nbit
+from meshrec.plan.mesh import Axis
+from meshrec.quant.collections import empty_like
+from meshrec.quant.precision import Rounding, encoded
+from meshrec.tables.holdings import Holdings
+from meshrec.tables.packing import Packing, Rectangle
+from meshrec.tables.storage import RowStorage
+
+# R rows of a block
+
+_BLOCK_ROWS = 1 << 18
+
+Sharded = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+
+
+def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
+    """The configs of a sharded module's tables."""
+    configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
+    result: list[BaseEmbeddingConfig] = configs()
+    return result
+
+
+def quantised_shards(
+    modules: Mapping[str, Any],
+    types: Mapping[str, DataType],
+    output_dtype: DataType | None,
+    rounding: Rounding,
+) -> dict[str, Any]:
+    """Sharded modules, by path, from others. Collective.
+
+    Raises:
+        ValueError: on every rank, for a row that has no codes, and a plan that cuts columns within a byte.
+    """
+    for module in modules.values():
+        check_cuts(_storages(module, types), module.plan)
+        _check_search(module, types, rounding)
+    made, error = {}, None
+    for path, module in modules.items():
+        quantised = _Quantised(module.built, types, rounding)
+        made[path] = _sharded(module, quantised, types, output_dtype) if quantised.error is None else None
+        error = error or quantised.error
+    world = next(iter(modules.values())).built.env.world
+    if reasons := [reason for reason in gather_objects(error, world, "quantising") if reason is not None]:
+        raise ValueError(reasons[0])
+    return made
+
+
+class _Quantised:
+    """The tables of one module on this rank; ``error``: why there are none."""
+
+    def __init__(self, built: Built, types: Mapping[str, DataType], rounding: Rounding) -> None:
+        self._types, self._rounding, self._built = types, rounding, built
+        self.storages = [
+            _storage(types[table.name], storage)
+            for table, storage in zip(built.routing.tables, built.storages, strict=True)
+        ]
+        self.error: str | None = None
+        split, local = built.tables.split.held, built.tables.local.held
+        params = {
+            t: self._params_of_whole_rows(split, t)
+            for t, is_cut in enumerate(_cut_by_columns(built.routing))
+            if is_cut and self.storages[t].bits
+        }
+        self.split, self.local = self._converted(split, params), self._converted(local, {})
+
+    def _params_of_whole_rows(self, held: Holdings, table: int) -> Tensor:
+        """fp16 [rows, 2], from all columns of the rows, wherever they are. Collective."""
+        axis, num_rows = self._built.env.shard, self._built.routing.tables[table].num_rows
+        here = held.of_table(table)
+        parts: list[tuple[Rectangle, Tensor]] = []
+        if here is not None:
+            views = here.packing.views(here.parameter.detach())
+            parts = list(zip(here.packing.rectangles, views, strict=True))
+        blocks = [
+            _extremes(parts, first, min(first + _BLOCK_ROWS, num_rows), axis)
+            for first in range(0, num_rows, _BLOCK_ROWS)
+        ]
+        least, greatest = torch.cat(blocks, 1)
+        return nbit.params_of(least, greatest, self.storages[table].bits)
+
+    def _converted(self, held: Holdings, params: Mapping[int, Tensor]) -> Holdings:
+        parameters, packings = [], []
+        for parameter, packing in zip(held.parameters, held.packings, strict=True):
+            storage = self.storages[packing.table]
+            made = Packing(packing.rectangles, storage)
+            rows = storage.allocate(*made.shape, parameter.device)
+            for rectangle, numbers, target in zip(
+                packing.rectangles, packing.views(parameter.detach()), made.views(rows), strict=True
+            ):
+                try:
+                    target.copy_(self._encoded(rectangle, numbers, params.get(packing.table)))
+                except ValueError as error:
+                    self.error = self.error or f"{error} Rows are counted from row {rectangle.r0}."
+            parameters.append(nn.Parameter(rows, requires_grad=False))
+            packings.append(made)
+        return Holdings(parameters, packings, [[] for packing in packings for _ in packing.rectangles])
+
+    def _encoded(self, rectangle: Rectangle, numbers: Tensor, params: Tensor | None) -> Tensor:
+        name = self._built.routing.tables[rectangle.table].name
+        if params is None:
+            return encoded(numbers, self._types[name], self._rounding, name)
+        own = params[rectangle.r0 : rectangle.r1]
+        bad = ~(own.isfinite().all(1) & numbers.isfinite().all(1))
+        if bool(bad.any()):
+            raise ValueError(
+                f"table {name!r}: row {int(bad.nonzero()[0])} has a number that is NaN, infinite, or outside "
+                "fp16's range (65504). Mend the row, or keep the table in fp32."
+            )
+        return nbit.quantize(numbers, self.storages[rectangle.table].bits, own)
+
+
+def _extremes(parts: Sequence[tuple[Rectangle, Tensor]], first: int, end: int, axis: Axis) -> Tensor:
+    """fp32 [2, R]: the least and the greatest number of each row in [first, end), over all ranks."""
+    own = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
+    for rectangle, numbers in parts:
+        low, high = max(first, rectangle.r0), min(end, rectangle.r1)
+        if low < high:
+            rows = numbers[low - rectangle.r0 : high - rectangle.r0].float()
+            place = slice(low - first, high - first)
+            own[0, place] = torch.minimum(own[0, place], rows.amin(1))
+            own[1, place] = torch.maximum(own[1, place], rows.amax(1))
+    everywhere = all_gather(own, axis, "quantising").wait().view(-1, *own.shape)
+    return torch.stack([everywhere[:, 0].amin(0), everywhere[:, 1].amax(0)])
+
+
+def _sharded(
+    module: Sharded, quantised: _Quantised, types: Mapping[str, DataType], output_dtype: DataType | None
+) -> Sharded:
+    old = module.built
+    options = replace(old.options, optimizer=None, optimizer_tables=None, output_dtype=output_dtype)
+    nothing = [0] * len(quantised.storages)
+    made = assemble(
+        old.plan,
+        old.routing,
+        [None] * len(nothing),
+        nothing,
+        quantised.storages,
+        [False] * len(nothing),
+        quantised.split,
+        quantised.local,
+        old.env,
+        old.device,
+        options,
+    )
+    return type(module)(empty_like(module, types, options.bounds_check, output_dtype), made)  # type: ignore[arg-type]
+
+
+def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorage]:
+    built = module.built
+    return {
+        table.name: _storage(types[table.name], storage)
+        for table, storage in zip(built.routing.tables, built.storages, strict=True)
+    }
+
+
+def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
+    return before if before.dtype == data_type.dtype else storage_for(data_type)
+
+
+def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding) -> None:
+    for table, is_cut in zip(module.built.routing.tables, _cut_by_columns(module.built.routing), strict=True):
+        if is_cut and rounding == "search" and types[table.name].bits:
+            raise ValueError(
+                f"table {table.name!r} is split by columns, and rounding='search' needs whole rows. Reshard "
+                "the model to a plan without column splits, or use rounding='minmax'."
+            )
+
+
+def _cut_by_columns(routing: Routing) -> list[bool]:
+    """For each table whether some rank holds a part of its rows."""
+    cut = [False] * len(routing.tables)
+    for work in routing.work:
+        for rectangle in work.rectangles:
+            cut[rectangle.table] |= rectangle.c1 - rectangle.c0 < routing.tables[rectangle.table].dim
+    return cut
