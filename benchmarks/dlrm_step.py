@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.dlrm_contenders import TINY, Inputs, Shape, Trainee, build, make_inputs
 from benchmarks.dlrm_phases import compared, measure_phases, measure_profile
 from benchmarks.harness import Bar, Effort, Result, table
-from meshrec.planner.measured import Comparison, PhaseTime
+from meshrec.reports.measured import Comparison, PhaseTime
 from meshrec.testing.rank_pool import RankPool
 
 OUR_DENSE, PLAIN_DENSE = DENSE = "meshrec dense alone", "plain dense alone"

@@ -21,9 +21,9 @@ from benchmarks.harness import Bar, Effort, Result, table
 from benchmarks.planner_inputs import NUM_FAMILIES, PlannerInput, draw, largest
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.evaluate import evaluate, evaluate_placements
+from meshrec.planner.plan_file import PlannerTask, load_task, random_task
 from meshrec.planner.planners import plan_tables
 from meshrec.planner.search import Effort as PlannerEffort
-from meshrec.planner.tasks import PlannerTask, load_task, random_task
 from meshrec.planner.types import Floats, Placements, Topology
 
 TASKS = Path(os.environ.get("PLANNER_TASKS", Path(__file__).parent / "planner_tasks"))

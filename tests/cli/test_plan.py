@@ -5,7 +5,7 @@ import pytest
 
 from meshrec.cli.plan import PlanOptions, run
 from meshrec.planner import get_profile, load_plan
-from meshrec.planner.measured import PhaseTime, write_phases
+from meshrec.reports.measured import PhaseTime, write_phases
 
 FAST = {"max_work": 1e5, "ranks": 2, "hardware": "cpu"}
 

@@ -9,8 +9,8 @@ from meshrec.comms import collectives, phase_clock
 from meshrec.comms.phase_clock import DENSE, phase, record_phases
 from meshrec.optim import RowWiseAdagrad
 from meshrec.plan.mesh import default_env
-from meshrec.planner import measured
 from meshrec.planner.estimators import PHASES
+from meshrec.reports import measured
 
 
 def test_phases_and_the_rest_make_up_the_whole():

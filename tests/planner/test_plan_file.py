@@ -1,11 +1,19 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
-from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs, load_plan, save_plan
-from meshrec.planner.types import ParameterConstraints
+from meshrec.planner.plan_file import (
+    PlannedShardingPlan,
+    PlannerInputs,
+    load_plan,
+    load_task,
+    random_task,
+    save_plan,
+)
+from meshrec.planner.types import OptimizerKind, ParameterConstraints
 
 
 def test_a_plan_survives_its_file(small_plan, tmp_path):
@@ -57,3 +65,26 @@ def test_files_that_are_no_plans_are_named(tmp_path, content, message):
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         load_plan(tmp_path / "plan.json")
+
+
+def test_a_task_file(tmp_path):
+    table = {"name": "t", "num_embeddings": 10, "embedding_dim": 4, "pooling_factors": [1, 2]}
+    task = {"task": "mine", "global_batch_size": 64, "dtype": "fp16", "world_sizes": [2], "tables": [table]}
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    found = load_task(tmp_path / "task.json")
+    assert (found.name, found.batch_size(16), found.world_sizes) == ("mine", 4, (2,))
+    assert (found.tables[0].weight_bytes, found.tables[0].optimizer) == (2, OptimizerKind.ROW_WISE_ADAGRAD)
+    (tmp_path / "task.json").write_text(json.dumps({**task, "dtype": "fp5"}))
+    with pytest.raises(
+        ValueError, match=r"is no task file: missing or unknown: 'fp5'. It needs task, global_batch_size"
+    ):
+        load_task(tmp_path / "task.json")
+
+
+def test_random_tasks_repeat_and_fill_their_ranges():
+    task = random_task(300)
+    assert task == random_task(300) != random_task(300, seed=1)
+    rows = np.array([table.num_embeddings for table in task.tables])
+    assert 1000 <= rows.min() < 5000
+    assert 10**7 < rows.max() <= 3 * 10**7
+    assert {table.embedding_dim for table in task.tables} == {32, 64, 128, 256}

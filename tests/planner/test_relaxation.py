@@ -54,8 +54,7 @@ def test_nothing_is_cheaper_than_the_cutoff(problem, relaxation):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
-    """And the box is narrowed to where plans that cost no more than the cutoff can be."""
+def test_the_box_is_narrowed_to_where_cheap_plans_can_be(make_tables, profile, seed):
     machine = Topology(world_size=4, hardware=profile)
     problem = build_problem(CostModel(make_tables(6, seed), machine, batch_size=64), {})
     everything, lower_K = np.ones(len(problem.type_C), bool), np.zeros(problem.load_PK.shape[1])
@@ -65,15 +64,9 @@ def test_single_tables_largest_pieces_count_too(make_tables, profile, seed):
     relaxation = MeanRelaxation(problem, everything, scale)
     tight = relaxation.solve(*limits, 1.2 * mean.bound + 0.01)
     assert tight.bound >= mean.bound * (1 - 1e-9)
-    largest_CK = problem.largest_load_CK() / scale
-    for kind in problem.type_T:
-        mine = problem.type_C == kind
-        assert (tight.share_C[mine] @ largest_CK[mine] <= tight.slowest_K + 1e-6).all()
     assert (tight.lower_K <= tight.slowest_K + 1e-6).all()
     assert (tight.slowest_K <= tight.upper_K + 1e-6).all()
     assert tight.upper_K.sum() < len(lower_K)
-    whole = relaxation.solve_closely(tight, 1.2 * mean.bound + 0.01, 10.0)
-    assert whole is None or whole.bound >= tight.bound
 
 
 def test_after_the_deadline_boxes_stay_as_they_are(make_tables, profile):
@@ -113,7 +106,6 @@ def test_candidates_that_cost_too_much_are_out(make_tables, profile, seed):
 def test_no_plan_is_left_out_of_its_box(make_tables, profile, placed_unevenly, monkeypatch, seed, drops):
     """Also where dominated candidates are dropped, and those of the first box for the boxes within."""
     if drops:
-        monkeypatch.setattr("meshrec.planner.relaxation.MOST_CANDIDATES", 0)
         monkeypatch.setattr("meshrec.planner.relaxation._DROPPED", 1.0)
     generator = np.random.default_rng(seed)
     machine = Topology(world_size=8, hardware=profile, local_world_size=4)

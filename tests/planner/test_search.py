@@ -1,67 +1,66 @@
 import numpy as np
 import pytest
 
+from meshrec.planner.anneal import Annealer
 from meshrec.planner.bound import LowerBound
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.search import Effort, Search
+from meshrec.planner.search import MANNERS, Search
 from meshrec.planner.types import Topology
 
 
 @pytest.fixture
-def started(make_tables, profile):
+def problem(make_tables, profile):
     topology = Topology(world_size=4, hardware=profile)
-    problem = build_problem(CostModel(make_tables(10, 4), topology, batch_size=64), {})
-    everything = np.ones(len(problem.type_C), bool)
-    search = Search(problem, everything, Effort(time_limit=60.0, max_work=1e8, gap=0.0))
-    search.construct_from(LowerBound(problem, everything, 1.0).best_box, everything)
-    return search
+    return build_problem(CostModel(make_tables(10, 4), topology, batch_size=64), {})
 
 
-def test_disturbances_never_lose_the_best_plan(started):
-    seconds = [started.seconds]
-    for _ in range(60):
-        started.disturb()
-        seconds.append(started.seconds)
-    assert (np.diff(seconds) <= 0).all()
-    assert seconds[-1] < seconds[0]
-    assert len(started.parts_T) == 10
+@pytest.fixture
+def everything(problem):
+    return np.ones(len(problem.type_C), bool)
 
 
-def test_annealing_never_loses_the_best_plan(started):
-    seconds = [started.seconds]
+@pytest.fixture
+def box(problem, everything):
+    return LowerBound(problem, everything, 1.0, coarse=True).best_box
+
+
+@pytest.fixture
+def started(problem, everything, box):
+    search = Search(problem, everything, np.inf)
+    return search, search.add_start(box, everything)
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_attempts_never_lose_the_best_plan(started, manner):
+    search, start = started
+    seconds, work = [search.seconds], search.work
     for _ in range(4):
-        started.refine()
-        seconds.append(started.seconds)
+        reached = search.attempt(start, manner, 1e6)
+        seconds.append(search.seconds)
+        assert search.seconds <= reached
     assert (np.diff(seconds) <= 0).all()
-    assert seconds[-1] < seconds[0]
+    assert len(search.parts_T) == 10
+    assert search.work > work
 
 
-def test_plans_that_settle_take_less_work(started):
-    """For two attempts than others for one; and lose nothing."""
-    everything = np.ones(len(started.problem.type_C), bool)
-    box = LowerBound(started.problem, everything, 1.0).best_box
-    work, seconds = [started.work], [started.seconds]
-    for short_attempts in (1, 0):
-        started.start_from(box, everything, short_attempts=short_attempts)
-        work.append(started.work)
-        seconds.append(started.seconds)
-    assert (np.diff(seconds) <= 0).all()
-    assert 0 < work[1] - work[0] < work[2] - work[1]
+def test_a_good_plan_settles(started):
+    search, _ = started
+    before = search.seconds
+    search.settle(3e6)
+    assert search.seconds < before
 
 
-def test_without_kernels_the_search_disturbs(started, monkeypatch):
-    monkeypatch.setattr(started, "_annealer", None)
-    before = started.seconds
-    for _ in range(60):
-        started.refine()
-    assert started.seconds < before
+def test_without_kernels_there_are_plans_all_the_same(problem, everything, box, monkeypatch, started):
+    as_it_comes, _ = started
+    monkeypatch.setattr(Annealer, "serves", lambda problem: False)
+    alone = Search(problem, everything, np.inf)
+    assert alone.add_start(box, everything) is None
+    assert box.bound <= alone.seconds <= as_it_comes.seconds
+    assert len(alone.parts_T) == 10
 
 
-def test_work_adds_up_until_it_is_spent(started):
-    before = started.work
-    started.disturb()
-    assert started.work > before
-    assert not started.is_spent
-    started.work = int(1e8)
-    assert started.is_spent
+def test_what_does_not_fit_is_no_start(problem, everything, box):
+    full = Search(problem._replace(memory_cap=1000.0), everything, np.inf)
+    assert full.add_start(box, everything) is None
+    assert not full.parts_T

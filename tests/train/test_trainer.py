@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshrec.planner.measured import PHASES_FILE, read_phases
+from meshrec.reports.measured import PHASES_FILE, read_phases
 from meshrec.train import RunFolder, Trainer, join
 from meshrec.train.observers import Evaluated, Logged, Said, Started, Stepped
 from meshrec.train.stopping import StopRequest

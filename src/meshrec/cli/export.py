@@ -9,7 +9,7 @@ import tyro
 
 from meshrec.cli.arguments import parse
 from meshrec.export.runs import export_run
-from meshrec.planner.sizes import size_text
+from meshrec.planner.text import size_text
 from meshrec.train.run_folder import RUNS, find_run
 
 

@@ -16,11 +16,11 @@ from meshrec.cli.output import check_output
 from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_plan, plan_tables, save_plan
-from meshrec.planner.json_file import read_json
-from meshrec.planner.measured import compare, read_phases
 from meshrec.planner.optimize import DEFAULT_EFFORT
+from meshrec.planner.plan_file import load_task
 from meshrec.planner.search import Effort
-from meshrec.planner.tasks import load_task
+from meshrec.planner.text import read_json
+from meshrec.reports.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import diff, make_report, what_if
 from meshrec.reports.plan_text import render, render_diff, render_what_if

@@ -18,16 +18,15 @@ import numpy as np
 from meshrec.planner.highs import INFINITY
 from meshrec.planner.one_size import sets_of_one_size
 from meshrec.planner.problem import Problem
-from meshrec.planner.relaxation import MeanRelaxation, Relaxed
+from meshrec.planner.relaxation import MeanRelaxation
 from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
-_NARROW, _WIDE, _LEAST_WIDTH = 8e-3, 5e-2, 1e-4
-"""The width of boxes that are worth a closer look, of those that are where most were closed by it, and of
-those that are not worth a cut."""
+_LEAST_WIDTH = 1e-4
+"""Of boxes that are worth a cut."""
 _EQUAL = 1 + 1e-6
-_SQUEEZED, _FILLED = 1.08, 0.95
-"""Of a relaxation's T: the largest pieces of plans to begin with; of these, what ranks hold on average."""
+_LEAST_LOAD = 1e-4
+"""Of a step: what takes less is no matter."""
 
 
 class Box(NamedTuple):
@@ -40,8 +39,6 @@ class Box(NamedTuple):
     lower_K: Floats
     upper_K: Floats
     admitted_C: Bools
-    is_closer: bool = False
-    """Whether the bound is that of a closer look (see `MeanRelaxation.solve_closely`)."""
 
 
 class LowerBound:
@@ -77,7 +74,6 @@ class LowerBound:
         self._closed = INFINITY
         self._goal = INFINITY if coarse else (1.0 if goal is None else goal / seconds) * _EQUAL
         self.num_solves = 0
-        self.num_closer = self._num_closed = 0
         limit = min(self._goal, INFINITY)
         self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit), allowed_C)
 
@@ -103,23 +99,28 @@ class LowerBound:
         """The work so far; see `Effort`."""
         return self._relaxation.work
 
-    def squeezed(self) -> Box | None:
-        """A box to begin plans from where pieces are many and of all sizes; None where there is none.
+    def squeezed(self, factor: float) -> Box | None:
+        """A box to begin plans from; None where there is none.
 
-        In no phase but the largest has it pieces much above the best open box's T, and there is as much to do
-        as ranks can share out so: then the largest phase takes the least. T in seconds.
+        It has no pieces of more than `factor` times the best open box's T in any phase, but of tables that
+        have no such candidates: these take their smallest. T in seconds.
         """
         if not self._heap:
             return None
-        limit_K = _SQUEEZED * self._heap[0][2].slowest_K
-        limit_K[limit_K.argmax()] = INFINITY
-        fits_C = self._allowed_C & (self._largest_CK <= limit_K).all(axis=1)
-        # Tables of larger pieces only keep them.
-        fits_C |= self._allowed_C & ~np.isin(self._type_C, self._type_C[fits_C])
-        lower_K = np.where(limit_K < INFINITY, _FILLED * limit_K, 0.0)
-        relaxed = self._relaxation.solve(lower_K, np.full(len(lower_K), INFINITY), fits_C, INFINITY)
+        root = self._heap[0][2]
+        fits_C = self._allowed_C.copy()
+        if factor < INFINITY:
+            excess_C = (self._largest_CK / np.maximum(root.slowest_K, _LEAST_LOAD)).max(axis=1)
+            excess_C[~self._allowed_C] = np.inf
+            least_Y = np.full(int(self._type_C[-1]) + 1, np.inf)
+            np.minimum.at(least_Y, self._type_C, excess_C)
+            fits_C &= excess_C <= factor * np.maximum(least_Y, 1.0)[self._type_C]
+        everywhere_K = np.full(len(root.slowest_K), INFINITY)
+        relaxed = self._relaxation.solve(0 * root.slowest_K, everywhere_K, fits_C, INFINITY)
         self.num_solves += 1
-        return None if relaxed is None else self._in_seconds(Box(*relaxed))
+        if relaxed is None or relaxed.bound < 0:
+            return None
+        return self._in_seconds(Box(*relaxed._replace(admitted_C=fits_C)))
 
     def one_size(self) -> Box | None:
         """A box to begin plans from where a rank holds one or two pieces; None where there is none.
@@ -130,7 +131,7 @@ class LowerBound:
         if not self._heap:
             return None
         slowest_K = self._heap[0][2].slowest_K
-        best: Relaxed | None = None
+        best: Box | None = None
         phase, most = int(slowest_K.argmax()), float(slowest_K.max() * self._scale)
         for some_C in sets_of_one_size(self._problem, self._allowed_C, phase, most):
             cutoff = INFINITY if best is None else best.bound
@@ -138,22 +139,18 @@ class LowerBound:
             relaxed = self._relaxation.solve(0 * slowest_K, everywhere_K, some_C, cutoff)
             self.num_solves += 1
             if relaxed is not None and (best is None or relaxed.bound < best.bound):
-                best = relaxed._replace(admitted_C=some_C)
-        return None if best is None else self._in_seconds(Box(*best))
+                best = Box(*relaxed._replace(admitted_C=some_C))
+        return None if best is None else self._in_seconds(best)
 
     def allowed(self, box: Box) -> Bools:
         """Candidates [C] that a box admits."""
         fits = (self._largest_CK <= box.upper_K / self._scale * (1 + 1e-9)).all(axis=1)
         return np.asarray(fits & self._allowed_C)
 
-    def branch(self, seconds: float = INFINITY) -> bool:
-        """Raises the bound of the best open box, or splits it; False when that would not raise the bound, or
-        no box can be split. Takes not much longer than `seconds`."""
+    def branch(self) -> bool:
+        """Splits the best open box; False when that would not raise the bound, or no box can be split."""
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            if not box.is_closer and self._is_worth_it(box):
-                self._look_closer(box, seconds)
-                return True
             cut = self._cut(box)
             if cut is None:
                 self._closed = min(self._closed, box.bound)
@@ -184,23 +181,8 @@ class LowerBound:
         relaxed = self._relaxation.solve(lower_K, upper_K, admitted_C, self._goal)
         self.num_solves += 1
         if relaxed is not None:
-            self._push(Box(*relaxed._replace(bound=max(bound, relaxed.bound))))
-
-    def _is_worth_it(self, box: Box) -> bool:
-        width = float((box.upper_K - box.lower_K).max())
-        return width < _NARROW or (width < _WIDE and 2 * self._num_closed >= self.num_closer)
-
-    def _look_closer(self, box: Box, seconds: float) -> None:
-        relaxed = self._relaxation.solve_closely(_relaxed(box), self._goal, seconds)
-        self.num_solves += 1
-        self.num_closer += 1
-        if relaxed is None or relaxed.bound >= self._goal:
-            self._num_closed += 1
-        else:
-            self._push(Box(*relaxed, is_closer=True))
-
-    def _push(self, box: Box) -> None:
-        heapq.heappush(self._heap, (box.bound, next(self._count), box))
+            box = Box(*relaxed._replace(bound=max(bound, relaxed.bound)))
+            heapq.heappush(self._heap, (box.bound, next(self._count), box))
 
     def _cut(self, box: Box) -> "_Cut | None":
         """Where the relaxation asks for it; else in the middle of the widest side."""
@@ -213,10 +195,6 @@ class LowerBound:
         if width_K[phase] < _LEAST_WIDTH:
             return None
         return _cut_at(phase, float(box.lower_K[phase] + width_K[phase] / 2))
-
-
-def _relaxed(box: Box) -> Relaxed:
-    return Relaxed(*box[:-1])
 
 
 class _Cut(NamedTuple):

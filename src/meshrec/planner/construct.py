@@ -1,15 +1,21 @@
 """A first plan: the relaxation's choice of candidates, rounded, and the largest pieces placed first."""
 
+from typing import NamedTuple
+
 import numpy as np
 
-from meshrec.planner.local_search import exchange, reinsert
+from meshrec.planner.anneal import Annealer
 from meshrec.planner.problem import Problem, Scope
-from meshrec.planner.state import State
+from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools, Floats, Ints
 
-_BALANCE_EXPONENT = 64
-_LIMITS = (np.inf, 2.0, 1.0, 0.5)
-"""Parts of a rank's mean load in some phase."""
+_NO_CAP = 1e30
+_BALANCE_EXPONENT, _BALANCE_WORK, _BALANCE_HOT = 64, 2_000_000, 0.03
+_ATTEMPTS = 3
+"""To share memory out more evenly, each twice as long as the one before: the last takes a sixth of a
+second."""
+_NEAR = 1.5
+"""Of the cap: where a first plan takes more, moving its pieces does not help."""
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
@@ -49,48 +55,15 @@ def table_order(problem: Problem, choice_T: Ints) -> Ints:
 
 
 def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> State | None:
-    """Places every table by the relaxation's `share_C`; None where the memory does not suffice.
-
-    The relaxation sees the mean over ranks and does not mind a table that is heavy for one rank. So this is
-    tried with several limits beyond which tables are spread over a node, and the fastest plan is taken.
-    """
+    """Places every table as the relaxation's `share_C` says, the largest first; one that finds no place in
+    another way of `candidates_Y`. None where the memory does not suffice."""
     target_K = share_C @ problem.mean_load_CK()
     choice_T = round_choice(problem, share_C)
-    spread_Y = _in_one_node(problem, candidates_Y)
-    weight_C = (problem.largest_load_CK() / np.maximum(target_K, 1e-30)).max(axis=1)
-    best, tried = None, set()
-    for limit in _LIMITS:
-        spread_T = spread_Y[problem.type_T]
-        heavy_T = (spread_T >= 0) & (weight_C[choice_T] > limit) & (weight_C[spread_T] < weight_C[choice_T])
-        new_T = np.where(heavy_T, spread_T, choice_T)
-        if new_T.tobytes() in tried:
-            continue
-        tried.add(new_T.tobytes())
-        state = _placed(problem, new_T, target_K, candidates_Y)
-        if state is not None and (best is None or state.seconds < best.seconds):
-            best = state
-    return best
-
-
-def _in_one_node(problem: Problem, candidates_Y: list[Ints]) -> Ints:
-    """Each type's candidate that splits rows over the ranks of a node, or -1."""
-    found = np.full(len(candidates_Y), -1)
-    for kind, candidates in enumerate(candidates_Y):
-        for candidate in candidates:
-            scope, widths, row_parts = problem.layouts_C[candidate]
-            if scope is Scope.NODES and row_parts == len(widths) == 1:
-                found[kind] = candidate
-    return found
-
-
-def _placed(problem: Problem, choice_T: Ints, target_K: Floats, candidates_Y: list[Ints]) -> State | None:
     state = State(problem, 1 / np.maximum(target_K, 1e-3 * problem.load_PK.max(axis=0, initial=0) + 1e-30))
     for table in table_order(problem, choice_T):
         reinsert(state, int(table), choice_T[table : table + 1])
         if state.parts_T[table] is None:
             reinsert(state, int(table), candidates_Y[problem.type_T[table]])
-        if state.parts_T[table] is None:
-            reinsert(state, int(table), np.flatnonzero(problem.type_C == problem.type_T[table]))
         if state.parts_T[table] is None:
             return None
     return state
@@ -100,12 +73,13 @@ def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | No
     """A plan that spreads memory, whatever its speed (the state's loads are bytes); None where none was
     found."""
     in_bytes = problem._replace(
+        memory_cap=_NO_CAP,
         common_C=problem.common_bytes_C,
         load_PK=problem.bytes_P[:, None],
         fixed_PK=problem.fixed_bytes_P[:, None],
     )
     allowed_C = np.ones(len(problem.type_C), bool) if allowed_C is None else allowed_C
-    candidates_Y = candidates_by_type(problem, allowed_C)
+    candidates_Y = candidates_by_type(problem, allowed_C & problem.can_fit_C())
     state = State(in_bytes, np.array([1 / max(float(problem.memory_cap), 1.0)]))
     size_C = in_bytes.mean_bytes_C()
     for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in problem.type_T], kind="stable"):
@@ -113,5 +87,189 @@ def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | No
         if state.parts_T[table] is None:
             return None
     state.set_exponent(_BALANCE_EXPONENT)
-    exchange(state, 10_000_000)
-    return state
+    exchange(state, 5 * _BALANCE_WORK)
+    for seed in range(_ATTEMPTS):
+        if not problem.memory_cap < state.seconds < _NEAR * problem.memory_cap:
+            break
+        if not Annealer.serves(in_bytes):
+            break
+        parts_T, _ = Annealer(in_bytes, candidates_Y).improve(
+            [parts for parts in state.parts_T if parts is not None],
+            max_work=_BALANCE_WORK << seed,
+            seconds=np.inf,
+            hot=_BALANCE_HOT,
+            seed=seed,
+        )
+        for table, parts in enumerate(parts_T):
+            state.remove(table)
+            state.add(table, parts)
+    return state if state.seconds <= problem.memory_cap else None
+
+
+_TOLERANCE = 1e-9
+
+
+def reinsert(state: State, table: int, candidates: Ints) -> bool:
+    """Places a table as well as any of `candidates` allows; whether that changed anything.
+
+    A table that has no place yet must find one: ValueError-free callers check `parts_T` afterwards.
+    """
+    before = state.smooth
+    old = state.remove(table) if state.parts_T[table] is not None else None
+    weight_K = state.weights()
+    best = None
+    for candidate in candidates:
+        placed = state.best_place(table, int(candidate), weight_K)
+        if placed is not None and (best is None or placed.objective < best.objective):
+            best = placed
+    if old is not None and (best is None or best.objective >= before * (1 - _TOLERANCE)):
+        state.add(table, old)
+        return False
+    if best is not None:
+        state.add(table, best.parts)
+    return best is not None
+
+
+class _Pieces(NamedTuple):
+    """Pieces that may move one by one."""
+
+    table_N: Ints
+    slot_N: Ints
+    rank_N: Ints
+    load_NK: Floats
+    bytes_N: Floats
+
+
+def exchange(state: State, max_work: int) -> None:
+    """Moves and exchanges pieces, the most loaded rank's first, until nothing helps or the work is done."""
+    pieces = _movable(state)
+    if not len(pieces.table_N):
+        return
+    holds_TR = np.zeros((len(state.parts_T), state.problem.num_ranks), bool)
+    holds_TR[pieces.table_N, pieces.rank_N] = True
+    allowed_TR = _allowed(state)
+    stuck_R = np.zeros(state.problem.num_ranks, bool)
+    end = state.work + max_work
+    while state.work < end:
+        weight_K = state.weights()
+        pressure_R = state.power_RK @ weight_K
+        pressure_R[stuck_R] = -1.0
+        rank = int(pressure_R.argmax())
+        if pressure_R[rank] < 0:
+            break
+        here = np.flatnonzero(pieces.rank_N == rank)
+        move = _best_move(state, pieces, here, rank, weight_K, holds_TR, allowed_TR) if len(here) else None
+        if move is None:
+            stuck_R[rank] = True
+            continue
+        piece, other, target = move
+        _apply(state, pieces, holds_TR, piece, other, target)
+        stuck_R[[rank, target]] = False
+    _write_back(state, pieces)
+
+
+def _movable(state: State) -> _Pieces:
+    tables, slots, ranks, loads, sizes = [], [], [], [], []
+    for table, parts in enumerate(state.parts_T):
+        if parts is None or state.problem.layouts_C[parts.candidate].scope is not Scope.RANKS:
+            continue
+        count = len(parts.rank_N)
+        tables.append(np.full(count, table))
+        slots.append(np.arange(count))
+        ranks.append(parts.rank_N)
+        loads.append(state.loads(parts))
+        sizes.append(state.sizes(parts))
+    if not tables:
+        none = np.zeros(0, np.int64)
+        return _Pieces(none, none, none, np.zeros((0, state.num_phases)), np.zeros(0))
+    return _Pieces(
+        np.concatenate(tables),
+        np.concatenate(slots),
+        np.concatenate(ranks),
+        np.concatenate(loads),
+        np.concatenate(sizes),
+    )
+
+
+def _allowed(state: State) -> Bools | None:
+    problem = state.problem
+    if all(mask is None for mask in problem.ranks_Y):
+        return None
+    full = np.ones(problem.num_ranks, bool)
+    masks_YR = np.stack([full if mask is None else mask for mask in problem.ranks_Y])
+    allowed: Bools = masks_YR[problem.type_T]
+    return allowed
+
+
+def _best_move(
+    state: State,
+    pieces: _Pieces,
+    here: Ints,
+    rank: int,
+    weight_K: Floats,
+    holds_TR: Bools,
+    allowed_TR: Bools | None,
+) -> tuple[int, int | None, int] | None:
+    """The best (piece of `rank`, piece it is exchanged with or None, target rank); None where nothing
+    helps."""
+    load_RK, power_RK = state.load_RK, state.power_RK
+    room_R = state.problem.memory_cap - state.common_bytes - state.bytes_R
+    load_AK, bytes_A, table_A = pieces.load_NK[here], pieces.bytes_N[here], pieces.table_N[here]
+    state.work += 15_000 + 2 * len(here) * (len(load_RK) + 2 * len(pieces.rank_N)) * state.num_phases
+
+    away_A = (state.power(load_RK[rank] - load_AK) - power_RK[rank]) @ weight_K
+    there_AR = (state.power(load_RK + load_AK[:, None]) - power_RK) @ weight_K
+    shift_AR = away_A[:, None] + there_AR
+    blocked_AR = holds_TR[table_A] | (bytes_A[:, None] > room_R)
+    if allowed_TR is not None:
+        blocked_AR |= ~allowed_TR[table_A]
+    shift_AR[blocked_AR] = np.inf
+
+    rank_N = pieces.rank_N
+    gain_ANK = pieces.load_NK - load_AK[:, None]
+    swap_AN = (state.power(load_RK[rank] + gain_ANK) - power_RK[rank]) @ weight_K
+    swap_AN += (state.power(load_RK[rank_N] - gain_ANK) - power_RK[rank_N]) @ weight_K
+    grown_AN = pieces.bytes_N - bytes_A[:, None]
+    blocked_AN = holds_TR[table_A][:, rank_N] | holds_TR[pieces.table_N, rank] | (rank_N == rank)
+    blocked_AN |= (grown_AN > room_R[rank]) | (-grown_AN > room_R[rank_N])
+    if allowed_TR is not None:
+        blocked_AN |= ~allowed_TR[table_A][:, rank_N] | ~allowed_TR[pieces.table_N, rank]
+    swap_AN[blocked_AN] = np.inf
+
+    shift, swap = int(shift_AR.argmin()), int(swap_AN.argmin())
+    best = min(shift_AR.flat[shift], swap_AN.flat[swap])
+    if not best < -_TOLERANCE * state.smooth:
+        return None
+    if shift_AR.flat[shift] <= swap_AN.flat[swap]:
+        row, target = divmod(shift, shift_AR.shape[1])
+        return int(here[row]), None, target
+    row, other = divmod(swap, swap_AN.shape[1])
+    return int(here[row]), other, int(rank_N[other])
+
+
+def _apply(
+    state: State, pieces: _Pieces, holds_TR: Bools, piece: int, other: int | None, target: int
+) -> None:
+    source = int(pieces.rank_N[piece])
+    for moved, start, end in ((piece, source, target), (other, target, source)):
+        if moved is None:
+            continue
+        state.load_RK[start] -= pieces.load_NK[moved]
+        state.load_RK[end] += pieces.load_NK[moved]
+        state.bytes_R[start] -= pieces.bytes_N[moved]
+        state.bytes_R[end] += pieces.bytes_N[moved]
+        holds_TR[pieces.table_N[moved], start] = False
+        holds_TR[pieces.table_N[moved], end] = True
+        pieces.rank_N[moved] = end
+    state.refresh(np.array([source, target]))
+
+
+def _write_back(state: State, pieces: _Pieces) -> None:
+    bounds = np.flatnonzero(np.diff(pieces.table_N)) + 1
+    for index_N in np.split(np.arange(len(pieces.table_N)), bounds):
+        table = int(pieces.table_N[index_N[0]])
+        parts = state.parts_T[table]
+        assert parts is not None
+        state.parts_T[table] = Parts(
+            parts.candidate, parts.group_N, pieces.rank_N[index_N].copy(), parts.amount_N
+        )

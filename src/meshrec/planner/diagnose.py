@@ -9,7 +9,7 @@ from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.construct import fitting_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.sizes import size_text
+from meshrec.planner.text import size_text
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 _MOST_NODES = 64

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshrec.planner.json_file import read_json
+from meshrec.planner.text import read_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,13 @@ from typing import NamedTuple
 import highspy
 import numpy as np
 
-from meshrec.planner.types import Bools, Floats, Ints
+from meshrec.planner.types import Floats, Ints
 
 INFINITY = 1e30
-_MOST_NODES = 20
 _WORK_PER_SOLVE, _WORK_PER_ITERATION = 400, 15
 """Per row and column to the power of 0.7, as sparse as larger programs are."""
-_LEAST_ITERATIONS, _ANY = 2000, 2**31 - 1
+_LEAST_ITERATIONS = 2000
 """More iterations than this and twice the rows and columns are a sign of trouble."""
-_WORK_OF_WHOLE = 2
-"""The work per iteration where numbers are whole: cuts and propagation come on top of the simplex method."""
 
 _SETTLED = (
     highspy.HighsModelStatus.kOptimal,
@@ -178,35 +175,14 @@ class Solver:
         none = np.zeros(self._highs.getNumCol())
         return Optimum(-INFINITY, none, none)
 
-    def solve_whole(self, integer: Bools, seconds: float) -> float:
-        """What no solution with whole numbers where `integer` says so can beat: infinite where there is
-        none. Ends after a few nodes of the search, or `seconds`."""
-        columns = np.flatnonzero(integer).astype(np.int32)
-        kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), np.uint8)
-        self._highs.changeColsIntegrality(len(columns), columns, kinds)
-        # Plans come from elsewhere: only the bound counts.
-        for option, value in (
-            ("time_limit", max(seconds, 0.01)),
-            ("mip_max_nodes", _MOST_NODES),
-            ("mip_heuristic_effort", 0.0),
-            ("mip_detect_symmetry", False),
-            ("mip_allow_restart", False),
-            ("simplex_iteration_limit", _ANY),
-        ):
-            self._highs.setOptionValue(option, value)
-        self._run(_WORK_OF_WHOLE)
-        if self._status == highspy.HighsModelStatus.kInfeasible:
-            return np.inf
-        return float(self._highs.getInfo().mip_dual_bound)
-
     @property
     def _status(self) -> highspy.HighsModelStatus:
         return self._highs.getModelStatus()
 
-    def _run(self, factor: int = 1) -> None:
+    def _run(self) -> None:
         self._highs.run()
         iterations = max(int(self._highs.getInfo().simplex_iteration_count), 0)
-        self.work += int(factor * self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations))
+        self.work += int(self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations))
 
 
 def solve_lp(program: LinearProgram) -> Optimum | None:

@@ -9,8 +9,7 @@ import numpy as np
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel, Usage
-from meshrec.planner.evaluate import StepEstimate, evaluate_placements
-from meshrec.planner.placements import sharding_type, to_placements
+from meshrec.planner.evaluate import StepEstimate, evaluate_placements, sharding_type, to_placements
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import Effort
 from meshrec.planner.solver import Solution, Way, solve

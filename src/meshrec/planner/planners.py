@@ -9,9 +9,9 @@ from torch import nn
 
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner.diagnose import diagnose
+from meshrec.planner.evaluate import to_plan
 from meshrec.planner.module_tables import tables_of_model
 from meshrec.planner.optimize import DEFAULT_EFFORT, optimize
-from meshrec.planner.placements import to_plan
 from meshrec.planner.plan_file import PlannedShardingPlan, PlannerInputs
 from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology

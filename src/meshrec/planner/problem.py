@@ -109,6 +109,17 @@ class Problem(NamedTuple):
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
+    def can_fit_C(self) -> Bools:
+        """Whether a candidate has room at all: of pieces that are cut unevenly one is as large as their mean
+        at least."""
+        count_C, total_CN = (
+            np.zeros(len(self.layouts_C)),
+            self._sum_over_pieces((self.bytes_P * self.count_P)[:, None]),
+        )
+        np.add.at(count_C, self.candidate_P, self.count_P)
+        mean_C = total_CN[:, 0] / np.maximum(count_C, 1.0)
+        return np.asarray(mean_C + self.common_bytes_C <= self.memory_cap)
+
     def largest_load_CK(self) -> Floats:
         """Seconds [C, K] of a candidate's largest piece."""
         largest = np.zeros((len(self.layouts_C), self.load_PK.shape[1]))

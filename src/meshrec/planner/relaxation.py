@@ -11,23 +11,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.planner.cuts import Cut, Rounding
+from meshrec.planner.cuts import Cut, LargestPieces, Rounding
 from meshrec.planner.dominated import representatives, restricted
 from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
-from meshrec.planner.largest import LargestPieces
 from meshrec.planner.problem import Problem
-from meshrec.planner.types import Bools, Floats, Ints
+from meshrec.planner.types import Bools, Floats
 
 _MARGIN = 1e-6
 """What an optimum may be off by."""
 _USED = 1e-7
-FEW_CANDIDATES, MOST_CANDIDATES = 2000, 50_000
 _ROUNDS, _SHRUNK, _DROPPED = 6, 0.5, 0.7
 """Most attempts to narrow a box (one that leaves less than this part of it is worth another); the part of the
 candidates that may be left where those that others dominate are dropped."""
-_CUT_ROUNDS, _FEW_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 20, 6, 1e-4, 3000
-"""Most attempts to cut a box's optimum off, where candidates are few and where they are many; what one has to
-gain for another; the cuts that are kept at most."""
+_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 8, 1e-4, 3000
+"""Most attempts to cut a box's optimum off; what one has to gain for another; the cuts that are kept at most:
+beyond, programs are larger with them than without."""
 
 
 class Relaxed(NamedTuple):
@@ -74,20 +72,15 @@ class MeanRelaxation:
         self._tables_C = np.bincount(problem.type_T)[problem.type_C].astype(np.float64)
         self._num_phases = problem.load_PK.shape[1]
         self._cost = np.concatenate((problem.common_C / scale, np.ones(self._num_phases)))
-        self._is_small = len(self._tables_C) <= FEW_CANDIDATES
-        # Where solutions are dear, the first box is narrowed once, and many boxes are worth more.
-        self._is_large = len(self._tables_C) > MOST_CANDIDATES
         self._is_root = root
-        self._rounds = 0 if root or rounding is not None else _ROUNDS
-        self._linear = _program(problem, scale, self._cost, largest=self._is_small and not root)
+        self._rounds = 0 if root else _ROUNDS
         self._is_derived = rounding is not None
+        self._linear = _program(problem, scale, self._cost)
         self._solver = Solver(self._linear, devex=self._is_derived)
         self._rounding = Rounding(problem, scale) if rounding is None else rounding
-        self._largest = LargestPieces(problem, scale) if root or not self._is_large else None
-        self._cut_rounds = _CUT_ROUNDS if self._is_small else _FEW_CUT_ROUNDS
+        self._largest = LargestPieces(problem, scale)
         self._cuts: list[Cut] = []
         self._undominated: _Undominated | None = None
-        self._may_drop = self._is_large and not root
 
     @property
     def work(self) -> int:
@@ -98,33 +91,26 @@ class MeanRelaxation:
     def _is_late(self) -> bool:
         return time.perf_counter() >= self._deadline
 
-    def solve(
-        self,
-        lower_K: Floats,
-        upper_K: Floats,
-        admitted_C: Bools,
-        cutoff: float,
-    ) -> Relaxed | None:
+    def solve(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float) -> Relaxed | None:
         """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff`
-        at most; None where there are none."""
+        at most; None where there are none. The first box is narrowed, and others have to be within it."""
         if len(self._cuts) > _MOST_CUTS:
             self._solver, self._cuts = Solver(self._linear, devex=self._is_derived), []
         if self._undominated is not None and self._undominated.serves(lower_K, admitted_C):
             return self._undominated.solve(lower_K, upper_K, admitted_C, cutoff)
         before = self._solver.work
         relaxed = self._solve(lower_K, upper_K, admitted_C, cutoff)
-        first = 1 if self._may_drop else self._rounds
-        relaxed = self._narrowed_often(relaxed, cutoff, first)
-        if relaxed is not None and self._may_drop and not self._is_late:
-            self._may_drop = False
-            self._undominated = self._without_dominated(relaxed)
-            if self._undominated is None:
-                relaxed = self._narrowed_often(relaxed, cutoff, self._rounds - first)
-            else:
-                better = self._undominated.solve(relaxed.lower_K, relaxed.upper_K, relaxed.admitted_C, cutoff)
-                relaxed = better and better._replace(bound=max(relaxed.bound, better.bound))
-        if self._is_large:
-            self._rounds = 0
+        rounds, self._rounds = self._rounds, 0
+        if rounds and not self._is_derived:
+            relaxed = self._narrowed_often(relaxed, cutoff, 1)
+            if relaxed is not None and not self._is_late:
+                self._undominated = self._without_dominated(relaxed)
+                if self._undominated is not None:
+                    limits = (relaxed.lower_K, relaxed.upper_K, relaxed.admitted_C)
+                    better = self._undominated.solve(*limits, cutoff)
+                    relaxed = better and better._replace(bound=max(relaxed.bound, better.bound))
+                    rounds = 0
+        relaxed = self._narrowed_often(relaxed, cutoff, rounds)
         self._work += self._solver.work - before
         return relaxed
 
@@ -154,18 +140,6 @@ class MeanRelaxation:
         )
         return _Undominated(relaxation, relaxed.lower_K, relaxed.admitted_C, keep_C)
 
-    def solve_closely(self, known: Relaxed, cutoff: float, seconds: float) -> Relaxed | None:
-        """More about the plans of a box that is solved, at a higher price: numbers of tables are whole where
-        candidates are few. None where there are none. Takes not much longer than `seconds`."""
-        if not self._is_small:
-            return known
-        solver = Solver(self._linear)
-        solver.set_bounds(*self._bounds(known.lower_K, known.upper_K, known.admitted_C))
-        solver.set_last_row(cutoff)
-        bound = solver.solve_whole(np.arange(len(self._cost)) < len(self._tables_C), seconds)
-        self._work += solver.work
-        return known._replace(bound=max(known.bound, bound - _MARGIN)) if bound < np.inf else None
-
     def _bounds(self, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> tuple[Floats, Floats]:
         most_C = np.where(admitted_C, self._tables_C, 0.0)
         return np.concatenate((0 * most_C, lower_K)), np.concatenate((most_C, upper_K))
@@ -177,7 +151,7 @@ class MeanRelaxation:
         self._solver.set_last_row(cutoff)
         self._set_cuts(lower_K, upper_K)
         optimum = first = self._solver.solve()
-        for _ in range(self._cut_rounds):
+        for _ in range(_CUT_ROUNDS):
             if optimum is None or self._is_late or not self._add_cuts(optimum, lower_K, upper_K, admitted_C):
                 break
             before, optimum = optimum.objective, self._solver.solve()
@@ -202,8 +176,7 @@ class MeanRelaxation:
         share_C, slowest_K = np.split(optimum.x, [len(self._tables_C)])
         share_C = np.where(admitted_C, share_C, 0.0)
         found = self._rounding.violated(share_C, upper_K, admitted_C)
-        if self._largest is not None:
-            found += self._largest.violated(share_C, slowest_K, lower_K, admitted_C)
+        found += self._largest.violated(share_C, slowest_K, lower_K, admitted_C)
         if found:
             rows = Rows(len(self._cost))
             for cut in found:
@@ -280,9 +253,9 @@ def _freedom(relaxed: Relaxed) -> Floats:
     return relaxed.upper_K - relaxed.lower_K
 
 
-def _program(problem: Problem, scale: float, cost: Floats, *, largest: bool) -> LinearProgram:
+def _program(problem: Problem, scale: float, cost: Floats) -> LinearProgram:
     """Variables: how many tables use each candidate [C], and T [K]. Rows: each type's tables, mean loads,
-    memory, cost; perhaps, T above the largest piece of each single table."""
+    memory, cost."""
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)
     tables_Y = np.bincount(problem.type_T).astype(np.float64)
@@ -298,24 +271,5 @@ def _program(problem: Problem, scale: float, cost: Floats, *, largest: bool) -> 
         np.zeros(num_phases),
     )
     rows.add(candidate, problem.mean_bytes_C() / problem.memory_cap, -INFINITY, 1.0)
-    if largest:
-        _add_largest(rows, problem, slowest, scale)
     rows.add(np.arange(len(cost)), cost, -INFINITY, INFINITY)
     return rows.program(cost, np.zeros(len(cost)), np.full(len(cost), INFINITY))
-
-
-def _add_largest(rows: Rows, problem: Problem, slowest: Ints, scale: float) -> None:
-    """Rows: T, in the columns `slowest`, is at least the largest piece of what a single table uses."""
-    single = np.flatnonzero(np.bincount(problem.type_T) == 1)
-    mine = np.flatnonzero(np.isin(problem.type_C, single))
-    row_C = np.searchsorted(single, problem.type_C[mine])
-    phase = np.arange(len(slowest))
-    limit = np.arange(len(single) * len(slowest))
-    largest_CK = problem.largest_load_CK()[mine] / scale
-    rows.add_each(
-        np.append((row_C[:, None] * len(slowest) + phase).ravel(), limit),
-        np.append(np.repeat(mine, len(slowest)), np.tile(slowest, len(single))),
-        np.append(largest_CK.ravel(), -np.ones(len(limit))),
-        np.full(len(limit), -INFINITY),
-        np.zeros(len(limit)),
-    )

@@ -1,49 +1,43 @@
 """The solver: a first plan in a moment, then a better bound and better plans until the work is done.
 
-Anytime and deterministic: effort is counted in work, so the result depends on the input and on `max_work`
-alone, unless the clock runs out first.
+Half of the work goes to plans, half to the bound. Effort is counted in work, so the result depends on the
+input and on the effort alone, unless the clock runs out first.
+
+Plans are annealed from several starts in several manners, and nobody knows beforehand which of them suit an
+input. So all get a short attempt, the better half of them one that is twice as long, and so on, until one is
+left (successive halving: Karnin, Koren & Somekh, Almost Optimal Exploration in Multi-Armed Bandits, 2013).
+Then the next round begins, with what the best plan and the bound's boxes have to offer.
 """
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from meshrec.planner.bound import Box, LowerBound
 from meshrec.planner.problem import Problem
-from meshrec.planner.relaxation import FEW_CANDIDATES, MOST_CANDIDATES
-from meshrec.planner.search import Effort, Search
+from meshrec.planner.search import MANNERS, WORK_PER_SECOND, Effort, Manner, Search, Start
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_SEARCH = ((500, 0.25), (MOST_CANDIDATES, 0.35), (np.inf, 0.1))
-"""Up to how many candidates, which part of the work goes to better plans, once there is one: more where they
-are many, for there the first plans are far from the best; less again where the first one takes long."""
-_STARTS = 32
-"""The most boxes that wait to be started from."""
-_GAPS = (
-    *(0.2, 0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.022, 0.02, 0.018, 0.016, 0.0145, 0.013, 0.0115, 0.01),
-    *(0.007, 0.005, 0.003, 0.002, 0.001),
-)
-"""Goals of the bound, one after the other: how far below the best known plan."""
-_SAFELY = 0.99
-_NEAR, _NEXT, _NEXT_WHEN_NEAR = 0.035, 0.8, 0.9
-"""A goal is a part of the gap before it; a larger one from where goals become dear."""
-_STEPS = ((MOST_CANDIDATES, 0.3), (np.inf, 0.57))
-"""Where candidates are many, up to how many: which part of the way to the best known plan a goal is. A first
-box narrowed to what a near goal leaves proves it; one of a far goal takes long and proves little. Where they
-are very many boxes are split rather than narrowed, and the best of them rise as fast for a far goal."""
+_ROUND = 0.125
+"""The part of the work on plans that the first round of attempts takes; each next one takes twice as much."""
+_LEAST_WORK = 1e6
+"""Of an attempt: about what it takes to set one up."""
+_SQUEEZES = (1.1, 1.4, np.inf)
+"""Of a relaxation's T: the largest pieces that plans begin with. What is larger leaves the other ranks idle;
+what T may be in the end is not known."""
+_ALIKE = 0.0
+"""In place of such a factor, where ranks hold few pieces: all are alike."""
+_STARTS = 2
+"""The boxes of the bound that a round of attempts begins with: those it has come to last."""
+_STEP = 0.25
+"""The part of the way to the best known plan that each goal of the bound is. A near goal leaves little room,
+and narrow boxes are proven soon; but each goal begins anew."""
 _LEAST_SECONDS = 1e-12
-_EARLY_WORK, _EARLY = 3e7, 0.1
-"""The most work, and part of all work, that goes to better plans before the bound."""
-_ALIKE_STARTS = 16
-"""How many more plans begin with pieces that are alike, unless the first one is far from those known."""
-_CLOSE = 1.05
-_FEW_TABLES = 5
-"""On a rank: then it matters which pieces fit beside each other, and plans begin with small ones, too."""
 
 
 class Way(NamedTuple):
@@ -70,9 +64,7 @@ def solve(problem: Problem, ways: Sequence[Way], effort: Effort, *, cutoff: floa
     `cutoff`: seconds of a plan that is known already: the search ends once it is proven that there is none
     faster.
     """
-    deadline = time.perf_counter() + effort.time_limit
-    contest = _Contest(problem, ways, effort, cutoff, deadline)
-    contest.start()
+    contest = _Contest(problem, ways, effort, cutoff, time.perf_counter() + effort.time_limit)
     while contest.step():
         pass
     return contest.solution()
@@ -81,127 +73,124 @@ def solve(problem: Problem, ways: Sequence[Way], effort: Effort, *, cutoff: floa
 class _Entrant:
     """A way with its search for plans and its bound (none before it is worth one)."""
 
-    def __init__(self, problem: Problem, way: Way, effort: Effort, deadline: float) -> None:
-        self.way = way
-        self.search = Search(problem, way.allowed_C, effort, deadline)
+    def __init__(self, problem: Problem, way: Way, deadline: float) -> None:
+        self.fixed_seconds = way.fixed_seconds
+        self._allowed_C = way.allowed_C & problem.can_fit_C()
+        self.search = Search(problem, self._allowed_C, deadline)
         scale = float(problem.mean_load_CK().sum() + problem.common_C.max(initial=0.0)) or 1.0
-        self._coarse = LowerBound(problem, way.allowed_C, scale, coarse=True)
-        self.root = self._coarse.best_box
+        has_all = len(np.unique(problem.type_C[self._allowed_C])) == int(problem.type_C[-1]) + 1
+        self._coarse = LowerBound(problem, self._allowed_C, scale, coarse=True) if has_all else None
         self._problem = problem
-        self.is_large = len(way.allowed_C) > MOST_CANDIDATES
-        self.bound: LowerBound | None = None
-        self._proven, self._num_proven = -np.inf, 0
+        self._bound: LowerBound | None = None
+        self._proven = np.inf if self._coarse is None else self._coarse.value + way.fixed_seconds
+        self._work = self._num_solves = 0
         self._deadline, self._longest = deadline, 0.0
-        self._work = 0
-        self._num_solves = 0
-        self.starts: deque[tuple[Box, Bools]] = deque(maxlen=_STARTS)
+        self._boxes: deque[tuple[Box, Bools]] = deque(maxlen=_STARTS)
         self._tried: set[bytes] = set()
         self.is_done = False
 
     @property
     def seconds(self) -> float:
         """The best plan's, with latencies."""
-        return self.search.seconds + self.way.fixed_seconds
+        return self.search.seconds + self.fixed_seconds
 
     @property
     def value(self) -> float:
         """The bound, with latencies."""
-        return max(self._coarse.value + self.way.fixed_seconds, self._proven, self._reached)
-
-    @property
-    def _reached(self) -> float:
-        return -np.inf if self.bound is None else self.bound.value + self.way.fixed_seconds
+        reached = -np.inf if self._bound is None else self._bound.value + self.fixed_seconds
+        return max(self._proven, reached)
 
     @property
     def num_boxes(self) -> int:
         """Relaxations solved."""
-        return self._coarse.num_solves + self._num_solves + (self.bound.num_solves if self.bound else 0)
+        bounds = [bound for bound in (self._coarse, self._bound) if bound is not None]
+        return self._num_solves + sum(bound.num_solves for bound in bounds)
 
     @property
     def work(self) -> int:
         """The work on the bound."""
-        return self._work + (0 if self.bound is None else self.bound.work)
+        return self._work + (0 if self._bound is None else self._bound.work)
 
     @property
     def has_time(self) -> bool:
         """Whether a step as long as the bound's longest one ends in time."""
         return time.perf_counter() + self._longest <= self._deadline
 
-    def start(self, known: float) -> None:
-        """First plans, where there can be any: with pieces of all sizes, and with equal or small ones."""
-        if self.root is not None and not self.is_large:
-            self.search.start_from(self.root, self.way.allowed_C)
-        num_tables, num_ranks = len(self._problem.type_T), self._problem.num_ranks
-        alike = self._coarse.one_size() if num_tables <= num_ranks else None
-        if alike is not None:
-            self.search.start_from(alike, alike.admitted_C, short_attempts=1)
-            if self.seconds <= _CLOSE * known:
-                self.search.start_from(alike, alike.admitted_C, short_attempts=_ALIKE_STARTS)
-        elif self.is_large or num_tables <= _FEW_TABLES * num_ranks:
-            squeezed = self._coarse.squeezed()
-            if squeezed is not None:
-                self.search.start_from(squeezed, squeezed.admitted_C)
-        if self.root is not None and self.is_large and not self.search.parts_T:
-            self.search.start_from(self.root, self.way.allowed_C)
+    def start(self, factor: float) -> Start | None:
+        """A plan from the relaxation, with pieces of `factor` times its T at most (0: all alike); None where
+        there is none."""
+        assert self._coarse is not None
+        box = self._coarse.squeezed(factor) if factor else self._coarse.one_size()
+        return None if box is None else self.search.add_start(box, box.admitted_C)
+
+    def start_from_boxes(self) -> list[Start]:
+        """Plans from boxes that the bound has come to since."""
+        found = [self.search.add_start(*box) for box in self._boxes]
+        self._boxes.clear()
+        return [start for start in found if start is not None]
 
     def improve(self, known: float) -> bool:
         """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
         yet; False where there is none."""
         started = time.perf_counter()
-        is_worth_more = self._improve(known, self._deadline - started)
+        is_worth_more = self._improve(known)
         self._longest = max(self._longest, time.perf_counter() - started)
         return is_worth_more
 
-    def _improve(self, known: float, seconds: float) -> bool:
-        if self.bound is not None:
-            self._note_start(self.bound)
-            if self.bound.branch(seconds):
+    def _improve(self, known: float) -> bool:
+        if self._bound is not None:
+            self._note_box(self._bound)
+            if self._bound.branch():
                 return True
-            if not self.bound.is_proven:
+            if not self._bound.is_proven:
                 return False
-            self._proven = max(self._proven, self._reached)
-            self._num_proven += 1
-            self._work, self._num_solves = self.work, self._num_solves + self.bound.num_solves
-            self.bound = None
+            self._proven = self.value
+            self._work, self._num_solves = self.work, self._num_solves + self._bound.num_solves
+            self._bound = None
         if self.value >= known:
             return False
-        num_candidates = len(self.way.allowed_C)
-        if num_candidates > FEW_CANDIDATES:
-            step = next(part for most, part in _STEPS if num_candidates <= most)
-            goal = self.value + step / (1 + self._num_proven) * (known - self.value)
-        else:
-            gap = 1 - self.value / known
-            gap *= _NEXT if gap > _NEAR else _NEXT_WHEN_NEAR
-            goal = known * (1 - _SAFELY * next((least for least in _GAPS if least <= gap), 0.0))
-        fixed = self.way.fixed_seconds
+        fixed = self.fixed_seconds
+        goal = max(self.value + _STEP * (known - self.value) - fixed, _LEAST_SECONDS)
         scale = max(known - fixed, _LEAST_SECONDS)
-        goal = max(goal - fixed, _LEAST_SECONDS)
-        self.bound = LowerBound(self._problem, self.way.allowed_C, scale, goal, deadline=self._deadline)
+        self._bound = LowerBound(self._problem, self._allowed_C, scale, goal, deadline=self._deadline)
         return True
 
-    def _note_start(self, bound: LowerBound) -> None:
+    def _note_box(self, bound: LowerBound) -> None:
         """Keeps the best box, where its splits are new, for a plan."""
-        if self.is_large:
-            return
         box = bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
         if box is not None and key not in self._tried:
             self._tried.add(key)
-            self.starts.append((box, bound.allowed(box)))
+            self._boxes.append((box, bound.allowed(box)))
+
+
+@dataclass(eq=False)
+class _Arm:
+    """What an attempt begins with, how, and the seconds that its last one reached (with latencies)."""
+
+    entrant: _Entrant
+    start: Start
+    manner: Manner
+    seconds: float = np.inf
+
+    def attempt(self, work: float) -> None:
+        """One more attempt."""
+        self.seconds = self.entrant.search.attempt(self.start, self.manner, work) + self.entrant.fixed_seconds
 
 
 class _Contest:
-    """All ways, the one with the lowest bound next."""
+    """All ways: the bound of the lowest next, attempts at plans of all that can beat the best."""
 
     def __init__(
         self, problem: Problem, ways: Sequence[Way], effort: Effort, cutoff: float, deadline: float
     ) -> None:
-        self._entrants = [_Entrant(problem, way, effort, deadline) for way in ways]
-        self._search = next(part for most, part in _SEARCH if len(problem.type_C) <= most)
-        self._early_work = min(_EARLY_WORK, _EARLY * effort.max_work)
-        self._effort = effort
-        self._cutoff = cutoff
-        self._deadline = deadline
+        self._problem = problem
+        self._entrants = [_Entrant(problem, way, deadline) for way in ways]
+        self._effort, self._cutoff, self._deadline = effort, cutoff, deadline
+        self._plan_work = min(effort.max_work, WORK_PER_SECOND * effort.time_limit) / 2
+        self._attempts = self._rounds()
+        self._has_attempts = True
+        self._first_work = np.inf
 
     @property
     def known(self) -> float:
@@ -214,10 +203,6 @@ class _Contest:
         return min(entrant.value for entrant in self._entrants)
 
     @property
-    def _work(self) -> int:
-        return self._bound_work + self._search_work
-
-    @property
     def _bound_work(self) -> int:
         return sum(entrant.work for entrant in self._entrants)
 
@@ -227,62 +212,82 @@ class _Contest:
 
     @property
     def _is_spent(self) -> bool:
-        return self._work >= self._effort.max_work or time.perf_counter() >= self._deadline
+        work = self._bound_work + self._search_work
+        return work >= self._effort.max_work or time.perf_counter() >= self._deadline
 
     @property
     def _is_proven(self) -> bool:
         return self.known - self.value <= self._effort.gap * self.known
 
-    def start(self) -> None:
-        """A first plan of each way that can be better than the others'."""
-        for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
-            if entrant.root is None or entrant.value >= self.known:
-                continue
-            if self._is_spent and self.known < np.inf:
-                break
-            entrant.start(self.known)
-            if entrant.is_large and entrant.search.parts_T:
-                break
-        self._explore(self._early_work)
-        self._first_work = self._search_work
-
-    def _explore(self, max_work: float) -> None:
-        """Many short attempts at better plans, half of them of the best way, half of those not far behind: a
-        good plan early makes all goals of the bound better."""
-        end = self._search_work + max_work
-        for turn in itertools.count():
-            close = [e for e in self._entrants if e.search.parts_T and e.seconds < _CLOSE * self.known]
-            if not close or self._search_work >= end or self._is_spent or self._is_proven:
-                break
-            best = min(close, key=lambda entrant: entrant.seconds)
-            least_tried = min(close, key=lambda entrant: entrant.search.work)
-            (least_tried if turn % 2 else best).search.refine()
-
     def step(self) -> bool:
         """One piece of work; False when there is nothing to do, or no time to do it."""
-        if self.known == np.inf or self._is_proven or self._is_spent:
+        if self.known < np.inf and (self._is_proven or self._is_spent):
             return False
         entrant = min(self._entrants, key=lambda entrant: entrant.value)
-        best = min(self._entrants, key=lambda entrant: entrant.seconds)
-        is_bounds_turn = self._bound_work * self._search <= (1 - self._search) * self._late_work
-        can_search = bool(entrant.starts) or bool(best.search.parts_T)
-        if (is_bounds_turn or not can_search) and not entrant.is_done and entrant.has_time:
+        can_prove = self.known < np.inf and not entrant.is_done and entrant.has_time
+        is_bounds_turn = self._bound_work <= self._search_work - self._first_work
+        if can_prove and (is_bounds_turn or not self._has_attempts):
             entrant.is_done = not entrant.improve(self.known)
             return True
-        if entrant.starts:
-            entrant.search.start_from(*entrant.starts.pop())
-        elif can_search:
-            best.search.refine()
-        return can_search
+        if self._has_attempts:
+            self._has_attempts = next(self._attempts, False)
+            return True
+        return False
 
-    @property
-    def _late_work(self) -> int:
-        """The work on better plans after the first ones, and a little more, so that the bound is first."""
-        return self._search_work - self._first_work + 1
+    def _rounds(self) -> Iterator[bool]:
+        """Attempts at better plans, one after the other; see above."""
+        arms = yield from self._first_arms()
+        self._first_work = float(self._search_work)
+        work = _ROUND * self._plan_work
+        while arms:
+            arms = _better_half(arms)
+            yield from self._halving(arms, work)
+            best = min(self._entrants, key=lambda entrant: entrant.seconds)
+            best.search.settle(work / 4)
+            yield True
+            for entrant in self._entrants:
+                if entrant.value < self.known:
+                    starts = entrant.start_from_boxes()
+                    arms += [_Arm(entrant, start, manner) for start in starts for manner in MANNERS]
+            work *= 2
+
+    def _first_arms(self) -> Generator[bool, None, list[_Arm]]:
+        """The starts of all ways that may be better than the best plan, those with the lowest bounds first,
+        as many as there is work for; each has had its first attempt."""
+        arms: list[_Arm] = []
+        has_few = len(self._problem.type_T) <= self._problem.num_ranks
+        for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
+            for factor in (*_SQUEEZES, _ALIKE) if has_few else _SQUEEZES:
+                is_late = arms and self._search_work >= _ROUND * self._plan_work
+                if entrant.value >= self.known or is_late or (arms and self._is_spent):
+                    break
+                start = entrant.start(factor)
+                mine = [_Arm(entrant, start, manner) for manner in MANNERS if start is not None]
+                for arm in mine:
+                    arm.attempt(_LEAST_WORK)
+                    yield True
+                arms += mine
+        return arms
+
+    def _halving(self, arms: list[_Arm], max_work: float) -> Iterator[bool]:
+        """Attempts of all arms, then longer ones of the better half, and so on, until one is left."""
+        work = max_work / (1 + (len(arms) - 1).bit_length())
+        while True:
+            for arm in arms:
+                if arm.entrant.value < self.known:
+                    arm.attempt(max(work / len(arms), _LEAST_WORK))
+                    yield True
+            if len(arms) == 1:
+                return
+            arms = _better_half(arms)
 
     def solution(self) -> Solution:
         """The best plan and the bound."""
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
         bound = min(self.value, best.seconds)
         boxes = sum(entrant.num_boxes for entrant in self._entrants)
-        return Solution(best.search.parts_T, best.seconds, bound, self._work, boxes)
+        return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work, boxes)
+
+
+def _better_half(arms: list[_Arm]) -> list[_Arm]:
+    return sorted(arms, key=lambda arm: arm.seconds)[: (len(arms) + 1) // 2]

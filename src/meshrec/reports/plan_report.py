@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrec.plan.sharding_plan import ParameterSharding, ShardingPlan, ShardingType
-from meshrec.planner.alternatives import Alternative, alternatives
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.planners import plan_tables
 from meshrec.planner.search import Effort
 from meshrec.planner.types import OptimizerKind
+from meshrec.reports.alternatives import Alternative, alternatives
 
 _TIGHT_MEMORY = 0.95
 _LARGE_GAP = 0.05

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshrec.planner import load_plan
-from meshrec.planner.measured import DENSE, read_phases
+from meshrec.reports.measured import DENSE, read_phases
 from meshrec.reports.page import to_page
 from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat

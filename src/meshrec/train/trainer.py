@@ -12,7 +12,7 @@ from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.checkpoint.finding import BEST
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.distributed import record_phases
-from meshrec.planner.measured import PhaseTime, write_phases
+from meshrec.reports.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
 from meshrec.train.checkpoints import Checkpoints
 from meshrec.train.evaluation import Scored, Window, evaluate, score

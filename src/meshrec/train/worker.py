@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshrec.checkpoint import find_checkpoint
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import save_plan
-from meshrec.planner.measured import compare, read_phases
+from meshrec.reports.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
 from meshrec.train.baselines import baselines

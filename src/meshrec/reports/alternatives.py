@@ -8,8 +8,7 @@ import numpy as np
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel, Usage
-from meshrec.planner.evaluate import evaluate_placements
-from meshrec.planner.placements import from_plan, sharding_type
+from meshrec.planner.evaluate import evaluate_placements, from_plan, sharding_type
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.planner.problem import Problem
 from meshrec.planner.state import State

@@ -1,4 +1,4 @@
-from meshrec.planner.alternatives import alternatives
+from meshrec.reports.alternatives import alternatives
 
 
 def test_the_chosen_type_costs_nothing_and_others_hardly_ever_gain(small_plan):

@@ -1,6 +1,6 @@
 import pytest
 
-from meshrec.planner.json_file import read_json
+from meshrec.planner.text import read_json, size_text
 
 
 def test_an_object_is_read(tmp_path):
@@ -20,3 +20,18 @@ def test_other_files_are_named(tmp_path, content, said):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=said):
         read_json(tmp_path / "a.json", "a task file")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (2.5 * 2**20, "2.50 MiB"),
+        (2**30, "1.00 GiB"),
+        (2**41, "2,048.00 GiB"),
+    ],
+)
+def test_the_unit_fits(num_bytes, text):
+    assert size_text(num_bytes) == text

@@ -1,6 +1,6 @@
 import pytest
 
-from meshrec.planner.measured import PhaseTime, compare, read_phases, write_phases
+from meshrec.reports.measured import PhaseTime, compare, read_phases, write_phases
 
 
 def test_measurements_survive_their_file(tmp_path):
