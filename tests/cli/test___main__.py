@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+import meshrec
 from meshrec.cli.__main__ import main
 
 
@@ -15,6 +16,18 @@ def test_help_lists_the_commands():
     assert result.returncode == 0
     assert "plan" in result.stdout
     assert "calibrate" in result.stdout
+
+
+def test_the_version():
+    result = run("--version")
+    assert result.stdout == f"meshrec {meshrec.__version__}\n"
+    assert result.returncode == 0
+
+
+def test_the_help_waits_for_no_heavy_import():
+    code = "import sys; sys.argv = ['meshrec', '--help']; from meshrec.__main__ import main; main()"
+    code += "; assert not {'torch', 'numpy', 'pyarrow', 'tyro', 'rich'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_mistakes_end_with_one_line():

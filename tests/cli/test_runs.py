@@ -37,6 +37,46 @@ def test_two_runs_side_by_side(runs, capsys):
     assert "recipe.name" not in out  # the same in both
 
 
+def test_three_runs_are_compared_with_the_first(runs, capsys):
+    worse = RunFolder(runs / "c")
+    worse.path.mkdir()
+    worse.write_json(CONFIG, {"recipe": {"name": "other", "lr": 0.1}, "ranks": 2})
+    worse.write_json(SUMMARY, {"state": "finished", "step": 20, "validation": {"auc": 0.6}})
+    run(RunsOptions(words=("compare", "a", "b", "c"), runs=runs))
+    line = next(text for text in capsys.readouterr().out.splitlines() if "validation auc" in text)
+    assert "+0.05" in line
+    assert "better" in line
+    assert "-0.1" in line
+    assert "worse" in line
+
+
+def test_runs_are_chosen_and_sorted(runs, capsys):
+    stopped = RunFolder(runs / "c")
+    stopped.path.mkdir()
+    stopped.write_json(CONFIG, {"recipe": {"name": "other"}, "ranks": 1})
+    stopped.write_state("stopped", step=7)
+
+    def listed(**options):
+        run(RunsOptions(runs=runs, **options))
+        lines = capsys.readouterr().out.splitlines()
+        found = [line.replace("│", " ").split()[:1] for line in lines]
+        return [words[0] for words in found if words and words[0] in "abc"]
+
+    assert listed(state="stopped") == ["c"]
+    assert listed(recipe="small") == ["a", "b"]
+    assert listed(sort="auc") == ["c", "a", "b"]  # what has none comes first
+    with pytest.raises(ValueError, match=r"none of the 3 runs in .* is so; leave --state or --recipe out"):
+        listed(state="failed")
+
+
+def test_runs_are_removed_unless_they_are_running(runs):
+    RunFolder(runs / "b").write_state("running", step=3)
+    with pytest.raises(ValueError, match="is running; stop it first"):
+        run(RunsOptions(words=("rm", "b"), runs=runs))
+    run(RunsOptions(words=("rm", "a"), runs=runs))
+    assert [path.name for path in runs.iterdir()] == ["b"]
+
+
 def test_mistakes_are_named(runs, tmp_path):
     with pytest.raises(ValueError, match=r"there is no run 'c' in /.*; there are: a, b"):
         run(RunsOptions(words=("compare", "a", "c"), runs=runs))

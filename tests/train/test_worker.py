@@ -1,5 +1,6 @@
 import pytest
 
+from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.planner import load_plan
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 from meshrec.train.worker import Job, work
@@ -20,6 +21,19 @@ def test_a_run_leaves_its_folder(tmp_path, small):
     assert folder.plan_page.read_text().startswith("<!doctype html>")
     assert list(tmp_path.glob("small-001/events.out.tfevents*"))
     assert [type(event).__name__ for event in events][-1] == "Finished"
+
+
+def test_a_run_whose_end_is_not_on_the_disk_is_not_finished(tmp_path, small, monkeypatch):
+    def full(*_):
+        raise CheckpointError("saving failed: OSError: No space left on device")
+
+    monkeypatch.setattr(CheckpointManager, "async_save", full)
+    monkeypatch.setattr(CheckpointManager, "save", full)
+    summary = work(Job(recipe=small(epochs=1), runs=tmp_path, device="cpu"), lambda _: lambda _: None)
+    assert summary["state"] == "failed"
+    assert "the last checkpoint could not be saved: " in summary["error"]
+    assert summary["failed_saves"]
+    assert RunFolder(tmp_path / "small-001").state().name == "failed"
 
 
 def test_errors_are_kept(tmp_path, small):

@@ -219,6 +219,28 @@ class Recipe:
     training: Training = Training()
     placement: Placement = Placement()
 
+    def __post_init__(self) -> None:
+        kinds = {
+            "data": DataSource,
+            "model": ModelConfig,
+            "tables": OptimizerSpec,
+            "dense": DenseOptimizer,
+            "schedule": Schedule,
+            "training": Training,
+            "placement": Placement,
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if isinstance(value, kind):
+                continue
+            is_class = isinstance(value, type)
+            found = f"the class {value.__name__}" if is_class else repr(value)
+            lacks_call = is_class and issubclass(value, kind)
+            remedy = f"Write {value.__name__}(...)" if lacks_call else f"Give a {kind.__name__}"
+            raise ValueError(
+                f"recipe {self.name!r}: its field {name!r} must be a {kind.__name__}, got {found}. {remedy}."
+            )
+
     def check(self, world_size: int) -> None:
         """ValueError for what cannot be run on so many ranks."""
         training = self.training

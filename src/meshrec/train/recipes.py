@@ -106,7 +106,20 @@ def _from_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as for a script: its neighbours can be imported
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ValueError(
+            f"{error.filename}:{error.lineno}: {error.msg}. Mend this line of the recipe."
+        ) from error
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"recipe file {path}: there is no module {error.name!r}, neither installed nor in {folder}. "
+            "Install it, or put it there."
+        ) from error
     return module
 
 
