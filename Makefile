@@ -31,7 +31,7 @@ demo: build
 	$(BIN)/python -m meshrec train movielens_dlrm --nproc 2 --baselines $(DEMO)
 
 test: build
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

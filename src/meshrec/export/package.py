@@ -125,6 +125,8 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} was not found; set CXX"
+    if " " in torch.__file__:  # its compiler splits its commands there
+        return f"torch compiles nothing below a folder with a space: {Path(torch.__file__).parent}"
     torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
     return None
 
