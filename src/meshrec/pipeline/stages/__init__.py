@@ -3,6 +3,7 @@
 from meshrec.pipeline.stages.choosing import Choice
 from meshrec.pipeline.stages.links import DeviceLink, Link
 from meshrec.pipeline.stages.ranks import StagedOverRanks, StepResult
+from meshrec.pipeline.stages.report import write_report
 from meshrec.pipeline.stages.running import StageError, split_seed
 from meshrec.pipeline.stages.staged import Staged
 from meshrec.pipeline.stages.timeline import Event, Timeline
@@ -18,4 +19,5 @@ __all__ = [
     "StepResult",
     "Timeline",
     "split_seed",
+    "write_report",
 ]

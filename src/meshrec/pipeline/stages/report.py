@@ -1,0 +1,36 @@
+"""What the stages did in a batch, as one HTML page."""
+
+from pathlib import Path
+from typing import Any
+
+from meshrec.pipeline.stages.staged import Staged
+from meshrec.reports.page import to_page
+
+
+def write_report(staged: Staged, path: str | Path) -> None:
+    """Writes the page of the last batch: its timeline, how busy stages were, predicted beside measured.
+
+    Raises:
+        ValueError: there was no batch yet.
+    """
+    Path(path).write_text(to_page("stages.js", report_data(staged)), encoding="utf-8")
+
+
+def report_data(staged: Staged) -> dict[str, Any]:
+    """All that the page shows, as plain JSON types."""
+    events = staged.timeline.events
+    if not events:
+        raise ValueError("the stages have run no batch. Train one, then write the report.")
+    choice = staged.choice
+    stages = [name or f"stage {number}" for number, name in enumerate(staged.stages)]
+    predicted = None if choice is None else sorted(choice.predicted.items())
+    return {
+        "stages": stages,
+        "num_splits": max(event.split for event in events) + 1,
+        "seconds": max(event.end for event in events) - min(event.start for event in events),
+        "busy": staged.timeline.busy(),
+        "timeline": staged.timeline.svg(stages),
+        "predicted": predicted,
+        "bound": None if choice is None else choice.bound,
+        "gap": None if choice is None else choice.gap,
+    }
