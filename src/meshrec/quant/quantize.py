@@ -68,9 +68,7 @@ def quantize(
     configs = [config for m in collections.values() for config, _ in m.tables().values()]
     types = checked_types(configs, weights, per_table)
     memo = {id(m): _quantised(m, types, output_dtype, rounding) for m in collections.values()}
-    result = memo.get(id(model))
-    if result is None:
-        result = copied_but_for(model, memo)
+    result = memo[id(model)] if id(model) in memo else copied_but_for(model, memo)
     _finish(result, dense)
     return result
 
