@@ -5,6 +5,7 @@ with a cross network in place of dot products: Wang et al.: "DCN V2" (2021), as 
 benchmark.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -65,7 +66,10 @@ class DenseArch(nn.Module):
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
     ) -> None:
         super().__init__()
-        self.model = MLP(in_features, layer_sizes, device=device)
+        with warnings.catch_warnings():
+            # Of data without numbers: the first layer is its bias.
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            self.model = MLP(in_features, layer_sizes, device=device)
 
     def forward(self, features: Tensor) -> Tensor:
         """[B, in_features] -> [B, layer_sizes[-1]]."""

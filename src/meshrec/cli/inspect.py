@@ -1,0 +1,197 @@
+"""``meshrec inspect``: looks at tables, and writes the recipe that it would train."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from meshrec.cli.arguments import parse
+from meshrec.cli.output import check_output
+from meshrec.reports.page import to_page
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from meshrec.data.features import ColumnFeature
+    from meshrec.data.propose import Proposal
+
+_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Looks at data, proposes what to make of each column, and writes a recipe, which is meant to be edited.
+
+    Then: meshrec train recipe.py:recipe
+    """
+
+    data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """Parquet or CSV files, folders or patterns: all that there is to train, choose and judge by."""
+    label: str
+    """The column to learn: 0 and 1, or numbers."""
+    time: str | None = None
+    """The column that orders the rows; the latest are held out. If none, rows are held out at random."""
+    out: Path = Path("recipe.py")
+    """The recipe to write."""
+    page: Path | None = None
+    """The page to write; if none, the recipe's name with .html."""
+    rows: int | None = None
+    """Look at so many rows only, spread over the data; if none, at all."""
+    force: bool = False
+    """Replace a recipe that is there."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses and does it; the exit code."""
+    options = parse(InspectOptions, arguments, program="meshrec inspect")
+    page = options.page or options.out.with_suffix(".html")
+    check_output(options.out)
+    check_output(page)
+    if options.out.exists() and not options.force:
+        raise ValueError(f"{options.out} is there already; name another --out, or replace it: --force.")
+    if options.rows is not None and options.rows < 1:
+        raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
+    from meshrec.data.profile import profile
+    from meshrec.data.propose import as_json, propose
+
+    found = profile(_tables(options.data, options.rows), options.label)
+    proposal = propose(found, label=options.label, time=options.time)
+    options.out.write_text(recipe_text(options, proposal, found.num_rows), encoding="utf-8")
+    data = as_json(found, proposal) | {
+        "data": list(options.data),
+        "label": options.label,
+        "time": options.time,
+    }
+    page.write_text(to_page("inspect.js", data), encoding="utf-8")
+    _print(proposal, found.num_rows)
+    print(f"the page: {page}\nthe recipe, to read and to edit: {options.out}")
+    print(f"to train it: meshrec train {options.out}:recipe")
+    return 0
+
+
+def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
+    """The columns of all files, a part at a time; with ``rows``, every so many parts."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from meshrec.data.faults import DataError
+    from meshrec.data.frames import read_csv
+    from meshrec.data.parquet import expand
+
+    text = all(path.endswith((".csv", ".csv.gz")) for path in paths)
+    files = expand(list(paths), "*.csv" if text else "*.parquet")
+    if text:
+        yield from (read_csv(file) for file in files)
+        return
+    names: list[str] | None = None
+    try:
+        opened = [pq.ParquetFile(file) for file in files]
+        total = sum(each.metadata.num_rows for each in opened)
+        stride = 1 if rows is None else max(1, math.ceil(total / rows))
+        part = 0
+        for file, each in zip(files, opened, strict=True):
+            names = names or each.schema_arrow.names
+            missing = sorted(set(names) ^ set(each.schema_arrow.names))
+            if missing:
+                raise DataError(f"{file} and {files[0]} differ in {missing}. Give files of one form.")
+            for batch in each.iter_batches(_ROWS, columns=names, use_threads=False):
+                if part % stride == 0:
+                    yield pa.Table.from_batches([batch])
+                part += 1
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{files} cannot be read as Parquet: {error}") from error
+
+
+def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
+    """The recipe as Python."""
+    text = all(path.endswith((".csv", ".csv.gz")) for path in options.data)
+    source = "Csv" if text else "Parquet"
+    features = proposal.features
+    kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})
+    lines = []
+    for choice in proposal.choices:
+        if not choice.features:
+            lines.append(f"        # {choice.column}: {choice.role}: {choice.reason}")
+        for number, feature in enumerate(choice.features):
+            lines += [] if number else [f"        # {choice.reason}"]
+            lines.append(f"        {_call(feature)},")
+    label = _call(features.labels[0])
+    batch = 2 ** round(math.log2(min(max(num_rows / 150, 128), 8192)))
+    every = max(1, num_rows * 8 // 10 // batch // 4)
+    split = 'split_by="random"'
+    if options.time is not None:
+        split = f'split_by="time",\n            split_column={_text(options.time)}'
+    warnings = "".join(f"# Look at this: {each}.\n" for each in proposal.warnings)
+    dense = "" if features.numbers else "\n    # There are no numbers: the model's bottom MLP sees nothing."
+    columns = "\n".join(lines)
+    return f'''"""What `meshrec inspect` proposes for {num_rows:,} rows: change what you know better.
+
+Train it: meshrec train {options.out}:recipe
+"""
+
+from meshrec.data.features import {", ".join(kinds)}
+from meshrec.optim import Adam
+from meshrec.train import DenseOptimizer, DLRMConfig, {source}, Recipe, Schedule, Training
+
+{warnings}FEATURES = Features(
+    labels=({label},),
+    features=(
+{columns}
+    ),
+)
+
+
+def recipe() -> Recipe:
+    """DLRM on these columns."""{dense}
+    return Recipe(
+        name={_text(options.out.stem)},
+        data={source}(
+            train={_text(tuple(options.data))},
+            {split},
+            features=FEATURES,
+        ),
+        # Tables begin near zero: a row that training never meets says nothing.
+        model=DLRMConfig(embedding_dim=16, table_std=0.001, bottom=(32,), top=(128, 64)),
+        tables=Adam(lr=2e-3, weight_decay=2.0, decoupled_weight_decay=True),
+        dense=DenseOptimizer(kind="adamw", lr=1e-3, weight_decay=0.1),
+        schedule=Schedule(decay="linear"),
+        training=Training(batch_size={batch}, epochs=4, evaluate_every={every}, patience=4),
+    )
+'''
+
+
+def _call(value: "ColumnFeature | Any") -> str:
+    """A frozen dataclass as Python: what is not its default."""
+    words = [
+        f"{each.name}={_text(getattr(value, each.name))}"
+        for each in fields(value)
+        if getattr(value, each.name) != each.default
+    ]
+    return f"{type(value).__name__}({', '.join(words)})"
+
+
+def _text(value: Any) -> str:
+    """With double quotes, as formatters want them."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
+    return repr(value)
+
+
+def _print(proposal: "Proposal", num_rows: int) -> None:
+    console = Console()
+    table = Table(title=f"{num_rows:,} rows", title_justify="left")
+    for name in ("column", "becomes", "because", "rows of its table"):
+        table.add_column(name, justify="right" if name.startswith("rows") else "left", overflow="fold")
+    for choice in proposal.choices:
+        table.add_row(choice.column, choice.role, choice.reason, f"{choice.rows:,}" if choice.rows else "")
+    console.print(table)
+    for warning in proposal.warnings:
+        console.print(f"look at this: {warning}", style="yellow", highlight=False)

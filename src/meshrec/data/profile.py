@@ -1,0 +1,207 @@
+"""A look at data that nobody has described: one pass of sketches, and what they say of each column."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from meshrec.data.features.sketches import Distinct, RowSample
+from meshrec.data.features.values import Kind, hashes_of, is_missing, kind_of, numbers_of, values_of, whole
+
+_EXAMPLES = 3
+_EXAMPLE_LENGTH = 40
+
+
+@dataclass
+class Column:
+    """What one column holds.
+
+    Attributes:
+        name, kind, type: of the column; the latter in Arrow's words.
+        num_rows, num_missing: rows, and those that are null, NaN or empty texts.
+        distinct: distinct values, about; of lists those inside.
+        low, high: of numbers and times (seconds since 1970).
+        mean_length, max_length: of lists.
+        examples: some values as text.
+        quantiles: of numbers in a sample: 0, 1, 25, 50, 75, 99, 100 %.
+        top_shares: shares of the most frequent values in the sample, the most frequent first.
+        signal: how well the column alone tells the label: an AUC of rows of the sample; None: unknown.
+        counts_up: whether rows have it in order, each value once: a row number.
+    """
+
+    name: str
+    kind: Kind
+    type: str
+    num_rows: int = 0
+    num_missing: int = 0
+    distinct: int = 0
+    low: float | None = None
+    high: float | None = None
+    mean_length: float | None = None
+    max_length: int | None = None
+    examples: list[str] = field(default_factory=list)
+    quantiles: list[float] = field(default_factory=list)
+    top_shares: list[float] = field(default_factory=list)
+    signal: float | None = None
+    counts_up: bool = False
+
+    @property
+    def missing(self) -> float:
+        """Share of rows without a value."""
+        return self.num_missing / max(self.num_rows, 1)
+
+
+class Profile(NamedTuple):
+    """Columns in the order of the data, how many rows there are, and a sample of them."""
+
+    num_rows: int
+    columns: dict[str, Column]
+    sample: pa.Table
+
+
+class _Sketch:
+    """Of one column."""
+
+    def __init__(self, name: str, kind: pa.DataType) -> None:
+        self.column = Column(name, kind_of(kind), str(kind))
+        self._distinct = Distinct(np.zeros(0, np.uint64))
+        self._num_values = 0
+        self._last: float | None = None
+        self._rises = True
+
+    def add(self, chunks: Any) -> None:
+        """Takes the next rows."""
+        column = self.column
+        array, offsets = values_of(chunks)
+        num = len(offsets) - 1
+        column.num_rows += num
+        if column.kind == "other":
+            column.num_missing += chunks.null_count
+            return
+        lengths = np.diff(offsets)
+        if column.kind.startswith("list"):
+            column.num_missing += chunks.null_count
+            column.max_length = max(column.max_length or 0, int(lengths.max(initial=0)))
+            self._num_values += int(lengths.sum())
+        elif column.kind != "number":
+            missing = is_missing(array)
+            column.num_missing += 0 if missing is None else int(missing.sum())
+        self._distinct = self._distinct.merged(Distinct.of(array))
+        if column.kind in ("number", "integer", "time"):
+            self._numbers(numbers_of(array, None, "s"))
+
+    def _numbers(self, values: npt.NDArray[np.float64]) -> None:
+        column, finite = self.column, np.isfinite(values)
+        if column.kind == "number":
+            column.num_missing += int((~finite).sum())
+        values = values[finite]
+        if not len(values):
+            return
+        low, high = float(values.min()), float(values.max())
+        column.low = low if column.low is None else min(column.low, low)
+        column.high = high if column.high is None else max(column.high, high)
+        before = values if self._last is None else np.append(self._last, values)
+        self._rises = self._rises and bool((np.diff(before) > 0).all())
+        self._last = float(values[-1])
+
+    def finished(self, sample: Any) -> Column:
+        """With what the sample tells."""
+        column = self.column
+        column.distinct = self._distinct.count()
+        column.counts_up = column.kind == "integer" and self._rises and column.num_missing == 0
+        if column.max_length is not None:
+            column.mean_length = self._num_values / max(column.num_rows, 1)
+        values = sample.drop_null()
+        column.examples = [_short(each) for each in values.slice(0, _EXAMPLES).to_pylist()]
+        if column.kind == "other":
+            return column
+        if column.kind in ("number", "integer", "time"):
+            numbers = numbers_of(sample, None, "s")
+            numbers = numbers[np.isfinite(numbers)]
+            if len(numbers):
+                column.quantiles = np.quantile(numbers, (0, 0.01, 0.25, 0.5, 0.75, 0.99, 1)).tolist()
+        hashes = hashes_of(values_of(values).array)
+        if len(hashes):
+            counts = np.sort(np.unique(hashes, return_counts=True)[1])[::-1]
+            column.top_shares = (counts[:20] / len(hashes)).tolist()
+        return column
+
+
+def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:
+    """One pass over tables of one schema.
+
+    Args:
+        tables: the data, a part at a time.
+        label: the column to learn, whose ties with the others are measured; None: there is none.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    sketches: dict[str, _Sketch] = {}
+    sample: RowSample | None = None
+    num_rows = 0
+    for table in tables:
+        if not sketches:
+            sketches = {each.name: _Sketch(each.name, each.type) for each in table.schema}
+        for name, sketch in sketches.items():
+            sketch.add(whole(table[name]))
+        mine = RowSample.of(table, np.arange(num_rows, num_rows + table.num_rows, dtype=np.int64))
+        sample = mine if sample is None else sample.merged(mine)
+        num_rows += table.num_rows
+    if sample is None or not num_rows:
+        raise ValueError("there is no row to look at. Name files that have some.")
+    columns = {name: sketch.finished(whole(sample.table[name])) for name, sketch in sketches.items()}
+    if label in columns and columns[label].kind in ("integer", "number"):
+        truth = numbers_of(sample.table[label], None, "s")
+        for name, column in columns.items():
+            if name != label and column.kind != "other":
+                column.signal = signal(whole(sample.table[name]), column.kind, truth)
+    return Profile(num_rows, columns, sample.table)
+
+
+def signal(array: Any, kind: Kind, truth: npt.NDArray[np.float64]) -> float | None:
+    """How well a column alone orders rows by a label: the larger of two AUCs, each at least 1/2.
+
+    One is of the numbers as they are; the other of the label's mean at each value, learned on half of the
+    rows and judged on the other half. The label counts as 1 above its mean.
+    """
+    good = np.isfinite(truth)
+    positive = truth > truth[good].mean() if good.any() else good
+    if kind.startswith("list") or positive[good].all() or not positive[good].any():
+        return None
+    found = []
+    if kind in ("number", "integer", "time"):
+        values = numbers_of(array, None, "s")
+        at = good & np.isfinite(values)
+        area = _area(values[at], positive[at])
+        found += [] if area is None else [max(area, 1 - area)]
+    hashes = hashes_of(array)
+    half = np.arange(len(hashes)) % 2 == 0  # rows of a sample are in random order
+    keys, places = np.unique(hashes, return_inverse=True)
+    learns, judges = half & good, ~half & good
+    num = np.bincount(places[learns], minlength=len(keys))
+    sums = np.bincount(places[learns], positive[learns], minlength=len(keys))
+    prior = positive[learns].mean() if learns.any() else 0.5
+    area = _area(((sums + prior) / (num + 1))[places][judges], positive[judges])
+    found += [] if area is None else [max(area, 0.5)]
+    return max(found, default=None)
+
+
+def _area(scores: npt.NDArray[np.float64], positive: npt.NDArray[np.bool_]) -> float | None:
+    num_positive = int(positive.sum())
+    num_others = len(positive) - num_positive
+    if not num_positive or not num_others:
+        return None
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - (counts - 1) / 2
+    return float(
+        (middle[places][positive].sum() - num_positive * (num_positive + 1) / 2) / (num_positive * num_others)
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _EXAMPLE_LENGTH else text[: _EXAMPLE_LENGTH - 1] + "…"

@@ -1,0 +1,273 @@
+"""From a look at data to a proposal: what to make of each column, and why."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshrec.data.features import (
+    ColumnFeature,
+    DatePart,
+    Features,
+    Hashed,
+    IdFeature,
+    Label,
+    Number,
+    Vocabulary,
+)
+from meshrec.data.features.values import numbers_of
+from meshrec.data.profile import Column, Profile
+
+LEAK = 0.99
+"""Columns that tell the label this well by themselves are taken for the label in other words."""
+_UNIQUE = 0.9
+_FEW_ROWS = 1000
+_LARGE_VOCABULARY = 1_000_000
+_LARGEST_TABLE = 20_000_000
+_FEW_VALUES = 64
+
+
+class Choice(NamedTuple):
+    """What becomes of a column: ``label``, ``time``, ``dense``, ``id``, ``list`` or ``drop``, and why."""
+
+    column: str
+    role: str
+    reason: str
+    features: tuple[ColumnFeature, ...] = ()
+    rows: int | None = None
+    warning: str | None = None
+
+
+class Proposal(NamedTuple):
+    """A choice for every column, the features that follow, and what to look at."""
+
+    features: Features
+    choices: list[Choice]
+    warnings: list[str]
+
+
+def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
+    """What to make of each column.
+
+    Raises:
+        ValueError: the label or the time is no column, or cannot be one; or nothing is left to learn from.
+    """
+    for role, name in (("label", label), ("time", time)):
+        if name is not None and name not in profile.columns:
+            raise ValueError(f"--{role} {name}: there is no such column; there are {list(profile.columns)}.")
+    chosen_label, why = _label(profile, label)
+    choices = [Choice(label, "label", why)]
+    for name, column in profile.columns.items():
+        if name != label:
+            choices.append(_time(column) if name == time else _choice(column, profile.num_rows))
+    found = tuple(feature for choice in choices for feature in choice.features)
+    if not any(choice.role in ("id", "list", "time") and choice.features for choice in choices):
+        raise ValueError(
+            f"no column of {list(profile.columns)} names something, such as a user or an item: there is "
+            "nothing to make tables of. Use a model without tables, or give columns of ids."
+        )
+    warnings = [choice.warning for choice in choices if choice.warning is not None]
+    if time is None:
+        warnings.append(
+            "no --time column: the split is random, which is kinder than the future. Name one if you can."
+        )
+    return Proposal(Features(labels=(chosen_label,), features=found), choices, warnings)
+
+
+def _label(profile: Profile, name: str) -> tuple[Label, str]:
+    column = profile.columns[name]
+    if column.kind not in ("integer", "number"):
+        raise ValueError(
+            f"--label {name}: it holds {column.kind}, and labels are numbers or booleans. Make one of it."
+        )
+    if column.num_missing:
+        raise ValueError(
+            f"--label {name}: {column.num_missing:,} of {column.num_rows:,} rows have none. Leave them out."
+        )
+    if column.distinct < 2:
+        raise ValueError(f"--label {name}: all rows have the same. Name another column, or give more data.")
+    values = numbers_of(profile.sample[name], None, "s")
+    if column.low is not None and column.high is not None and column.low >= 0 and column.high <= 1:
+        return Label(column=name), f"binary: {values.mean():.1%} of the rows have 1"
+    distinct = np.unique(values)[1:]
+    shares = np.array([(values >= each).mean() for each in distinct[:: max(1, len(distinct) // 256)]])
+    best = float(distinct[:: max(1, len(distinct) // 256)][np.abs(shares - 0.5).argmin()])
+    share = (values >= best).mean()
+    values_text = f"{len(distinct) + 1} values from {column.low:g} to {column.high:g}"
+    why = f"{values_text}: 1 from {best:g} on ({share:.1%} of the rows)"
+    return Label(column=name, positive_from=best), why
+
+
+def _time(column: Column) -> Choice:
+    if column.kind not in ("time", "integer", "number"):
+        raise ValueError(
+            f"--time {column.name}: the column holds {column.kind}, and times are dates, timestamps or "
+            "numbers. Convert it."
+        )
+    if column.num_missing:
+        raise ValueError(f"--time {column.name}: {column.num_missing:,} rows have none. Leave them out.")
+    unit = _unit(column)
+    if unit is None:
+        return Choice(column.name, "time", "orders the rows: the latest are held out")
+    parts: list[ColumnFeature] = [
+        DatePart(name=f"{column.name}_{part}", column=column.name, part=part, unit=unit)  # type: ignore[arg-type]
+        for part in ("hour", "weekday")
+    ]
+    why = "orders the rows: the latest are held out; its hour and weekday are known when a row is scored"
+    return Choice(column.name, "time", why, tuple(parts), 33)
+
+
+def _unit(column: Column) -> str | None:
+    """Of times that are numbers: what counts since 1970; None where they are no such times."""
+    if column.kind == "time":
+        return "s"
+    middle = column.quantiles[3] if column.quantiles else 0
+    for unit, second in (("s", 1), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)):
+        if 3e8 * second <= middle <= 4e9 * second:  # from 1979 to 2096
+            return unit
+    return None
+
+
+def _choice(column: Column, num_rows: int) -> Choice:
+    name = column.name
+
+    def drop(reason: str, warning: str | None = None) -> Choice:
+        return Choice(name, "drop", reason, warning=warning)
+
+    if column.kind == "other":
+        return drop(f"{column.type} is not read")
+    if column.num_missing == column.num_rows:
+        return drop("empty", f"column {name!r} is empty")
+    if column.distinct <= 1 and (column.num_missing == 0 or column.kind.startswith("list")):
+        return drop("constant", f"column {name!r} is constant")
+    if column.signal is not None and column.signal >= LEAK:
+        return drop(
+            f"tells the label by itself (AUC {column.signal:.4f})",
+            f"column {name!r} tells the label by itself (AUC {column.signal:.4f}): it is the label in other "
+            "words, or known only afterwards. It is left out; put it back if that is wrong",
+        )
+    if column.kind.startswith("list"):
+        return _list(column)
+    if column.kind == "time":
+        parts = tuple(DatePart(name=f"{name}_{part}", column=name, part=part) for part in ("hour", "weekday"))
+        return Choice(name, "id", "a time: its hour and weekday", parts, 33)
+    if column.counts_up and num_rows >= 10:
+        return drop("a row number", f"column {name!r} counts the rows: it says nothing of others")
+    if column.kind == "number" and not _is_code(column):
+        return _dense(column, "numbers")
+    if column.distinct > _UNIQUE * num_rows and num_rows >= _FEW_ROWS and not _is_magnitude(column):
+        what = "text" if column.kind == "text" else "id"
+        return drop(
+            f"almost every row has its own {what}",
+            f"column {name!r} differs in almost every row: nothing can be learned of such an id",
+        )
+    if column.kind == "integer" and _is_magnitude(column):
+        return _dense(column, "integers that count something")
+    return _ids(column)
+
+
+def _is_code(column: Column) -> bool:
+    """Floats that are integers with nulls, as pandas writes them: few whole values."""
+    return (
+        column.distinct <= _FEW_VALUES
+        and all(float(each).is_integer() for each in column.quantiles)
+        and column.distinct > 2
+    )
+
+
+def _is_magnitude(column: Column) -> bool:
+    """Integers whose size means something: counts and prices, not numbers of things.
+
+    Things are few, or frequent; counts crowd at the small end of a long range.
+    """
+    if column.kind != "integer" or column.distinct <= _FEW_VALUES or _named_like_an_id(column.name):
+        return False
+    low, _, _, middle, _, high, _ = column.quantiles
+    crowded = (middle - low) < 0.1 * (high - low)
+    rare = column.num_rows / column.distinct < 5
+    return crowded or rare
+
+
+def _named_like_an_id(name: str) -> bool:
+    lowered = name.lower()
+    return (
+        lowered in ("user", "item")
+        or lowered.endswith(("id", "_key", "code", "zip"))
+        or lowered.startswith("id_")
+    )
+
+
+def _dense(column: Column, what: str) -> Choice:
+    low, first, _, middle, _, last, high = column.quantiles
+    log = low >= 0 and high > 20 * max(middle, 1e-9)
+    far = high - low > 10 * max(last - first, 1e-12)
+    missing = float(np.float32(middle)) if column.num_missing else None
+    feature = Number(
+        name=column.name,
+        log=log,
+        clip=(0.01, 0.99) if far and not log else None,
+        standardize=True,
+        missing=missing,
+    )
+    steps = [what, f"{low:g} to {high:g}"]
+    steps += ["a long tail: log"] if log else []
+    steps += ["far outliers: clipped"] if feature.clip is not None else []
+    steps += [f"{column.missing:.1%} missing: the median"] if column.num_missing else []
+    return Choice(column.name, "dense", ", ".join(steps), (feature,))
+
+
+def _ids(column: Column) -> Choice:
+    name, distinct = column.name, column.distinct
+    each = column.num_rows * (1 - column.missing) / max(distinct, 1)
+    why = f"{distinct:,} values, each in {each:,.1f} rows"
+    why += f", {column.missing:.1%} missing" if column.num_missing else ""
+    if distinct > _LARGE_VOCABULARY:
+        rows = min(2 * distinct, _LARGEST_TABLE)
+        feature: ColumnFeature = Hashed(name=name, num_embeddings=rows)
+        return Choice(name, "id", f"{why}: hashed", (feature,), rows)
+    features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
+    if column.kind == "integer" and distinct > _FEW_VALUES and not _named_like_an_id(name):
+        missing = column.quantiles[3] if column.num_missing else None
+        features.append(Number(name=f"{name}_number", column=name, standardize=True, missing=missing))
+        why += "; as a number too, if its size means something"
+    return Choice(name, "id", why, tuple(features), distinct + 2)
+
+
+def _list(column: Column) -> Choice:
+    assert column.max_length is not None
+    assert column.mean_length is not None
+    choice = _ids(replace(column, num_rows=round(column.num_rows * max(column.mean_length, 1e-9))))
+    feature = choice.features[0]
+    assert isinstance(feature, IdFeature)
+    longest = min(column.max_length, max(8, round(4 * column.mean_length)))
+    feature = replace(feature, max_length=longest if longest < column.max_length else None)
+    cut = f", cut to the last {longest}" if longest < column.max_length else ""
+    lengths = f"{column.mean_length:.1f} on average, {column.max_length} at most"
+    why = f"lists of {lengths}{cut}; {column.distinct:,} values"
+    return Choice(column.name, "list", why, (feature,), choice.rows)
+
+
+def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:
+    """For the page."""
+    chosen = {choice.column: choice for choice in proposal.choices}
+    return {
+        "rows": profile.num_rows,
+        "warnings": proposal.warnings,
+        "columns": [
+            {
+                "name": name,
+                "type": column.type,
+                "missing": column.missing,
+                "distinct": column.distinct,
+                "low": column.low,
+                "high": column.high,
+                "examples": column.examples,
+                "top": column.top_shares,
+                "signal": column.signal,
+                "role": chosen[name].role,
+                "reason": chosen[name].reason,
+                "rows": chosen[name].rows,
+            }
+            for name, column in profile.columns.items()
+        ],
+    }

@@ -1,0 +1,67 @@
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+
+from meshrec.cli import inspect
+from meshrec.cli.train import main as train
+from meshrec.train import RunFolder
+from tests.train.shop import shop, write_shop
+
+
+def ratings(num: int) -> pa.Table:
+    """A user's taste and an item's quality, in stars."""
+    rng = np.random.default_rng(0)
+    users, items = rng.integers(0, 60, num), rng.integers(0, 90, num)
+    taste, quality = rng.normal(size=60), rng.normal(size=90)
+    liking = 3 + taste[users] + quality[items] + 0.3 * rng.normal(size=num)
+    stars = np.clip(np.round(2 * liking) / 2, 0.5, 5)
+    return pa.table({"user": users, "item": items, "stars": stars, "time": np.arange(num) + 1_600_000_000})
+
+
+def two_commands(folder, data, label, *more) -> dict:
+    out = folder / "recipe.py"
+    assert inspect.main([*map(str, data), "--label", label, "--out", str(out), *more]) == 0
+    args = [f"{out}:recipe", "--runs", str(folder), "--name", "r", "--quiet"]
+    assert train(args) == 0
+    return RunFolder(folder / "r").read_json("summary.json")
+
+
+def test_ratings_become_a_model_in_two_commands(tmp_path, capsys):
+    data = ratings(6000)
+    for number in range(2):
+        pq.write_table(data.slice(3000 * number, 3000), tmp_path / f"{number}.parquet")
+    files = [tmp_path / "0.parquet", tmp_path / "1.parquet"]
+    summary = two_commands(tmp_path, files, "stars", "--time", "time")
+    assert summary["test"]["auc"] > 0.7
+    assert "meshrec train" in capsys.readouterr().out
+    assert "Columns" in (tmp_path / "recipe.html").read_text()
+
+
+def test_clicks_with_strings_nulls_and_lists_become_a_model_in_two_commands(tmp_path):
+    write_shop(tmp_path, 3000)
+    summary = two_commands(tmp_path, [tmp_path], "clicked", "--time", "time", "--rows", "2000")
+    assert summary["test"]["auc"] > 0.6
+    assert 'Number(name="price"' in (tmp_path / "recipe.py").read_text()
+
+
+def test_csv_is_looked_at_too(tmp_path):
+    csv.write_csv(shop(500).drop_columns(["tags"]), tmp_path / "all.csv")
+    out = tmp_path / "r.py"
+    assert inspect.main([str(tmp_path / "all.csv"), "--label", "clicked", "--out", str(out)]) == 0
+    assert "data=Csv(" in out.read_text()
+    assert 'split_by="random"' in out.read_text()
+
+
+def test_what_cannot_be_is_told(tmp_path):
+    write_shop(tmp_path, 100)
+    data = [str(tmp_path), "--label", "clicked", "--out", str(tmp_path / "r.py")]
+    (tmp_path / "r.py").write_text("")
+    with pytest.raises(ValueError, match="is there already"):
+        inspect.main(data)
+    with pytest.raises(ValueError, match="--rows is 0"):
+        inspect.main([*data, "--force", "--rows", "0"])
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match="differ in"):
+        inspect.main([*data, "--force"])

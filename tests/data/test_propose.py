@@ -1,0 +1,116 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from meshrec.data.features import DatePart, Hashed, Label, Number, Vocabulary
+from meshrec.data.profile import Column, profile
+from meshrec.data.propose import propose
+
+N = 4000
+
+
+def table(**more) -> pa.Table:
+    rng = np.random.default_rng(1)
+    y = rng.integers(0, 2, N)
+    columns = {
+        "y": y,
+        "row": np.arange(N),
+        "user": rng.integers(1, 200, N),
+        "country": [["fr", "no", None][each] for each in rng.integers(0, 3, N)],
+        "visits": rng.geometric(0.002, N),
+        "price": rng.lognormal(0, 2, N),
+        "session": [f"s{each}" for each in range(N)],
+        "same": ["x"] * N,
+        "empty": pa.nulls(N, pa.string()),
+        "answer": [f"a{each}" for each in y],
+        "tags": [rng.integers(0, 30, each % 5).tolist() for each in range(N)],
+        "vector": [[0.5, 0.5]] * N,
+        "ts": pa.array(1_600_000_000 + rng.integers(0, 10**7, N)),
+        "born": pa.array(rng.integers(0, 10**9, N)).cast(pa.timestamp("s")),
+    }
+    return pa.table(columns | more)
+
+
+def proposed(label="y", time="ts", **more):
+    data = table(**more)
+    return propose(profile([data], label), label=label, time=time)
+
+
+def test_every_column_has_a_role_and_a_reason():
+    found = proposed()
+    roles = {choice.column: choice.role for choice in found.choices}
+    assert roles == {
+        "y": "label",
+        "row": "drop",
+        "user": "id",
+        "country": "id",
+        "visits": "dense",
+        "price": "dense",
+        "session": "drop",
+        "same": "drop",
+        "empty": "drop",
+        "answer": "drop",
+        "tags": "list",
+        "vector": "drop",
+        "ts": "time",
+        "born": "id",
+    }
+    assert all(choice.reason for choice in found.choices)
+    warned = "\n".join(found.warnings)
+    for part in ("'row' counts the rows", "'session' differs in almost every row", "'same' is constant"):
+        assert part in warned
+    assert "'answer' tells the label by itself (AUC 1.0000)" in warned
+    kinds = {feature.name: type(feature) for feature in found.features.features}
+    assert kinds == {
+        "user": Vocabulary,
+        "country": Vocabulary,
+        "visits": Number,
+        "price": Number,
+        "tags": Vocabulary,
+        "ts_hour": DatePart,
+        "ts_weekday": DatePart,
+        "born_hour": DatePart,
+        "born_weekday": DatePart,
+    }
+    assert found.features["price"].log
+    found.features.fit([table()])
+
+
+def test_labels_of_many_values_are_cut_in_two():
+    stars = np.random.default_rng(0).integers(1, 11, N) / 2
+    found = proposed(label="stars", stars=stars)
+    assert found.features.labels == (Label(column="stars", positive_from=3.0),)
+    assert "1 from 3 on" in found.choices[0].reason
+
+
+def test_without_a_time_the_split_is_random_and_that_is_said():
+    assert "the split is random" in proposed(time=None).warnings[-1]
+
+
+def test_large_columns_are_hashed():
+    from meshrec.data.propose import _ids
+
+    choice = _ids(Column("c", "text", "string", num_rows=10**8, distinct=3_000_000))
+    assert choice.features == (Hashed(name="c", num_embeddings=6_000_000),)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"label": "nobody"}, "--label nobody: there is no such column"),
+        ({"time": "never"}, "--time never: there is no such column"),
+        ({"label": "country"}, "it holds text, and labels are numbers"),
+        ({"label": "same", "same": np.ones(N)}, "all rows have the same"),
+        ({"label": "gaps", "gaps": pa.array([1, None] * (N // 2))}, "2,000 of 4,000 rows have none"),
+        ({"time": "country"}, "and times are dates, timestamps or"),
+    ],
+)
+def test_labels_and_times_that_cannot_be(more, message):
+    with pytest.raises(ValueError, match=message):
+        proposed(**more)
+
+
+def test_nothing_to_make_tables_of():
+    data = pa.table({"y": [0, 1] * 50, "x": np.random.default_rng(0).normal(size=100)})
+    with pytest.raises(ValueError, match="nothing to make tables of"):
+        propose(profile([data], "y"), label="y", time=None)
