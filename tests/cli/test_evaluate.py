@@ -18,6 +18,17 @@ def test_the_test_split_is_judged_as_in_training(tmp_path, capsys):
     summary = RunFolder(tmp_path / "r").read_json("summary.json")
     assert found["metrics"] == pytest.approx(summary["validation"], rel=1e-12)
     assert "auc" in capsys.readouterr().out
+    more = ["--by", "user", "--group", "user", "--intervals", "20"]
+    assert evaluate.main([str(tmp_path / "r"), "--data", str(data), "--json", str(out), *more]) == 0
+    found = RunFolder(tmp_path).read_json("m.json")
+    assert len(found["slices"]["user"]) == 21
+    assert sum(each["samples"] for each in found["slices"]["user"].values()) == 700
+    assert 0.3 < found["metrics"]["gauc"] < 0.7  # a user's own clicks are drawn at random
+    low, high = found["intervals"]["auc"]
+    assert low < found["metrics"]["auc"] < high
+    assert "by user:" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="has no slices"):
+        evaluate.main([str(tmp_path / "r"), "--data", str(data), "--by", "tags"])
 
 
 def test_made_up_data_has_no_files(tmp_path):

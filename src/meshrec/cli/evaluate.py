@@ -11,7 +11,7 @@ import tyro
 from meshrec.cli.arguments import parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.output import check_output
-from meshrec.train.evaluation import evaluate
+from meshrec.train.judging import judge
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import RUNS, find_run
 from meshrec.train.scoring import load_scorer
@@ -25,6 +25,12 @@ class EvaluateOptions:
     """A run, by name or folder: the weights that it reports."""
     data: tuple[str, ...]
     """Files, folders or patterns, of the form that the run was trained on."""
+    by: tuple[str, ...] = ()
+    """Columns of the data: the most frequent values of each are judged by themselves."""
+    group: str | None = None
+    """A column such as the user: AUCs are taken inside its values and averaged (GAUC)."""
+    intervals: int = 0
+    """Draws of a bootstrap for 95 % intervals; 200 will do. 0: none."""
     json: Path | None = None
     """A file for the metrics."""
     step: int | None = None
@@ -47,15 +53,23 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(ranks: Ranks) -> None:
         scorer = load_scorer(run, ranks, options.data, labelled=True, step=options.step, last=options.last)
-        reader = scorer.dataset.train
-        found = evaluate(scorer.model, reader, ranks, bf16=scorer.recipe.training.bf16)
-        if not ranks.is_first:
+        found = judge(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
+        if found is None:
             return
-        print(f"{reader.num_samples:,} rows, by the weights of step {scorer.step} of {run.path}")
-        for name, value in found.items():
-            print(f"  {name.replace('_', ' '):20} {value:.6f}")
+        num = scorer.dataset.train.num_samples
+        print(f"{num:,} rows, by the weights of step {scorer.step} of {run.path}")
+        for name, value in found.metrics.items():
+            interval = found.intervals.get(name)
+            span = "" if interval is None else f"  [{interval.low:.6f}, {interval.high:.6f}]"
+            print(f"  {name.replace('_', ' '):20} {value:.6f}{span}")
+        for column, slices in found.slices.items():
+            print(f"by {column}:")
+            for text, metrics in slices.items():
+                auc = f"{metrics['auc']:.4f}" if "auc" in metrics else "-"
+                loss = f"{metrics['loss']:.4f}" if "loss" in metrics else "-"
+                print(f"  {text:20} {int(metrics['samples']):>9,} rows  AUC {auc}  loss {loss}")
         if options.json is not None:
-            about = {"run": str(run.path), "step": scorer.step, "samples": reader.num_samples}
-            options.json.write_text(json.dumps({**about, "metrics": found}, indent=1) + "\n")
+            about = {"run": str(run.path), "step": scorer.step, "samples": num}
+            options.json.write_text(json.dumps({**about, **found._asdict()}, indent=1) + "\n")
 
     return on_ranks("evaluate", arguments, work, nproc=options.nproc, device=options.device)

@@ -54,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
             for _ in scored:
                 pass
             return
-        num_empty = write_scores(options.out, scorer.dataset, scored, keep=options.keep)
+        num_empty = write_scores(
+            options.out, scorer.dataset, scored, keep=options.keep, loss=scorer.recipe.loss
+        )
         num = scorer.dataset.train.num_samples
         skipped = f", {num_empty:,} of them without a score: their data is damaged" if num_empty else ""
         print(f"{options.out}: {num:,} rows, by the weights of step {scorer.step} of {run.path}{skipped}")

@@ -14,6 +14,7 @@ import tyro
 
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.screen import make_screen
+from meshrec.optim import FTRL, LAMB, LARS, SGD, Adagrad, Adam, OptimizerSpec, RowWiseAdagrad
 from meshrec.train.launch import launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
@@ -56,6 +57,9 @@ class TrainOptions:
     """Lines in place of a live display."""
     profile: bool = False
     """Trace a few steps for Perfetto (ui.perfetto.dev)."""
+    table_optimizer: str | None = None
+    """Another optimizer of the tables by name, with the learning rate of the recipe's; its options are
+    --tables.OPTION."""
     baselines: bool = False
     """Judge three baselines on the same data, too: global mean, item popularity, logistic regression."""
     max_restarts: int = 0
@@ -212,6 +216,9 @@ def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
 
 def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recipe]:
     """The options, and the recipe with what they override."""
+    name = _value(arguments, "--table-optimizer")
+    if name is not None:
+        recipe = dataclasses.replace(recipe, tables=table_optimizer(name, recipe.tables))
     parts = {
         field.name: getattr(recipe, field.name)
         for field in dataclasses.fields(recipe)
@@ -230,6 +237,20 @@ def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recip
         joined, arguments, program=f"meshrec train {arguments[0]}", description=inspect.getdoc(TrainOptions)
     )
     return parsed.options, dataclasses.replace(recipe, **{name: getattr(parsed, name) for name in parts})
+
+
+def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
+    """The optimizer of that name, whatever its case and dashes, with the learning rate of ``now``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kinds = {kind.__name__: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, FTRL, LAMB, LARS)}
+    wanted = name.replace("-", "").replace("_", "").lower()
+    for known, kind in kinds.items():
+        if known.lower() == wanted:
+            return now if type(now) is kind else kind(lr=now.lr)
+    raise ValueError(f"--table-optimizer {name}: there is no such optimizer; take one of {', '.join(kinds)}.")
 
 
 def _help(arguments: Sequence[str]) -> int:

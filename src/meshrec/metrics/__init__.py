@@ -1,8 +1,21 @@
 """Quality of predictions and of retrieval, over all ranks, since the last look and since the start."""
 
 from meshrec.metrics.binary import area_under_curve, binary_metrics
+from meshrec.metrics.grouped import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
 from meshrec.metrics.metric_set import MetricSet
+from meshrec.metrics.number import number_metrics
 from meshrec.metrics.retrieval import RetrievalMetrics
 from meshrec.metrics.windowed import Computed
 
-__all__ = ["Computed", "MetricSet", "RetrievalMetrics", "area_under_curve", "binary_metrics"]
+__all__ = [
+    "Computed",
+    "Interval",
+    "MetricSet",
+    "RetrievalMetrics",
+    "area_under_curve",
+    "binary_metrics",
+    "bootstrap_intervals",
+    "grouped_auc",
+    "number_metrics",
+    "sliced_metrics",
+]

@@ -12,6 +12,7 @@ from meshrec.models.dlrm import (
     SparseArch,
 )
 from meshrec.models.item_frequency import ItemFrequency
+from meshrec.models.multi_task import PLE, Mixture, MMoE, MultiTask, SharedBottom
 from meshrec.models.two_tower import (
     BruteForceIndex,
     Retrieved,
@@ -25,6 +26,7 @@ from meshrec.models.two_tower import (
 __all__ = [
     "DLRM",
     "DLRM_DCN",
+    "PLE",
     "BruteForceIndex",
     "DLRMTrain",
     "DeepFM",
@@ -33,8 +35,12 @@ __all__ = [
     "InteractionArch",
     "InteractionDCNArch",
     "ItemFrequency",
+    "MMoE",
+    "Mixture",
+    "MultiTask",
     "OverArch",
     "Retrieved",
+    "SharedBottom",
     "SparseArch",
     "TowerArch",
     "TowerVectors",

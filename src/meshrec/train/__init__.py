@@ -1,7 +1,14 @@
 """Training: recipes, the trainer, and the folder a run leaves behind."""
 
-from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig, tables_on_meta
+from meshrec.train.architectures import (
+    DeepFMConfig,
+    DLRMConfig,
+    DLRMDCNConfig,
+    MultiTaskConfig,
+    tables_on_meta,
+)
 from meshrec.train.evaluation import Scored, evaluate, score
+from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Task, Tasks
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import (
     DataSource,
@@ -22,6 +29,7 @@ from meshrec.train.watch import LossError
 
 __all__ = [
     "RECIPES",
+    "BinaryCrossEntropy",
     "Criteo",
     "Csv",
     "DLRMConfig",
@@ -31,9 +39,12 @@ __all__ = [
     "DenseOptimizer",
     "FittedSource",
     "Frame",
+    "Huber",
+    "Loss",
     "LossError",
     "ModelConfig",
     "MovieLens",
+    "MultiTaskConfig",
     "Parquet",
     "Placement",
     "Ranks",
@@ -42,7 +53,10 @@ __all__ = [
     "RunState",
     "Schedule",
     "Scored",
+    "SquaredError",
     "SyntheticClicks",
+    "Task",
+    "Tasks",
     "Trainer",
     "Training",
     "evaluate",

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.metrics import binary_metrics
+from meshrec.train.losses import BinaryCrossEntropy, Loss
 from meshrec.train.ranks import Ranks
 from meshrec.train.step import Outputs, forward
 
 if TYPE_CHECKING:
     from meshrec.data import Reader
 
+DEFAULT_LOSS = BinaryCrossEntropy()
 EVALUATION_BATCH = 4096
 """Samples per rank and step of an evaluation."""
 
@@ -20,7 +21,8 @@ EVALUATION_BATCH = 4096
 class Window:
     """Collects the outputs of steps until they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss = DEFAULT_LOSS) -> None:
+        self._loss = loss
         self._outputs: list[Outputs] = []
 
     @property
@@ -33,11 +35,11 @@ class Window:
         self._outputs += outputs
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """`meshrec.metrics.binary_metrics` of all ranks' samples since the last time. Collective."""
+        """The loss's metrics of all ranks' samples since the last time. Collective."""
         outputs, self._outputs = self._outputs, []
         logits = torch.cat([each.logits for each in outputs]).cpu()
         labels = torch.cat([each.labels for each in outputs]).cpu()
-        return binary_metrics(logits, labels, group=ranks.control)
+        return self._loss.metrics(logits, labels, group=ranks.control)
 
 
 class Scored(NamedTuple):
@@ -78,12 +80,14 @@ def score(
         model.train()
 
 
-def evaluate(model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False) -> dict[str, float]:
-    """`meshrec.metrics.binary_metrics` on all of ``reader``.
+def evaluate(
+    model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False, loss: Loss = DEFAULT_LOSS
+) -> dict[str, float]:
+    """The loss's metrics on all of ``reader``: of clicks `meshrec.metrics.binary_metrics`.
 
     Collective; the model is in training mode again afterwards.
     """
     found = list(score(model, reader, ranks, bf16=bf16))
     logits = torch.cat([each.logits_B for each in found])
     labels = torch.cat([each.labels_B for each in found])
-    return binary_metrics(logits, labels, group=ranks.control)
+    return loss.metrics(logits, labels, group=ranks.control)

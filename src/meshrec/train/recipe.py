@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from meshrec.optim import OptimizerSpec, RowWiseAdagrad
+from meshrec.train.losses import BinaryCrossEntropy, Loss
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class ModelConfig(ABC):
     @abstractmethod
     def build(self, dataset: "Dataset") -> nn.Module:
         """The model, its tables on ``meta``; called as ``model(dense, sparse)`` it gives logits, [B] or [B,
-        1]."""
+        1]; of T labels [B, T]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +214,7 @@ class Recipe:
     """What to call it."""
     data: DataSource
     model: ModelConfig
+    loss: Loss = field(default_factory=BinaryCrossEntropy)
     tables: OptimizerSpec = field(default_factory=lambda: RowWiseAdagrad(lr=0.02))
     dense: DenseOptimizer = DenseOptimizer()
     schedule: Schedule = field(default_factory=Schedule)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from meshrec.train.evaluation import Scored
+from meshrec.train.evaluation import DEFAULT_LOSS, Scored
+from meshrec.train.losses import Loss, Tasks
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, StreamReader
@@ -17,8 +17,17 @@ if TYPE_CHECKING:
 _ROW_GROUP = 1 << 17
 
 
-def write_scores(out: Path, dataset: "Dataset", scored: Iterator[Scored], *, keep: Sequence[str] = ()) -> int:
+def write_scores(
+    out: Path,
+    dataset: "Dataset",
+    scored: Iterator[Scored],
+    *,
+    keep: Sequence[str] = (),
+    loss: Loss = DEFAULT_LOSS,
+) -> int:
     """Writes a row for every row of the data, in its order: ``score``, and columns of the data beside it.
+
+    Of several tasks there is a column for each, ``score_TASK``.
 
     A row that was skipped as damaged has no score: null.
 
@@ -27,6 +36,7 @@ def write_scores(out: Path, dataset: "Dataset", scored: Iterator[Scored], *, kee
         dataset: its training part is what is scored.
         scored: of `gathered`.
         keep: columns of the data; without it those of the ids.
+        loss: makes scores of what the model says.
 
     Returns:
         The number of rows without a score.
@@ -41,19 +51,20 @@ def write_scores(out: Path, dataset: "Dataset", scored: Iterator[Scored], *, kee
     reader = dataset.train
     assert isinstance(reader, StreamReader)
     names = list(keep) or list(dataset.id_columns or (each.name for each in dataset.features))
-    if "score" in names:
-        raise ValueError("--keep score: the scores have that name; rename the column in the data.")
+    titles = [f"score_{task.name}" for task in loss.tasks] if isinstance(loss, Tasks) else ["score"]
+    if set(titles) & set(names):
+        raise ValueError(f"--keep {' '.join(names)}: scores are named {titles}; rename the data's columns.")
     columns = _Columns(reader, names)
     num_empty = 0
     with _writer(out) as write:
-        for scores in _whole(scored, reader.num_samples):
-            num_empty += scores.null_count
-            write(pa.table({**columns.take(len(scores)), "score": scores}))
+        for scores in _whole(scored, reader.num_samples, loss, len(titles)):
+            num_empty += scores[0].null_count
+            write(pa.table({**columns.take(len(scores[0])), **dict(zip(titles, scores, strict=True))}))
     return num_empty
 
 
-def _whole(scored: Iterator[Scored], num_rows: int) -> Iterator[Any]:
-    """Scores of consecutive rows, null where there are none."""
+def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) -> Iterator[list[Any]]:
+    """Each task's scores of consecutive rows, null where there are none."""
     import pyarrow as pa
 
     done = 0
@@ -62,13 +73,13 @@ def _whole(scored: Iterator[Scored], num_rows: int) -> Iterator[Any]:
         if len(each.rows_B) == 0:
             continue
         size = int(each.rows_B[-1]) + 1 - done
-        values, known = np.zeros(size, np.float32), np.zeros(size, np.bool_)
+        values, known = np.zeros((size, num_tasks), np.float32), np.zeros(size, np.bool_)
         at = each.rows_B.numpy() - done
-        values[at], known[at] = torch.sigmoid(each.logits_B).numpy(), True
-        yield pa.array(values, mask=~known)
+        values[at], known[at] = loss.scores(each.logits_B).reshape(-1, num_tasks).numpy(), True
+        yield [pa.array(values[:, task], mask=~known) for task in range(num_tasks)]
         done += size
     if done < num_rows:
-        yield pa.nulls(num_rows - done, pa.float32())
+        yield [pa.nulls(num_rows - done, pa.float32())] * num_tasks
 
 
 class _Columns:

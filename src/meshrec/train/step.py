@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.train.building import Built
+from meshrec.train.losses import Loss
 from meshrec.train.ranks import Ranks
 from meshrec.train.watch import OutputWatch
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Outputs(NamedTuple):
-    """Of this rank's samples, detached: the sum of their losses, logits [B], labels [B]."""
+    """Of this rank's samples, detached: the sum of their losses, logits and labels, [B] or [B, T]."""
 
     loss_sum: Tensor
     logits: Tensor
@@ -28,12 +29,11 @@ class Outputs(NamedTuple):
 class TrainStep:
     """Trains on the samples of a step as one batch, whatever ranks and accumulation they are spread over.
 
-    The loss is the mean of the binary cross-entropy over all samples of all ranks; ranks may hold different
-    numbers of them.
+    The loss is the mean over all samples of all ranks; ranks may hold different numbers of them.
     """
 
-    def __init__(self, built: Built, ranks: Ranks, *, bf16: bool) -> None:
-        self._built, self._ranks, self._bf16 = built, ranks, bf16
+    def __init__(self, built: Built, ranks: Ranks, loss: Loss, *, bf16: bool) -> None:
+        self._built, self._ranks, self._loss, self._bf16 = built, ranks, loss, bf16
         self._watch = OutputWatch(built.model)
         self.failure: str | None = None
         """Of the last step, on this rank: why its loss is no number."""
@@ -50,9 +50,7 @@ class TrainStep:
                 self._watch.forget()
                 with record_function("meshrec.forward"):
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
-                    loss = nn.functional.binary_cross_entropy_with_logits(
-                        logits, batch.labels, reduction="sum"
-                    )
+                    loss = self._loss.sum(logits, batch.labels, batch.weights)
                 if self.failure is None and not bool(loss.isfinite()):
                     # The other ranks wait for this one in the backward pass: the end comes after it.
                     self.failure = self._why(batch, float(loss.detach()))
@@ -85,7 +83,7 @@ class TrainStep:
 
 
 def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: bool) -> Tensor:
-    """Logits [B], fp32."""
+    """Logits [B], or of T labels [B, T]; fp32."""
     with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
         logits: Tensor = model(batch.dense, batch.sparse)
-    return logits.float().reshape(-1)
+    return logits.float().squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits.float()

@@ -16,6 +16,7 @@ from meshrec.reports.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
 from meshrec.train.checkpoints import Checkpoints
 from meshrec.train.evaluation import Scored, Window, evaluate, score
+from meshrec.train.losses import quality
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
 from meshrec.train.profiling import StepProfiler
 from meshrec.train.progress import Progress
@@ -90,9 +91,9 @@ class Trainer:
         self._stop = stop or StopRequest()
         self._profile = profile
         self._profiler: StepProfiler | None = None
-        self._step = TrainStep(self.built, ranks, bf16=recipe.training.bf16)
+        self._step = TrainStep(self.built, ranks, recipe.loss, bf16=recipe.training.bf16)
         self._rates = LearningRates([self.built.tables, self.built.dense], recipe.schedule, self.num_steps)
-        self._window = Window()
+        self._window = Window(recipe.loss)
         self._checkpoints: Checkpoints | None = None
         best: CheckpointManager | None = None
         if folder is not None:
@@ -161,7 +162,8 @@ class Trainer:
 
     def evaluate(self, reader: Reader) -> dict[str, float]:
         """Metrics of the weights of now on other samples: ``dataset.open(paths, True)``. Collective."""
-        return evaluate(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
+        bf16, loss = self.recipe.training.bf16, self.recipe.loss
+        return evaluate(self.built.model, reader, self.ranks, bf16=bf16, loss=loss)
 
     def predict(self, reader: Reader) -> Iterator[Scored]:
         """Logits by the weights of now, this rank's part, in the reader's order. Collective, to its end."""
@@ -306,7 +308,8 @@ class Trainer:
             return
         self.validation = self._judge(self.dataset.validation)
         self.weights_step = self._measured_step = self.progress.step
-        best = "auc" in self.validation and self.early.improves(self.validation["auc"], self.progress.step)
+        found = quality(self.validation)
+        best = found is not None and self.early.improves(found, self.progress.step)
         if best:
             self._keep()
         self._tell(Evaluated({"kind": "validation", **self._where(), **self.validation}, best))

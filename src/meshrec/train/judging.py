@@ -1,0 +1,123 @@
+"""How good a run is on data with labels: as a whole, by user, by values of a column, and how sure that is."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
+from meshrec.train.evaluation import Scored
+from meshrec.train.losses import BinaryCrossEntropy
+from meshrec.train.ranks import Ranks
+from meshrec.train.scoring import Scorer, gathered
+
+_MOST_SLICES = 20
+
+
+class Judged(NamedTuple):
+    """What rank 0 found.
+
+    Attributes:
+        metrics: the loss's metrics, and ``gauc`` where there is a group.
+        intervals: where they lie with 95 % confidence; empty unless asked for.
+        slices: by column, the metrics of its most frequent values, and of all others together as "others".
+    """
+
+    metrics: dict[str, float]
+    intervals: dict[str, Interval]
+    slices: dict[str, dict[str, dict[str, float]]]
+
+
+def judge(
+    scorer: Scorer,
+    ranks: Ranks,
+    *,
+    by: Sequence[str] = (),
+    group: str | None = None,
+    draws: int = 0,
+    seed: int = 0,
+) -> Judged | None:
+    """Scores all of the scorer's data, and judges it. Collective; None on ranks other than 0.
+
+    Args:
+        scorer: with labelled data.
+        ranks: of `join`.
+        by: columns of the data, whose values are judged one by one.
+        group: a column, such as the user, inside whose values AUCs are taken (GAUC).
+        draws: of the bootstrap; 0: no intervals.
+        seed: of these.
+
+    Raises:
+        ValueError: there is no such column; before anything is scored.
+    """
+    if (by or group is not None or draws) and not isinstance(scorer.recipe.loss, BinaryCrossEntropy):
+        raise ValueError(
+            f"the run's loss is {type(scorer.recipe.loss).__name__}: slices, GAUC and intervals are of one "
+            "label of clicks. Leave --by, --group and --intervals out."
+        )
+    reader = scorer.dataset.train
+    names = list(dict.fromkeys([*by, *([] if group is None else [group])]))
+    columns = _columns(reader, names) if names and ranks.is_first else {}
+    found = list(gathered(scorer.model, reader, ranks, bf16=scorer.recipe.training.bf16))
+    if not ranks.is_first:
+        return None
+    whole = _joined(found)
+    metrics = scorer.recipe.loss.metrics(whole.logits_B, whole.labels_B, gather=False)
+    slices = {}
+    for name in names:
+        assert whole.rows_B is not None
+        values, numbers = _numbered(columns[name], whole.rows_B.numpy())
+        if name == group:
+            area = grouped_auc(whole.logits_B, whole.labels_B, torch.from_numpy(numbers))
+            metrics |= {} if area is None else {"gauc": area}
+        if name in by:
+            slices[name] = _slices(whole, values, numbers)
+    intervals = {}
+    if draws:
+        intervals = bootstrap_intervals(whole.logits_B, whole.labels_B, num=draws, seed=seed)
+    return Judged(metrics, intervals, slices)
+
+
+def _columns(reader: Any, names: Sequence[str]) -> dict[str, Any]:
+    import pyarrow as pa
+
+    blocks = list(reader.columns(names))
+    return {name: pa.chunked_array([block[name] for block in blocks]) for name in names}
+
+
+def _joined(found: Sequence[Scored]) -> Scored:
+    rows = [each.rows_B for each in found if each.rows_B is not None]
+    return Scored(
+        torch.cat(rows) if rows else None,
+        torch.cat([each.logits_B for each in found]),
+        torch.cat([each.labels_B for each in found]),
+    )
+
+
+def _numbered(
+    column: Any, rows: "np.typing.NDArray[np.int64]"
+) -> "tuple[list[str], np.typing.NDArray[np.int64]]":
+    """Distinct values as text, the most frequent first, and the number of each row's value."""
+    import pyarrow as pa
+
+    array = column.combine_chunks().take(pa.array(rows))
+    if pa.types.is_nested(array.type):
+        raise ValueError(f"a column of {array.type} has no slices. Name one of single values.")
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    encoded = array.dictionary_encode("encode")
+    codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    counts = np.bincount(codes, minlength=len(encoded.dictionary))
+    order = np.argsort(-counts, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    texts = [str(each) for each in encoded.dictionary.to_pylist()]
+    return [texts[each] for each in order[: _MOST_SLICES + 1]], place[codes]
+
+
+def _slices(whole: Scored, values: Sequence[str], numbers: Any) -> dict[str, dict[str, float]]:
+    kept = list(values[:_MOST_SLICES])
+    names = kept + (["others"] if len(values) > len(kept) else [])
+    found = sliced_metrics(whole.logits_B, whole.labels_B, np.minimum(numbers, len(names) - 1), len(names))
+    return dict(zip(names, found, strict=True))
