@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from meshrec.serve.batching import Batcher, Limits
+from meshrec.serve.batching import Batcher, Limits, Scored
 from meshrec.serve.requests import RequestError
 from tests.serve.conftest import request_of, samples
 
@@ -23,7 +23,7 @@ class Scorer:
         assert self.go.wait(60)
         if (request.dense == 99).any():
             raise ValueError("a sample cannot be")
-        return request.dense.sum(1)
+        return Scored(request.dense.sum(1), "v")
 
 
 def in_loop(test):
@@ -39,7 +39,7 @@ def in_loop(test):
 
 async def ask(batcher, given, deadline=float("inf")):
     with batcher:
-        return await batcher(request_of(given), deadline)
+        return (await batcher(request_of(given), deadline)).scores
 
 
 async def behind_one(batcher, scorer, *works):

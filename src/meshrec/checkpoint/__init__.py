@@ -5,6 +5,7 @@ from meshrec.checkpoint.delta import RowTracker
 from meshrec.checkpoint.finding import find_checkpoint
 from meshrec.checkpoint.manager import CheckpointManager
 from meshrec.checkpoint.manifest import Manifest, read_manifest
+from meshrec.checkpoint.publishing import DeltaError, DeltaPublisher, verify_deltas
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
 from meshrec.checkpoint.storage import verify_data
 from meshrec.checkpoint.tables import export_safetensors, import_weights
@@ -13,6 +14,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "DamagedCheckpointError",
+    "DeltaError",
+    "DeltaPublisher",
     "Manifest",
     "PendingSave",
     "RowTracker",
@@ -24,4 +27,5 @@ __all__ = [
     "read_manifest",
     "save",
     "verify_data",
+    "verify_deltas",
 ]

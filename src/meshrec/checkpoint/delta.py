@@ -44,6 +44,15 @@ class RowTracker:
             default=0,
         )
 
+    @property
+    def names(self) -> list[str]:
+        """The parameters that are tracked."""
+        return [
+            f"{path}.{name}" if path else name
+            for path, module in self._modules.items()
+            for name in module.fused_optimizer.params
+        ]
+
     def export(self, path: str | Path, *, since: int) -> dict[str, int]:
         """Writes the rows touched after update ``since`` to a safetensors file; gives their number by table.
 
@@ -64,7 +73,7 @@ class RowTracker:
                 counts[name] = len(ids)
                 if axis.rank == 0:
                     found |= {f"{name}.ids": ids, f"{name}.rows": rows}
-        agreed(axis, lambda: _write(path, found) if axis.rank == 0 else None, "writing touched rows")
+        agreed(axis, lambda: write_tensors(path, found) if axis.rank == 0 else None, "writing touched rows")
         return counts
 
     def _check(self, since: int) -> None:
@@ -106,7 +115,8 @@ def _joined(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
     return ids, whole
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file, which appears when it is whole."""
     with durable_file(path) as file:
         writer = FileWriter(file.fileno())
         writer.write(header_of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}))

@@ -24,6 +24,7 @@ COMMANDS = {
     "checkpoint": Command("meshrec.cli.checkpoint", "Looks into checkpoints, takes weights in and out."),
     "export": Command("meshrec.cli.export", "Writes a run's model as a package that answers requests."),
     "serve": Command("meshrec.cli.serve", "Answers requests over HTTP with exported models."),
+    "delta": Command("meshrec.cli.delta", "Verifies the deltas that training publishes for servers."),
     "plan": Command("meshrec.cli.plan", "Plans where tables go, explains and compares plans."),
     "calibrate": Command("meshrec.cli.calibrate", "Measures this machine for the planner."),
 }

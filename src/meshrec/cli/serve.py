@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +40,8 @@ class ServeOptions:
     """Most bytes of a request's body."""
     warm_up: Path | None = None
     """A file of samples, one JSON object a line, to score before a model is ready; otherwise made-up ones."""
+    deltas: tuple[str, ...] = ()
+    """Folders of deltas that models follow, as NAME=FOLDER: of a run that publishes them, RUN/deltas."""
     token_file: Path | None = None
     """Clients must show its content as a bearer token; the variable MESHREC_TOKEN may hold it, too."""
     tls_cert: Path | None = None
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     token = os.environ.get(TOKEN)
     if options.token_file is not None:
         token = options.token_file.read_text().strip()
+    models = packages(options.models)
     server = ServerOptions(
         host=options.host,
         port=options.port,
@@ -64,15 +67,30 @@ def main(arguments: Sequence[str]) -> int:
         ),
         max_body=options.max_body,
         warm_up=options.warm_up,
+        deltas=followed(options.deltas, models),
         token=token,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         access_log=options.access_log,
     )
-    models = packages(options.models)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     serve(models, server, workers=options.workers)
     return 0
+
+
+def followed(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path]:
+    """Folders of deltas by the model's name, of ``NAME=FOLDER``.
+
+    Raises:
+        ValueError: for a model that is not served, and anything else than that.
+    """
+    found: dict[str, Path] = {}
+    for text in named:
+        name, equals, folder = text.partition("=")
+        if not equals or name not in models:
+            raise ValueError(f"--deltas {text}: give NAME=FOLDER, with the name of a model: {list(models)}.")
+        found[name] = Path(folder)
+    return found
 
 
 def packages(named: Sequence[str]) -> dict[str, Path]:

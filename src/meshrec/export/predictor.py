@@ -44,6 +44,7 @@ class Predictor:
         features, num_dense: what a request must have.
         rows: rows of the table of each feature; a feature without tables that check ids is not in it.
         version: tells packages apart: a digest of all that is in it.
+        weights: by name. Writing to them changes the scores of this predictor, and never the package.
         is_compiled: whether the compiled program serves; otherwise a log line says why not.
         about: what the exporter wrote down.
 
@@ -66,6 +67,7 @@ class Predictor:
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
         self._weights = mapped(self.folder / WEIGHTS, records)
+        self.weights = {r.name: w for r, w in zip(records, self._weights, strict=True)}
         reason = _why_not_compiled(manifest)
         self.is_compiled = reason is None
         if reason is None:
@@ -128,11 +130,11 @@ class Predictor:
 
 
 def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
-    """The tensors of a file, in its pages."""
+    """The tensors of a file, in its pages; a page that is written to becomes this process's own."""
     num_bytes = path.stat().st_size
     if not num_bytes:
         return []
-    memory = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+    memory = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
     found = []
     for record in records:
         dtype = getattr(torch, record.dtype)

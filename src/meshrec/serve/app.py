@@ -39,8 +39,8 @@ Scoring = Callable[[HttpRequest, Served, float], Awaitable[Response]]
 class Everywhere(Protocol):
     """Does something with a model in every worker of a server."""
 
-    async def __call__(self, action: str, model: str) -> None:
-        """``load`` or ``unload``.
+    async def __call__(self, action: str, model: str, delta: int | None = None) -> None:
+        """``load``, with the deltas up to ``delta`` or all, or ``unload``.
 
         Raises:
             RequestError: what one of them says that went wrong.
@@ -74,6 +74,7 @@ class Routes:
             Route("/v2/repository/index", self._index, methods=post),
             Route("/v2/repository/models/{model}/load", self._load, methods=post),
             Route("/v2/repository/models/{model}/unload", self._unload, methods=post),
+            Route("/v2/repository/models/{model}/rollback/{delta:int}", self._rollback, methods=post),
             Route("/predict", self._predict, methods=post),
             Route("/predict/{model}", self._predict, methods=post),
             Route("/metrics", self._figures, methods=get),
@@ -84,6 +85,7 @@ class Routes:
             routes += [
                 Route(prefix, self._metadata, methods=get),
                 Route(prefix + "/ready", self._model_ready, methods=get),
+                Route(prefix + "/freshness", self._freshness, methods=get),
                 Route(prefix + "/infer", self._infer, methods=post),
             ]
         handlers: dict[Any, Any] = {
@@ -121,6 +123,13 @@ class Routes:
     async def _unload(self, http: HttpRequest) -> Response:
         await self._everywhere("unload", http.path_params["model"])
         return JSONResponse({})
+
+    async def _rollback(self, http: HttpRequest) -> Response:
+        await self._everywhere("load", http.path_params["model"], http.path_params["delta"])
+        return JSONResponse({})
+
+    async def _freshness(self, http: HttpRequest) -> Response:
+        return JSONResponse(self._served(http).freshness._asdict())
 
     async def _figures(self, _: HttpRequest) -> Response:
         text, media_type = self._metrics.page()
@@ -164,16 +173,16 @@ class Routes:
         deadline = _deadline(http, began)
         body = await _body(http, self._max_body)
         infer = read_infer(body, http.headers.get(HEADER_LENGTH), served.signature)
-        scores = await served.batcher(infer.request, min(deadline, began + infer.timeout))
-        content, headers = answer(infer, served.name, served.version, _numbers(scores))
+        scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
+        content, headers = answer(infer, served.name, scored.version, _numbers(scored.scores))
         return Response(content, headers=headers)
 
     async def _answer_samples(self, http: HttpRequest, served: Served, began: float) -> Response:
         deadline = _deadline(http, began)
         request = read_samples(await _body(http, self._max_body), served.signature)
-        scores = _numbers(await served.batcher(request, deadline))
-        said = {"model": served.name, "version": served.version, "scores": scores.tolist()}
-        return JSONResponse(said)
+        scored = await served.batcher(request, deadline)
+        scores = _numbers(scored.scores).tolist()
+        return JSONResponse({"model": served.name, "version": scored.version, "scores": scores})
 
 
 class Guard:

@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 from meshrec.serve.requests import Floats, Request, RequestError, joined
 
-Score = Callable[[Request], Floats]
+
+class Scored(NamedTuple):
+    """Scores [B], and the version of the model that gave them."""
+
+    scores: Floats
+    version: str
+
+
+Score = Callable[[Request], Scored]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +53,7 @@ class _Work(NamedTuple):
     request: Request
     deadline: float
     since: float
-    answer: "asyncio.Future[Floats]"
+    answer: "asyncio.Future[Scored]"
 
 
 class Batcher:
@@ -88,7 +96,7 @@ class Batcher:
         if not self._num_admitted:
             self._idle.set()
 
-    async def __call__(self, request: Request, deadline: float = math.inf) -> Floats:
+    async def __call__(self, request: Request, deadline: float = math.inf) -> Scored:
         """The scores [B] of an admitted request.
 
         Args:
@@ -162,24 +170,24 @@ class Batcher:
                 work.answer.set_exception(expired())
         return batch
 
-    def _scores(self, batch: Sequence[_Work]) -> list[Floats | Exception]:
+    def _scores(self, batch: Sequence[_Work]) -> list[Scored | Exception]:
         """In the thread: for each request its scores, or what is wrong with it."""
         requests = [work.request for work in batch]
+        found: list[Scored | Exception] = []
         try:
-            scores = self._score(joined(requests))
+            scores, version = self._score(joined(requests))
+            start = 0
+            for request in requests:
+                found.append(Scored(scores[start : start + request.num_samples], version))
+                start += request.num_samples
         except Exception as error:
             if len(batch) == 1:
                 return [error]
             return [each for work in batch for each in self._scores([work])]
-        found: list[Floats | Exception] = []
-        start = 0
-        for request in requests:
-            found.append(scores[start : start + request.num_samples])
-            start += request.num_samples
         return found
 
     def _finish(
-        self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[Floats | Exception]]"
+        self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[Scored | Exception]]"
     ) -> None:
         pace = (time.monotonic() - began) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)

@@ -2,20 +2,30 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from meshrec.export import PackageError, Predictor
-from meshrec.serve.batching import Batcher, Limits
+from meshrec.serve.batching import Batcher, Limits, Scored
+from meshrec.serve.fresh import Deltas, Freshness, place
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.requests import Floats, Request, RequestError, Signature
 from meshrec.serve.samples import read_samples
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
+_SECONDS_BETWEEN_LOOKS = 0.2
+
+
+class Wish(NamedTuple):
+    """What was last asked of a model: ``load`` (with the deltas up to ``delta``, or all) or ``unload``."""
+
+    action: str
+    delta: int | None
 
 
 class Served:
@@ -25,24 +35,56 @@ class Served:
         name: of the model.
         predictor: of its package.
         limits, metrics: of the server.
+        deltas: what the model's weights follow; None for a package as it is.
     """
 
-    def __init__(self, name: str, predictor: Predictor, limits: Limits, metrics: Metrics) -> None:
-        self.name, self.version = name, predictor.version
+    def __init__(
+        self, name: str, predictor: Predictor, limits: Limits, metrics: Metrics, deltas: Deltas | None
+    ) -> None:
+        self.name, self._package = name, predictor.version
         self.signature = Signature(predictor.features, predictor.num_dense, predictor.rows)
         self.about = predictor.about
         self.is_compiled = predictor.is_compiled
-        self._predictor = predictor
+        self._predictor, self._deltas = predictor, deltas
         self.batcher = Batcher(self.score, limits, lambda batch: metrics.batched(name, batch))
 
-    def score(self, request: Request) -> Floats:
+    @property
+    def version(self) -> str:
+        """A digest of the package, and the number of the last delta in the weights."""
+        delta = self.freshness.delta
+        return self._package if delta is None else f"{self._package}+{delta}"
+
+    @property
+    def freshness(self) -> Freshness:
+        """The last delta in the weights."""
+        return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
+
+    def catch_up(self) -> None:
+        """Puts all deltas that there are in place, before the model answers."""
+        if self._deltas is not None:
+            place(self._deltas)
+
+    async def follow(self) -> None:
+        """Puts deltas in place as they come, in portions between batches."""
+        if self._deltas is None:
+            return
+        while True:
+            found = await asyncio.to_thread(self._deltas.next)
+            if found is None:
+                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+                continue
+            for portion in self._deltas.portions(*found):
+                await self.batcher.in_thread(torch.no_grad()(portion))
+            _log.info("model %r: version %s", self.name, self.version)
+
+    def score(self, request: Request) -> Scored:
         """Scores [B], in this thread."""
         scores: Floats = self._predictor.run(
             torch.from_numpy(request.dense),
             [torch.from_numpy(values) for values in request.values],
             [torch.from_numpy(lengths) for lengths in request.lengths],
         ).numpy()
-        return scores
+        return Scored(scores, self.version)
 
 
 class Repository:
@@ -54,7 +96,8 @@ class Repository:
         metrics: of the server.
         warm_up: a file of samples, each a line as ``POST /predict`` takes it, that models score before they
             are ready; without it, made-up ones.
-        unloaded: models that are not to be loaded at first.
+        deltas: folders of deltas that models follow, by name.
+        wishes: what is to become of a model at first, instead of loading it with all deltas.
     """
 
     def __init__(
@@ -63,12 +106,16 @@ class Repository:
         limits: Limits,
         metrics: Metrics,
         warm_up: Path | None = None,
-        unloaded: Collection[str] = (),
+        deltas: Mapping[str, Path] | None = None,
+        wishes: Mapping[str, Wish] | None = None,
     ) -> None:
         self.folders = dict(folders)
         self._limits, self._metrics, self._warm_up = limits, metrics, warm_up
         self._served: dict[str, Served] = {}
+        self._deltas, self._wishes = dict(deltas or {}), dict(wishes or {})
+        unloaded = {name for name, wish in self._wishes.items() if wish.action == "unload"}
         self._reasons = {n: _UNLOADED if n in unloaded else "it is being loaded" for n in folders}
+        self._following: dict[str, asyncio.Task[None]] = {}
         self._changing = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -123,9 +170,13 @@ class Repository:
             )
         return found
 
-    async def load(self, name: str) -> None:
+    async def load(self, name: str, until: int | None = None) -> None:
         """Loads a model, or what its folder holds by now; until that is ready, and if it fails, the old one
         serves.
+
+        Args:
+            name: of the model.
+            until: the last delta to put in place; without it all, and those that come.
 
         Raises:
             RequestError: for a package that cannot be served, or a model that is not there.
@@ -135,13 +186,21 @@ class Repository:
         async with self._changing:
             try:
                 predictor = await asyncio.to_thread(Predictor, self.folders[name])
-                served = Served(name, predictor, self._limits, self._metrics)
+                deltas = self._deltas_of(name, predictor, until)
+                served = Served(name, predictor, self._limits, self._metrics, deltas)
+                await asyncio.to_thread(served.catch_up)
+                if until is not None and served.freshness.delta != until:
+                    raise ValueError(
+                        f"delta {until} cannot be reached; the last that can is {served.freshness.delta}."
+                    )
                 await served.batcher.in_thread(lambda: self._warm(served))
             except (PackageError, ValueError, RuntimeError, OSError) as error:
                 self._reasons[name] = str(error)
                 _log.error("model %r was not loaded: %s", name, error)
                 raise RequestError(f"model {name!r} was not loaded: {error}") from error
             self._replace(name, served)
+            if until is None:
+                self._following[name] = asyncio.create_task(served.follow())
             _log.info("model %r: version %s is ready", name, served.version)
 
     async def unload(self, name: str) -> None:
@@ -158,12 +217,29 @@ class Repository:
     async def load_all(self) -> None:
         """Loads each that is not unloaded; what fails is logged, and shown in the index."""
         for name in [name for name, reason in self._reasons.items() if reason != _UNLOADED]:
+            wish = self._wishes.pop(name, None)
             try:
-                await self.load(name)
+                await self.load(name, None if wish is None else wish.delta)
             except RequestError:
                 continue  # logged by load
 
+    def close(self) -> None:
+        """No more deltas are followed."""
+        for following in self._following.values():
+            following.cancel()
+
+    def _deltas_of(self, name: str, predictor: Predictor, until: int | None) -> Deltas | None:
+        if name not in self._deltas:
+            if until is not None:
+                raise ValueError(f"model {name!r} follows no deltas. Start the server with --deltas.")
+            return None
+        if "run" not in predictor.about or "step" not in predictor.about:
+            raise ValueError(f"the package of {name!r} does not say its run. Export it from a run.")
+        return Deltas(self._deltas[name], predictor.about, predictor.weights, until)
+
     def _replace(self, name: str, served: Served | None) -> None:
+        if (following := self._following.pop(name, None)) is not None:
+            following.cancel()
         old = self._served.pop(name, None)
         if served is not None:
             self._served[name] = served

@@ -33,6 +33,10 @@ def schema(repository: Repository) -> dict[str, Any]:
         paths[f"{model}/infer"] = {
             "post": _operation("Scores, by the Open Inference Protocol v2.", {"type": "object"})
         }
+        paths[f"{model}/freshness"] = {"get": _operation("The last delta in the model's weights.")}
+        paths[f"/v2/repository/models/{name}/rollback/{{delta}}"] = {
+            "post": _operation("Goes back to a delta, and stays there until the model is loaded.")
+        }
         for action in ("load", "unload"):
             paths[f"/v2/repository/models/{name}/{action}"] = {"post": _operation(f"{action}s the model.")}
         try:

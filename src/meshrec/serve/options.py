@@ -1,6 +1,7 @@
 """How a server listens and what it allows."""
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class ServerOptions:
     """Most bytes of a request's body."""
     warm_up: Path | None = None
     """A file of samples, one JSON object a line, that models score before they are ready."""
+    deltas: Mapping[str, Path] = field(default_factory=dict)
+    """By model the folder of the deltas that it follows."""
     token: str | None = None
     """What clients must show as a bearer token."""
     tls_cert: Path | None = None

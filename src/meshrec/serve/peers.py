@@ -9,7 +9,7 @@ from typing import Any
 
 from meshrec.serve.requests import RequestError
 
-Change = Callable[[str, str], Awaitable[None]]
+Change = Callable[[str, str, int | None], Awaitable[None]]
 
 
 class Peers:
@@ -25,7 +25,7 @@ class Peers:
         self._asked: dict[int, asyncio.Future[str | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, action: str, model: str) -> None:
+    async def ask(self, action: str, model: str, delta: int | None = None) -> None:
         """``load`` or ``unload`` of a model, everywhere.
 
         Raises:
@@ -33,7 +33,7 @@ class Peers:
         """
         ticket = next(self._tickets)
         answer = self._asked[ticket] = asyncio.get_running_loop().create_future()
-        self._send({"ticket": ticket, "action": action, "model": model})
+        self._send({"ticket": ticket, "action": action, "model": model, "delta": delta})
         error = await answer
         if error is not None:
             raise RequestError(error)
@@ -59,7 +59,7 @@ class Peers:
     async def _do(self, change: Change, said: dict[str, Any]) -> None:
         error = None
         try:
-            await change(said["action"], said["model"])
+            await change(said["action"], said["model"], said["delta"])
         except RequestError as problem:
             error = str(problem)
         self._send({"task": said["task"], "error": error})

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import uvicorn
 
 from meshrec.serve.app import Everywhere, Guard, Routes
 from meshrec.serve.metrics import Metrics
-from meshrec.serve.models import Repository
+from meshrec.serve.models import Repository, Wish
 from meshrec.serve.options import ServerOptions
 
 
@@ -25,7 +25,7 @@ class Server:
         options: how.
         bound: of `listen`; closed at the end.
         everywhere: loads and unloads in all workers; None is for a server of this process alone.
-        unloaded: models that are not loaded at first.
+        wishes: what was asked of models before this server began.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Server:
         options: ServerOptions,
         bound: socket.socket,
         everywhere: Everywhere | None = None,
-        unloaded: Collection[str] = (),
+        wishes: Mapping[str, Wish] | None = None,
     ) -> None:
         self._options, self._bound = options, bound
         metrics = Metrics()
-        self.repository = Repository(models, options.limits, metrics, options.warm_up, unloaded)
+        self.repository = Repository(models, options.limits, metrics, options.warm_up, options.deltas, wishes)
         routes = Routes(self.repository, metrics, everywhere or self.change, options.max_body)
         self._guard = Guard(routes.app(), options.token)
         config = uvicorn.Config(
@@ -86,9 +86,12 @@ class Server:
         """Loads all models anew. Of the event loop's thread."""
         self._start(self.repository.load_all())
 
-    async def change(self, action: str, model: str) -> None:
+    async def change(self, action: str, model: str, delta: int | None = None) -> None:
         """``load`` or ``unload`` of a model here."""
-        await {"load": self.repository.load, "unload": self.repository.unload}[action](model)
+        if action == "load":
+            await self.repository.load(model, delta)
+        else:
+            await self.repository.unload(model)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -102,6 +105,7 @@ class Server:
                 on_start(loop)
             self.reload()
             await self._uvicorn.serve([self._bound])
+            self.repository.close()
 
 
 class _Graceful(uvicorn.Server):

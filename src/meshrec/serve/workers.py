@@ -60,8 +60,9 @@ class _Worker(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Something that all workers do: which have not told how it went, what went wrong, and who asked."""
+    """Something that all workers do: what, which have not told how it went, what went wrong, who asked."""
 
+    wish: dict[str, Any]
     left: set[int]
     errors: list[str]
     asker: int
@@ -77,7 +78,7 @@ class _Supervisor:
         self._models, self._options, self._bound, self._num = models, options, bound, num
         self._workers: dict[int, _Worker] = {}
         self._tasks: dict[int, _Task] = {}
-        self._unloaded: set[str] = set()
+        self._wishes: dict[str, tuple[str, int | None]] = {}
         self._num_tasks = 0
         self._is_stopping = False
         self._wake, self._woken = multiprocessing.Pipe()
@@ -98,7 +99,7 @@ class _Supervisor:
 
     def _start(self, index: int) -> None:
         here, there = multiprocessing.Pipe()
-        arguments = (self._models, self._options, self._bound, there, self._num, set(self._unloaded))
+        arguments = (self._models, self._options, self._bound, there, self._num, dict(self._wishes))
         process = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
         process.start()
         there.close()
@@ -120,6 +121,8 @@ class _Supervisor:
         if number != signal.SIGHUP:
             self._is_stopping, number = True, signal.SIGTERM
             self._bound.close()
+        else:  # all deltas again
+            self._wishes = {m: wish for m, wish in self._wishes.items() if wish[0] == "unload"}
         for worker in self._workers.values():
             if worker.process.pid is not None and worker.process.is_alive():
                 os.kill(worker.process.pid, number)
@@ -132,11 +135,11 @@ class _Supervisor:
             return
         if "action" in said:
             self._num_tasks += 1
-            task = _Task(set(self._workers), [], index, said["ticket"])
+            wish = {name: said[name] for name in ("action", "model", "delta")}
+            task = _Task(wish, set(self._workers), [], index, said["ticket"])
             self._tasks[self._num_tasks] = task
-            {"load": self._unloaded.discard, "unload": self._unloaded.add}[said["action"]](said["model"])
             for each in list(self._workers):
-                self._say(each, {"task": self._num_tasks, "action": said["action"], "model": said["model"]})
+                self._say(each, {"task": self._num_tasks, **wish})
         else:
             self._done(said["task"], index, said["error"])
 
@@ -147,6 +150,8 @@ class _Supervisor:
             task.errors.append(error)
         if not task.left:
             del self._tasks[number]
+            if not task.errors:
+                self._wishes[task.wish["model"]] = task.wish["action"], task.wish["delta"]
             self._say(task.asker, {"ticket": task.ticket, "error": task.errors[0] if task.errors else None})
 
     def _say(self, index: int, what: dict[str, Any]) -> None:
@@ -179,16 +184,17 @@ def _work(
     bound: socket.socket,
     pipe: Connection,
     num_workers: int,
-    unloaded: set[str],
+    wishes: dict[str, tuple[str, int | None]],
 ) -> None:
     """A worker, from its first line to its end."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    from meshrec.serve.models import Wish
     from meshrec.serve.peers import Peers
     from meshrec.serve.server import Server
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
     peers = Peers(pipe)
-    server = Server(models, options, bound, peers.ask, unloaded)
+    server = Server(models, options, bound, peers.ask, {m: Wish(*wish) for m, wish in wishes.items()})
     _log.info("serving %s at %s (process %d)", ", ".join(models), server.url, os.getpid())
     server.run(lambda loop: peers.listen(loop, server.change))

@@ -162,6 +162,8 @@ class Training:
     """Steps between checkpoints; without it, one at the end."""
     keep_checkpoints: int = 3
     """How many of the last checkpoints stay."""
+    publish_every: int | None = None
+    """Steps between deltas for servers, in the run's folder ``deltas``; without it, none."""
     prefetch: int = 2
     """Batches that are read ahead."""
 
@@ -176,6 +178,7 @@ class Training:
             "log_every",
             "checkpoint_every",
             "keep_checkpoints",
+            "publish_every",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -252,6 +255,10 @@ class Recipe:
             raise ValueError(
                 f"training.batch_size {training.batch_size} cannot be divided among {world_size} ranks; "
                 f"take {choices}."
+            )
+        if not self.placement.sharded and training.publish_every is not None:
+            raise ValueError(
+                "training.publish_every needs sharded tables, also on one rank. Leave placement.sharded True."
             )
         if not self.placement.sharded and world_size > 1:
             raise ValueError(

@@ -18,6 +18,7 @@ PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 STATE = "state.json"
+DELTAS = "deltas"
 RUNS = Path("runs")
 
 StateName = Literal["running", "stopped", "failed", "finished"]

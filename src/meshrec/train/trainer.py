@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from meshrec.checkpoint import CheckpointError, CheckpointManager
+from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
 from meshrec.checkpoint.finding import BEST
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.distributed import record_phases
+from meshrec.model_parallel import DistributedModelParallel
 from meshrec.reports.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
 from meshrec.train.checkpoints import Checkpoints
@@ -22,7 +23,7 @@ from meshrec.train.profiling import StepProfiler
 from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
-from meshrec.train.run_folder import RunFolder
+from meshrec.train.run_folder import DELTAS, RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stopping import EarlyStopping, StopRequest
@@ -95,6 +96,7 @@ class Trainer:
         self._rates = LearningRates([self.built.tables, self.built.dense], recipe.schedule, self.num_steps)
         self._window = Window(recipe.loss)
         self._checkpoints: Checkpoints | None = None
+        self._publisher: DeltaPublisher | None = None
         best: CheckpointManager | None = None
         if folder is not None:
             self._checkpoints = Checkpoints(
@@ -143,6 +145,7 @@ class Trainer:
             LossError: on every rank, at the first step whose loss is no number on one of them.
         """
         self._tell(self._started())
+        self._publisher = self._make_publisher()
         with ExitStack() as stack:
             if self._profile and self.folder is not None:
                 self._profiler = stack.enter_context(StepProfiler(self.folder.trace(self.ranks.rank)))
@@ -154,6 +157,7 @@ class Trainer:
             self._fail()
         self._count()
         self._write_phases()
+        self._publish()
         if self._checkpoints is not None:
             # Before the best weights take the place of the last ones: from here, training can go on.
             self.is_saved = self._checkpoints.finish(self.progress.step)
@@ -202,6 +206,22 @@ class Trainer:
             # What the evaluation of an epoch concludes belongs to its last step.
             self._checkpoint()
 
+    def _make_publisher(self) -> DeltaPublisher | None:
+        if self.recipe.training.publish_every is None or self.folder is None:
+            return None
+        model = self.built.model
+        assert isinstance(model, DistributedModelParallel)
+        folder = self.folder.path / DELTAS
+        return DeltaPublisher(model, folder, run=self.folder.path.name, step=self.progress.step)
+
+    def _publish(self) -> None:
+        """Writes a delta; one that fails is told, and what it held is in the next one."""
+        if self._publisher is not None:
+            try:
+                self._publisher.publish(self.progress.step)
+            except CheckpointError as error:
+                self._tell(Said(f"no delta was published: {error}"))
+
     def _checkpoint(self) -> None:
         if self._checkpoints is not None and self._checkpoints.is_due(self.progress.step):
             self._count()
@@ -226,16 +246,19 @@ class Trainer:
         saves = progress.position.sample > 0 or training.evaluate_every is not None
         saves = saves and self._checkpoints is not None and self._checkpoints.is_due(step)
         ends_epoch = progress.position.sample == 0
+        publishes = training.publish_every is not None and step % training.publish_every == 0
         # Before anything is reported or kept of this step, all ranks know that it went well.
         agreed = self._stop.agreed(
             self.ranks,
             failed=self._step.failure is not None,
-            at_once=logs or evaluates or saves or ends_epoch,
+            at_once=logs or evaluates or saves or publishes or ends_epoch,
         )
         if agreed.failed:
             self._fail()
         if logs:
             self._log()
+        if publishes:
+            self._publish()
         if evaluates:
             self._evaluate()
         if self._profiler is not None:

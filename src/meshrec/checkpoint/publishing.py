@@ -1,0 +1,202 @@
+"""Deltas: what training changed in a model since the last one, in a folder that servers follow.
+
+Delta ``n`` is ``<n>.json`` (written last), ``<n>.rows.safetensors`` (of each tracked table the ids and whole
+rows that were touched) and ``<n>.dense.safetensors`` (every other weight). Each names the digest of the one
+before, so that a gap, a stranger or damage is seen.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from meshrec.checkpoint.agreement import agreed, ranks_of
+from meshrec.checkpoint.delta import RowTracker, write_tensors
+from meshrec.checkpoint.manifest import write_durably
+from meshrec.checkpoint.tables import read_weights
+from meshrec.model_parallel import DistributedModelParallel
+
+FORMAT = 1
+
+
+class DeltaError(RuntimeError):
+    """A delta cannot be used: it is damaged, or it does not follow on what is there."""
+
+
+class DeltaRecord(NamedTuple):
+    """What the JSON file of a delta says: training steps ``(since, step]``, rows by table, digests."""
+
+    number: int
+    run: str
+    since: int
+    step: int
+    rows: dict[str, int]
+    sha256: dict[str, str]
+    previous: str
+    digest: str
+
+
+class Delta(NamedTuple):
+    """Weights to put in place: by table ids [U] and rows [U, D], and whole tensors by name."""
+
+    rows: dict[str, tuple[Tensor, Tensor]]
+    whole: dict[str, Tensor]
+
+
+class DeltaPublisher:
+    """Writes the deltas of a model that trains. Collective, all of it.
+
+    Args:
+        model: whose fused tables are tracked from now on.
+        folder: for the deltas; those that are there are continued.
+        run: the run's name, which packages of its checkpoints carry, too.
+        step: the training step that was done last.
+    """
+
+    def __init__(self, model: DistributedModelParallel, folder: str | Path, *, run: str, step: int) -> None:
+        self._model, self._folder, self._run = model, Path(folder), run
+        self._tracker = RowTracker(model)
+        self._axis = ranks_of(None)
+        self._step, self._updates = step, self._tracker.step
+        self._last: DeltaRecord | None = None
+        if self._axis.rank == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            records = delta_records(self._folder)
+            self._last = records[-1] if records else None
+
+    def publish(self, step: int) -> None:
+        """Writes what changed since the last delta; nothing where no step was made.
+
+        Raises:
+            CheckpointError: on every rank, when it cannot be written; the next one then holds more.
+        """
+        if step == self._step:
+            return
+        number = self._last.number + 1 if self._last is not None else 1
+        rows_path, dense_path = (self._folder / _name(number, kind) for kind in ("rows", "dense"))
+        updates = self._tracker.step
+        rows = self._tracker.export(rows_path, since=self._updates)
+        whole = self._untracked()
+
+        def finish() -> None:
+            if self._axis.rank:
+                return
+            write_tensors(dense_path, whole)
+            said = {
+                "format": FORMAT,
+                "number": number,
+                "run": self._run,
+                "since": self._step,
+                "step": step,
+                "rows": rows,
+                "sha256": {path.name: digest_of(path) for path in (rows_path, dense_path)},
+                "previous": self._last.digest if self._last is not None else "",
+            }
+            write_durably(self._folder / _name(number), (json.dumps(said, indent=1) + "\n").encode())
+            self._last = read_record(self._folder, number)
+
+        agreed(self._axis, finish, "publishing a delta")
+        self._step, self._updates = step, updates
+
+    def _untracked(self) -> dict[str, Tensor]:
+        """Whole tensors of what the tracker does not watch."""
+        tracked = set(self._tracker.names)
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        found = {}
+        for name, tensor in named:
+            if name not in tracked:
+                full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                found[name] = full.detach().cpu().contiguous()
+        return found
+
+
+def delta_records(folder: str | Path) -> list[DeltaRecord]:
+    """All deltas of a folder, in order.
+
+    Raises:
+        DeltaError: for one that cannot be read.
+    """
+    numbers = sorted(int(path.stem) for path in Path(folder).glob("[0-9]*.json") if path.stem.isdigit())
+    return [read_record(folder, number) for number in numbers]
+
+
+def read_record(folder: str | Path, number: int) -> DeltaRecord:
+    """What delta ``number`` says of itself.
+
+    Raises:
+        DeltaError: when it cannot be read.
+    """
+    path = Path(folder) / _name(number)
+    try:
+        data = path.read_bytes()
+        said: dict[str, Any] = json.loads(data)
+        if said.pop("format") != FORMAT or said["number"] != number:
+            raise ValueError("it is of another format or number")
+        return DeltaRecord(**said, digest=hashlib.sha256(data).hexdigest())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DeltaError(f"delta {number}: {path} cannot be read ({error}). Publish it again.") from error
+
+
+def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
+    """The weights of a delta, mapped into memory.
+
+    Raises:
+        DeltaError: for files that are not what was written.
+    """
+    for name, digest in record.sha256.items():
+        path = Path(folder) / name
+        if not path.is_file() or digest_of(path) != digest:
+            raise DeltaError(f"delta {record.number}: {path} is not what was written. Publish it again.")
+    rows = read_weights(Path(folder) / _name(record.number, "rows"))
+    whole = read_weights(Path(folder) / _name(record.number, "dense"))
+    return Delta({name: (rows[f"{name}.ids"], rows[f"{name}.rows"]) for name in record.rows}, whole)
+
+
+def check_follows(record: DeltaRecord, last: DeltaRecord | None) -> None:
+    """Whether ``record`` is the one after ``last``.
+
+    Raises:
+        DeltaError: when it is not.
+    """
+    if last is None:
+        return
+    if record.number != last.number + 1:
+        raise DeltaError(
+            f"delta {last.number + 1} is missing: {record.number} comes after {last.number}. "
+            "Put it back, or export the model again."
+        )
+    if record.previous != last.digest:
+        raise DeltaError(
+            f"delta {record.number} follows on another delta than {last.number} of this folder. "
+            "Export the model again, and publish into a new folder."
+        )
+
+
+def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
+    """Reads every byte of a folder's deltas; gives them in order.
+
+    Raises:
+        DeltaError: for the first that is damaged or does not follow.
+    """
+    last: DeltaRecord | None = None
+    records = delta_records(folder)
+    for record in records:
+        check_follows(record, last)
+        read_delta(folder, record)
+        last = record
+    return records
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _name(number: int, kind: str | None = None) -> str:
+    return f"{number:08d}.json" if kind is None else f"{number:08d}.{kind}.safetensors"

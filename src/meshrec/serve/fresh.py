@@ -1,0 +1,137 @@
+"""Deltas put into the weights of a model that answers."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.checkpoint.publishing import (
+    Delta,
+    DeltaError,
+    DeltaRecord,
+    check_follows,
+    delta_records,
+    read_delta,
+)
+
+_log = logging.getLogger(__name__)
+ROWS_AT_A_TIME = 1024
+
+
+class Freshness(NamedTuple):
+    """Which deltas a model holds: the last one's number and training step, and why there are no more."""
+
+    delta: int | None
+    step: int | None
+    reason: str
+
+
+class Deltas:
+    """The deltas of a folder, in the order in which a package takes them.
+
+    Args:
+        folder: that a `DeltaPublisher` fills.
+        about: of the package: its run and step say where to begin.
+        weights: of the package, by name; changed in place.
+        until: the last delta to take; None takes all that come.
+    """
+
+    def __init__(
+        self, folder: Path, about: Mapping[str, Any], weights: Mapping[str, Tensor], until: int | None = None
+    ) -> None:
+        self._folder, self._about, self._weights, self._until = folder, about, weights, until
+        self._last: DeltaRecord | None = None
+        self._reason = ""
+
+    @property
+    def freshness(self) -> Freshness:
+        """What was put in place so far."""
+        if self._last is None:
+            return Freshness(None, None, self._reason)
+        return Freshness(self._last.number, self._last.step, self._reason)
+
+    def next(self) -> tuple[DeltaRecord, Delta] | None:
+        """The delta that comes next, read and checked; None where there is none, or none that can be used:
+        `freshness` then says why, and the next call tries again."""
+        try:
+            record = self._next_record()
+            delta = None if record is None else read_delta(self._folder, record)
+            if delta is not None:
+                self._check(record, delta)
+        except (DeltaError, ValueError, OSError) as error:
+            if self._reason != str(error):
+                self._reason = str(error)
+                _log.error("%s: %s", self._folder, error)
+            return None
+        self._reason = ""
+        return None if record is None or delta is None else (record, delta)
+
+    def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
+        """What puts a delta in place, in portions; call each while nothing is computed."""
+        for name, (ids, rows) in delta.rows.items():
+            table = self._weights[name]
+            for start in range(0, len(ids), ROWS_AT_A_TIME):
+                part = slice(start, start + ROWS_AT_A_TIME)
+                yield lambda table=table, ids=ids[part], rows=rows[part]: table.index_copy_(0, ids, rows)  # type: ignore[misc]
+
+        def finish() -> None:
+            for name, tensor in delta.whole.items():
+                self._weights[name].copy_(tensor)
+            self._last = record
+
+        yield finish
+
+    def _next_record(self) -> DeltaRecord | None:
+        found = delta_records(self._folder)
+        for record in found:
+            if record.run != self._about.get("run"):
+                raise DeltaError(
+                    f"delta {record.number} is of run {record.run!r}, and the package of "
+                    f"{self._about.get('run')!r}. Name the deltas of its own run."
+                )
+        if self._last is not None:
+            left = [record for record in found if record.number > self._last.number]
+        else:
+            left = [record for record in found if record.step > self._about["step"]]
+        if not left or (self._until is not None and left[0].number > self._until):
+            return None
+        check_follows(left[0], self._last)
+        if self._last is None and left[0].since > self._about["step"]:
+            raise DeltaError(
+                f"the package is of step {self._about['step']}, and delta {left[0].number} holds what "
+                f"changed after {left[0].since}. Export the run again."
+            )
+        return left[0]
+
+    def _check(self, record: DeltaRecord | None, delta: Delta) -> None:
+        """A delta is put in place as a whole or not at all."""
+        assert record is not None
+        for name, tensor in [*((n, r) for n, (_, r) in delta.rows.items()), *delta.whole.items()]:
+            weight = self._weights.get(name)
+            whole = name in delta.whole
+            shape = tensor.shape if whole else tensor.shape[1:]
+            if (
+                weight is None
+                or weight.dtype != tensor.dtype
+                or (weight.shape if whole else weight.shape[1:]) != shape
+            ):
+                raise DeltaError(
+                    f"delta {record.number}: {name!r} does not fit the package. Name deltas of its own run."
+                )
+        for name, (ids, rows) in delta.rows.items():
+            last = len(self._weights[name]) - 1
+            if len(ids) != len(rows) or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= last):
+                raise DeltaError(
+                    f"delta {record.number}: rows of {name!r} lie outside the table. Publish it again."
+                )
+
+
+def place(deltas: Deltas) -> None:
+    """Puts all deltas that there are in place, while nothing is computed."""
+    while (found := deltas.next()) is not None:
+        with torch.no_grad():
+            for portion in deltas.portions(*found):
+                portion()

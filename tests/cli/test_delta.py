@@ -1,0 +1,16 @@
+from meshrec.cli import delta
+from tests.serve.test_fresh import damage, publish
+
+
+def test_deltas_are_verified(tmp_path, capsys):
+    assert delta.main(["verify", str(tmp_path)]) == 0
+    assert "holds no deltas yet" in capsys.readouterr().out
+    for number in (1, 2):
+        publish(tmp_path, number, ids=[1, 2, 3])
+    assert delta.main(["verify", str(tmp_path)]) == 0
+    assert "2 deltas of run r, steps (0, 20], 6 rows: sound" in capsys.readouterr().out
+    damage(tmp_path, "00000002.dense.safetensors")
+    assert delta.main(["verify", str(tmp_path)]) == 1
+    assert "delta 2: " in capsys.readouterr().out
+    assert delta.main([]) == 2
+    assert delta.main(["--help"]) == 0

@@ -1,0 +1,227 @@
+"""Deltas of a run, put into models that answer."""
+
+import hashlib
+import json
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from meshrec.checkpoint.delta import write_tensors
+from meshrec.cli.train import main as train
+from meshrec.export import Predictor, export_run
+from meshrec.serve.fresh import Deltas, Freshness, place
+from meshrec.train.run_folder import find_run
+from tests.export.conftest import torchs_own_warnings
+from tests.serve.conftest import Client, running, samples, scores_of
+from tests.serve.toys import NUM_ROWS, Toy
+
+
+def publish(folder, number, *, since=None, step=None, previous=None, run="r", ids=None, table="table"):
+    """A delta by hand: rows of ``number / 10``, and the bias as well."""
+    ids = torch.arange(NUM_ROWS) if ids is None else torch.tensor(ids)
+    parts = {
+        "rows": {f"{table}.ids": ids, f"{table}.rows": torch.full((len(ids), 64), number / 10)},
+        "dense": {"bias": torch.full((1,), number / 10)},
+    }
+    digests = {}
+    for kind, tensors in parts.items():
+        path = folder / f"{number:08d}.{kind}.safetensors"
+        write_tensors(path, tensors)
+        digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    if previous is None:
+        before = folder / f"{number - 1:08d}.json"
+        previous = hashlib.sha256(before.read_bytes()).hexdigest() if before.exists() else ""
+    said = {
+        "format": 1,
+        "number": number,
+        "run": run,
+        "since": 10 * (number - 1) if since is None else since,
+        "step": 10 * number if step is None else step,
+        "rows": {table: len(ids)},
+        "sha256": digests,
+        "previous": previous,
+    }
+    scratch = folder / ".scratch"
+    scratch.write_text(json.dumps(said))
+    scratch.replace(folder / f"{number:08d}.json")
+
+
+@pytest.fixture
+def toy(packages):
+    return Toy(packages[0])  # of step 10
+
+
+def deltas_of(toy, folder, **options):
+    return Deltas(folder, toy.about, toy.weights, **options)
+
+
+def test_deltas_after_the_package_are_put_in_place_in_order(toy, tmp_path):
+    publish(tmp_path, 1)  # the package holds these steps
+    publish(tmp_path, 2, since=5, ids=[1, 2])
+    publish(tmp_path, 3, ids=[2, 3])
+    deltas = deltas_of(toy, tmp_path)
+    place(deltas)
+    assert deltas.freshness == Freshness(3, 30, "")
+    found = toy.weights["table"]
+    assert torch.allclose(found[:5, 0], torch.tensor([0, 0.2, 0.3, 0.3, 0]))
+    assert torch.equal(found, found[:, :1].expand_as(found))
+    assert torch.allclose(toy.weights["bias"], torch.tensor(0.3))
+    until = deltas_of(blank(toy), tmp_path, until=2)
+    place(until)
+    assert until.freshness.delta == 2
+
+
+def blank(toy):
+    other = object.__new__(Toy)
+    other.about = toy.about
+    other.weights = {name: torch.zeros_like(weight) for name, weight in toy.weights.items()}
+    return other
+
+
+def drop(folder, number):
+    (folder / f"{number:08d}.json").unlink()
+
+
+def damage(folder, name):
+    data = bytearray((folder / name).read_bytes())
+    data[-1] ^= 1
+    (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda f: drop(f, 3), "delta 3 is missing: 4 comes after 2"),
+        (lambda f: damage(f, "00000003.rows.safetensors"), "delta 3: .*rows.safetensors is not what was"),
+        (lambda f: damage(f, "00000003.dense.safetensors"), "delta 3: .*dense.safetensors is not what was"),
+        (lambda f: (f / "00000003.json").write_text("{"), "delta 3: .* cannot be read"),
+        (lambda f: publish(f, 3, previous="x"), "delta 3 follows on another delta than 2"),
+        (lambda f: publish(f, 3, run="other"), "delta 3 is of run 'other', and the package of 'r'"),
+        (lambda f: publish(f, 3, table="x"), "delta 3: 'x' does not fit the package"),
+        (lambda f: publish(f, 3, ids=[0, NUM_ROWS]), "delta 3: rows of 'table' lie outside"),
+    ],
+)
+def test_harm_is_named_and_the_last_good_state_stays(toy, tmp_path, caplog, harm, reason):
+    publish(tmp_path, 2)
+    deltas = deltas_of(toy, tmp_path)
+    place(deltas)
+    for number in (3, 4):
+        publish(tmp_path, number)
+    harm(tmp_path)
+    for _ in range(2):
+        place(deltas)
+    assert deltas.freshness[:2] == (2, 20)
+    assert re.search(reason, deltas.freshness.reason)
+    assert len(caplog.records) == 1
+    assert (toy.weights["table"] == 0.2).all()
+    for number in (3, 4):
+        publish(tmp_path, number)
+    place(deltas)
+    assert deltas.freshness == Freshness(4, 40, "")
+
+
+def test_a_package_that_is_too_old_is_told(toy, tmp_path):
+    publish(tmp_path, 7)
+    deltas = deltas_of(toy, tmp_path)
+    place(deltas)
+    assert (
+        "of step 10, and delta 7 holds what changed after 60. Export the run again" in deltas.freshness.reason
+    )
+
+
+def until(condition):
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited for a minute")
+
+
+def test_a_server_follows_goes_back_and_goes_on(packages, tmp_path):
+    publish(tmp_path, 2)
+    given = samples(8)
+    ended, wrong = threading.Event(), []
+
+    def ask():
+        client = Client(server.url)
+        while not ended.is_set():
+            status, _, said = client("POST", "/predict", given)
+            if status != 200:
+                wrong.append(said)
+        client.close()
+
+    with running({"clicks": packages[0]}, deltas={"clicks": tmp_path}) as server:
+        client = Client(server.url)
+        thread = threading.Thread(target=ask)
+        thread.start()
+
+        def freshness():
+            return client("GET", "/v2/models/clicks/freshness")[2]
+
+        assert freshness() == {"delta": 2, "step": 20, "reason": ""}
+        for number in (3, 4):
+            publish(tmp_path, number)
+            until(lambda number=number: freshness()["delta"] == number)
+        expected = Toy(packages[0])
+        expected.weights["table"].fill_(0.4)
+        expected.weights["bias"].fill_(0.4)
+        said = client("POST", "/predict", given)[2]
+        assert said["version"] == "v1+4"
+        np.testing.assert_allclose(said["scores"], scores_of(expected, given), rtol=1e-6)
+
+        assert client("POST", "/v2/repository/models/clicks/rollback/3")[0] == 200
+        publish(tmp_path, 5)
+        assert client("POST", "/predict", given)[2]["version"] == "v1+3"
+        status, _, said = client("POST", "/v2/repository/models/clicks/rollback/9")
+        assert status == 400
+        assert "delta 9 cannot be reached; the last that can is 5" in said["error"]
+        assert freshness()["delta"] == 3
+        assert client("POST", "/v2/repository/models/clicks/load")[0] == 200
+        assert freshness()["delta"] == 5
+        damage(tmp_path, "00000005.rows.safetensors")
+        publish(tmp_path, 6, previous="x")
+        until(lambda: "delta 6 follows on another" in freshness()["reason"])
+        assert client("POST", "/predict", given)[2]["version"] == "v1+5"
+        ended.set()
+        thread.join(60)
+        client.close()
+    assert wrong == []
+
+
+def test_without_deltas_there_is_no_way_back(packages):
+    with running({"clicks": packages[0]}) as server:
+        client = Client(server.url)
+        said = client("POST", "/v2/repository/models/clicks/rollback/1")[2]
+        assert "follows no deltas" in said["error"]
+        client.close()
+
+
+def test_after_the_last_delta_tables_are_those_of_a_fresh_export(tmp_path):
+    options = [
+        "--training.publish-every",
+        "3",
+        "--training.checkpoint-every",
+        "4",
+        "--training.keep-checkpoints",
+        "9",
+    ]
+    assert (
+        train(["tests/train/small.py:small", "--runs", str(tmp_path), "--name", "r", "--quiet", *options])
+        == 0
+    )
+    run = find_run("r", tmp_path)
+    with torchs_own_warnings():
+        old = Predictor(export_run(run, tmp_path / "old", step=4, compile=False))
+        new = Predictor(export_run(run, tmp_path / "new", last=True, compile=False))
+    deltas = Deltas(run.path / "deltas", old.about, old.weights)
+    assert any(not torch.equal(old.weights[name], weight) for name, weight in new.weights.items())
+    place(deltas)
+    assert deltas.freshness == Freshness(4, 10, "")
+    assert old.weights.keys() == new.weights.keys()
+    for name, weight in new.weights.items():
+        assert torch.equal(old.weights[name], weight), name
+    assert not torch.equal(Predictor(tmp_path / "old").weights[name], weight)  # the package is as it was
