@@ -109,3 +109,39 @@ def test_every_mesh(ranks, mesh):
         for dense in ("ddp", "fsdp2")
     ]
     ranks(4).run(check_all, arguments)
+
+
+def semi_synchronous():
+    """Against its definition, written out for SGD on whole tables."""
+    world, steps = default_env().world, 10
+    batches = [models.make_batches(steps, rank) for rank in range(world.size)]
+    model, optimizer = models.sharded(("table_wise",) * 4, SGD(lr=0.1), dense=None)
+    pipeline = TrainPipeline(model, optimizer, semi_synchronous_from=4)
+    outputs = list(pipeline(batches[world.rank]))
+    reference = models.Model()
+    weights = [table.weight for table in reference.collection.embedding_bags.values()]
+    dense = torch.optim.SGD(reference.over.parameters(), lr=0.01, momentum=0.5)
+    before = None
+    for step in range(steps):
+        now = [weight.detach().clone() for weight in weights]
+        read = now if before is None or step < 4 else before
+        for weight, old in zip(weights, read, strict=True):
+            weight.data.copy_(old)
+            weight.grad = None
+        dense.zero_grad()
+        losses = [reference(of_rank[step])[0] for of_rank in batches]
+        assert torch.allclose(outputs[step], losses[world.rank].detach(), rtol=1e-4)
+        for weight, loss_gradient, new in zip(
+            weights,
+            torch.autograd.grad(sum(losses) / world.size, weights, retain_graph=True),
+            now,
+            strict=True,
+        ):
+            weight.data.copy_(new - 0.1 * loss_gradient)
+        losses[world.rank].backward(inputs=list(reference.over.parameters()))
+        dense.step()
+        before = now
+
+
+def test_semi_synchronous(ranks):
+    ranks(2).run(semi_synchronous)

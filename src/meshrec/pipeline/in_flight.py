@@ -35,7 +35,7 @@ class Lookup:
         self._started = module.start(features)
         self._exchanging: Exchanging | None = None
         self._result: LazyAwaitable[Any] | None = None
-        self._num_changes = -1
+        self._num_changes, self._stays = -1, False
 
     @property
     def is_of_now(self) -> bool:
@@ -47,12 +47,15 @@ class Lookup:
         if self._exchanging is None:
             self._exchanging = self.module.exchange(self._started)
 
-    def look_up(self) -> LazyAwaitable[Any]:
-        """Starts to send embeddings back: those of now, if need be once more."""
+    def look_up(self, *, stays: bool = False) -> LazyAwaitable[Any]:
+        """Starts to send embeddings back: those of now, if need be once more; ``stays``: whatever changes
+        later.
+        """
         self.exchange()
         assert self._exchanging is not None
         num_changes = self.module.tables.num_changes
-        if self._result is None or self._num_changes != num_changes:
+        self._stays |= stays
+        if self._result is None or not (self._stays or self._num_changes == num_changes):
             self._result, self._num_changes = self.module.look_up(self._exchanging), num_changes
         return self._result
 
@@ -98,11 +101,11 @@ class BatchInFlight:
         except ValueError as error:
             self._fail(error)
 
-    def look_up(self, is_ready: Callable[[Collection], bool]) -> None:
-        """Starts to send embeddings back, of the modules that are ready."""
+    def look_up(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
+        """Starts to send embeddings back, of the modules that are ready; ``stays``: see ``Lookup``."""
         for lookup in self.lookups:
             if is_ready(lookup.module):
-                lookup.look_up()
+                lookup.look_up(stays=stays)
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
         """The result for this call of a module, once; None where it is not under way.

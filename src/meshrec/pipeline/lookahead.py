@@ -78,6 +78,11 @@ class Lookahead:
         """
         return self._has_ended and not self._waiting
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loader has nothing after the batches in flight."""
+        return self._has_ended
+
     def next(self, iterator: Iterator[Any]) -> Any:
         """The batch whose turn it is.
 
@@ -134,6 +139,12 @@ class Lookahead:
         if self._waiting:
             self._waiting[0].look_up(is_ready or (lambda _: True))
         self._agree()
+
+    def look_up_before_update(self) -> None:
+        """Looks up the next batch's ids now, for good: in tables from before this batch's update."""
+        if self._waiting:
+            self._waiting[0].exchange()
+            self._waiting[0].look_up(lambda _: True, stays=True)
 
     def reset(self) -> None:
         """Drops the batches in flight; on all ranks."""

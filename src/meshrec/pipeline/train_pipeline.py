@@ -43,6 +43,9 @@ class TrainPipeline:
         accumulate: batches per step of the optimizer.
         uneven: when ranks have different numbers of batches: ``"stop"`` ends all after the last batch that
             all have, ``"error"`` raises ValueError there and names the ranks.
+        semi_synchronous_from: the number of a batch, from 0. From there on a batch takes embeddings from
+            before the update of the batch before it, which changes the numbers and hides the exchange of
+            embeddings as well. The first two batches are exact in any case.
         strict: raise ValueError, after the first forward pass, where a module cannot take part. Otherwise a
             log line names it.
     """
@@ -57,6 +60,7 @@ class TrainPipeline:
         accumulate: int = 1,
         uneven: Uneven = "stop",
         strict: bool = False,
+        semi_synchronous_from: int | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}.")
@@ -64,7 +68,7 @@ class TrainPipeline:
         self._forward: Forward = model if forward is None else forward
         self._accumulate, self._num_collected = accumulate, 0
         self._ahead = Lookahead(model, device=device, uneven=uneven, strict=strict)
-        self._iterator: Iterator[Any] | None = None
+        self._semi_synchronous_from, self._num_batches = semi_synchronous_from, 0
         self._update = Update(model, optimizer)
 
     def progress(self, iterator: Iterator[Any]) -> Any:
@@ -92,6 +96,9 @@ class TrainPipeline:
         with self._update.backward(steps=steps):
             with self._ahead.forward():
                 losses, output = self._forward(batch)
+            self._num_batches += 1
+            if self._semi_synchronous_from is not None and self._num_batches >= self._semi_synchronous_from:
+                self._ahead.look_up_before_update()
             self._ahead.exchange(iterator)
             losses.sum().backward()
         self._update.after_backward(self._ahead, steps=steps)
@@ -111,6 +118,11 @@ class TrainPipeline:
                 yield output
         finally:
             self.reset()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loader has nothing after the batches in flight."""
+        return self._ahead.has_ended
 
     def reset(self) -> None:
         """Drops the batches in flight, and begins a step anew; on all ranks."""

@@ -4,7 +4,9 @@ from torch import nn
 
 from meshrec.compat.bridge.train_pipeline import (
     EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
+    TrainPipelineSemiSync,
     TrainPipelineSparseDist,
 )
 
@@ -62,6 +64,40 @@ def test_evaluation():
     assert evaluate.progress(batches()).tolist() == [1.0]
 
 
-def test_what_is_missing_is_said(caplog):
-    pipeline(TrainPipelineSparseDist)
-    assert "one batch after another here: the same numbers, no overlap" in caplog.text
+def test_batches_in_flight_may_be_left_out():
+    _, train = pipeline(TrainPipelineSparseDist, execute_all_batches=False)
+    data = iter([torch.tensor([float(number)]) for number in range(5)])
+    for _ in range(3):
+        train.progress(data)
+    with pytest.raises(StopIteration):  # two were in flight when the end was seen
+        train.progress(data)
+
+
+def test_detach_and_attach():
+    model, train = pipeline(TrainPipelineSparseDist)
+    data = iter([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
+    train.progress(data)
+    assert train.detach() is model
+    assert train.detach() is model
+    train.attach()
+    train.progress(data)
+    other = Model()
+    train.attach(other)
+    with pytest.raises(StopIteration):
+        train.progress(data)
+
+
+def test_overlapping_pipelines_train_as_the_plain_one():
+    data = [torch.tensor([float(number)]) for number in range(6)]
+    expected = None
+    for kind in (
+        TrainPipelineBase,
+        TrainPipelineSparseDist,
+        PrefetchTrainPipelineSparseDist,
+        TrainPipelineSemiSync,
+    ):
+        _, train = pipeline(kind)
+        iterator = iter(data)
+        outputs = [train.progress(iterator).item() for _ in data]
+        expected = expected or outputs
+        assert outputs == expected

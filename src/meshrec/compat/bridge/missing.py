@@ -26,7 +26,6 @@ MISSING: dict[str, str] = {
     "torchrec.datasets.criteo": _CRITEO,
     "torchrec.datasets.movielens": _MOVIELENS,
     "torchrec.datasets.utils": "data pipes are gone from PyTorch. Nearest: the readers of meshrec.data.",
-    "torchrec.distributed.PrefetchTrainPipelineSparseDist": _LOOP,
     "torchrec.distributed.ShardedModule": "sharded modules have no common interface to implement. Nearest: "
     "ShardedEmbeddingBagCollection.",
     "torchrec.distributed.embeddingbag.EmbeddingBagSharder": _ONE_BAG,

@@ -64,7 +64,11 @@ _WARMUP = {
     **_of(f"{_C}.keyed", "WarmupOptimizer WarmupStage"),
 }
 _ROWWISE = _of("meshrec.optim.rowwise_adagrad", "RowWiseAdagrad")
-_PIPELINES = _of(f"{_C}.train_pipeline", "EvalPipelineSparseDist TrainPipelineBase TrainPipelineSparseDist")
+_PIPELINES = _of(
+    f"{_C}.train_pipeline",
+    "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipelineBase TrainPipelineSemiSync "
+    "TrainPipelineSparseDist",
+)
 _BATCH = _of(f"{_C}.random_dataset", "Batch")
 
 MODULES: dict[str, dict[str, str]] = {
