@@ -30,6 +30,34 @@ def test_two_ranks_train_as_the_plain_model_does(ranks, plain, kinds):
     assert ranks(2).run(quality_after, sharded) == [expected, expected]
 
 
+def compare_with_and_without_pipeline(recipes):
+    for recipe in recipes:
+        found = []
+        for pipeline in (True, False):
+            training = replace(recipe.training, pipeline=pipeline)
+            trainer = Trainer(replace(recipe, training=training), recipe.data.load(), join("cpu"))
+            found.append((trainer.run(), trainer.progress.step, trainer.built.model.state_dict()))
+        (quality, step, weights), (expected, its_step, its_weights) = found
+        assert quality == expected
+        assert step == its_step
+        for name, weight in weights.items():
+            whole = [
+                value.full_tensor() if hasattr(value, "full_tensor") else value
+                for value in (weight, its_weights[name])
+            ]
+            assert torch.equal(*whole)
+
+
+def test_the_pipeline_changes_no_number(ranks, small):
+    """1000 samples: an epoch ends with a smaller batch, and with a group of fewer batches."""
+    ways = [
+        {"epochs": 2, "batch_size": 96},
+        {"epochs": 2, "batch_size": 96, "accumulate": 3, "clip_norm": 0.1, "evaluate_every": 2},
+        {"epochs": 2, "max_steps": 7, "bf16": True, "accumulate": 2},
+    ]
+    ranks(2).run(compare_with_and_without_pipeline, [small(**way) for way in ways])
+
+
 def test_clipping_bounds_the_update(plain):
     before = weights_after(replace(plain, training=replace(plain.training, max_steps=1)), join("cpu"))
     clipped = replace(plain, training=replace(plain.training, max_steps=1, clip_norm=1e-3))

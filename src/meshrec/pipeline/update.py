@@ -28,14 +28,19 @@ class Update:
         self._model, self._optimizer = model, optimizer
 
     @contextmanager
-    def backward(self, *, steps: bool) -> Iterator[None]:
-        """Around forward and backward; ``steps``: whether ``optimizer`` steps after it."""
+    def backward(self, *, steps: bool, late: bool = True) -> Iterator[None]:
+        """Around forward and backward.
+
+        Args:
+            steps: whether ``optimizer`` steps after it; otherwise dense gradients stay on their rank.
+            late: whether ``after_backward`` follows, which waits for them; else they are averaged here.
+        """
         with ExitStack() as stack:
             if not steps:
                 for module in self._model.modules():
                     if isinstance(module, nn.parallel.DistributedDataParallel):
                         stack.enter_context(module.no_sync())
-            elif (gradients := self._late_gradients()) is not None:
+            elif late and (gradients := self._late_gradients()) is not None:
                 stack.enter_context(gradients.late())
             yield
 

@@ -152,6 +152,9 @@ class Training:
     """The largest norm of the gradients of an update, those of tables and all ranks included."""
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
+    pipeline: bool = True
+    """Let the next batch's exchanges run while a batch computes, where there are several ranks; the numbers
+    are the same."""
     seed: int = 0
     """Of first weights and of the order of samples."""
     log_every: int = 20

@@ -1,14 +1,14 @@
 """One update: forward and backward over the batches of a step, then the optimizers."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from meshrec.model_parallel import DistributedModelParallel
+from meshrec.pipeline import Lookahead, Update
 from meshrec.train.building import Built
 from meshrec.train.losses import Loss
 from meshrec.train.ranks import Ranks
@@ -32,34 +32,63 @@ class TrainStep:
     The loss is the mean over all samples of all ranks; ranks may hold different numbers of them.
     """
 
-    def __init__(self, built: Built, ranks: Ranks, loss: Loss, *, bf16: bool) -> None:
+    def __init__(self, built: Built, ranks: Ranks, loss: Loss, *, bf16: bool, pipeline: bool = False) -> None:
         self._built, self._ranks, self._loss, self._bf16 = built, ranks, loss, bf16
         self._watch = OutputWatch(built.model)
+        self._update = Update(built.model, built.optimizer)
+        self._ahead: Lookahead | None = None
+        if pipeline:
+            self._ahead = Lookahead(built.model, device=ranks.device, uneven="error", strict=False)
         self.failure: str | None = None
         """Of the last step, on this rank: why its loss is no number."""
 
-    def __call__(self, batches: "Sequence[Batch]", num_samples: int) -> list[Outputs]:
-        """``num_samples``: of all ranks and batches of this step."""
+    def __call__(self, batches: "Iterator[Batch]", num_batches: int, num_samples: int) -> list[Outputs]:
+        """Trains on the next ``num_batches``. ``num_samples``: of all ranks in them.
+
+        Raises:
+            StopIteration: when there are fewer.
+        """
         self._built.optimizer.zero_grad()
         # DistributedDataParallel and sharded tables average over ranks.
         scale = self._ranks.size / num_samples
         outputs = []
         self.failure = None
-        for number, batch in enumerate(batches):
-            with nullcontext() if number == len(batches) - 1 else self._no_sync():
+        ahead = self._ahead
+        for number in range(num_batches):
+            steps = number == num_batches - 1
+            batch = self._next(batches)
+            with self._update.backward(steps=steps, late=ahead is not None):
                 self._watch.forget()
-                with record_function("meshrec.forward"):
+                with record_function("meshrec.forward"), nullcontext() if ahead is None else ahead.forward():
                     logits = forward(self._built.model, batch, self._ranks.device, bf16=self._bf16)
                     loss = self._loss.sum(logits, batch.labels, batch.weights)
                 if self.failure is None and not bool(loss.isfinite()):
                     # The other ranks wait for this one in the backward pass: the end comes after it.
                     self.failure = self._why(batch, float(loss.detach()))
+                if ahead is not None:
+                    ahead.exchange(batches)
                 with record_function("meshrec.backward"):
                     (loss * scale).backward()
             outputs.append(Outputs(loss.detach(), logits.detach(), batch.labels))
+            if ahead is not None and not steps:
+                self._update.after_backward(ahead, steps=False)
         with record_function("meshrec.optimizer"):
-            self._built.optimizer.step()
+            if ahead is None:
+                self._built.optimizer.step()
+            else:
+                self._update.after_backward(ahead, steps=True)
         return outputs
+
+    def reset(self) -> None:
+        """Drops the batches in flight: the next ones come from another iterator."""
+        if self._ahead is not None:
+            self._ahead.reset()
+
+    def _next(self, batches: "Iterator[Batch]") -> "Batch":
+        if self._ahead is None:
+            return next(batches).to(self._ranks.device, non_blocking=True)
+        batch: Batch = self._ahead.next(batches)
+        return batch
 
     def _why(self, batch: "Batch", loss: float) -> str:
         if not bool(torch.isfinite(batch.dense).all()):
@@ -72,14 +101,6 @@ class TrainStep:
                 else "the outputs of all modules are numbers, so look at the labels"
             )
         return f"rank {self._ranks.rank}: the loss is {loss}; {cause}"
-
-    def _no_sync(self) -> AbstractContextManager[None]:
-        model = self._built.model
-        wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else model
-        if isinstance(wrapped, nn.parallel.DistributedDataParallel):
-            context: AbstractContextManager[None] = wrapped.no_sync()
-            return context
-        return nullcontext()
 
 
 def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: bool) -> Tensor:

@@ -4,7 +4,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -92,7 +92,13 @@ class Trainer:
         self._stop = stop or StopRequest()
         self._profile = profile
         self._profiler: StepProfiler | None = None
-        self._step = TrainStep(self.built, ranks, recipe.loss, bf16=recipe.training.bf16)
+        self._step = TrainStep(
+            self.built,
+            ranks,
+            recipe.loss,
+            bf16=recipe.training.bf16,
+            pipeline=recipe.training.pipeline and ranks.size > 1,
+        )
         self._rates = LearningRates([self.built.tables, self.built.dense], recipe.schedule, self.num_steps)
         self._window = Window(recipe.loss)
         self._checkpoints: Checkpoints | None = None
@@ -197,10 +203,14 @@ class Trainer:
         )
         with prefetch(reader, training.prefetch) as batches:
             self._start_clock()
-            for group in _groups(batches, training.accumulate):
-                self._one_step(group)
-                if self._is_over():
-                    return
+            try:
+                while self._one_step(batches):
+                    if self._is_over():
+                        return
+                    if self.progress.position.sample == 0:
+                        break
+            finally:
+                self._step.reset()  # of batches in flight nothing is trained yet
         if training.evaluate_every is None:
             self._evaluate()
             # What the evaluation of an epoch concludes belongs to its last step.
@@ -227,16 +237,21 @@ class Trainer:
             self._count()
             self._checkpoints.save(self.progress.step)
 
-    def _one_step(self, batches: Sequence[Batch]) -> None:
+    def _one_step(self, batches: Iterator[Batch]) -> bool:
+        """Whether there was data for one."""
         progress, training = self.progress, self.recipe.training
         self._rates.set(progress.step)
-        num_samples = self._num_samples(len(batches))
-        moved = [batch.to(self.ranks.device, non_blocking=True) for batch in batches]
-        with self._phases():
-            self._window.add(self._step(moved, num_samples))
+        left = self.dataset.train.num_samples - progress.position.sample
+        num_samples = min(self._samples_per_step, left)  # fewer at the end of an epoch only
+        try:
+            with self._phases():
+                outputs = self._step(batches, -(-num_samples // training.batch_size), num_samples)
+        except StopIteration:
+            return False
+        self._window.add(outputs)
         if self._step.failure is not None and self._first_failure is None:
             self._first_failure = (progress.step + 1, self._step.failure)
-        self._num_untold += sum(len(batch) for batch in batches)
+        self._num_untold += sum(len(output.labels) for output in outputs)
         progress.advance(num_samples, self.dataset.train.num_samples)
         step = progress.step
         self._tell(Stepped(step, num_samples))
@@ -266,6 +281,7 @@ class Trainer:
         if saves:
             self._checkpoint()
         self.stopped = agreed.stop
+        return True
 
     def _fail(self) -> None:
         """Ends the run on every rank, with the cause that one of them saw."""
@@ -280,11 +296,6 @@ class Trainer:
             f"step {step}: {cause}. {kept}. Lower the learning rates (--tables.lr, --dense.lr), or clip the "
             "gradients (--training.clip-norm 1), and train again."
         )
-
-    def _num_samples(self, num_batches: int) -> int:
-        """Samples of a step over all ranks: fewer than usual at the end of an epoch only."""
-        left = self.dataset.train.num_samples - self.progress.position.sample
-        return min(num_batches * self.recipe.training.batch_size, left)
 
     def _count(self) -> None:
         """Adds the samples that the ranks have trained since the last time. Collective."""
@@ -422,13 +433,6 @@ class Trainer:
             first_step=self.progress.step,
             num_steps=self.num_steps,
         )
-
-
-def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Consecutive batches, ``size`` at a time, fewer at the end."""
-    iterator = iter(batches)
-    while group := list(itertools.islice(iterator, size)):
-        yield group
 
 
 def _table_configs(module: Any) -> list[Any]:
