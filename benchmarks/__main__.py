@@ -4,7 +4,18 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, dlrm_step, import_time, nbit, planner, reading, stages, tbe, trainer
+from benchmarks import (
+    checkpoint,
+    dlrm_step,
+    import_time,
+    nbit,
+    planner,
+    reading,
+    stages,
+    tbe,
+    train_pipeline,
+    trainer,
+)
 from benchmarks.harness import Effort, Result, bars_table, save
 
 
@@ -46,6 +57,10 @@ def run_stages(arguments: argparse.Namespace, effort: Effort) -> Result:
     return stages.run(effort, tiny=arguments.tiny)
 
 
+def run_train_pipeline(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return train_pipeline.run(effort, tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
@@ -56,6 +71,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "trainer": run_trainer,
     "checkpoint": run_checkpoint,
     "stages": run_stages,
+    "train_pipeline": run_train_pipeline,
 }
 
 

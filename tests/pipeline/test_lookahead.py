@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_another_epoch_with_the_same_object(ranks):
     ranks(2).run(train_epochs)
 
 
-def test_persistent_workers():
+def test_persistent_workers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pipeline_models", models)  # batches are pickled
     loader = torch.utils.data.DataLoader(
         models.make_batches(4), batch_size=None, num_workers=1, persistent_workers=True
     )

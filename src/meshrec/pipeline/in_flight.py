@@ -121,6 +121,12 @@ class BatchInFlight:
                 return lookup.look_up()
         return None
 
+    def take_error(self) -> Exception:
+        """The error, which is the caller's from now on."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
     def _fail(self, error: Exception) -> None:
         self.error = error
         self.lookups.clear()

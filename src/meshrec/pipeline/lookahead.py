@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -98,15 +98,12 @@ class Lookahead:
             self._agree()
         if not self._waiting:
             self._has_ended = False
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise failure
-            raise StopIteration
+            _raise(self._take_failure() or StopIteration())
         self._current = current = self._waiting.popleft()
         self._mover.wait(current.batch)
         current.exchange()
         if current.error is not None:
-            raise current.error
+            _raise(current.take_error())
         return current.batch
 
     @contextmanager
@@ -183,13 +180,9 @@ class Lookahead:
 
     def _read(self, iterator: Iterator[Any]) -> None:
         """Takes a batch from the loader and tells the other ranks."""
-        batch = error = None
-        try:
-            batch = BatchInFlight(self._mover.moved(next(iterator)))
-        except StopIteration:
-            pass
-        except Exception as caught:  # in its turn, and on every rank
-            error = caught
+        read = self._taken(iterator)
+        batch = read if isinstance(read, BatchInFlight) else None
+        error = read if isinstance(read, Exception) else None
         found = [
             batch is not None
             and call.path is not None
@@ -199,6 +192,19 @@ class Lookahead:
         earlier = self._waiting[0] if self._waiting else None
         change = earlier.change() if earlier is not None else None
         self._telling = Telling(Read(batch, found, error, change), self._axis)
+
+    def _take_failure(self) -> Exception | None:
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _taken(self, iterator: Iterator[Any]) -> BatchInFlight | Exception | None:
+        """A batch of the loader, None at its end, or its error, to be raised in its turn."""
+        try:
+            return BatchInFlight(self._mover.moved(next(iterator)))
+        except StopIteration:
+            return None
+        except Exception as error:
+            return error
 
     def _agree(self) -> None:
         """Does with the batch that was read what all ranks do."""
@@ -236,3 +242,13 @@ def _axis_of(model: nn.Module) -> Axis:
         if isinstance(module, DistributedModelParallel):
             return module.env.world
     return default_env().world
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raises it; no frame of ours holds it afterwards. In a circle with its traceback it would keep exchanges
+    in flight alive, for which the other ranks hold their messages.
+    """
+    try:
+        raise error
+    finally:
+        del error

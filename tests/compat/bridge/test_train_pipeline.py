@@ -67,9 +67,9 @@ def test_evaluation():
 def test_batches_in_flight_may_be_left_out():
     _, train = pipeline(TrainPipelineSparseDist, execute_all_batches=False)
     data = iter([torch.tensor([float(number)]) for number in range(5)])
-    for _ in range(3):
+    for _ in range(4):
         train.progress(data)
-    with pytest.raises(StopIteration):  # two were in flight when the end was seen
+    with pytest.raises(StopIteration):  # one was in flight when the end was seen
         train.progress(data)
 
 

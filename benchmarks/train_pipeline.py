@@ -1,0 +1,250 @@
+"""The train pipeline beside the plain loop, on a network that is slow by measure.
+
+C is the time of a step without a network, measured in the same run; every exchange then takes a latency of
+0, C/4 or C/2 more, and bandwidth is such that all bytes of a step take C/10. Both loops train the same model
+and take turns; their losses are compared before anything is timed.
+"""
+
+import gc
+import itertools
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshrec
+from benchmarks.harness import Bar, Effort, Result, table
+from meshrec import distributed as md
+from meshrec.model_parallel import DistributedModelParallel
+from meshrec.models.dlrm import DLRM
+from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, RowWiseAdagrad
+from meshrec.pipeline import TrainPipeline
+from meshrec.testing import RankPool, set_network
+from meshrec.testing.slow_network import BACKEND
+
+LOOPS = ("plain", "pipeline")
+LATENCIES = {"0": 0.0, "C/4": 0.25, "C/2": 0.5}
+_NUM_TABLES = 8
+_WARM_UP = 6
+_STEPS = 10
+_MEMORY_STEPS = (200, 2000)
+
+
+class Batch(NamedTuple):
+    """What the model takes."""
+
+    dense: Tensor
+    features: meshrec.KeyedJaggedTensor
+    labels: Tensor
+
+
+class Clicks(nn.Module):
+    """A DLRM and its loss."""
+
+    def __init__(self, tiny: bool) -> None:
+        super().__init__()
+        width, top = (8, [16, 1]) if tiny else (64, [512, 256, 1])
+        tables = [
+            meshrec.EmbeddingBagConfig(
+                name=f"t{i}", embedding_dim=width, num_embeddings=10_000, feature_names=[f"f{i}"]
+            )
+            for i in range(_NUM_TABLES)
+        ]
+        self.dlrm = DLRM(meshrec.EmbeddingBagCollection(tables), 13, [2 * width, width], top)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss, twice."""
+        logits = self.dlrm(batch.dense, batch.features).squeeze(-1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, loss.detach()
+
+
+class Round(NamedTuple):
+    """Of one rank: milliseconds of each step, and of these what the exchange of ids took."""
+
+    steps: list[float]
+    ids: list[float]
+
+
+class Measured(NamedTuple):
+    """Of one rank: losses by loop, the seconds C, and rounds by latency and loop."""
+
+    losses: dict[str, list[float]]
+    compute: float
+    rounds: dict[str, dict[str, list[Round]]]
+
+
+class _Loop:
+    """One of the two loops, on a rank."""
+
+    def __init__(self, name: str, tiny: bool) -> None:
+        torch.manual_seed(0)
+        model = Clicks(tiny)
+        group: Any = dist.new_group(backend=BACKEND)
+        env = md.ShardingEnv.from_process_group(group, device_type="cpu")
+        plan = md.construct_module_sharding_plan(
+            model.dlrm.sparse_arch.embedding_bag_collection,
+            {f"t{i}": md.table_wise(rank=i % env.shard.size) for i in range(_NUM_TABLES)},
+            world_size=env.shard.size,
+        )
+        path = "dlrm.sparse_arch.embedding_bag_collection"
+        self.model = DistributedModelParallel(
+            model,
+            env,
+            plan=md.ShardingPlan({path: plan}),
+            sharders=[md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.05))],
+        )
+        fused = self.model.fused_optimizer
+        rest = {name: p for name, p in self.model.named_parameters() if name not in fused.params}
+        dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adagrad(parameters, lr=0.01))
+        self.optimizer = CombinedOptimizer([fused, dense])
+        self.batches = itertools.cycle(_batches(env.world.rank, 64 if tiny else 1024))
+        self.pipeline = TrainPipeline(self.model, self.optimizer, strict=True) if name == "pipeline" else None
+
+    def step(self) -> Tensor:
+        if self.pipeline is not None:
+            output: Tensor = self.pipeline.progress(self.batches)
+            return output
+        self.optimizer.zero_grad()
+        loss, output = self.model(next(self.batches))
+        loss.backward()
+        self.optimizer.step()
+        return output
+
+
+def _batches(rank: int, size: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    names = [f"f{i}" for i in range(_NUM_TABLES)]
+    for _ in range(8):
+        lengths = torch.randint(0, 8, (_NUM_TABLES * size,), generator=generator)
+        ids = torch.randint(0, 10_000, (int(lengths.sum()),), generator=generator)
+        dense, labels = torch.rand(size, 13, generator=generator), torch.rand(size, generator=generator)
+        yield Batch(dense, meshrec.KeyedJaggedTensor(names, ids, lengths=lengths), labels.round())
+
+
+def both_loops(tiny: bool, num_rounds: int) -> Measured:
+    """On a rank: the losses of both loops' first steps, and then their times in turns."""
+    set_network()
+    loops = {name: _Loop(name, tiny) for name in LOOPS}
+    losses = {name: [float(loop.step()) for _ in range(_WARM_UP)] for name, loop in loops.items()}
+    num_bytes = _of_slowest(_bytes_per_step(loops["plain"]))
+    compute = _of_slowest(
+        min(statistics.median(_timed(loops["plain"], 0.0, float("inf")).steps) for _ in range(2)) / 1e3
+    )
+    rounds: dict[str, dict[str, list[Round]]] = {at: {name: [] for name in LOOPS} for at in LATENCIES}
+    for _ in range(num_rounds):
+        for at, share in LATENCIES.items():
+            speed = num_bytes / (compute / 10) if share else float("inf")
+            for name, loop in loops.items():
+                rounds[at][name].append(_timed(loop, share * compute, speed))
+    return Measured(losses, compute, rounds)
+
+
+def _of_slowest(value: float) -> float:
+    """The largest of all ranks."""
+    found = torch.tensor([float(value)])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _bytes_per_step(loop: _Loop) -> int:
+    """What this rank sends in a step of the plain loop, dense gradients among it."""
+    with md.measure_traffic() as traffic:
+        loop.step()
+    dense = [p.grad for p in loop.model.parameters() if p.grad is not None]
+    return sum(traffic.values()) + 2 * sum(grad.nbytes for grad in dense)
+
+
+def _timed(loop: _Loop, latency_seconds: float, bytes_per_second: float) -> Round:
+    """Some steps of the loop, with its batches in flight under the same network."""
+    steps, ids = [], []
+    set_network(latency_seconds=latency_seconds, bytes_per_second=bytes_per_second)
+    try:
+        for _ in range(3):
+            loop.step()
+        for _ in range(_STEPS):
+            start = time.perf_counter()
+            with md.record_phases() as seconds:
+                loop.step()
+            steps.append(1e3 * (time.perf_counter() - start))
+            ids.append(1e3 * seconds.get("ids", 0.0))
+    finally:
+        set_network()
+    return Round(steps, ids)
+
+
+def memory_of_steps(tiny: bool) -> list[int]:
+    """On a rank: bytes of the process after few and after many steps."""
+    loop, found, done = _Loop("pipeline", True), [], 0
+    for count in _MEMORY_STEPS:
+        while done < (count // 20 if tiny else count):
+            loop.step()
+            done += 1
+        gc.collect()
+        found.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
+    return found
+
+
+def run(effort: Effort, *, tiny: bool = False) -> Result:
+    """Verify, time, and hold against the bars."""
+    with RankPool(2, timeout_seconds=900) as pool:
+        ranks = pool.run(both_loops, tiny, effort.rounds)
+    for found in ranks:
+        if found.losses["plain"] != found.losses["pipeline"]:
+            raise AssertionError(f"the losses differ: {found.losses}")
+    with RankPool(2, timeout_seconds=900) as pool:
+        memory = pool.run(memory_of_steps, tiny)
+    return _report(ranks[0].compute, ranks[0].rounds, memory)
+
+
+def _report(compute: float, rounds: dict[str, dict[str, list[Round]]], memory: list[list[int]]) -> Result:
+    figures: dict[str, Any] = {"compute_ms": 1e3 * compute, "latencies": {}, "memory": memory}
+    bars, rows = [], []
+    medians = {
+        at: {name: [statistics.median(each.steps) for each in found] for name, found in by_name.items()}
+        for at, by_name in rounds.items()
+    }
+    ids = {
+        at: {
+            name: statistics.median(statistics.median(each.ids) for each in found)
+            for name, found in by_name.items()
+        }
+        for at, by_name in rounds.items()
+    }
+    for at, share in LATENCIES.items():
+        plain, pipeline = (medians[at][name] for name in LOOPS)
+        ratio = statistics.median(a / b for a, b in zip(plain, pipeline, strict=True))
+        # Embeddings wait for the update, and the update for their gradients: two latencies in any order.
+        least = 1e3 * compute * (1 + 2 * share)
+        allowed = statistics.median(plain) / least if share else 1.0
+        waits = {name: ids[at][name] - ids["0"][name] for name in LOOPS}
+        figures["latencies"][at] = {
+            "plain_ms": statistics.median(plain),
+            "pipeline_ms": statistics.median(pipeline),
+            "ratio": ratio,
+            "allowed": allowed,
+            "ids_wait_ms": waits,
+        }
+        rows.append(
+            [at]
+            + [f"{statistics.median(each):.1f}" for each in (plain, pipeline)]
+            + [f"{ratio:.2f}", f"{allowed:.2f}", f"{waits['plain']:.1f}", f"{waits['pipeline']:.1f}"]
+        )
+        if share:
+            bars.append(Bar(name=f"step at a = {at}", figure=ratio, asked=0.95 * allowed, ceiling=allowed))
+        else:
+            bars.append(Bar(name="step at a = 0", figure=ratio, asked=0.98))
+    waits = figures["latencies"]["C/4"]["ids_wait_ms"]
+    share = 100 * max(0.0, waits["pipeline"]) / waits["plain"]
+    bars.append(Bar(name="wait for ids at a = C/4", figure=share, asked=5, unit=" %", at_most=True))
+    growth = max(100 * (late / early - 1) for early, late in memory)
+    bars.append(Bar(name="memory over 2,000 steps", figure=growth, asked=1, unit=" %", at_most=True))
+    print(f"C = {1e3 * compute:.1f} ms; milliseconds per step")
+    print(table(["a", *LOOPS, "ratio", "allowed", "ids: plain", "pipeline"], rows), flush=True)
+    return Result(figures, bars)
