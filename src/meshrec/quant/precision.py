@@ -16,7 +16,7 @@ Rounding = Literal["minmax", "search"]
 """How the scale and the bias of a row are chosen: from its least and greatest number, as FBGEMM does, or such
 that the squared error of the row is smaller."""
 
-_BLOCK_NUMBERS = 1 << 22
+_BLOCK_NUMBERS, _BLOCK_ROWS = 1 << 22, 1 << 16
 
 
 def chosen_types(
@@ -47,38 +47,45 @@ def check_rounding(rounding: Rounding) -> None:
         raise ValueError(f"rounding must be 'minmax' or 'search', got {rounding!r}.")
 
 
-def encoded(numbers: Tensor, data_type: DataType, rounding: Rounding, table: str) -> Tensor:
-    """Whole rows ``[n, D]`` as rows of another type; the same memory, where they have it already.
+def encoded(
+    numbers: Tensor, data_type: DataType, rounding: Rounding, table: str, *, first_row: int = 0
+) -> Tensor:
+    """Whole rows ``[n, D]``, from ``first_row`` on, as rows of another type; the same memory, where they have
+    it already.
 
     Raises:
         ValueError: for a NaN, an infinity, or a number outside the type's range: names table and row.
     """
-    bits = data_type.bits
-    if not bits:
-        return _cast(numbers, data_type.dtype, table)
-    try:
-        if rounding == "minmax":
-            return nbit.quantize(numbers, bits)
-        blocks = numbers.split(max(1, _BLOCK_NUMBERS // numbers.shape[1]))
-        rows = torch.empty(len(numbers), nbit.row_bytes(numbers.shape[1], bits), dtype=torch.uint8)
-        for block, target in zip(blocks, rows.split([len(block) for block in blocks]), strict=True):
-            first = nbit.quantize(block, bits)
-            target.copy_(nbit.quantize(block, bits, searched_params(block, first, bits)))
+    if not data_type.bits:
+        rows = numbers.to(data_type.dtype)
+        if rows is not numbers:
+            check_rows(rows, data_type, table, first_row=first_row)
         return rows
-    except ValueError as error:
-        error.args = (f"table {table!r}: {error}",)
+    try:
+        return _coded(numbers, data_type.bits, rounding)
+    except ValueError:
+        check_rows(numbers.half(), data_type, table, first_row=first_row)
         raise
 
 
-def _cast(numbers: Tensor, dtype: torch.dtype, table: str) -> Tensor:
-    if numbers.dtype == dtype:
-        return numbers
-    result = numbers.to(dtype)
-    for first, block in zip(range(0, len(result), 1 << 16), result.split(1 << 16), strict=True):
+def check_rows(rows: Tensor, data_type: DataType, table: str, *, first_row: int = 0) -> None:
+    """Raises ValueError for a row with a number that is not finite."""
+    for first, block in zip(range(0, len(rows), _BLOCK_ROWS), rows.split(_BLOCK_ROWS), strict=True):
         bad = ~block.isfinite().all(1)
         if bool(bad.any()):
             raise ValueError(
-                f"table {table!r}: row {first + int(bad.nonzero()[0])} has a number that is NaN, infinite, "
-                f"or outside the range of {dtype}. Mend the row, or keep the table in fp32."
+                f"table {table!r}: row {first_row + first + int(bad.nonzero()[0])} has a number that is NaN, "
+                f"infinite, or outside the range that {data_type} can hold. Mend the row, or keep the "
+                "table in fp32."
             )
-    return result
+
+
+def _coded(numbers: Tensor, bits: int, rounding: Rounding) -> Tensor:
+    if rounding == "minmax":
+        return nbit.quantize(numbers, bits)
+    blocks = numbers.split(max(1, _BLOCK_NUMBERS // numbers.shape[1]))
+    rows = torch.empty(len(numbers), nbit.row_bytes(numbers.shape[1], bits), dtype=torch.uint8)
+    for block, target in zip(blocks, rows.split([len(block) for block in blocks]), strict=True):
+        first = nbit.quantize(block, bits)
+        target.copy_(nbit.quantize(block, bits, searched_params(block, first, bits)))
+    return rows

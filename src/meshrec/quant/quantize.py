@@ -57,7 +57,7 @@ def quantize(
         made = model.with_sharded(
             copied_but_for(model.module, {id(sharded[p]): m for p, m in moved.items()}), moved
         )
-        _finish(made, dense)
+        finish(made, dense)
         return made
     collections = {path: m for path, m in model.named_modules() if isinstance(m, TableCollection)}
     if not collections:
@@ -67,9 +67,11 @@ def quantize(
         )
     configs = [config for m in collections.values() for config, _ in m.tables().values()]
     types = checked_types(configs, weights, per_table)
-    memo = {id(m): _quantised(m, types, output_dtype, rounding) for m in collections.values()}
-    result = memo[id(model)] if id(model) in memo else copied_but_for(model, memo)
-    _finish(result, dense)
+    memo: dict[int, nn.Module] = {
+        id(m): _quantised(m, types, output_dtype, rounding) for m in collections.values()
+    }
+    result = memo.get(id(model)) or copied_but_for(model, memo)
+    finish(result, dense)
     return result
 
 
@@ -103,7 +105,8 @@ def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Mo
     return result
 
 
-def _finish(model: nn.Module, dense: DataType | None) -> None:
+def finish(model: nn.Module, dense: DataType | None) -> None:
+    """What is left to do with a copy: linear layers in bf16, and evaluation mode."""
     if dense is DataType.BF16:
         in_bfloat16(model)
     model.eval()

@@ -16,7 +16,7 @@ from meshrec.modules.table_lookup import storage_for
 from meshrec.ops import nbit
 from meshrec.plan.mesh import Axis
 from meshrec.quant.collections import empty_like
-from meshrec.quant.precision import Rounding, encoded
+from meshrec.quant.precision import Rounding, check_rows, encoded
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.packing import Packing, Rectangle
 from meshrec.tables.storage import RowStorage
@@ -105,22 +105,19 @@ class _Quantised:
                 try:
                     target.copy_(self._encoded(rectangle, numbers, params.get(packing.table)))
                 except ValueError as error:
-                    self.error = self.error or f"{error} Rows are counted from row {rectangle.r0}."
+                    self.error = self.error or str(error)
             parameters.append(nn.Parameter(rows, requires_grad=False))
             packings.append(made)
         return Holdings(parameters, packings, [[] for packing in packings for _ in packing.rectangles])
 
     def _encoded(self, rectangle: Rectangle, numbers: Tensor, params: Tensor | None) -> Tensor:
         name = self._built.routing.tables[rectangle.table].name
+        data_type = self._types[name]
         if params is None:
-            return encoded(numbers, self._types[name], self._rounding, name)
+            return encoded(numbers, data_type, self._rounding, name, first_row=rectangle.r0)
         own = params[rectangle.r0 : rectangle.r1]
-        bad = ~(own.isfinite().all(1) & numbers.isfinite().all(1))
-        if bool(bad.any()):
-            raise ValueError(
-                f"table {name!r}: row {int(bad.nonzero()[0])} has a number that is NaN, infinite, or outside "
-                "fp16's range (65504). Mend the row, or keep the table in fp32."
-            )
+        check_rows(numbers.half(), data_type, name, first_row=rectangle.r0)
+        check_rows(own, data_type, name, first_row=rectangle.r0)
         return nbit.quantize(numbers, self.storages[rectangle.table].bits, own)
 
 
