@@ -23,6 +23,7 @@ COMMANDS = {
     "runs": Command("meshrec.cli.runs", "Lists the training runs, compares and removes them."),
     "checkpoint": Command("meshrec.cli.checkpoint", "Looks into checkpoints, takes weights in and out."),
     "export": Command("meshrec.cli.export", "Writes a run's model as a package that answers requests."),
+    "quantize": Command("meshrec.cli.quantize", "Makes a run's tables smaller, within a budget of loss."),
     "serve": Command("meshrec.cli.serve", "Answers requests over HTTP with exported models."),
     "delta": Command("meshrec.cli.delta", "Verifies the deltas that training publishes for servers."),
     "plan": Command("meshrec.cli.plan", "Plans where tables go, explains and compares plans."),

@@ -1,0 +1,99 @@
+"""From a training run to a quantised model in a checkpoint of its own."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.checkpoint import find_checkpoint, load, read_manifest, save
+from meshrec.modules import DataType
+from meshrec.modules.embedding_modules import TableCollection
+from meshrec.quant.budget import Choice, choose_precision
+from meshrec.quant.from_checkpoint import quantised_about
+from meshrec.quant.page import page_of
+from meshrec.quant.precision import Rounding
+from meshrec.quant.quantize import quantize
+from meshrec.train.evaluation import score
+from meshrec.train.fitting import data_of_run
+from meshrec.train.ranks import Ranks
+from meshrec.train.run_folder import RunFolder
+from meshrec.train.saved_recipe import load_recipe
+
+
+class QuantisedRun(NamedTuple):
+    """A quantised model, and how its precisions were chosen; None where they were given."""
+
+    model: nn.Module
+    choice: Choice | None
+
+
+def quantize_run(
+    run: RunFolder,
+    ranks: Ranks,
+    folder: str | Path,
+    *,
+    max_loss: float | None = None,
+    weights: DataType = DataType.INT8,
+    rounding: Rounding = "search",
+    step: int | None = None,
+    last: bool = False,
+) -> QuantisedRun:
+    """Quantises a run's model, with the weights that the run reports, and saves it.
+
+    The folder is a checkpoint with the entries ``model`` and ``quantised`` (see ``quantised_about``); with
+    a budget there is a page ``report.html`` in it.
+
+    Args:
+        run: the run.
+        ranks: a single process.
+        folder: the checkpoint, which must not be there yet.
+        max_loss: see ``choose_precision``, on the run's validation data; None: ``weights`` for all tables.
+        weights: the data type where there is no budget.
+        rounding: see ``quantize``.
+        step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
+
+    Raises:
+        ValueError: for a run without validation data, a folder that is there, and as ``quantize``.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} exists. Name another folder, or remove it.")
+    checkpoint = find_checkpoint(run.path, step=step, last=last)
+    recipe = load_recipe(run)
+    dataset = data_of_run(recipe.data, run)
+    model = recipe.model.build(dataset)
+    for child in model.modules():
+        if isinstance(child, TableCollection):
+            child.to_empty(device=torch.device("cpu"))
+    load(checkpoint, {"model": model})
+    choice = None
+    if max_loss is None:
+        made = quantize(model, weights, rounding=rounding)
+    else:
+        reader = dataset.validation
+        if reader is None:
+            raise ValueError(
+                f"{run.path} has no validation data to hold the budget on. Train with some, or give weights."
+            )
+
+        def losses(scored: nn.Module) -> Tensor:
+            found = list(score(scored, reader, ranks, bf16=recipe.training.bf16))
+            logits, labels = (torch.cat([each[i] for each in found]).double() for i in (1, 2))
+            return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+
+        choice = choose_precision(model, losses, max_loss=max_loss, rounding=rounding)
+        made = quantize(model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding)
+    about = quantised_about(
+        made,
+        run=run.path.name,
+        step=read_manifest(checkpoint).step,
+        checkpoint=checkpoint.name,
+        rounding=rounding,
+    )
+    if choice is not None:
+        about |= {"budget": choice.budget, "rise": choice.rise.mean, "rise_bound": choice.rise.bound}
+    save(folder, {"model": made, "quantised": about})
+    if choice is not None:
+        (folder / "report.html").write_text(page_of(choice, f"Precisions of {run.path.name}"))
+    return QuantisedRun(made, choice)
