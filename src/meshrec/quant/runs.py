@@ -79,7 +79,8 @@ def quantize_run(
 
         def losses(scored: nn.Module) -> Tensor:
             found = list(score(scored, reader, ranks, bf16=recipe.training.bf16))
-            logits, labels = (torch.cat([each[i] for each in found]).double() for i in (1, 2))
+            logits = torch.cat([each.logits_B for each in found]).double()
+            labels = torch.cat([each.labels_B for each in found]).double()
             return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
         choice = choose_precision(model, losses, max_loss=max_loss, rounding=rounding)
