@@ -1,21 +1,22 @@
 """Datasets of tables, whatever files or memory they are in."""
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from meshrec.data.dataset import Dataset, FileRows, Reader
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import DataError, Faults, OnError
-from meshrec.data.samples import Ints, Samples, Shape, rewindowed
+from meshrec.data.samples import Bools, Ints, Samples, Shape, rewindowed
 from meshrec.data.splitting import Part, Split, part_readers
 from meshrec.data.streaming import Source, StreamReader, files_of
 
 if TYPE_CHECKING:
-    from meshrec.data.features import Features
+    from meshrec.data.features import Features, FitState
 
 _FIT_ROWS = 1 << 16
 
@@ -37,6 +38,8 @@ class Tables(ABC):
         """
 
 
+Engine = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""``map``, or what maps elsewhere."""
 OpenSource = Callable[[Any, Encoding, Faults], Source]
 """Opens data, such as paths, to be encoded in some way."""
 
@@ -190,8 +193,18 @@ def fit_features(
     *,
     split: Split | None = None,
     on_error: OnError = "raise",
+    engine: Engine = map,
 ) -> "Features":
     """Features fitted on the training data: with a ``split``, on its training rows alone. Streams.
+
+    Args:
+        features: what to fit.
+        open_source, train: the data.
+        split: says which rows are for training.
+        on_error: what to do about damage.
+        engine: maps a function over blocks of the data, on other machines if it likes to. Function,
+            blocks and what comes back can be pickled. The result is the same, whatever the engine. Of Ray:
+            ``lambda work, blocks: ray.get([ray.remote(work).remote(block) for block in blocks])``.
 
     Raises:
         DataError: the data cannot be read, or a feature has nothing to fit on.
@@ -199,17 +212,37 @@ def fit_features(
     source = open_source(train, features, Faults(on_error))
     assert isinstance(source, Tables)
     parts = None if split is None else split.parts_of(source)
-    state, first = None, 0
-    for block, num in enumerate(source.block_sizes.tolist()):
-        chosen = np.arange(num) if parts is None else np.flatnonzero(parts[block] == Part.TRAIN)
-        at = 0
-        for table in source.tables(block, _FIT_ROWS):
-            rows = chosen[(chosen >= at) & (chosen < at + table.num_rows)]
-            if len(rows):
-                mine = features.state_of(table.take(rows - at), first + rows)
-                state = mine if state is None else state.merged(mine)
-            at += table.num_rows
-        first += num
+    state: FitState | None = None
+    firsts = np.cumsum(source.block_sizes) - source.block_sizes
+    blocks = [
+        _Block(number, int(first), None if parts is None else parts[number] == Part.TRAIN)
+        for number, first in enumerate(firsts)
+    ]
+    for mine in engine(functools.partial(_fit_block, source, features), blocks):
+        if mine is not None:
+            state = mine if state is None else state.merged(mine)
     if state is None:
         raise DataError("there is no training row to fit features on. Give more data, or another split.")
     return features.fitted(state, features.joined_schema(source.arrow_schema))
+
+
+class _Block(NamedTuple):
+    """A block of a source, the number of its first row, and which of its rows are for training."""
+
+    number: int
+    first_row: int
+    chosen: Bools | None
+
+
+def _fit_block(source: Tables, features: "Features", block: _Block) -> "FitState | None":
+    """What is remembered of a block; None where no row of it is for training."""
+    state: FitState | None = None
+    at = 0
+    for table in source.tables(block.number, _FIT_ROWS):
+        num = table.num_rows
+        rows = np.arange(num) if block.chosen is None else np.flatnonzero(block.chosen[at : at + num])
+        if len(rows):
+            mine = features.state_of(table.take(rows), block.first_row + at + rows)
+            state = mine if state is None else state.merged(mine)
+        at += num
+    return state

@@ -1,4 +1,6 @@
 import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import numpy as np
 import pyarrow as pa
@@ -204,6 +206,9 @@ def test_a_split_fits_on_its_training_rows_alone(tmp_path):
     split = Split(by="time", column="row")
     features = fit_features(all_kinds(), open_parquet, tmp_path, split=split)
     assert features.to_json() == all_kinds().fit([data.slice(0, 1600)]).to_json()
+    with ProcessPoolExecutor(2, mp_context=get_context("forkserver")) as pool:
+        again = fit_features(all_kinds(), open_parquet, tmp_path, split=split, engine=pool.map)
+    assert again.to_json() == features.to_json()
     dataset = parquet(train=tmp_path, split=split, schema=features, window=100)
     assert [dataset.train.num_samples, dataset.test.num_samples] == [1600, 200]
     assert dataset.has_id_weights

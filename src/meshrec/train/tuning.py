@@ -1,0 +1,235 @@
+"""A search for a recipe's options: trials proposed by Optuna, kept in a file, ended early where they lag."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshrec.data.faults import needs
+from meshrec.train.losses import quality
+from meshrec.train.observers import Evaluated, Event
+from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import Recipe
+from meshrec.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    import optuna
+
+    from meshrec.data import Dataset
+
+Tell = Callable[[str], None]
+
+
+class Range(NamedTuple):
+    """Numbers between two ends, whole ones where both ends are; ``log``: their logarithm is even."""
+
+    low: float
+    high: float
+    log: bool
+
+    def suggest(self, trial: "optuna.Trial", name: str) -> Any:
+        """What a trial takes."""
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return trial.suggest_int(name, self.low, self.high, log=self.log)
+        return trial.suggest_float(name, self.low, self.high, log=self.log)
+
+
+class Choices(NamedTuple):
+    """A few values."""
+
+    values: tuple[Any, ...]
+
+    def suggest(self, trial: "optuna.Trial", name: str) -> Any:
+        """What a trial takes."""
+        return trial.suggest_categorical(name, self.values)
+
+
+Space = Mapping[str, Range | Choices]
+
+
+class Spread(NamedTuple):
+    """A metric over several seeds."""
+
+    mean: float
+    deviation: float
+    values: list[float]
+
+
+def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choices]:
+    """Options to search, such as ``tables.lr=1e-4..1e-1:log`` or ``model.embedding_dim=8,16,32``.
+
+    Without words: both learning rates, from a tenth of the recipe's to ten times as much.
+
+    Raises:
+        ValueError: a word says something else, or the recipe has no such option.
+    """
+    if not words:
+        rates = {"tables.lr": float(recipe.tables.lr), "dense.lr": recipe.dense.lr}
+        return {name: Range(rate / 10, rate * 10, True) for name, rate in rates.items()}
+    found: dict[str, Range | Choices] = {}
+    for word in words:
+        name, equals, values = word.partition("=")
+        if not equals or not values:
+            raise ValueError(
+                f"--space {word}: write it as tables.lr=1e-4..1e-1:log, or as model.embedding_dim=8,16,32."
+            )
+        option(recipe, name)
+        found[name] = _values(values, word)
+    return found
+
+
+def _values(text: str, word: str) -> Range | Choices:
+    ends, _, scale = text.partition(":")
+    low, dots, high = ends.partition("..")
+    if not dots:
+        return Choices(tuple(_literal(each) for each in text.split(",")))
+    first, last = _literal(low), _literal(high)
+    if not isinstance(first, int | float) or not isinstance(last, int | float) or scale not in ("", "log"):
+        raise ValueError(f"--space {word}: a range is LOW..HIGH or LOW..HIGH:log, of numbers. Mend it.")
+    if not first < last or (scale and first <= 0):
+        raise ValueError(f"--space {word}: LOW must be below HIGH, and above 0 for log. Mend it.")
+    return Range(first, last, bool(scale))
+
+
+def _literal(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def option(recipe: Recipe, name: str) -> Any:
+    """A recipe's option by its dotted name. ValueError where there is none."""
+    value: Any = recipe
+    for part in name.split("."):
+        if not dataclasses.is_dataclass(value) or part not in {
+            each.name for each in dataclasses.fields(value)
+        }:
+            raise ValueError(
+                f"recipe {recipe.name!r} has no option {name!r}. `meshrec train RECIPE --help` lists them."
+            )
+        value = getattr(value, part)
+    return value
+
+
+def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values of some options, by their dotted names. ValueError where there is none."""
+    for name, value in values.items():
+        option(recipe, name)
+        recipe = _replaced(recipe, name.split("."), value)
+    return recipe
+
+
+def _replaced(holder: Any, path: Sequence[str], value: Any) -> Any:
+    first, *rest = path
+    new = _replaced(getattr(holder, first), rest, value) if rest else value
+    return dataclasses.replace(holder, **{first: new})
+
+
+def tune(
+    recipe: Recipe,
+    ranks: Ranks,
+    space: Space,
+    *,
+    trials: int,
+    storage: Path,
+    seed: int = 0,
+    tell: Tell = lambda text: None,
+) -> "optuna.Study":
+    """Trains up to ``trials`` variants in this process, and keeps what each was worth in ``storage``.
+
+    A study that is there already goes on: trials that ended count. A trial is worth the best validation AUC
+    that it reached, or less its loss where labels are numbers; one that lags behind the others is ended.
+
+    Args:
+        recipe: what the options are of.
+        ranks: a single process.
+        space: the options, see `read_space`.
+        trials: of the study, those of earlier calls included.
+        storage: an SQLite file.
+        seed: of what is proposed.
+        tell: takes a line for the user.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+    if trials < 1:
+        raise ValueError(f"--trials is {trials}; it must be at least 1.")
+    search = needs("optuna", "tune")
+    search.logging.set_verbosity(search.logging.WARNING)
+    study: optuna.Study = search.create_study(
+        study_name=recipe.name,
+        storage=f"sqlite:///{storage}",
+        direction="maximize",
+        load_if_exists=True,
+        sampler=search.samplers.TPESampler(seed=seed),
+        pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
+    )
+    ended = [each for each in study.trials if each.state.is_finished()]
+    dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
+
+    def objective(trial: "optuna.Trial") -> float:
+        values = {name: each.suggest(trial, name) for name, each in space.items()}
+        chosen = with_options(recipe, values)
+        chosen.check(ranks.size)
+        worth = _trained(chosen, dataset or chosen.data.load(), ranks, trial)
+        tell(f"trial {trial.number}: {worth:.5f}  {_words(values)}")
+        return worth
+
+    study.optimize(objective, n_trials=max(0, trials - len(ended)), catch=())
+    return study
+
+
+def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial") -> float:
+    search = needs("optuna", "tune")
+    best: list[float] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Evaluated) and event.line["kind"] == "validation":
+            found = quality(dict(event.line))
+            if found is not None:
+                best.append(found)
+                trial.report(max(best), len(best))
+                if trial.should_prune():
+                    raise search.TrialPruned
+
+    Trainer(recipe, dataset, ranks, observer=observe).run()
+    if not best:
+        raise ValueError("nothing was evaluated: tuning needs validation data. Give the recipe some.")
+    return max(best)
+
+
+def seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None) -> dict[str, Spread]:
+    """Trains with ``num`` seeds, and gives the mean and the standard deviation of each test metric.
+
+    Without test data, of the validation metrics. The data is the same; the seeds are those of first weights
+    and of the order of samples.
+
+    Raises:
+        ValueError: fewer than 2 seeds.
+    """
+    if num < 2:
+        raise ValueError(f"--seeds is {num}; a deviation needs at least 2.")
+    dataset = recipe.data.load()
+    found: dict[str, list[float]] = {}
+    for seed in range(num):
+        trainer = Trainer(with_options(recipe, {"training.seed": seed}), dataset, ranks)
+        trainer.run()
+        metrics = trainer.test or trainer.validation
+        tell(f"seed {seed}: {_words(metrics)}")
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: Spread(statistics.fmean(values), statistics.stdev(values), values)
+        for name, values in found.items()
+        if len(values) == num
+    }
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    return "  ".join(
+        f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in values.items()
+    )
