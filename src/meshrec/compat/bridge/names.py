@@ -69,6 +69,7 @@ _PIPELINES = _of(
     "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipelineBase TrainPipelineSemiSync "
     "TrainPipelineSparseDist",
 )
+_STAGES = _of(f"{_C}.staged_pipeline", "PipelineStage SparseDataDistUtil StagedTrainPipeline")
 _BATCH = _of(f"{_C}.random_dataset", "Batch")
 
 MODULES: dict[str, dict[str, str]] = {
@@ -183,11 +184,16 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "torchrec.distributed.train_pipeline": {
         **_PIPELINES,
+        **_STAGES,
         "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
     },
     "torchrec.distributed.train_pipeline.train_pipelines": {
         **_PIPELINES,
         "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
+        "StagedTrainPipeline": _STAGES["StagedTrainPipeline"],
+    },
+    "torchrec.distributed.train_pipeline.utils": {
+        name: _STAGES[name] for name in ("PipelineStage", "SparseDataDistUtil")
     },
     "torchrec.distributed.utils": _of(f"{_C}.comm", "get_device_type"),
     "torchrec.optim": {
