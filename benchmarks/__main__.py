@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks import (
     checkpoint,
     dlrm_step,
+    early_bags,
     import_time,
     nbit,
     planner,
@@ -61,6 +62,10 @@ def run_train_pipeline(arguments: argparse.Namespace, effort: Effort) -> Result:
     return train_pipeline.run(effort, tiny=arguments.tiny)
 
 
+def run_early_bags(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return early_bags.run(effort, tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
@@ -72,6 +77,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "checkpoint": run_checkpoint,
     "stages": run_stages,
     "train_pipeline": run_train_pipeline,
+    "early_bags": run_early_bags,
 }
 
 
