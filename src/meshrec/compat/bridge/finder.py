@@ -19,6 +19,7 @@ from meshrec.compat.bridge.names import MODULES
 FORCE = "MESHREC_COMPAT_FORCE"
 SCRIPT = "MESHREC_COMPAT_SCRIPT"
 _PACKAGES = ("torchrec", "fbgemm_gpu")
+_OPERATORS = "meshrec.compat.bridge.sparse.fbgemm"
 _logger = logging.getLogger("meshrec")
 
 
@@ -71,7 +72,9 @@ class Bridge(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: names are looked up on first use."""
+        """Names are looked up on first use; FBGEMM's operators, found by no import, are made now."""
+        if module.__name__ in self.packages and "fbgemm_gpu" in self.packages:
+            importlib.import_module(_OPERATORS).register_fbgemm_operators()
 
 
 def install(*, force: bool = False) -> tuple[str, ...]:
@@ -106,6 +109,8 @@ def uninstall() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Bridge)]
     for name in [name for name, module in sys.modules.items() if isinstance(module, _BridgedModule)]:
         del sys.modules[name]
+    if _OPERATORS in sys.modules:
+        sys.modules[_OPERATORS].remove_fbgemm_operators()
 
 
 def bridged_packages() -> tuple[str, ...]:

@@ -1,10 +1,13 @@
 """KeyedTensors in new groups, in all the ways that TorchRec has or had."""
 
+import sys
+
 import pytest
 import torch
 
 from meshrec.compat.bridge.sparse import KeyedTensor
 from meshrec.compat.bridge.sparse import regrouping as ways
+from meshrec.compat.bridge.sparse.fbgemm import register_fbgemm_operators, remove_fbgemm_operators
 
 # torch warns of the end of TorchScript; TorchRec's programs use it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -35,7 +38,15 @@ def test_script_regroups():
     assert all(torch.equal(found[key], expected[key]) for key in ("x", "y"))
 
 
-def test_operators_of_fbgemm():
+@pytest.fixture
+def operators():
+    register_fbgemm_operators()
+    yield
+    remove_fbgemm_operators()
+    assert not hasattr(torch.ops.fbgemm, "regroup_keyed_tensor") or "fbgemm_gpu" in sys.modules
+
+
+def test_operators_of_fbgemm(operators):
     kts = tensors()
     values = [kt.values() for kt in kts]
     keys, lengths = [kt.keys() for kt in kts], [kt.length_per_key() for kt in kts]

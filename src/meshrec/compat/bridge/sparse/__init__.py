@@ -5,11 +5,8 @@ these classes do themselves is in its language, and what they inherit from MeshR
 """
 
 from meshrec.compat.bridge.sparse import pytrees  # noqa: F401  registers the types
-from meshrec.compat.bridge.sparse.fbgemm import register_fbgemm_operators
 from meshrec.compat.bridge.sparse.jagged import JaggedTensor
 from meshrec.compat.bridge.sparse.keyed import KeyedTensor
 from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
-
-register_fbgemm_operators()
 
 __all__ = ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"]

@@ -58,7 +58,7 @@ _registered: list[torch.library.Library] = []
 
 
 def register_fbgemm_operators() -> None:
-    """Makes the operators, unless somebody has made them already."""
+    """Makes the operators that nobody has made already."""
     missing = {
         schema: function
         for schema, function in _OPERATORS.items()
@@ -71,3 +71,11 @@ def register_fbgemm_operators() -> None:
         library.define(schema)
         library.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
     _registered.append(library)
+
+
+def remove_fbgemm_operators() -> None:
+    """Takes them away: FBGEMM, loaded later, cannot make operators that are there."""
+    while _registered:
+        _registered.pop()._destroy()
+        for schema in _OPERATORS:
+            vars(torch.ops.fbgemm).pop(schema.partition("(")[0], None)  # what was looked up is kept there
