@@ -180,9 +180,7 @@ def test_state_of_strangers_is_refused():
     params = make_params()
     optimizer = KeyedOptimizerWrapper(params, adam)
     train(optimizer, params)
-    with pytest.raises(
-        ValueError, match="state has entries for 1 tensors that are not among the 1 parameters"
-    ):
+    with pytest.raises(ValueError, match="1 are not among the 1 parameters"):
         KeyedOptimizerWrapper({"a": params["a"]}, lambda _: optimizer)
 
 

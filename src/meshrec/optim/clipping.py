@@ -86,7 +86,7 @@ class GradientClippingOptimizer(KeyedOptimizer):
                         _elements(parameter).clamp_(-self._max_gradient, self._max_gradient)
             else:
                 self._last_total_grad_norm = _clip_norm(parameters, self._max_gradient, self._norm_type)
-        self._optimizer.step()
+        self._optimizer.step(None)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -50,8 +50,8 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         strangers = sum(parameter not in known for parameter in state)
         if strangers:
             raise ValueError(
-                f"state has entries for {strangers} tensors that are not among the {len(params)} parameters. "
-                "Give every parameter with state a name."
+                f"All state keys must be params. {strangers} are not among the {len(params)} parameters: "
+                "give every parameter with state a name."
             )
 
     @property
@@ -101,7 +101,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             pre_hook(self)
         name_of = {parameter: name for name, parameter in self.params.items()}
         names = [name_of.get(parameter) for group in self.param_groups for parameter in group["params"]]
-        state = {name: dict(slots) for name, slots in self._named_state().items()}
+        state = {name: _contents(slots) for name, slots in self._named_state().items()}
         result: dict[str, Any] = {"state": NamedState(state, names)}
         if self._saves_param_groups:
             result["param_groups"] = [
@@ -142,13 +142,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         for name, slots in state.items():
             _check_slots(name, slots, new_state[name])
         for name, slots in state.items():
-            for slot, value in new_state[name].items():
-                if value is slots[slot]:
-                    continue  # filled in place
-                if isinstance(value, Tensor):
-                    slots[slot].detach().copy_(value)
-                else:
-                    slots[slot] = copy.deepcopy(value)
+            _fill_slots(slots, new_state[name])
         for group, values in groups:
             group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -156,6 +150,18 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
+
+    def __repr__(self) -> str:
+        """The groups' numbers, and the parameters' names and shapes."""
+        name_of = {parameter: name for name, parameter in self.params.items()}
+        lines = [
+            f"{type(self).__name__} of {len(self.param_groups)} groups and {len(self.params)} parameters"
+        ]
+        for index, group in enumerate(self.param_groups):
+            numbers = ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
+            lines.append(f"  group {index}: {numbers}")
+            lines += [f"    {name_of.get(each, '?')} {list(each.shape)}" for each in group["params"]]
+        return "\n".join(lines)
 
     def _named_state(self) -> dict[str, dict[str, Any]]:
         found = {name: self.state.get(parameter) for name, parameter in self.params.items()}
@@ -231,34 +237,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
         """Lets the optimizer step with zero gradients, and undoes all but the creation of state."""
-        targets = [self.params[name] for name in names if not self.state.get(self.params[name])]
-        if not targets:
-            return
-        gradients = [(parameter, parameter.grad) for parameter in self.params.values()]
-        values = [parameter.detach().clone() for parameter in targets]
-        decays = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
-        for parameter, _ in gradients:
-            parameter.grad = None
-        for name in names:
-            zero = torch.zeros_like(self.params[name])
-            self.params[name].grad = zero.to_sparse() if name in sparse_names else zero
-        try:
-            for group, _ in decays:
-                group["weight_decay"] = 0.0
-            self._optimizer.step()
-        finally:
-            for group, decay in decays:
-                group["weight_decay"] = decay
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for parameter, value in zip(targets, values, strict=True):
-                parameter.detach().copy_(value)
-        for parameter in targets:
-            slots = self.state.get(parameter, {})
-            if isinstance(slots.get("step"), Tensor):
-                slots["step"].zero_()
-            elif "step" in slots:
-                slots["step"] = 0
+        create_by_step(self, self._optimizer.step, names, sparse_names)
 
 
 class CombinedOptimizer(KeyedOptimizer):
@@ -307,7 +286,7 @@ class CombinedOptimizer(KeyedOptimizer):
         """Evaluates the closure once, then steps every optimizer."""
         loss = evaluated(closure)
         for _, optimizer in self._optims:
-            optimizer.step()
+            optimizer.step(None)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -357,7 +336,7 @@ class OptimizerWrapper(KeyedOptimizer):
         loss = evaluated(closure)
         if self._before_step is not None:
             self._before_step()
-        self._optimizer.step()
+        self._optimizer.step(None)
         if self._after_step is not None:
             self._after_step()
         return loss
@@ -369,6 +348,43 @@ class OptimizerWrapper(KeyedOptimizer):
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
         """Lets the wrapped optimizer create it."""
         self._optimizer.create_state(names, sparse_names)
+
+
+def create_by_step(
+    optimizer: KeyedOptimizer,
+    step: Callable[[], object],
+    names: Collection[str],
+    sparse_names: Collection[str],
+) -> None:
+    """Creates state by a step with zero gradients, and undoes all else that the step did."""
+    targets = [optimizer.params[name] for name in names if not optimizer.state.get(optimizer.params[name])]
+    if not targets:
+        return
+    gradients = [(parameter, parameter.grad) for parameter in optimizer.params.values()]
+    values = [parameter.detach().clone() for parameter in targets]
+    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    for name in names:
+        zero = torch.zeros_like(optimizer.params[name])
+        optimizer.params[name].grad = zero.to_sparse() if name in sparse_names else zero
+    try:
+        for group, _ in decays:
+            group["weight_decay"] = 0.0
+        step()
+    finally:
+        for group, decay in decays:
+            group["weight_decay"] = decay
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for parameter, value in zip(targets, values, strict=True):
+            parameter.detach().copy_(value)
+    for parameter in targets:
+        slots = optimizer.state.get(parameter, {})
+        if isinstance(slots.get("step"), Tensor):
+            slots["step"].zero_()
+        elif "step" in slots:
+            slots["step"] = 0
 
 
 def evaluated(closure: Closure) -> float | None:
@@ -454,6 +470,41 @@ def _check_names(names: Iterable[str], known: Collection[str], where: str, other
         )
 
 
+def _contents(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """State to be saved: of objects with a state_dict of their own, that."""
+    return {
+        slot: _contents(value)
+        if isinstance(value, dict)
+        else value.state_dict()
+        if _is_stateful(value)
+        else value
+        for slot, value in slots.items()
+    }
+
+
+def _fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
+    """Copies state into the tensors, dicts and objects that are there."""
+    for slot, value in new_slots.items():
+        present = slots[slot]
+        if value is present:
+            continue  # filled in place
+        if isinstance(present, dict):
+            _fill_slots(present, value)
+        elif _is_stateful(present):
+            present.load_state_dict(value)
+        elif hasattr(present, "local_shards"):
+            for shard, new_shard in zip(present.local_shards(), value.local_shards(), strict=True):
+                shard.tensor.detach().copy_(new_shard.tensor)
+        elif isinstance(value, Tensor):
+            present.detach().copy_(value)
+        else:
+            slots[slot] = copy.deepcopy(value)
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
 def _check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any]) -> None:
     if slots.keys() != new_slots.keys():
         raise ValueError(
@@ -462,6 +513,11 @@ def _check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, An
         )
     for slot, value in slots.items():
         new_value = new_slots[slot]
+        if isinstance(value, dict) and isinstance(new_value, Mapping):
+            _check_slots(f"{name}.{slot}", value, new_value)
+            continue
+        if _is_stateful(value):
+            continue  # it checks what it loads
         if isinstance(value, Tensor) != isinstance(new_value, Tensor):
             raise ValueError(
                 f"{slot!r} of {name!r} is a {type(value).__name__} here and a {type(new_value).__name__} "

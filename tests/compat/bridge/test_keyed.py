@@ -48,3 +48,83 @@ def test_stages_have_their_arguments_in_order():
 def test_there_is_no_norm_over_groups_of_ranks():
     with pytest.raises(ValueError, match="Leave enable_global_grad_clip"):
         keyed.GradientClippingOptimizer(make(), enable_global_grad_clip=True)
+
+
+class Counting(keyed.KeyedOptimizer):
+    """As users write them: only a step, which wants its closure."""
+
+    def step(self, closure):
+        for parameter in self.params.values():
+            self.state.setdefault(parameter, {"count": torch.zeros(())})["count"] += 1
+
+
+def counting(name="w"):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    return Counting({name: parameter}, {}, [{"params": [parameter], "lr": 1.0}])
+
+
+def test_a_subclass_has_only_a_step():
+    optimizer = counting()
+    assert isinstance(optimizer, keyed.KeyedOptimizer)
+    assert isinstance(make(), keyed.KeyedOptimizer)
+    optimizer.init_state()
+    assert optimizer.state_dict() == {"state": {"w": {"count": torch.ones(())}}}
+    assert optimizer.params["w"].grad.tolist() == [0.0, 0.0]
+    with pytest.raises(NotImplementedError, match="cannot take another group"):
+        optimizer.add_param_group({})
+    with pytest.raises(ValueError, match="All state keys must be params"):
+        Counting({}, {torch.ones(1): {}}, [])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        keyed.OptimizerWrapper,
+        lambda optimizer: keyed.CombinedOptimizer([("", optimizer)]),
+        lambda optimizer: keyed.GradientClippingOptimizer(optimizer, GradientClipping.VALUE, 0),
+        lambda optimizer: keyed.WarmupOptimizer(optimizer, [keyed.WarmupStage(WarmupPolicy.LINEAR, 3)]),
+    ],
+)
+def test_wrappers_step_a_subclass(wrap):
+    inside = counting()
+    optimizer = wrap(inside)
+    inside.params["w"].grad = torch.ones(2)
+    optimizer.step()
+    assert inside.state[inside.params["w"]]["count"] == 1
+    other = wrap(counting())
+    other.step()
+    other.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state_dict()["state"]["w"]["count"] == 1
+
+
+def test_loading_ends_with_the_users_hook():
+    found = []
+
+    class Hooked(Counting):
+        def post_load_state_dict(self):
+            found.append(self.state_dict()["state"]["w"]["count"].item())
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = Hooked({"w": parameter}, {parameter: {"count": torch.zeros(())}}, [{"params": [parameter]}])
+    saved = {"state": {"w": {"count": torch.tensor(5.0)}}}
+    keyed.CombinedOptimizer([optimizer]).load_state_dict(saved)
+    optimizer.load_state_dict(saved)
+    assert found == [5.0, 5.0]
+
+
+def test_a_limit_of_0_leaves_no_gradient():
+    optimizer = make()
+    optimizer.params["w"].grad = torch.ones(2)
+    clipping = keyed.GradientClippingOptimizer(optimizer, GradientClipping.NORM, 0.0, track_grad_norm=True)
+    clipping.step()
+    assert optimizer.params["w"].tolist() == [1.0, 1.0]
+    assert torch.allclose(clipping.last_total_grad_norm, torch.tensor(2.0).sqrt())
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+def test_norms_of_gradients(norm_type):
+    grads = [torch.tensor([3.0, -4.0]), torch.tensor([[1.0]])]
+    expected = torch.linalg.vector_norm(torch.tensor([3.0, -4.0, 1.0]), norm_type)
+    assert torch.allclose(keyed.compute_total_norm(grads, {}, norm_type), expected)
+    assert keyed.compute_total_norm([], {}, norm_type) == 0

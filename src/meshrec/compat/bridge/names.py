@@ -52,8 +52,7 @@ _OPTIMIZERS = _of(f"{_C}.optimizers", "Adagrad Adam LAMB LarsSGD PartialRowWiseA
 _FILTER = _of("meshrec.optim.in_backward", "in_backward_optimizer_filter")
 _APPLY = _of(f"{_C}.optimizers", "apply_optimizer_in_backward")
 _KEYED = {
-    **_of("meshrec.optim.keyed", "KeyedOptimizer"),
-    **_of(f"{_C}.keyed", "CombinedOptimizer KeyedOptimizerWrapper OptimizerWrapper"),
+    **_of(f"{_C}.keyed", "KeyedOptimizer CombinedOptimizer KeyedOptimizerWrapper OptimizerWrapper"),
 }
 _CLIPPING = {
     **_of("meshrec.optim.clipping", "GradientClipping"),
@@ -205,7 +204,12 @@ MODULES: dict[str, dict[str, str]] = {
         **_WARMUP,
     },
     "torchrec.optim.apply_optimizer_in_backward": _APPLY,
-    "torchrec.optim.clipping": _CLIPPING,
+    "torchrec.optim.clipping": {
+        **_CLIPPING,
+        "_get_grads": f"{_C}.keyed:get_grads",
+        "_batch_cal_norm": f"{_C}.keyed:batch_cal_norm",
+        "_compute_total_norm": f"{_C}.keyed:compute_total_norm",
+    },
     "torchrec.optim.keyed": _KEYED,
     "torchrec.optim.optimizers": {**_OPTIMIZERS, **_FILTER},
     "torchrec.optim.rowwise_adagrad": _ROWWISE,
