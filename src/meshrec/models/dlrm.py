@@ -156,7 +156,12 @@ class DLRM(nn.Module):
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] and the ids -> logits [B, over_arch_layer_sizes[-1]]."""
-        return _forward(self, dense_features, sparse_features)
+        # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
+        embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
+        dense = self.dense_arch(dense_features)
+        sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)
+        out: Tensor = self.over_arch(self.inter_arch(dense, sparse))
+        return out
 
 
 class DLRM_DCN(nn.Module):
@@ -190,7 +195,12 @@ class DLRM_DCN(nn.Module):
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] and the ids -> logits [B, over_arch_layer_sizes[-1]]."""
-        return _forward(self, dense_features, sparse_features)
+        # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
+        embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
+        dense = self.dense_arch(dense_features)
+        sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)
+        out: Tensor = self.over_arch(self.inter_arch(dense, sparse))
+        return out
 
 
 class DLRMTrain(nn.Module):
@@ -205,16 +215,6 @@ class DLRMTrain(nn.Module):
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float())
         return loss, TrainOutputs(loss.detach(), logits.detach(), batch.labels.detach())
-
-
-def _forward(model: nn.Module, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-    # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
-    sparse_arch: SparseArch = model.sparse_arch  # type: ignore[assignment]
-    embeddings = sparse_arch.embedding_bag_collection(sparse_features)
-    dense = model.dense_arch(dense_features)  # type: ignore[operator]
-    sparse = embeddings.values().view(-1, sparse_arch.F, sparse_arch.D)
-    out: Tensor = model.over_arch(model.inter_arch(dense, sparse))  # type: ignore[operator]
-    return out
 
 
 def check_widths(sparse_arch: SparseArch, dense_arch_layer_sizes: Sequence[int]) -> None:

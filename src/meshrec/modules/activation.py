@@ -33,9 +33,19 @@ def relu(input: Tensor) -> Tensor:
     """``torch.relu``; large results on the CPU lie among the buffers that a training step keeps, see
     ``meshrec.ops.memory.keep_freed_memory``.
     """
+    # TorchScript compiles this function: it skips what is not for it, and stumbles over comments on types.
+    if not torch.jit.is_scripting():  # type: ignore
+        if _has_own_relu(input):
+            return _own_relu(input)
+    return torch.relu(input)
+
+
+def _has_own_relu(input: Tensor) -> bool:
     is_plain = type(input) is Tensor and input.is_cpu and input.numel() >= _LARGE
-    if not is_plain or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return torch.relu(input)
+    return is_plain and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def _own_relu(input: Tensor) -> Tensor:
     return _Relu.apply(input)  # type: ignore[no-any-return, no-untyped-call]
 
 

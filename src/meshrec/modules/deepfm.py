@@ -3,10 +3,10 @@
 Both take the same list of embeddings ``[B, num, dim]`` (or ``[B, dim]``) with equal B; widths may differ.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
+
+torch.fx.wrap("_side_by_side")
 
 
 class DeepFM(nn.Module):
@@ -20,7 +20,7 @@ class DeepFM(nn.Module):
         super().__init__()
         self.dense_module = dense_module
 
-    def forward(self, embeddings: Sequence[Tensor]) -> Tensor:
+    def forward(self, embeddings: list[Tensor]) -> Tensor:
         """What ``dense_module`` makes of the flattened embeddings."""
         return self.dense_module(_side_by_side(embeddings))  # type: ignore[no-any-return]
 
@@ -32,7 +32,7 @@ class FactorizationMachine(nn.Module):
     different columns count too, unlike in the paper's sum of dot products.
     """
 
-    def forward(self, embeddings: Sequence[Tensor]) -> Tensor:
+    def forward(self, embeddings: list[Tensor]) -> Tensor:
         """[B, 1]."""
         elements = _side_by_side(embeddings)
         square_of_sum = elements.sum(1, keepdim=True).square()
@@ -40,10 +40,10 @@ class FactorizationMachine(nn.Module):
         return (square_of_sum - sum_of_squares) * 0.5
 
 
-def _side_by_side(embeddings: Sequence[Tensor]) -> Tensor:
-    if not embeddings:
+def _side_by_side(embeddings: list[Tensor]) -> Tensor:
+    if len(embeddings) == 0:
         raise ValueError("there is nothing to combine. Give at least one embedding [B, num, dim].")
     batch_sizes = [embedding.size(0) for embedding in embeddings]
-    if len(set(batch_sizes)) > 1:
+    if max(batch_sizes) > min(batch_sizes):
         raise ValueError(f"all embeddings must have one batch size, got {batch_sizes}.")
     return torch.cat([embedding.flatten(1) for embedding in embeddings], dim=1)

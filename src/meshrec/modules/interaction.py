@@ -1,8 +1,11 @@
 """Products of embeddings with each other."""
 
+import torch
 from torch import Tensor, nn
 
 from meshrec.ops.interaction import dot_interaction
+
+torch.fx.wrap("dot_interaction")
 
 
 class DotInteraction(nn.Module):
@@ -24,4 +27,6 @@ class DotInteraction(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         """Dense [B, D], sparse [B, F, D] -> [B, D + F (F + 1) / 2]."""
-        return dot_interaction(dense, sparse) if self.num_sparse_features else dense
+        if self.num_sparse_features == 0:
+            return dense
+        return dot_interaction(dense, sparse)

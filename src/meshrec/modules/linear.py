@@ -19,17 +19,19 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if torch.compiler.is_compiling() or not (_onednn_is_faster() and self._fits(input)):
-            return super().forward(input)
-        return _Product.apply(input, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        # TorchScript compiles this method: it skips what is not for it, and stumbles over comments on types.
+        if not torch.jit.is_scripting():  # type: ignore
+            if not torch.compiler.is_compiling() and _onednn_is_faster() and self._fits(input):
+                return _product(input, self.weight, self.bias)
+        return nn.functional.linear(input, self.weight, self.bias)
 
     def _fits(self, input: Tensor) -> bool:
         return (
-            input.is_cpu
+            type(input) is Tensor  # first: of a proxy nothing can be asked
+            and input.is_cpu
             and input.dtype == self.weight.dtype == torch.float32
             and input.dim() == 2
             and input.numel() > 0
-            and type(input) is Tensor
             and type(self.weight) is nn.Parameter
             and not torch.is_autocast_enabled("cpu")
         )
@@ -47,6 +49,10 @@ def _onednn_is_faster() -> bool:
     except OSError:
         return False
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "GenuineIntel" not in cpus
+
+
+def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return _Product.apply(x, w, b)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Product(torch.autograd.Function):

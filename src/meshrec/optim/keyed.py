@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshrec.optim.named_state import NamedGroup, NamedState
+from meshrec.optim.slots import check_slots, contents, fill_slots
 
 Closure = Callable[[], float] | None
 """What ``step`` may be given: it computes the loss (and gradients) anew and returns it."""
@@ -101,7 +102,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
             pre_hook(self)
         name_of = {parameter: name for name, parameter in self.params.items()}
         names = [name_of.get(parameter) for group in self.param_groups for parameter in group["params"]]
-        state = {name: _contents(slots) for name, slots in self._named_state().items()}
+        state = {name: contents(slots) for name, slots in self._named_state().items()}
         result: dict[str, Any] = {"state": NamedState(state, names)}
         if self._saves_param_groups:
             result["param_groups"] = [
@@ -140,9 +141,9 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         state = self._named_state()
         _check_names(state, new_state, "this optimizer", "the state_dict")
         for name, slots in state.items():
-            _check_slots(name, slots, new_state[name])
+            check_slots(name, slots, new_state[name])
         for name, slots in state.items():
-            _fill_slots(slots, new_state[name])
+            fill_slots(slots, new_state[name])
         for group, values in groups:
             group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -468,63 +469,3 @@ def _check_names(names: Iterable[str], known: Collection[str], where: str, other
             f"{where} has state of {shown}, {other} has not. "
             "Load what the same parameters and optimizer saved."
         )
-
-
-def _contents(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """State to be saved: of objects with a state_dict of their own, that."""
-    return {
-        slot: _contents(value)
-        if isinstance(value, dict)
-        else value.state_dict()
-        if _is_stateful(value)
-        else value
-        for slot, value in slots.items()
-    }
-
-
-def _fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Copies state into the tensors, dicts and objects that are there."""
-    for slot, value in new_slots.items():
-        present = slots[slot]
-        if value is present:
-            continue  # filled in place
-        if isinstance(present, dict):
-            _fill_slots(present, value)
-        elif _is_stateful(present):
-            present.load_state_dict(value)
-        elif hasattr(present, "local_shards"):
-            for shard, new_shard in zip(present.local_shards(), value.local_shards(), strict=True):
-                shard.tensor.detach().copy_(new_shard.tensor)
-        elif isinstance(value, Tensor):
-            present.detach().copy_(value)
-        else:
-            slots[slot] = copy.deepcopy(value)
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any]) -> None:
-    if slots.keys() != new_slots.keys():
-        raise ValueError(
-            f"the state of {name!r} is {sorted(slots)} here and {sorted(new_slots)} in the state_dict. "
-            "Load what the same kind of optimizer saved."
-        )
-    for slot, value in slots.items():
-        new_value = new_slots[slot]
-        if isinstance(value, dict) and isinstance(new_value, Mapping):
-            _check_slots(f"{name}.{slot}", value, new_value)
-            continue
-        if _is_stateful(value):
-            continue  # it checks what it loads
-        if isinstance(value, Tensor) != isinstance(new_value, Tensor):
-            raise ValueError(
-                f"{slot!r} of {name!r} is a {type(value).__name__} here and a {type(new_value).__name__} "
-                "in the state_dict. Load what the same kind of optimizer saved."
-            )
-        if isinstance(value, Tensor) and value.shape != new_value.shape:
-            raise ValueError(
-                f"{slot!r} of {name!r} has shape {list(value.shape)} here and {list(new_value.shape)} in the "
-                "state_dict. The parameter must have the size it was saved with."
-            )

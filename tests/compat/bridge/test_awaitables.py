@@ -51,3 +51,36 @@ def test_the_way_to_wait_must_be_written():
         LazyAwaitable()
     with pytest.raises(TypeError, match="abstract"):
         Awaitable()
+
+
+class Number(LazyAwaitable):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def _wait_impl(self):
+        return self.value
+
+
+@pytest.mark.parametrize("three", [3, 3.0, torch.tensor(3.0)])
+def test_a_lazy_value_computes_as_the_value_does(three):
+    lazy = Number(three)
+    assert lazy + 1 == 4
+    assert 1 + lazy == 4
+    assert 10 - lazy == 7
+    assert 7 // lazy == 2
+    assert lazy**2 == 9
+    assert lazy + Number(1) == 4
+    assert abs(-lazy) == 3
+    assert lazy > 2
+    assert lazy <= 3
+    assert lazy != 4
+    assert float(lazy) == 3.0
+    assert int(lazy) == 3
+    assert bool(lazy)
+    assert len({lazy, lazy}) == 1
+
+
+def test_lazy_matrices_multiply():
+    assert (Number(torch.ones(2, 2)) @ torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+    assert (torch.ones(2, 2) + Number(torch.ones(2, 2))).sum() == 8

@@ -121,3 +121,28 @@ def test_the_bridge_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+SCRIPT = """
+import multiprocessing
+
+
+def child():
+    from torchrec import KeyedJaggedTensor
+    assert KeyedJaggedTensor.__module__.startswith("meshrec."), KeyedJaggedTensor
+
+
+if __name__ == "__main__":
+    from meshrec.compat.torchrec import install
+    install(force=True)
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join()
+    raise SystemExit(process.exitcode)
+"""
+
+
+def test_spawned_processes_have_the_bridge_too(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,8 +1,9 @@
 """Values that are on their way, with TorchRec's way to write one's own."""
 
+import operator
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from meshrec.distributed import awaitable
 
@@ -80,6 +81,28 @@ class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
         for callback in self._callbacks:
             value = callback(value)
         return value
+
+
+def _on_value(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def method(self: LazyAwaitable[Any], *others: Any) -> Any:
+        others = tuple(map(awaitable.awaited, others))
+        return function(*others, self.wait()) if swapped else function(self.wait(), *others)
+
+    return method
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_UNARY = "neg pos abs invert index"
+# Python looks operators up in the class, so the value's own are not found by ``__getattr__``.
+for _name in _BINARY.split():
+    _function = getattr(operator, f"__{_name}__")
+    setattr(LazyAwaitable, f"__{_name}__", _on_value(_function))
+    setattr(LazyAwaitable, f"__r{_name}__", _on_value(_function, swapped=True))
+for _name in [*_UNARY.split(), "lt", "le", "eq", "ne", "gt", "ge"]:
+    setattr(LazyAwaitable, f"__{_name}__", _on_value(getattr(operator, f"__{_name}__")))
+for _type in (bool, int, float, complex, round, divmod):
+    setattr(LazyAwaitable, f"__{_type.__name__}__", _on_value(_type))
+setattr(LazyAwaitable, "__hash__", object.__hash__)  # noqa: B010  as if it were not compared by value
 
 
 class LazyNoWait(LazyAwaitable[W]):

@@ -7,8 +7,9 @@ of their draws are TorchRec's.
 import torch
 from torch import Tensor, nn
 
+from meshrec.compat.bridge.dlrm import ModelInput, check_tables, with_loss
+from meshrec.compat.bridge.sparse import KeyedJaggedTensor, KeyedTensor
 from meshrec.modules import DeepFM, EmbeddingBagCollection, FactorizationMachine
-from meshrec.sparse import KeyedJaggedTensor, KeyedTensor
 
 # B batch, D embedding width
 
@@ -92,6 +93,7 @@ class SimpleDeepFMNN(nn.Module):
         deep_fm_dimension: int,
     ) -> None:
         super().__init__()
+        check_tables(embedding_bag_collection)
         configs = embedding_bag_collection.embedding_bag_configs()
         widths = sorted({config.embedding_dim for config in configs})
         if len(widths) != 1:
@@ -107,3 +109,12 @@ class SimpleDeepFMNN(nn.Module):
         dense = self.dense_arch(dense_features)
         sparse = self.sparse_arch(sparse_features)
         return self.over_arch(self.inter_arch(dense, sparse))  # type: ignore[no-any-return]
+
+
+class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
+    """A SimpleDeepFMNN that takes a whole batch: while training its loss and output, otherwise the output."""
+
+    def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """The output [B, 1], while training after its cross-entropy, taken as logits, with the labels [B]."""
+        output = super().forward(model_input.float_features, model_input.idlist_features)
+        return with_loss(output, model_input.label) if self.training else output

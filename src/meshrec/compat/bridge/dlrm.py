@@ -1,34 +1,190 @@
-"""DLRM_DCN with the weights that TorchRec's has for a seed."""
+"""TorchRec's DLRMs: with its names, its parts, and the weights that it has for a seed."""
 
+import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 
-from meshrec.compat.bridge.adapted import Adapted
+from meshrec.compat.bridge.sparse import KeyedJaggedTensor
+from meshrec.compat.bridge.sparse.kinds import AssertedError
 from meshrec.models import dlrm as own
 from meshrec.modules import EmbeddingBagCollection, LowRankCrossNet
 
 
-def _dcn(
-    embedding_bag_collection: EmbeddingBagCollection,
-    dense_in_features: int,
-    dense_arch_layer_sizes: Sequence[int],
-    over_arch_layer_sizes: Sequence[int],
-    dcn_num_layers: int,
-    dcn_low_rank_dim: int,
-    dense_device: torch.device | None = None,
-) -> own.DLRM_DCN:
-    """MeshRec's ``DLRM_DCN``. TorchRec's draws the weights of a DLRM first and then replaces some."""
-    sizes = (dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes)
-    first = own.DLRM(embedding_bag_collection, *sizes, dense_device)
-    with torch.random.fork_rng(devices=[]):
-        model = own.DLRM_DCN(embedding_bag_collection, *sizes, dcn_num_layers, dcn_low_rank_dim, dense_device)
-    width = (first.sparse_arch.F + 1) * first.sparse_arch.D
-    model.dense_arch = first.dense_arch
-    crossnet = LowRankCrossNet(width, dcn_num_layers, dcn_low_rank_dim, dense_device)
-    model.inter_arch = own.InteractionDCNArch(first.sparse_arch.F, crossnet)
-    model.over_arch = own.OverArch(width, over_arch_layer_sizes, dense_device)
-    return model
+class ModelInput(Protocol):
+    """What TorchRec's generated batches have."""
+
+    float_features: Tensor
+    idlist_features: KeyedJaggedTensor
+    label: Tensor
 
 
-DLRM_DCN = Adapted(own.DLRM_DCN, _dcn)
+class SparseArch(own.SparseArch):
+    """Embeddings of all features, which must have one width.
+
+    Raises:
+        AssertedError: for no tables, and for tables of several widths.
+    """
+
+    def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
+        check_tables(embedding_bag_collection)
+        super().__init__(embedding_bag_collection)
+        configs = embedding_bag_collection.embedding_bag_configs()
+        self._sparse_feature_names = [name for config in configs for name in config.feature_names]
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """[B, F, D]."""
+        values: Tensor = self.embedding_bag_collection(features).values()
+        return values.view(-1, self.F, self.D)
+
+    @property
+    def sparse_feature_names(self) -> list[str]:
+        """The features, in the order of the tables."""
+        return self._sparse_feature_names
+
+
+class DLRM(own.DLRM):
+    """Embeddings and a dense vector, their dot products, and an MLP over all that; see MeshRec's.
+
+    Raises:
+        AssertedError: for no tables, and when widths do not fit.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        dense_in_features: int,
+        dense_arch_layer_sizes: Sequence[int],
+        over_arch_layer_sizes: Sequence[int],
+        dense_device: torch.device | None = None,
+    ) -> None:
+        check_tables(embedding_bag_collection)
+        sizes = (dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes)
+        super().__init__(embedding_bag_collection, *sizes, dense_device)
+        self.sparse_arch = SparseArch(embedding_bag_collection)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Dense [B, dense_in_features] and the ids -> logits [B, over_arch_layer_sizes[-1]]."""
+        embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
+        dense = self.dense_arch(dense_features)
+        sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)
+        out: Tensor = self.over_arch(self.inter_arch(dense, sparse))
+        return out
+
+
+class DLRMWrapper(DLRM):
+    """A DLRM that takes a whole batch: while training its loss and logits, otherwise the logits."""
+
+    def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits [B, 1], while training after the binary cross-entropy with the labels [B]."""
+        logits = super().forward(model_input.float_features, model_input.idlist_features)
+        return with_loss(logits, model_input.label) if self.training else logits
+
+
+class InteractionProjectionArch(nn.Module):
+    """Products of two projections of all features.
+
+    Args:
+        num_sparse_features: F.
+        interaction_branch1: from [B, (F + 1) D] to [B, F1 D].
+        interaction_branch2: from [B, (F + 1) D] to [B, D F2].
+    """
+
+    def __init__(
+        self, num_sparse_features: int, interaction_branch1: nn.Module, interaction_branch2: nn.Module
+    ) -> None:
+        super().__init__()
+        self.F: int = num_sparse_features
+        self.interaction_branch1 = interaction_branch1
+        self.interaction_branch2 = interaction_branch2
+
+    def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
+        """Dense [B, D], sparse [B, F, D] -> [B, D + F1 F2]."""
+        if self.F <= 0:
+            return dense_features
+        batch_size, width = dense_features.shape
+        combined = torch.cat([dense_features, sparse_features.flatten(1)], dim=1)
+        left = self.interaction_branch1(combined).reshape([batch_size, -1, width])
+        right = self.interaction_branch2(combined).reshape([batch_size, width, -1])
+        return torch.cat([dense_features, torch.bmm(left, right).flatten(1)], dim=1)
+
+
+class DLRM_Projection(DLRM):
+    """A DLRM whose dot products are those of two projections of all features.
+
+    Args:
+        interaction_branch1_layer_sizes, interaction_branch2_layer_sizes: the MLPs that project; their last
+            sizes are multiples of the embedding_dim.
+
+    The other arguments are those of DLRM.
+
+    Raises:
+        ValueError: when widths do not fit.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        dense_in_features: int,
+        dense_arch_layer_sizes: Sequence[int],
+        over_arch_layer_sizes: Sequence[int],
+        interaction_branch1_layer_sizes: Sequence[int],
+        interaction_branch2_layer_sizes: Sequence[int],
+        dense_device: torch.device | None = None,
+    ) -> None:
+        sizes = (dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes)
+        super().__init__(embedding_bag_collection, *sizes, dense_device)
+        width, count = self.sparse_arch.D, self.sparse_arch.F
+        branches, vectors = [], []
+        for branch in (interaction_branch1_layer_sizes, interaction_branch2_layer_sizes):
+            if branch[-1] % width:
+                raise ValueError(
+                    f"the last size of an interaction branch must be a multiple of embedding_dim {width}, "
+                    f"got {list(branch)}."
+                )
+            branches.append(own.DenseArch((count + 1) * width, branch, dense_device))
+            vectors.append(branch[-1] // width)
+        self.inter_arch = InteractionProjectionArch(count, *branches)
+        self.over_arch = own.OverArch(width + vectors[0] * vectors[1], over_arch_layer_sizes, dense_device)
+
+
+class DLRM_DCN(DLRM):
+    """DLRM with a low-rank cross network in place of the dot products; see MeshRec's.
+
+    With a seed it has the weights that TorchRec's has: there a DLRM is drawn first, then parts of it anew.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection,
+        dense_in_features: int,
+        dense_arch_layer_sizes: Sequence[int],
+        over_arch_layer_sizes: Sequence[int],
+        dcn_num_layers: int,
+        dcn_low_rank_dim: int,
+        dense_device: torch.device | None = None,
+    ) -> None:
+        sizes = (dense_in_features, dense_arch_layer_sizes, over_arch_layer_sizes)
+        super().__init__(embedding_bag_collection, *sizes, dense_device)
+        width = (self.sparse_arch.F + 1) * self.sparse_arch.D
+        crossnet = LowRankCrossNet(width, dcn_num_layers, dcn_low_rank_dim, dense_device)
+        self.inter_arch = own.InteractionDCNArch(self.sparse_arch.F, crossnet)
+        self.over_arch = own.OverArch(width, over_arch_layer_sizes, dense_device)
+
+
+def choose(n: int, k: int) -> int:
+    """How many sets of k there are among n; 0 for k outside 0 to n."""
+    return math.comb(n, k) if 0 <= k <= n else 0
+
+
+def with_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The binary cross-entropy of logits [B, 1] and labels [B], and the logits."""
+    return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(-1), labels), logits
+
+
+def check_tables(embedding_bag_collection: EmbeddingBagCollection) -> None:
+    """Raises an AssertedError if there are no tables."""
+    if not embedding_bag_collection.embedding_bag_configs():
+        raise AssertedError("the model needs tables, and the collection has none. Give it at least one.")

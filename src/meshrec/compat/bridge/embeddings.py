@@ -18,7 +18,9 @@ from meshrec.modules.embedding_configs import DataType, PoolingType
 torch.fx.wrap("concatenated_bags")
 
 # TorchScript reads every attribute of a module, unless it stands here and in the class itself.
-_PYTHON_ONLY = ("fused_optimizer", "bounds_check", "num_clamped_ids", "device", "is_fused")
+_PYTHON_ONLY = tuple(
+    name for name, value in vars(embedding_modules.TableCollection).items() if isinstance(value, property)
+)
 _NOT_HERE = {
     "num_embeddings_post_pruning": None,
     "need_pos": False,

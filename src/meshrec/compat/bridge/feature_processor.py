@@ -4,9 +4,18 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from meshrec.modules.feature_processor import PositionWeightedModuleCollection
-from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
+from meshrec.compat.bridge.feature_processor_ import (
+    PositionWeightedModuleCollection,
+    keys_weighted_by_position,
+    positions_in_bags,
+    weighted_by_position,
+)
+from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor
+
+torch.fx.wrap("weighted_bags")
+torch.fx.wrap("weighted_keys")
 
 
 class _PositionWeighted(nn.Module):
@@ -33,6 +42,10 @@ class PositionWeightedModule(_PositionWeighted):
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """``features`` itself, with the bags of its features replaced by weighted ones."""
+        if isinstance(features, Proxy):
+            return weighted_bags(
+                features, list(self.max_feature_lengths), list(self.position_weights.values())
+            )
         names = list(self.max_feature_lengths)
         kjt = KeyedJaggedTensor.from_jt_dict({name: _bare(features[name]) for name in names})
         features.update(self._run[0](kjt).to_dict())
@@ -50,6 +63,9 @@ class PositionWeightedProcessor(_PositionWeighted):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The bags of its features with weights, without other keys; all of them unchanged if it has none."""
+        if isinstance(features, Proxy):
+            names = list(self.max_feature_lengths)
+            return weighted_keys(features, names, list(self.position_weights.values()))
         chosen = [i for i, key in enumerate(features.keys()) if key in self.max_feature_lengths]
         if not chosen:
             return features
@@ -61,10 +77,27 @@ def _bare(bags: JaggedTensor) -> JaggedTensor:
     return JaggedTensor(bags.values(), lengths=bags.lengths(), offsets=bags.offsets())
 
 
+def weighted_bags(
+    features: dict[str, JaggedTensor], names: list[str], weights: list[Tensor]
+) -> dict[str, JaggedTensor]:
+    """``features`` itself, with the bags of the named ones replaced by weighted ones."""
+    for i in range(len(names)):
+        features[names[i]] = weighted_by_position(features[names[i]], weights[i])
+    return features
+
+
+def weighted_keys(features: KeyedJaggedTensor, names: list[str], weights: list[Tensor]) -> KeyedJaggedTensor:
+    """The bags of the named keys with weights, without other keys; all of them unchanged if none is there."""
+    chosen: list[int] = []
+    for i, key in enumerate(features.keys()):
+        if key in names:
+            chosen.append(i)
+    if len(chosen) == 0:
+        return features
+    weighted = keys_weighted_by_position(features, names, weights)
+    return weighted if len(chosen) == len(features.keys()) else weighted.permute(chosen)
+
+
 def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:
     """The position of each value in its bag."""
-    lengths = offsets.diff()
-    bags = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
-        lengths, output_size=values.numel()
-    )
-    return torch.arange(values.numel(), device=offsets.device) - offsets[bags]
+    return positions_in_bags(offsets, values)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
 
@@ -101,7 +102,39 @@ def install(*, force: bool = False) -> tuple[str, ...]:
         _logger.warning("torchrec is installed and used as it is; %s=1 puts MeshRec in its place.", FORCE)
     if wanted:
         sys.meta_path.insert(0, Bridge(wanted))
+        _follow_spawned()
     return tuple(wanted)
+
+
+class _BridgeThere:
+    """Unpickled, it bridges the process: a spawned one reads it before it imports the script."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = tuple(packages)
+
+    def __reduce__(self) -> Any:
+        return _bridge_here, (self.packages,)
+
+
+def _bridge_here(packages: Sequence[str]) -> None:
+    if not bridged_packages():
+        sys.meta_path.insert(0, Bridge(packages))
+
+
+def _follow_spawned() -> None:
+    """Lets the processes that multiprocessing spawns have the bridge that this one has then."""
+    describe = spawn.get_preparation_data
+    if hasattr(describe, "has_bridge"):
+        return
+
+    def with_bridge(name: str) -> dict[str, Any]:
+        data = describe(name)
+        if packages := bridged_packages():
+            data["meshrec_bridge"] = _BridgeThere(packages)
+        return data
+
+    with_bridge.has_bridge = True  # type: ignore[attr-defined]
+    spawn.get_preparation_data = with_bridge
 
 
 def uninstall() -> None:

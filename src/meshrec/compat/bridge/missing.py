@@ -16,7 +16,6 @@ _ONE_BAG = "a single nn.EmbeddingBag is not sharded. Nearest: an EmbeddingBagCol
 _REPLICAS = (
     "replicas exchange gradients in every step, so nothing drifts. Nearest: a mesh with the axis 'replicate'."
 )
-_FUSED = "Nearest: meshrec.fuse(collection, optimizer=...)."
 _FUSED_OPTIMIZER = "Nearest: a module's fused_optimizer, a meshrec.tables.FusedOptimizer."
 _CRITEO = "data pipes are gone from PyTorch. Nearest: meshrec.data.criteo, a Dataset with a resumable reader."
 _MOVIELENS = "data pipes are gone from PyTorch. Nearest: meshrec.data.movielens."
@@ -64,19 +63,15 @@ MISSING: dict[str, str] = {
     "torchrec.inference": "Nearest: torch.export of the model.",
     "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics.MetricSet with "
     "binary_metrics.",
-    "torchrec.models.deepfm.SimpleDeepFMNNWrapper": "Nearest: SimpleDeepFMNN.",
-    "torchrec.models.dlrm.DLRM_Projection": "Nearest: DLRM, or DLRM_DCN.",
     "torchrec.models.experimental": "Nearest: torchrec.models.dlrm.DLRM.",
     "torchrec.modules.embedding_configs.EmbeddingTableConfig": "Nearest: EmbeddingBagConfig.",
     "torchrec.modules.embedding_configs.QuantConfig": _QUANT,
     "torchrec.modules.embedding_tower": "Nearest: a module of your own around a collection and an "
     "interaction.",
-    "torchrec.modules.fused_embedding_modules": _FUSED,
     "torchrec.modules.hash_mc_modules": _REMAP,
     "torchrec.modules.itep_embedding_modules": _PRUNE,
     "torchrec.modules.itep_modules": _PRUNE,
     "torchrec.modules.keyed_jagged_tensor_pool": "Nearest: a dictionary of KeyedJaggedTensors.",
-    "torchrec.modules.lazy_extension": "Nearest: torch.nn.LazyLinear, or sizes that are given.",
     "torchrec.modules.mc_embedding_modules": _REMAP,
     "torchrec.modules.mc_modules": _REMAP,
     "torchrec.modules.tensor_pool": "Nearest: torch.nn.Embedding.",

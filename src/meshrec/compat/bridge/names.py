@@ -100,26 +100,33 @@ MODULES: dict[str, dict[str, str]] = {
         f"{_C}.feature_processor",
         "PositionWeightedModule PositionWeightedProcessor offsets_to_range_traceble",
     ),
-    "torchrec.modules.feature_processor_": _of(
-        "meshrec.modules.feature_processor",
-        "FeatureProcessor FeatureProcessorsCollection PositionWeightedModule "
-        "PositionWeightedModuleCollection",
-    ),
+    "torchrec.modules.feature_processor_": {
+        **_of("meshrec.modules.feature_processor", "FeatureProcessor FeatureProcessorsCollection"),
+        **_of(f"{_C}.feature_processor_", "PositionWeightedModule PositionWeightedModuleCollection"),
+    },
     "torchrec.modules.fp_embedding_modules": _of(
-        "meshrec.modules.feature_processor", "FeatureProcessedEmbeddingBagCollection"
+        f"{_C}.feature_processor_", "FeatureProcessedEmbeddingBagCollection FeatureProcessorDictWrapper"
     ),
+    "torchrec.modules.fused_embedding_modules": _of(
+        f"{_C}.fused_embeddings",
+        "FusedEmbeddingBagCollection FusedEmbeddingCollection fuse_embedding_optimizer",
+    ),
+    "torchrec.modules.lazy_extension": _of(f"{_C}.lazy_extension", "LazyModuleExtensionMixin lazy_apply"),
     "torchrec.modules.mlp": _of("meshrec.modules.mlp", "MLP Perceptron"),
-    "torchrec.modules.regroup": _of("meshrec.modules.regroup", "KTRegroupAsDict"),
+    "torchrec.modules.regroup": _of(f"{_C}.regroup", "KTRegroupAsDict"),
     "torchrec.models": {},
     "torchrec.models.deepfm": _of(
-        f"{_C}.deepfm", "DenseArch FMInteractionArch OverArch SimpleDeepFMNN SparseArch"
+        f"{_C}.deepfm", "DenseArch FMInteractionArch OverArch SimpleDeepFMNN SimpleDeepFMNNWrapper SparseArch"
     ),
     "torchrec.models.dlrm": {
         **_of(
             "meshrec.models.dlrm",
-            "DLRM DLRMTrain DenseArch InteractionArch InteractionDCNArch OverArch SparseArch",
+            "DLRMTrain DenseArch InteractionArch InteractionDCNArch OverArch",
         ),
-        **_of(f"{_C}.dlrm", "DLRM_DCN"),
+        **_of(
+            f"{_C}.dlrm",
+            "DLRM DLRMWrapper DLRM_DCN DLRM_Projection InteractionProjectionArch SparseArch choose",
+        ),
     },
     "torchrec.distributed": {
         **_PARALLEL,

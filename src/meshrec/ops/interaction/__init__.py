@@ -13,9 +13,10 @@ __all__ = ["dot_interaction"]
 
 def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """Dense [B, D], sparse [B, F, D], F > 0 -> [B, D + F (F + 1) / 2], differentiable in both."""
-    if dense.dtype == sparse.dtype == torch.float32:
-        out: Tensor = torch.ops.meshrec.dot_interaction.default(dense, sparse)
-        return out
+    if not torch.jit.is_scripting():  # type: ignore
+        if dense.dtype == sparse.dtype == torch.float32:
+            out: Tensor = torch.ops.meshrec.dot_interaction.default(dense, sparse)
+            return out
     return naive.dot_interaction(dense, sparse)
 
 

@@ -39,5 +39,5 @@ def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> 
 
 def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
     num_vectors = vectors_BVD.shape[1]
-    rows, columns = torch.triu_indices(num_vectors, num_vectors, offset=1, device=vectors_BVD.device)
-    return rows, columns
+    pairs = torch.triu_indices(num_vectors, num_vectors, offset=1, device=vectors_BVD.device)
+    return pairs[0], pairs[1]

@@ -1,0 +1,137 @@
+"""Feature processors that TorchScript and torch.fx take too; in eager calls they are MeshRec's."""
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meshrec.modules import embedding_modules
+from meshrec.modules import feature_processor as own
+
+torch.fx.wrap("weighted_by_position")
+torch.fx.wrap("keys_weighted_by_position")
+torch.fx.wrap("joined")
+
+
+class PositionWeightedModule(own.PositionWeightedModule):
+    """Gives the i-th id of every bag the i-th of ``max_feature_length`` learned weights, at first 1."""
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        """The same bags with weights."""
+        if isinstance(features, Proxy):
+            return weighted_by_position(features, self.position_weight)
+        bags = super().forward(features)
+        return JaggedTensor.unchecked(bags.values(), bags.weights(), bags.lengths(), bags.offsets())
+
+
+class PositionWeightedModuleCollection(own.PositionWeightedModuleCollection):
+    """``PositionWeightedModule`` for many features at once; parameters at ``position_weights.<feature>``."""
+
+    @property
+    def position_weights_dict(self) -> dict[str, nn.Parameter]:
+        """The weights by feature."""
+        return dict(self.position_weights.items())
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The same bags with weights; ids of keys without learned weights weigh 1."""
+        if isinstance(features, Proxy):
+            weights = self.position_weights_dict
+            return keys_weighted_by_position(features, list(weights), list(weights.values()))
+        bags = super().forward(features)
+        return KeyedJaggedTensor.unchecked(
+            bags.keys(),
+            bags.values(),
+            bags.weights(),
+            bags.lengths(),
+            bags.offsets(),
+            stride=bags._stride,
+            strides=bags._strides,
+            length_per_key=bags.length_per_key_or_none(),
+            inverse_indices=bags.inverse_indices_or_none(),
+        )
+
+
+class FeatureProcessorDictWrapper(own.FeatureProcessorsCollection):
+    """Processors of single features as one for all of them; other keys are left out."""
+
+    def __init__(self, feature_processors: nn.ModuleDict) -> None:
+        super().__init__()
+        self._feature_processors = feature_processors
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The changed bags, in the order of the processors."""
+        names = list(self._feature_processors)
+        return joined(names, [self._feature_processors[name](features[name]) for name in names])
+
+
+class FeatureProcessedEmbeddingBagCollection(own.FeatureProcessedEmbeddingBagCollection):
+    """A weighted EmbeddingBagCollection, with feature processors that make the weights."""
+
+    def split(self) -> tuple[own.FeatureProcessorsCollection, embedding_modules.EmbeddingBagCollection]:
+        """The processors, and the collection: the one after the other is what both together are."""
+        processors = self._feature_processors
+        if isinstance(processors, nn.ModuleDict):
+            processors = FeatureProcessorDictWrapper(processors)
+        return processors, self._embedding_bag_collection
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Processes, looks up and pools: as ``EmbeddingBagCollection.forward``."""
+        processors = self._feature_processors
+        if isinstance(processors, nn.ModuleDict):
+            names = self._feature_names
+            features = joined(names, [processors[name](features[name]) for name in names])
+        else:
+            features = processors(features)
+        return self._embedding_bag_collection(features)
+
+
+def weighted_by_position(bags: JaggedTensor, weights: Tensor) -> JaggedTensor:
+    """Bags whose ids have the weights of their positions."""
+    positions = positions_in_bags(bags.offsets(), bags.values())
+    return JaggedTensor(
+        values=bags.values(), weights=weights[positions], lengths=bags.lengths(), offsets=bags.offsets()
+    )
+
+
+def keys_weighted_by_position(
+    features: KeyedJaggedTensor, names: list[str], weights: list[Tensor]
+) -> KeyedJaggedTensor:
+    """Bags whose ids have the weights of their positions; 1 for keys that have no weights."""
+    known: dict[str, Tensor] = {}
+    for i in range(len(names)):
+        known[names[i]] = weights[i]
+    positions = torch.split(
+        positions_in_bags(features.offsets(), features.values()), features.length_per_key()
+    )
+    parts: list[Tensor] = []
+    for i, key in enumerate(features.keys()):
+        if key in known:
+            parts.append(known[key][positions[i]])
+        else:
+            parts.append(torch.ones(positions[i].size(0), device=features.device()))
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=torch.cat(parts),
+        lengths=features.lengths(),
+        offsets=features.offsets(),
+        stride=features._stride,
+        stride_per_key_per_rank=features._stride_per_key_per_rank,
+        length_per_key=features.length_per_key(),
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
+def joined(names: list[str], bags: list[JaggedTensor]) -> KeyedJaggedTensor:
+    """The bags of several features as one."""
+    by_name: dict[str, JaggedTensor] = {}
+    for i in range(len(names)):
+        by_name[names[i]] = bags[i]
+    return KeyedJaggedTensor.from_jt_dict(by_name)
+
+
+def positions_in_bags(offsets: Tensor, values: Tensor) -> Tensor:
+    """The position of each value in its bag."""
+    lengths = offsets[1:] - offsets[:-1]
+    bags = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
+    return torch.arange(values.size(0), device=offsets.device) - offsets[bags]

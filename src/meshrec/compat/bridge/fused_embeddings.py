@@ -1,0 +1,157 @@
+"""TorchRec's collections that come with an optimizer: ``meshrec.fuse`` under its names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meshrec import modules, tables
+from meshrec.compat.bridge import embeddings
+from meshrec.compat.bridge.optimizers import spec_of
+from meshrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+
+M = TypeVar("M", bound=nn.Module)
+
+_Optimizer = type[torch.optim.Optimizer]
+_PLACES = ("DEVICE", "HOST")  # where tables are anyway
+
+
+class FusedOptimizer(tables.FusedOptimizer):
+    """MeshRec's, which TorchRec's programs ask for with a call: ``collection.fused_optimizer()``."""
+
+    def __call__(self) -> "FusedOptimizer":
+        """Itself."""
+        return self
+
+
+class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
+    """An EmbeddingBagCollection whose backward pass updates the tables.
+
+    Args:
+        tables: the tables, with unique names.
+        optimizer_type: SGD, Adagrad or Adam of torch.optim, or torchrec.optim's classes.
+        optimizer_kwargs: its arguments.
+        is_weighted: whether each row is scaled by the input's weight of its id.
+        device: of the parameters; not ``meta``.
+        location: must be left out, or DEVICE or HOST.
+
+    Raises:
+        ValueError: for an optimizer that cannot be fused, and other locations.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        optimizer_type: _Optimizer,
+        optimizer_kwargs: Mapping[str, Any],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        location: Any = None,
+    ) -> None:
+        super().__init__(tables, is_weighted, device)
+        self._optimizer = (optimizer_type, dict(optimizer_kwargs))
+        _fuse(self, *self._optimizer, location)
+
+    def optimizer_type(self) -> _Optimizer:
+        """As given."""
+        return self._optimizer[0]
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """As given."""
+        return self._optimizer[1]
+
+
+class FusedEmbeddingCollection(embeddings.EmbeddingCollection):
+    """An EmbeddingCollection whose backward pass updates the tables.
+
+    Args: ``need_indices``: whether the results have the ids as weights; the others are those of
+        FusedEmbeddingBagCollection.
+
+    Raises:
+        ValueError: for an optimizer that cannot be fused, and other locations.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        optimizer_type: _Optimizer,
+        optimizer_kwargs: Mapping[str, Any],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        location: Any = None,
+    ) -> None:
+        super().__init__(tables, device, need_indices)
+        self._optimizer = (optimizer_type, dict(optimizer_kwargs))
+        _fuse(self, *self._optimizer, location)
+
+    def optimizer_type(self) -> _Optimizer:
+        """As given."""
+        return self._optimizer[0]
+
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """As given."""
+        return self._optimizer[1]
+
+
+def fuse_embedding_optimizer(
+    model: nn.Module,
+    optimizer_type: _Optimizer,
+    optimizer_kwargs: Mapping[str, Any],
+    device: torch.device | str | None = None,
+    location: Any = None,
+) -> nn.Module:
+    """Puts fused collections in the place of all collections in a model; they keep the weights.
+
+    Args:
+        model: a collection, or a model that contains some; it is changed.
+        optimizer_type, optimizer_kwargs, location: of the fused collections.
+        device: where they are.
+
+    Returns: the model, or the fused collection if it is one.
+
+    Raises:
+        ValueError: for an optimizer that cannot be fused, and other locations.
+    """
+
+    def fused(module: nn.Module) -> nn.Module:
+        new: nn.Module
+        if isinstance(module, embeddings.EmbeddingBagCollection):
+            configs, weighted = module.embedding_bag_configs(), module.is_weighted()
+            new = FusedEmbeddingBagCollection(
+                configs, optimizer_type, optimizer_kwargs, weighted, device, location
+            )
+        elif isinstance(module, embeddings.EmbeddingCollection):
+            new = FusedEmbeddingCollection(
+                module.embedding_configs(),
+                optimizer_type,
+                optimizer_kwargs,
+                device,
+                module.need_indices(),
+                location,
+            )
+        else:
+            for name, child in list(module.named_children()):
+                setattr(module, name, fused(child))
+            return module
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            new.load_state_dict(module.state_dict())
+        return new
+
+    return fused(model)
+
+
+def _fuse(
+    collection: modules.EmbeddingBagCollection | modules.EmbeddingCollection,
+    optimizer_type: _Optimizer,
+    optimizer_kwargs: Mapping[str, Any],
+    location: Any,
+) -> None:
+    if location is not None and getattr(location, "name", location) not in _PLACES:
+        raise ValueError(
+            f"location {location!r} is not to be had: tables are where device says. Leave it out, or pass "
+            "one "
+            f"of {list(_PLACES)}."
+        )
+    modules.fuse(collection, optimizer=spec_of({"optimizer": optimizer_type, **optimizer_kwargs}))
+    collection.fused_optimizer.__class__ = FusedOptimizer

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from meshrec.compat.bridge import embeddings, fused_embeddings
+from meshrec.compat.bridge.sparse import KeyedJaggedTensor
+from meshrec.optim.rowwise_adagrad import RowWiseAdagrad as Dense
+
+FEATURES = KeyedJaggedTensor(["a", "b"], torch.tensor([0, 0, 1, 1]), lengths=torch.tensor([1, 2, 0, 1]))
+
+
+def tables():
+    return [embeddings.EmbeddingBagConfig(3, 4, name, feature_names=[name]) for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, Dense])
+def test_the_backward_pass_is_the_optimizers_step(optimizer):
+    fused = fused_embeddings.FusedEmbeddingBagCollection(tables(), optimizer, {"lr": 0.1})
+    plain = embeddings.EmbeddingBagCollection(tables())
+    plain.load_state_dict(fused.state_dict())
+    steps = optimizer(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        fused(FEATURES).values().sum().backward()
+        steps.zero_grad()
+        plain(FEATURES).values().sum().backward()
+        steps.step()
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(fused.state_dict()[name], weight)
+    state = fused.fused_optimizer().state_dict()
+    fused.fused_optimizer.load_state_dict(state)
+    assert fused.optimizer_type() is optimizer
+    assert fused.optimizer_kwargs() == {"lr": 0.1}
+
+
+def test_collections_in_a_model_are_replaced_and_keep_their_weights():
+    sequence = embeddings.EmbeddingCollection([embeddings.EmbeddingConfig(3, 4, "a")], need_indices=True)
+    model = torch.nn.ModuleDict({"bags": embeddings.EmbeddingBagCollection(tables()), "rows": sequence})
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    names = [name for name, _ in model.named_modules()]
+    fused_embeddings.fuse_embedding_optimizer(model, torch.optim.SGD, {"lr": 0.1}, torch.device("cpu"))
+    assert isinstance(model["bags"], fused_embeddings.FusedEmbeddingBagCollection)
+    assert isinstance(model["rows"], fused_embeddings.FusedEmbeddingCollection)
+    assert [name for name, _ in model.named_modules()] == names
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    model["rows"](FEATURES)["a"].values().sum().backward()
+    assert not torch.equal(
+        model["rows"].state_dict()["embeddings.a.weight"], before["rows.embeddings.a.weight"]
+    )
+
+
+def test_other_places_are_refused():
+    with pytest.raises(ValueError, match="location 'MANAGED' is not to be had"):
+        fused_embeddings.FusedEmbeddingBagCollection(
+            tables(), torch.optim.SGD, {"lr": 0.1}, location="MANAGED"
+        )
