@@ -7,7 +7,6 @@ from meshrec.compat.bridge import embeddings
 from meshrec.compat.bridge.deepfm import SimpleDeepFMNN, SimpleDeepFMNNWrapper
 from meshrec.compat.bridge.dlrm import DLRM_DCN
 from meshrec.compat.bridge.fx import symbolic_trace
-from meshrec.compat.bridge.random_dataset import Batch
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor as Bridged
 from meshrec.models import dlrm
 
@@ -92,12 +91,6 @@ def test_models_need_tables(make):
         make(embeddings.EmbeddingBagCollection([]))
 
 
-class Input:
-    def __init__(self, batch: Batch) -> None:
-        self.float_features, self.idlist_features = batch.dense_features, batch.sparse_features
-        self.label = batch.labels
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -107,7 +100,7 @@ class Input:
 )
 def test_wrappers_take_whole_batches(make):
     model = make()
-    batch = Input(Batch(*inputs(), torch.tensor([0.0, 1.0])))
+    batch = bridged.ModelInput(*inputs(), None, torch.tensor([0.0, 1.0]))
     loss, logits = model(batch)
     expected = torch.nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), batch.label)
     torch.testing.assert_close(loss, expected)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,30 @@ from meshrec.models import dlrm as own
 from meshrec.modules import EmbeddingBagCollection, LowRankCrossNet
 
 
-class ModelInput(Protocol):
-    """What TorchRec's generated batches have."""
+@dataclass
+class ModelInput:
+    """A batch as the wrappers take it: dense features [B, I], ids, weighted ids, and labels [B]."""
 
     float_features: Tensor
     idlist_features: KeyedJaggedTensor
+    idscore_features: KeyedJaggedTensor | None
     label: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "ModelInput":
+        """On another device."""
+        scored = self.idscore_features
+        return ModelInput(
+            self.float_features.to(device, non_blocking=non_blocking),
+            self.idlist_features.to(device, non_blocking),
+            None if scored is None else scored.to(device, non_blocking),
+            self.label.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory of all tensors until the work queued on ``stream`` is done."""
+        for part in (self.float_features, self.idlist_features, self.idscore_features, self.label):
+            if part is not None:
+                part.record_stream(stream)
 
 
 class SparseArch(own.SparseArch):

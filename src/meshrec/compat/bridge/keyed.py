@@ -73,6 +73,13 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         keyed.create_by_step(self, lambda: self.step(None), names, sparse_names)
 
 
+class DummyKeyedOptimizer(KeyedOptimizer):
+    """A step that does nothing, to try wrappers with."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing."""
+
+
 class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
     """Any torch optimizer, keyed by names.
 
@@ -192,6 +199,8 @@ class GradientClippingOptimizer(clipping.GradientClippingOptimizer):
         super().__init__(optimizer, clipping, max_gradient or 1.0, norm_type)
         self._max_gradient = max_gradient  # 0 makes all gradients 0
         self._tracks = track_grad_norm
+        self._replicate_params = [each for group in self.param_groups for each in group["params"]]
+        self._sharded_params: dict[Any, list[Tensor]] = {}
         self.save_param_groups(False)
 
     def step(self, closure: Any = None) -> Any:
@@ -205,8 +214,18 @@ class GradientClippingOptimizer(clipping.GradientClippingOptimizer):
 
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
         """The norm of all gradients together, and the gradients."""
-        grads = get_grads([each for group in self.param_groups for each in group["params"]])
-        return compute_total_norm(grads, {}, self._norm_type, self._max_gradient), grads
+        whole = get_grads(self._replicate_params)
+        parts = {groups: get_grads(params) for groups, params in self._sharded_params.items()}
+        total = compute_total_norm(whole, parts, self._norm_type, self._max_gradient)
+        return total, [grad for grads in (*parts.values(), whole) for grad in grads]
+
+    def clip_grad_norm_(self) -> Tensor:
+        """Scales all gradients so that their total norm is at most the limit; returns what it was."""
+        total, grads = self.compute_total_grad_norm()
+        scale = (self._max_gradient / (total + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(scale)
+        return total
 
 
 def _settle(optimizer: keyed.KeyedOptimizer) -> None:

@@ -188,6 +188,8 @@ MODULES: dict[str, dict[str, str]] = {
             "table_wise",
         ),
     },
+    "torchrec.distributed.test_utils": {},
+    "torchrec.distributed.test_utils.model_input": _of(f"{_C}.dlrm", "ModelInput"),
     "torchrec.distributed.train_pipeline": {
         **_PIPELINES,
         **_STAGES,
@@ -202,6 +204,7 @@ MODULES: dict[str, dict[str, str]] = {
         name: _STAGES[name] for name in ("PipelineStage", "SparseDataDistUtil")
     },
     "torchrec.distributed.utils": _of(f"{_C}.comm", "get_device_type"),
+    "torchrec.test_utils": _of(f"{_C}.test_utils", "get_free_port skip_if_asan skip_if_asan_class"),
     "torchrec.optim": {
         **_APPLY,
         **_CLIPPING,
@@ -220,6 +223,7 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.optim.keyed": _KEYED,
     "torchrec.optim.optimizers": {**_OPTIMIZERS, **_FILTER},
     "torchrec.optim.rowwise_adagrad": _ROWWISE,
+    "torchrec.optim.test_utils": _of(f"{_C}.keyed", "DummyKeyedOptimizer"),
     "torchrec.optim.warmup": _WARMUP,
     "torchrec.datasets": {},
     "torchrec.datasets.criteo": _of(

@@ -142,3 +142,10 @@ def test_room_and_copies():
     nothing = KeyedJaggedTensor.empty_like(kjt)
     assert nothing.keys() == []
     assert nothing.stride() == 2
+
+
+def test_no_bags_have_offsets_all_the_same():
+    assert KeyedJaggedTensor.empty().offsets().tolist() == [0]
+    nothing = KeyedJaggedTensor(["a"], torch.tensor([]), lengths=torch.tensor([]))
+    assert nothing["a"].values().numel() == 0
+    assert nothing.length_per_key() == [0]

@@ -5,9 +5,8 @@ from torch import Tensor
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
-    """Where each bag starts, and the number of values at the end; none for no bags."""
-    sums = torch.cumsum(lengths, 0).to(lengths.dtype)
-    return torch.cat([torch.zeros_like(sums[:1]), sums])
+    """Where each bag starts, and the number of values at the end."""
+    return torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0).to(lengths.dtype)])
 
 
 def to_lengths(offsets: Tensor) -> Tensor:
@@ -31,5 +30,5 @@ def counts_between(offsets: Tensor, bags: list[int], num_values: int) -> list[in
         counts = [num_values // (len(bags) - 1)] * (len(bags) - 1)
         counts[0] += num_values % (len(bags) - 1)
         return counts
-    ends: list[int] = offsets[torch.tensor(bags, device=offsets.device)].tolist()
+    ends: list[int] = offsets[torch.tensor(bags, device=offsets.device)].long().tolist()
     return [ends[i + 1] - ends[i] for i in range(len(bags) - 1)]

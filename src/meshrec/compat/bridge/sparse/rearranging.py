@@ -48,7 +48,9 @@ def split_bags(
     offsets: list[Tensor] = []
     if not compute_offsets:
         return parts, offsets
-    if variable or lengths.numel() == 0:
+    if lengths.numel() == 0 and not variable:
+        return parts, parts  # as in TorchRec: no bags, and not even the 0
+    if variable:
         for part in parts:
             offsets.append(to_offsets(part))
         return parts, offsets

@@ -1,0 +1,30 @@
+"""What a sharded module does in a forward pass, stage by stage, to be printed."""
+
+from dataclasses import dataclass
+
+from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, for all tables of one sharding type."""
+
+    what: str
+    sharding_type: str
+    tables: dict[str, tuple[str, ...]]
+    """By table its shards: rows, columns and rank, as ``[0:10, 0:4]@1``."""
+
+    def __repr__(self) -> str:
+        shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
+        return "\n".join([f"{self.what}, {self.sharding_type}", *shards])
+
+
+def stages(what: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None) -> list[Stage]:
+    """A stage per sharding type that the plan has; with ``rank`` only the shards that lie there."""
+    by_type: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, sharding in plan.items():
+        here = [shard for shard in sharding.shards if rank in (None, shard.placement.rank)]
+        is_whole = sharding.sharding_type is ShardingType.DATA_PARALLEL
+        texts = ("on every rank",) if is_whole else tuple(map(str, here))
+        by_type.setdefault(sharding.sharding_type.value, {})[name] = texts
+    return [Stage(what, kind, tables) for kind, tables in by_type.items()]
