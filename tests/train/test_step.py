@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from meshrec.train import DenseOptimizer, Placement, Trainer, join
+from meshrec.train.report import phase_times
+from meshrec.train.run_folder import RunFolder
 
 
 def weights_after(recipe, ranks) -> dict[str, torch.Tensor]:
@@ -56,6 +58,22 @@ def test_the_pipeline_changes_no_number(ranks, small):
         {"epochs": 2, "max_steps": 7, "bf16": True, "accumulate": 2},
     ]
     ranks(2).run(compare_with_and_without_pipeline, [small(**way) for way in ways])
+
+
+def phases_of_a_run(recipe, path):
+    folder = RunFolder(path)
+    Trainer(recipe, recipe.data.load(), join("cpu"), folder=folder).run()
+    return phase_times(folder)
+
+
+def test_a_run_says_what_its_pipeline_hides(ranks, small, tmp_path):
+    recipe = small(epochs=1)
+    found = ranks(2).run(phases_of_a_run, recipe, tmp_path)[0]
+    assert [rank["rank"] for rank in found] == [0, 1]
+    for rank in found:
+        assert "ids" in rank["hidden"]
+        assert rank["hidden"].keys() < rank["phases"].keys()
+        assert min(rank["hidden"].values()) >= 0
 
 
 def test_clipping_bounds_the_update(plain):

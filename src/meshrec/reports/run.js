@@ -93,7 +93,9 @@ if (data.phases.length) {
   const longest = Math.max(...data.phases.map(total)) || 1;
   section("Time per phase and rank", paragraph("One training step: the median over the recorded ones. The dense part is all that is no table."), legend(names.map(name => [words(name), phaseColors[name]])),
     bars(data.phases.map(r => [`rank ${r.rank}`, bar(names.filter(name => r.phases[name]).map(name => [r.phases[name] / longest, phaseColors[name], `${words(name)}: ${milliseconds(r.phases[name])}`])), milliseconds(total(r))]), "tall"), element("br"),
-    plainTable(["phase [ms]", ...data.phases.map(r => `rank ${r.rank}`)], names.map(name => [words(name), ...data.phases.map(r => r.phases[name] ? (1e3 * r.phases[name]).toFixed(2) : "")])));
+    plainTable(["phase [ms]", ...data.phases.map(r => `rank ${r.rank}`)], names.map(name => [words(name), ...data.phases.map(r => r.phases[name] ? (1e3 * r.phases[name]).toFixed(2) : "")])),
+    ...(data.phases.some(r => r.hidden) ? [paragraph("What exchanges hide behind other work, beside the times above: they take that much more when every one is waited for where it starts."),
+      plainTable(["hidden [ms]", ...data.phases.map(r => `rank ${r.rank}`)], names.filter(name => data.phases.some(r => r.hidden && name in r.hidden)).map(name => [words(name), ...data.phases.map(r => r.hidden && name in r.hidden ? (1e3 * r.hidden[name]).toFixed(2) : "")]))] : []));
 }
 if (plan) {
   const most = Math.max(...plan.ranks.map(r => r.num_bytes)) || 1;

@@ -3,6 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from meshrec.planner import load_plan
@@ -37,20 +38,35 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
 
 
 def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
-    """Median seconds per phase: ``{"rank", "phases": {name: seconds}}`` of each rank, the dense part last."""
-    if not folder.phases.is_file():
+    """Median seconds per phase: ``{"rank", "phases": {name: seconds}}`` of each rank, the dense part last.
+
+    Of a pipelined run ``"hidden"`` has, by phase, what its exchanges take more when nothing runs meanwhile.
+    """
+    whole = dict(_medians(folder.whole_phases))
+    found: list[dict[str, Any]] = []
+    for rank, phases in _medians(folder.phases):
+        found.append({"rank": rank, "phases": phases})
+        if rank in whole:
+            names = [name for name in phases if name in whole[rank] and name != DENSE]
+            found[-1]["hidden"] = {name: max(0.0, whole[rank][name] - phases[name]) for name in names}
+    return found
+
+
+def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """By rank, then by phase."""
+    if not path.is_file():
         return []
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for time in read_phases(folder.phases):
+    for time in read_phases(path):
         seconds[time.rank][time.phase].append(time.seconds)
     return [
-        {
-            "rank": rank,
-            "phases": {
+        (
+            rank,
+            {
                 name: statistics.median(values)
                 for name, values in sorted(phases.items(), key=lambda item: item[0] == DENSE)
             },
-        }
+        )
         for rank, phases in sorted(seconds.items())
     ]
 

@@ -58,6 +58,11 @@ class RunFolder:
         """Time per phase and rank."""
         return self.path / "phases.jsonl"
 
+    @property
+    def whole_phases(self) -> Path:
+        """The same of steps that wait for every exchange where it starts; of a pipelined run only."""
+        return self.path / "phases_whole.jsonl"
+
     def trace(self, rank: int) -> Path:
         """The profiler's trace of a rank."""
         return self.path / f"trace_rank{rank}.json.gz"

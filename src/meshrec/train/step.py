@@ -79,6 +79,11 @@ class TrainStep:
                 self._update.after_backward(ahead, steps=True)
         return outputs
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether exchanges run while a batch computes."""
+        return self._ahead is not None
+
     def reset(self) -> None:
         """Drops the batches in flight: the next ones come from another iterator."""
         if self._ahead is not None:

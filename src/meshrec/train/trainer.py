@@ -112,6 +112,7 @@ class Trainer:
             best = CheckpointManager(folder.path / BEST, keep_last=1, group=ranks.control)
         self._best = BestWeights(self.built.model, best)
         self._phase_times: list[PhaseTime] = []
+        self._whole_times: list[PhaseTime] = []
         self._logged = (0, 0.0)
         self._measured_step = -1
         self._kept_step: int | None = None
@@ -384,25 +385,32 @@ class Trainer:
 
     @contextmanager
     def _phases(self) -> Iterator[None]:
-        """Records the time per phase of some steps, all ranks the same ones."""
+        """Records the time per phase of some steps, all ranks the same ones; where exchanges overlap, of the
+        step after it as well, which waits for each: what that takes more is else hidden.
+        """
         every, step = self.recipe.training.phases_every, self.progress.step
+        place = step % every - every // 2 if every and self.folder is not None else -1
         # Not the first steps, which allocate.
-        if not every or self.folder is None or step % every != every // 2:
+        if place != 0 and not (place == 1 and self._step.is_pipelined):
             yield
             return
-        with record_phases(device=self.ranks.device) as seconds:
+        with record_phases(device=self.ranks.device, overlap=place == 0) as seconds:
             yield
         rank = self.ranks.rank
-        self._phase_times += [PhaseTime(name, rank, value, step + 1) for name, value in seconds.items()]
+        times = self._phase_times if place == 0 else self._whole_times
+        times += [PhaseTime(name, rank, value, step + 1) for name, value in seconds.items()]
 
     def _write_phases(self) -> None:
         every = self.recipe.training.phases_every
         if every and self.folder is not None:
-            times, self._phase_times = self._phase_times, []
+            times = self._phase_times, self._whole_times
+            self._phase_times, self._whole_times = [], []
             found = self.ranks.collect(times)
             if self.ranks.is_first:
                 try:
-                    write_phases(self.folder.phases, itertools.chain(*found))
+                    write_phases(self.folder.phases, itertools.chain(*(each for each, _ in found)))
+                    if self._step.is_pipelined:
+                        write_phases(self.folder.whole_phases, itertools.chain(*(each for _, each in found)))
                 except OSError as error:
                     _logger.warning("the time per phase is not kept: %s", error)
 
