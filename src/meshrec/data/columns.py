@@ -42,7 +42,7 @@ def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
         kind = found.field(ids.name).type
         inner = kind.value_type if _is_list(kind) else kind
         inner = inner.value_type if pa.types.is_dictionary(inner) else inner
-        if not (pa.types.is_integer(inner) or (ids.hashed and _is_text(inner))):
+        if not (pa.types.is_integer(inner) or (ids.hashed and is_text(inner))):
             allowed = "integers or strings" if ids.hashed else "integers (strings need hashed=True)"
             wrong.append(f"column {ids.name!r} has type {kind}, expected {allowed}, or lists of these")
     return wrong
@@ -133,7 +133,7 @@ def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bo
     missing: Bools | None = None
     if array.null_count:
         missing = array.is_null().to_numpy(zero_copy_only=False)
-    if _is_text(array.type):
+    if is_text(array.type):
         lengths, hashes = hash_bytes(array)
         missing = missing if (lengths > 0).all() else (lengths == 0)
         values = _hashed(hashes, column)
@@ -185,7 +185,8 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Strings and binaries."""
     text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(each(kind) for each in text)
 

@@ -25,6 +25,11 @@ class Encoding(ABC):
     def shape(self) -> Shape:
         """What its samples look like."""
 
+    @property
+    @abstractmethod
+    def takes_dictionaries(self) -> bool:
+        """Whether texts may come as numbers into a dictionary, as Parquet has them."""
+
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:
         """What a model needs to know of the ids."""

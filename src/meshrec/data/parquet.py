@@ -16,6 +16,8 @@ from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader, files_of
 from meshrec.data.tables import Tables, table_dataset
 
+_READ_ROWS = 1 << 15
+
 
 class _RowGroup(NamedTuple):
     file: Path
@@ -139,9 +141,11 @@ class ParquetSource(Source, Tables):
 
         name, row = f"{group.file}: row group {group.number}", 0
         try:
-            with pq.ParquetFile(group.file, metadata=self._metadata[group.file]) as opened:
+            metadata = self._metadata[group.file]
+            texts = _texts(metadata, self._schema.columns()) if self._schema.takes_dictionaries else None
+            with pq.ParquetFile(group.file, metadata=metadata, read_dictionary=texts) as opened:
                 batches = opened.iter_batches(
-                    batch_size=size,
+                    batch_size=max(size, _READ_ROWS),
                     row_groups=[group.number],
                     columns=self._schema.columns(),
                     use_threads=False,
@@ -172,6 +176,14 @@ class ParquetSource(Source, Tables):
             except (pa.ArrowException, OSError):
                 return f", column {column!r}"
         return ""
+
+
+def _texts(metadata: Any, columns: Sequence[str]) -> list[str]:
+    """Those of the columns that are plain texts."""
+    from meshrec.data.columns import is_text
+
+    found = metadata.schema.to_arrow_schema()
+    return [name for name in columns if is_text(found.field(name).type)]
 
 
 def parquet_reader(

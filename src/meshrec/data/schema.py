@@ -108,6 +108,11 @@ class Schema(Encoding):
         """One label, no weights."""
         return Shape(len(self.dense), len(self.ids))
 
+    @property
+    def takes_dictionaries(self) -> bool:
+        """No."""
+        return False
+
     def id_columns(self) -> tuple[str, ...]:
         """The same as the keys."""
         return self.keys

@@ -221,6 +221,24 @@ def test_a_split_fits_on_its_training_rows_alone(tmp_path):
     assert torch.equal(unlabelled.sparse["hour"].values()[-200:], batch.sparse["hour"].values())
 
 
+@pytest.mark.parametrize("window", [100, 50_000])
+def test_files_of_dictionaries_give_what_plain_arrays_give(tmp_path, window):
+    data = table(40_000)
+    pq.write_table(data, tmp_path / "a.parquet")
+    features = all_kinds().fit([data])
+    expected = encoded(features, data)
+    reader = parquet(train=tmp_path, schema=features, window=window).open(tmp_path, True)
+    at = 0
+    for batch in reader.batches(7000):
+        end = at + len(batch)
+        assert torch.equal(batch.dense, torch.from_numpy(expected.dense[at:end]))
+        for key, ids in zip(features.keys, expected.ids, strict=True):
+            values = ids.values[ids.offsets[at] : ids.offsets[end]]
+            assert torch.equal(batch.sparse[key].values(), torch.from_numpy(values))
+        at = end
+    assert at == 40_000
+
+
 def test_what_is_wrong_is_named():
     features = all_kinds()
     data = table()

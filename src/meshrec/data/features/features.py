@@ -126,6 +126,11 @@ class Features(Encoding):
             self.is_weighted,
         )
 
+    @property
+    def takes_dictionaries(self) -> bool:
+        """Yes: each value of a dictionary is hashed once."""
+        return True
+
     def id_columns(self) -> tuple[str, ...]:
         """The columns that ids come from, but for those of joins."""
         joined = {column for join in self.joins for column in join.columns}

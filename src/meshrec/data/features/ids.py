@@ -15,7 +15,7 @@ from meshrec.data.features.column_feature import need_fitted, wrong_kind
 from meshrec.data.features.values import (
     Kind,
     Values,
-    hashes_of,
+    hashes_and_missing,
     integers_of,
     is_missing,
     kind_of,
@@ -209,8 +209,7 @@ class Hashed(IdFeature):
 
     def rows_of(self, array: Any) -> Ints:
         """The rows of values."""
-        hashes = hashes_of(array)
-        return self.rows_of_hashes(hashes, is_missing(array) if self.missing else None)
+        return self.rows_of_hashes(*hashes_and_missing(array))
 
     def rows_of_hashes(self, hashes: UInt64s, missing: Bools | None) -> Ints:
         """The rows of hashed values."""

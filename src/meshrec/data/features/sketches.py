@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from meshrec.data.features.values import hashes_of, is_missing, is_text
+from meshrec.data.columns import is_text
+from meshrec.data.features.values import hashes_and_missing
 from meshrec.data.hashing import UInt64s, mix
 from meshrec.data.samples import Ints
 
@@ -60,7 +61,7 @@ class Distinct(NamedTuple):
     @staticmethod
     def of(array: Any, limit: int = DISTINCT) -> "Distinct":
         """Of an Arrow array of numbers or texts; nulls and empty texts do not count."""
-        hashes, missing = hashes_of(array), is_missing(array)
+        hashes, missing = hashes_and_missing(array)
         return Distinct(np.unique(hashes if missing is None else hashes[~missing])[:limit])
 
     def merged(self, other: "Distinct", limit: int = DISTINCT) -> "Distinct":

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meshrec.data.columns import is_text
 from meshrec.data.hashing import UInt64s, hash_bytes, mix
 from meshrec.data.samples import Bools, Ints
 
@@ -48,12 +49,6 @@ def kind_of(kind: pa.DataType) -> Kind:
     return "time" if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) else "other"
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Strings and binaries."""
-    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(each(kind) for each in text)
-
-
 def is_list(kind: pa.DataType) -> bool:
     """Lists of variable and of fixed size."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -82,21 +77,37 @@ def hashes_of(array: Any) -> UInt64s:
     Of integers and dates: `mix` of the number. Of texts and binaries: `hash_bytes` of their UTF-8. Of other
     numbers: `mix` of the bits of the float64. Nulls have the hash of 0 or of the empty text.
     """
+    return hashes_and_missing(array)[0]
+
+
+def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
+    """`hashes_of`, and where values are null or empty texts; None where all are there."""
     if pa.types.is_dictionary(array.type):
         return _by_dictionary(array)
     if is_text(array.type):
-        return hash_bytes(array)[1]
-    return mix(integers_of(array).view(np.uint64))
+        lengths, hashes = hash_bytes(array)
+        missing = lengths == 0
+        return hashes, missing if missing.any() else None
+    missing = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    return mix(integers_of(array).view(np.uint64)), missing
 
 
-def _by_dictionary(array: Any) -> UInt64s:
+def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
+    """Each value of the dictionary is hashed once, unless few of them are used."""
     if len(array.dictionary) > 2 * len(array):
-        return hashes_of(array.dictionary_decode())
-    table = hashes_of(array.dictionary)
-    null = hashes_of(pa.nulls(1, array.type.value_type))
-    index = pc.fill_null(array.indices, len(table)).to_numpy(zero_copy_only=False)
-    hashes: UInt64s = np.concatenate([table, null])[index]
-    return hashes
+        return hashes_and_missing(array.dictionary_decode())
+    index = array.indices
+    if index.null_count:
+        index = pc.fill_null(index, len(array.dictionary))
+    at = index.to_numpy(zero_copy_only=False)
+    null = hashes_and_missing(pa.nulls(1, array.type.value_type))[0]
+    hashes, empty = hashes_and_missing(array.dictionary)
+    found: UInt64s = np.concatenate([hashes, null])[at]
+    missing = at == len(hashes) if array.null_count else None
+    if empty is not None:
+        flags = np.concatenate([empty, [True]])[at]
+        missing = flags if flags.any() else None
+    return found, missing
 
 
 def integers_of(array: Any) -> Ints:
@@ -115,11 +126,12 @@ def integers_of(array: Any) -> Ints:
 
 def is_missing(array: Any) -> Bools | None:
     """Where values are null or empty texts; None where all are there."""
-    text = array.dictionary if pa.types.is_dictionary(array.type) else array
-    if is_text(text.type) and len(text) and pc.min(pc.binary_length(text)).as_py() == 0:
+    text = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
+    if is_text(text):
         plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
         empty = pc.fill_null(pc.equal(pc.binary_length(plain), 0), True)
-        return empty.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        missing: Bools = empty.to_numpy(zero_copy_only=False)
+        return missing if missing.any() else None
     if array.null_count:
         return array.is_null().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
     return None

@@ -13,8 +13,8 @@ from meshrec.data.features.ids import IdFeature
 from meshrec.data.features.sketches import Counts
 from meshrec.data.features.values import (
     Kind,
+    hashes_and_missing,
     hashes_of,
-    is_missing,
 )
 from meshrec.data.hashing import UInt64s, mix, to_range
 from meshrec.data.samples import Ints
@@ -83,12 +83,11 @@ class Vocabulary(IdFeature):
     def rows_of(self, array: Any) -> Ints:
         """The rows of values."""
         need_fitted(self)
-        hashes = hashes_of(array)
+        hashes, missing = hashes_and_missing(array)
         rows = self.lookup(hashes)
         unseen = rows < 0
         if unseen.any():
             rows[unseen] = 1 + to_range(mix(hashes[unseen]), self.num_unseen)
-        missing = is_missing(array)
         if missing is not None:
             rows[missing] = 0
         return rows
