@@ -3,6 +3,15 @@ import pytest
 from meshrec.reports.measured import PhaseTime, compare, read_phases, write_phases
 
 
+def test_a_pipelined_run_is_compared_by_its_whole_exchanges(tmp_path):
+    hidden, whole = PhaseTime("ids", 0, 0.1, 1), PhaseTime("ids", 0, 0.4, 2)
+    write_phases(tmp_path / "phases.jsonl", [hidden])
+    assert read_phases(tmp_path) == [hidden]
+    write_phases(tmp_path / "phases_whole.jsonl", [whole])
+    assert read_phases(tmp_path) == [whole]
+    assert read_phases(tmp_path / "phases.jsonl") == [hidden]
+
+
 def test_measurements_survive_their_file(tmp_path):
     times = [PhaseTime("ids", 0, 0.5), PhaseTime("dense", 1, 2.0, step=3)]
     write_phases(tmp_path / "phases.jsonl", times[:1])

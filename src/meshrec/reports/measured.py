@@ -15,6 +15,8 @@ from meshrec.planner.estimators import PHASES
 from meshrec.planner.plan_file import PlannedShardingPlan
 
 PHASES_FILE = "phases.jsonl"
+WHOLE_PHASES_FILE = "phases_whole.jsonl"
+"""Of a pipelined run: steps in which no exchange hides behind other work, of which estimates speak."""
 DENSE = "dense"
 
 
@@ -50,9 +52,14 @@ def write_phases(path: str | Path, times: Iterable[PhaseTime]) -> None:
 
 
 def read_phases(path: str | Path) -> list[PhaseTime]:
-    """Reads ``phases.jsonl`` (or the run's folder that holds it). ValueError names the line that is wrong."""
+    """Reads ``phases.jsonl``, or what the run's folder holds to compare with an estimate. ValueError names
+    the line that is wrong.
+    """
     path = Path(path)
-    path = path / PHASES_FILE if path.is_dir() else path
+    if path.is_dir():
+        whole = path / WHOLE_PHASES_FILE
+        has_whole = whole.is_file() and whole.stat().st_size > 0  # a short run recorded none
+        path = whole if has_whole else path / PHASES_FILE
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:

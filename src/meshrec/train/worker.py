@@ -317,7 +317,7 @@ class _Run:
     def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
         """Predicted and measured seconds per phase of a step, of the slowest rank; their sum is ``step``."""
         plan = trainer.built.plan
-        times = read_phases(self._folder.phases) if self._folder.phases.is_file() else []
+        times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
 
     def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
