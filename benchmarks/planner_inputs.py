@@ -93,7 +93,7 @@ _FAMILIES: dict[str, tuple[Callable[[_Random, int], _Sizes], tuple[int, int], fl
     "one giant": (_one_giant, (4, 500), None),
     "mixed": (_mixed, (4, 2000), None),
 }
-"""How sizes are drawn, how many tables there are, and how much of the memory the least hungry plan takes."""
+"""How sizes are drawn, how many tables there are, and how much of the memory any plan takes at least."""
 NUM_FAMILIES = len(_FAMILIES)
 
 
@@ -113,6 +113,30 @@ def largest(seed: int) -> PlannerInput:
     return _input(f"seed {seed}, largest", "mixed", sizes, 1024, 65536, None)
 
 
+def random_input(num_tables: int, num_ranks: int) -> PlannerInput:
+    """Tables of all sizes: rows log-uniform in 1e3..3e7, dim of 32 to 256, pooling log-uniform in 1..100."""
+    random = np.random.default_rng(0)
+    rows_T = _log_uniform(random, 1e3, 3e7, num_tables).astype(int)
+    columns_T = random.choice([32, 64, 128, 256], num_tables)
+    ids_T = np.exp(random.uniform(0.0, math.log(100), num_tables))
+    sizes = _Sizes(rows_T.astype(float), columns_T, ids_T)
+    topology = Topology(world_size=num_ranks, hardware="h100")
+    batch_size = max(65536 // num_ranks, 1)
+    return PlannerInput(f"random_{num_tables} on {num_ranks}", "named", _tables(sizes), topology, batch_size)
+
+
+def _tables(sizes: _Sizes) -> tuple[Table, ...]:
+    return tuple(
+        Table(
+            name=f"t{index}",
+            num_embeddings=int(rows),
+            embedding_dim=int(columns),
+            pooling_factors=(float(ids),),
+        )
+        for index, (rows, columns, ids) in enumerate(zip(*sizes, strict=True))
+    )
+
+
 def _input(
     name: str, family: str, sizes: _Sizes, num_ranks: int, global_batch: int, memory: float | None
 ) -> PlannerInput:
@@ -120,15 +144,7 @@ def _input(
     room = num_ranks * _MEMORY * (1 - _RESERVE)
     weights = float((sizes.rows_T * (4 * sizes.columns_T + 4)).sum())
     rows_T = np.maximum(sizes.rows_T * min(1.0, _MOST_WEIGHTS * room / weights), 4).astype(int)
-    tables = tuple(
-        Table(
-            name=f"t{index}",
-            num_embeddings=int(rows),
-            embedding_dim=int(columns),
-            pooling_factors=(float(ids),),
-        )
-        for index, (rows, columns, ids) in enumerate(zip(rows_T, sizes.columns_T, sizes.ids_T, strict=True))
-    )
+    tables = _tables(sizes._replace(rows_T=rows_T.astype(float)))
     batch_size = max(global_batch // num_ranks, 1)
     topology = Topology(world_size=num_ranks, local_world_size=min(8, num_ranks), hardware="h100")
     while batch_size > 1 and _least_bytes(tables, topology, batch_size) > _MOST_MEMORY * room / num_ranks:
@@ -142,8 +158,17 @@ def _input(
 
 
 def _least_bytes(tables: tuple[Table, ...], topology: Topology, batch_size: int) -> float:
-    """Bytes per rank, on average, of the plan that takes the least."""
+    """Bytes per rank that no plan does without: what tables take that are split into pieces of that size."""
     problem = build_problem(CostModel(tables, topology, batch_size=batch_size), {})
-    least_Y = np.full(int(problem.type_C[-1]) + 1, np.inf)
-    np.minimum.at(least_Y, problem.type_C, problem.mean_bytes_C())
-    return float(least_Y[problem.type_T].sum())
+    mean_C, piece_C = problem.mean_bytes_C(), problem.piece_bytes_C() + problem.common_bytes_C
+
+    def needed(cap: float) -> float:
+        least_Y = np.full(int(problem.type_C[-1]) + 1, np.inf)
+        np.minimum.at(least_Y, problem.type_C, np.where(piece_C <= cap, mean_C, np.inf))
+        return float(least_Y[problem.type_T].sum())
+
+    low, high = needed(np.inf), float(mean_C.max()) * len(tables) + float(piece_C.max())
+    while high - low > 1e-4 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if needed(middle) <= middle else (middle, high)
+    return high

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from meshrec.planner.bound import LowerBound
+from meshrec.planner.bound import LowerBound, sets_of_one_size
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.types import ParameterConstraints, Table, Topology
@@ -93,7 +93,7 @@ def test_squeezed_plans_have_no_pieces_far_above_t(make_tables, profile, factor)
     small_C = excess_C <= factor * (1 + 1e-9)
     for kind in problem.type_T:
         mine = problem.type_C == kind
-        allowed = small_C[mine] if small_C[mine].any() else excess_C[mine] <= factor * excess_C[mine].min()
+        allowed = small_C[mine] if small_C[mine].any() else excess_C[mine] <= excess_C[mine].min()
         np.testing.assert_array_equal(box.admitted_C[mine], allowed)
     assert not box.share_C[~box.admitted_C].any()
     np.testing.assert_allclose(np.bincount(problem.type_C, box.share_C), np.bincount(problem.type_T))
@@ -110,3 +110,59 @@ def test_squeezed_by_nothing_is_the_relaxation_itself(make_tables, profile):
 def test_nothing_is_squeezed_where_no_plan_fits(make_tables, profile):
     problem = problem_of(make_tables(4), profile, ["table_wise"])._replace(memory_cap=1.0)
     assert LowerBound(problem, np.ones(len(problem.type_C), bool), 1.0, coarse=True).squeezed(1.1) is None
+
+
+def on_two_nodes(tables, profile, kinds):
+    constraints = {table.name: ParameterConstraints(sharding_types=kinds) for table in tables}
+    machine = Topology(world_size=8, hardware=profile, local_world_size=4)
+    return build_problem(CostModel(tables, machine, batch_size=64), constraints)
+
+
+def test_pieces_of_a_set_are_alike_and_all_types_have_some(profile):
+    """Those that go to ranks, and those that go to nodes."""
+    tables = [Table(name=f"t{i}", num_embeddings=1000 * (i + 1), embedding_dim=64) for i in range(4)]
+    kinds = ["table_wise", "column_wise", "table_row_wise", "data_parallel"]
+    problem = on_two_nodes(tables, profile, kinds)
+    everything = np.ones(len(problem.type_C), bool)
+    largest_CK = problem.largest_load_CK()
+    by_node_C = problem.ranks_per_piece_C() > 1
+    assert by_node_C.any()
+    for phase, most in enumerate(largest_CK.max(axis=0)):
+        seen = []
+        for some_C in sets_of_one_size(problem, everything, phase, most):
+            for where_C in (by_node_C, ~by_node_C):
+                sizes = largest_CK[some_C & where_C & (largest_CK[:, phase] > 0.02 * most), phase]
+                assert not len(sizes) or sizes.max() <= 1.05 * sizes.min() * (1 + 1e-12)
+            assert set(problem.type_C[some_C]) == set(problem.type_C)
+            assert not any((some_C == other).all() for other in seen)
+            seen.append(some_C)
+        assert seen
+
+
+def test_no_piece_is_larger_than_asked(profile):
+    tables = [Table(name=f"t{i}", num_embeddings=1000, embedding_dim=64) for i in range(2)]
+    problem = on_two_nodes(tables, profile, ["table_wise", "column_wise"])
+    everything = np.ones(len(problem.type_C), bool)
+    largest_C = problem.largest_load_CK()[:, 0]
+    for most in np.unique(largest_C):
+        for some_C in sets_of_one_size(problem, everything, 0, most):
+            assert largest_C[some_C].max() <= most
+
+
+def test_there_is_no_set_where_a_type_has_nothing_alike(profile):
+    tables = [Table(name="narrow", num_embeddings=1000, embedding_dim=16)]
+    tables += [Table(name="wide", num_embeddings=1000, embedding_dim=64)]
+    problem = on_two_nodes(tables, profile, ["table_wise"])
+    everything = np.ones(len(problem.type_C), bool)
+    output = int(problem.load_PK.sum(axis=0).argmax())
+    most = problem.largest_load_CK()[:, output].max()
+    assert not list(sets_of_one_size(problem, everything, output, most))
+
+
+def test_only_what_is_allowed_is_in_a_set(profile):
+    tables = [Table(name="t", num_embeddings=1000, embedding_dim=64)]
+    problem = on_two_nodes(tables, profile, ["table_wise", "column_wise", "data_parallel"])
+    for banned in range(len(problem.type_C)):
+        allowed_C = np.arange(len(problem.type_C)) != banned
+        for some_C in sets_of_one_size(problem, allowed_C, 0, problem.largest_load_CK()[:, 0].max()):
+            assert not some_C[banned]

@@ -1,7 +1,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
@@ -10,7 +9,6 @@ from meshrec.planner.plan_file import (
     PlannerInputs,
     load_plan,
     load_task,
-    random_task,
     save_plan,
 )
 from meshrec.planner.types import OptimizerKind, ParameterConstraints
@@ -79,12 +77,3 @@ def test_a_task_file(tmp_path):
         ValueError, match=r"is no task file: missing or unknown: 'fp5'. It needs task, global_batch_size"
     ):
         load_task(tmp_path / "task.json")
-
-
-def test_random_tasks_repeat_and_fill_their_ranges():
-    task = random_task(300)
-    assert task == random_task(300) != random_task(300, seed=1)
-    rows = np.array([table.num_embeddings for table in task.tables])
-    assert 1000 <= rows.min() < 5000
-    assert 10**7 < rows.max() <= 3 * 10**7
-    assert {table.embedding_dim for table in task.tables} == {32, 64, 128, 256}

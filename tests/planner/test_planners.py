@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -97,3 +99,12 @@ def plan_on_each_rank():
 def test_all_ranks_get_rank_0s_plan_and_its_error(ranks):
     first, second = ranks(2).run(plan_on_each_rank)
     assert first == second
+
+
+def test_the_planner_loads_nothing_of_the_run_time():
+    """It also plans on machines that train nothing."""
+    code = "import sys, meshrec.planner; print([name for name in sys.modules if name.startswith('meshrec.')])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "meshrec.planner.solver" in loaded
+    assert "meshrec.comms" not in loaded
+    assert "meshrec.distributed" not in loaded

@@ -3,7 +3,7 @@ import pytest
 
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.relaxation import MeanRelaxation
+from meshrec.planner.relaxation import MeanRelaxation, representatives, restricted
 from meshrec.planner.types import Topology
 
 
@@ -128,3 +128,46 @@ def test_no_plan_is_left_out_of_its_box(make_tables, profile, placed_unevenly, m
             lower_K = np.maximum(found.lower_K, generator.uniform(0.9, 1.0, len(slowest_K)) * slowest_K)
             upper_K = np.minimum(found.upper_K, generator.uniform(1.0, 1.2, len(slowest_K)) * slowest_K)
             admitted_C = found.admitted_C
+
+
+@pytest.fixture
+def wide(make_tables, profile):
+    machine = Topology(world_size=8, hardware=profile, local_world_size=4)
+    return build_problem(CostModel(make_tables(6), machine, batch_size=64), {})
+
+
+def prices(wide, floor_K):
+    above_CK = np.maximum(wide.largest_load_CK() - floor_K, 0.0)
+    rest = (wide.common_C, wide.mean_bytes_C())
+    return np.column_stack((wide.mean_load_CK(), above_CK, *rest))
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 2.0])
+def test_who_stands_for_a_candidate_is_no_worse(wide, part):
+    floor_K = part * wide.largest_load_CK().max(axis=0)
+    admitted_C = np.arange(len(wide.type_C)) % 5 != 3
+    stands_C = representatives(wide, floor_K, admitted_C)
+    assert ((stands_C >= 0) == admitted_C).all()
+    mine = np.flatnonzero(admitted_C)
+    assert (wide.type_C[stands_C[mine]] == wide.type_C[mine]).all()
+    price_CN = prices(wide, floor_K)
+    assert (price_CN[stands_C[mine]] <= price_CN[mine]).all()
+    assert (stands_C[stands_C[mine]] == stands_C[mine]).all()
+
+
+def test_fewer_are_left_where_small_pieces_are_alike(wide):
+    everything = np.ones(len(wide.type_C), bool)
+    largest_K = wide.largest_load_CK().max(axis=0)
+    left = [len(np.unique(representatives(wide, part * largest_K, everything))) for part in (0, 0.3, 2)]
+    assert left[0] > left[1] > left[2] >= len(np.unique(wide.type_C))
+
+
+def test_a_restricted_problem_keeps_what_its_candidates_cost(wide):
+    keep_C = np.arange(len(wide.type_C)) % 3 != 1
+    small = restricted(wide, keep_C)
+    assert small.layouts_C == [wide.layouts_C[index] for index in np.flatnonzero(keep_C)]
+    for get in ("mean_load_CK", "largest_load_CK", "mean_bytes_C", "ranks_per_piece_C"):
+        np.testing.assert_array_equal(getattr(small, get)(), getattr(wide, get)()[keep_C])
+    np.testing.assert_array_equal(small.least_load_PK(), wide.least_load_PK()[keep_C[wide.candidate_P]])
+    for candidate, old in enumerate(np.flatnonzero(keep_C)):
+        assert (small.load_PK[small.pieces(candidate)] == wide.load_PK[wide.pieces(old)]).all()

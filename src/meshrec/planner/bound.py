@@ -11,12 +11,12 @@ well.
 
 import heapq
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from meshrec.planner.highs import INFINITY
-from meshrec.planner.one_size import sets_of_one_size
 from meshrec.planner.problem import Problem
 from meshrec.planner.relaxation import MeanRelaxation
 from meshrec.planner.types import Bools, Floats
@@ -25,6 +25,8 @@ _LEAST_CUT = 1e-4
 _LEAST_WIDTH = 1e-4
 """Of boxes that are worth a cut."""
 _EQUAL = 1 + 1e-6
+_PIECES_IN_MEMORY = 4
+"""As many at least have room on a rank: larger ones leave holes that others do not fill."""
 _LEAST_LOAD = 1e-4
 """Of a step: what takes less is no matter."""
 
@@ -99,22 +101,27 @@ class LowerBound:
         """The work so far; see `Effort`."""
         return self._relaxation.work
 
-    def squeezed(self, factor: float) -> Box | None:
+    def squeezed(self, factor: float, *, leaves_room: bool = False) -> Box | None:
         """A box to begin plans from; None where there is none.
 
-        It has no pieces of more than `factor` times the best open box's T in any phase, but of tables that
-        have no such candidates: these take their smallest. T in seconds.
+        It has no pieces of more than `factor` times the best open box's T in any phase, and perhaps none that
+        leave no room in memory for others beside them, but of tables that have no such candidates: these take
+        their smallest. T in seconds.
         """
         if not self._heap:
             return None
         root = self._heap[0][2]
-        fits_C = self._allowed_C.copy()
-        if factor < INFINITY:
-            excess_C = (self._largest_CK / np.maximum(root.slowest_K, _LEAST_LOAD)).max(axis=1)
-            excess_C[~self._allowed_C] = np.inf
-            least_Y = np.full(int(self._type_C[-1]) + 1, np.inf)
-            np.minimum.at(least_Y, self._type_C, excess_C)
-            fits_C &= excess_C <= factor * np.maximum(least_Y, 1.0)[self._type_C]
+        if factor == np.inf and not leaves_room:
+            return self._in_seconds(root._replace(admitted_C=self._allowed_C))
+        excess_C = (self._largest_CK / np.maximum(root.slowest_K, _LEAST_LOAD)).max(axis=1)
+        excess_C /= factor
+        if leaves_room:
+            piece_C = self._problem.piece_bytes_C() / self._problem.memory_cap
+            excess_C = np.maximum(excess_C, piece_C * _PIECES_IN_MEMORY)
+        excess_C[~self._allowed_C] = np.inf
+        least_Y = np.full(int(self._type_C[-1]) + 1, np.inf)
+        np.minimum.at(least_Y, self._type_C, excess_C)
+        fits_C = self._allowed_C & (excess_C <= np.maximum(least_Y, 1.0)[self._type_C])
         everywhere_K = np.full(len(root.slowest_K), INFINITY)
         relaxed = self._relaxation.solve(0 * root.slowest_K, everywhere_K, fits_C, INFINITY)
         self.num_solves += 1
@@ -207,3 +214,37 @@ class _Cut(NamedTuple):
 
 def _cut_at(phase: int, value: float) -> _Cut:
     return _Cut(phase, value * (1 - 1e-7), value)
+
+
+_ALIKE = 1.05
+_NEXT_TO_NOTHING = 0.02
+
+
+def sets_of_one_size(problem: Problem, allowed_C: Bools, phase: int, most: float) -> Iterator[Bools]:
+    """Sets of candidates [C] whose largest pieces in a phase take `most` seconds at most, and are alike if
+    they go to ranks, and alike if they go to nodes, or take next to nothing of it: those that all types have
+    something of.
+
+    What does not fit beside a piece of another size is lost on every rank that holds one. A search that moves
+    one piece at a time hardly gets from a plan of several sizes to one where all are alike, and all ranks are
+    full: with one piece on a rank, or with one and another that is a node's.
+    """
+    largest_C = problem.largest_load_CK()[:, phase]
+    small_C = allowed_C & (largest_C <= _NEXT_TO_NOTHING * most)
+    large_C = allowed_C & ~small_C & (largest_C <= most)
+    by_node_C = problem.ranks_per_piece_C() > 1
+    on_ranks, on_nodes = (_alike(largest_C, large_C & where_C) for where_C in (~by_node_C, by_node_C))
+    for alike, other in itertools.product(on_ranks, on_nodes):
+        some_C = small_C | alike | other
+        if len(np.unique(problem.type_C[some_C])) == int(problem.type_C[-1]) + 1:
+            yield some_C
+
+
+def _alike(largest_C: Floats, some_C: Bools) -> list[Bools]:
+    """The parts of some candidates that are alike; an empty one where there are none."""
+    found: list[Bools] = []
+    for size in np.unique(largest_C[some_C]):
+        alike_C = some_C & (largest_C >= size) & (largest_C <= _ALIKE * size)
+        if not found or (alike_C & ~found[-1]).any():
+            found.append(alike_C)
+    return found or [np.zeros(len(largest_C), bool)]

@@ -5,17 +5,19 @@ from typing import NamedTuple
 import numpy as np
 
 from meshrec.planner.anneal import Annealer
+from meshrec.planner.polish import polish
 from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools, Floats, Ints
 
 _NO_CAP = 1e30
+_PARTS, _THRIFTY = (0.25, 1.0, 0.1), 1.02
+"""Of the cap: the largest pieces of plans that spread memory. Small ones fill ranks evenly, large ones take
+less memory in all; how much more than the least a table may take."""
 _BALANCE_EXPONENT, _BALANCE_WORK, _BALANCE_HOT = 64, 2_000_000, 0.03
-_ATTEMPTS = 3
-"""To share memory out more evenly, each twice as long as the one before: the last takes a sixth of a
-second."""
-_NEAR = 1.5
-"""Of the cap: where a first plan takes more, moving its pieces does not help."""
+_NEAR, _ATTEMPTS = 1.5, 3
+"""Of the cap: where a first plan takes more, moving its pieces does not help. Else each attempt is twice as
+long as the one before."""
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
@@ -78,20 +80,35 @@ def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | No
         load_PK=problem.bytes_P[:, None],
         fixed_PK=problem.fixed_bytes_P[:, None],
     )
-    allowed_C = np.ones(len(problem.type_C), bool) if allowed_C is None else allowed_C
-    candidates_Y = candidates_by_type(problem, allowed_C & problem.can_fit_C())
-    state = State(in_bytes, np.array([1 / max(float(problem.memory_cap), 1.0)]))
-    size_C = in_bytes.mean_bytes_C()
-    for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in problem.type_T], kind="stable"):
-        reinsert(state, int(table), candidates_Y[problem.type_T[table]])
-        if state.parts_T[table] is None:
-            return None
+    fits_C = problem.can_fit_C() if allowed_C is None else allowed_C & problem.can_fit_C()
+    for some_C in (*(_thrifty(problem, fits_C, part) for part in _PARTS), fits_C):
+        candidates_Y = candidates_by_type(problem, some_C)
+        state = _spread(in_bytes, candidates_Y, problem.memory_cap)
+        if state.seconds <= problem.memory_cap:
+            return state
+    return None
+
+
+def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
+    """Candidates that take about as little memory as any with pieces of that part of the cap at most."""
+    piece_C, mean_C = problem.piece_bytes_C(), problem.mean_bytes_C()
+    num_types = int(problem.type_C[-1]) + 1
+    least_Y, thrifty_Y = np.full(num_types, np.inf), np.full(num_types, np.inf)
+    np.minimum.at(least_Y, problem.type_C[fits_C], piece_C[fits_C])
+    small_C = fits_C & (piece_C <= np.maximum(part * problem.memory_cap, least_Y[problem.type_C]))
+    np.minimum.at(thrifty_Y, problem.type_C[small_C], mean_C[small_C])
+    return np.asarray(small_C & (mean_C <= _THRIFTY * thrifty_Y[problem.type_C]))
+
+
+def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
+    state = State(in_bytes, np.array([1 / max(float(cap), 1.0)]))
+    size_C = in_bytes.largest_load_CK()[:, 0]
+    for table in np.argsort([-size_C[candidates_Y[kind]].min() for kind in in_bytes.type_T], kind="stable"):
+        reinsert(state, int(table), candidates_Y[in_bytes.type_T[table]])
     state.set_exponent(_BALANCE_EXPONENT)
     exchange(state, 5 * _BALANCE_WORK)
     for seed in range(_ATTEMPTS):
-        if not problem.memory_cap < state.seconds < _NEAR * problem.memory_cap:
-            break
-        if not Annealer.serves(in_bytes):
+        if not cap < state.seconds < _NEAR * cap or not Annealer.serves(in_bytes):
             break
         parts_T, _ = Annealer(in_bytes, candidates_Y).improve(
             [parts for parts in state.parts_T if parts is not None],
@@ -103,7 +120,8 @@ def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | No
         for table, parts in enumerate(parts_T):
             state.remove(table)
             state.add(table, parts)
-    return state if state.seconds <= problem.memory_cap else None
+        polish(state)
+    return state
 
 
 _TOLERANCE = 1e-9

@@ -1,13 +1,10 @@
 """A planner's plan, and its file: the plan with the inputs it was made from."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
 from meshrec.planner.estimators import PHASES
@@ -206,21 +203,3 @@ def load_task(path: str | Path) -> PlannerTask:
             f"{path} is no task file: missing or unknown: {error}. It needs task, global_batch_size, dtype "
             "(fp32, fp16, bf16) and tables, each with name, num_embeddings, embedding_dim, pooling_factors."
         ) from error
-
-
-def random_task(num_tables: int, *, seed: int = 0, global_batch_size: int = 65536) -> PlannerTask:
-    """Random tables: rows log-uniform in 1e3..3e7, dim of 32, 64, 128, 256, pooling log-uniform in 1..100."""
-    generator = np.random.default_rng(seed)
-    rows = np.exp(generator.uniform(math.log(1e3), math.log(3e7), num_tables)).astype(int)
-    dims = generator.choice([32, 64, 128, 256], num_tables)
-    pooling = np.exp(generator.uniform(0.0, math.log(100), num_tables))
-    tables = tuple(
-        Table(
-            name=f"t{index}",
-            num_embeddings=int(rows[index]),
-            embedding_dim=int(dims[index]),
-            pooling_factors=(float(pooling[index]),),
-        )
-        for index in range(num_tables)
-    )
-    return PlannerTask(name=f"random_{num_tables}", tables=tables, global_batch_size=global_batch_size)

@@ -110,15 +110,18 @@ class Problem(NamedTuple):
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
     def can_fit_C(self) -> Bools:
-        """Whether a candidate has room at all: of pieces that are cut unevenly one is as large as their mean
-        at least."""
+        """Whether a candidate has room at all."""
+        return np.asarray(self.piece_bytes_C() + self.common_bytes_C <= self.memory_cap)
+
+    def piece_bytes_C(self) -> Floats:
+        """Bytes of a candidate's mean piece: of pieces that are cut unevenly one is as large at least."""
         count_C, total_CN = (
             np.zeros(len(self.layouts_C)),
             self._sum_over_pieces((self.bytes_P * self.count_P)[:, None]),
         )
         np.add.at(count_C, self.candidate_P, self.count_P)
-        mean_C = total_CN[:, 0] / np.maximum(count_C, 1.0)
-        return np.asarray(mean_C + self.common_bytes_C <= self.memory_cap)
+        mean_C: Floats = total_CN[:, 0] / np.maximum(count_C, 1.0)
+        return mean_C
 
     def largest_load_CK(self) -> Floats:
         """Seconds [C, K] of a candidate's largest piece."""

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from meshrec.planner.cuts import Cut, LargestPieces, Rounding
-from meshrec.planner.dominated import representatives, restricted
 from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
 from meshrec.planner.problem import Problem
-from meshrec.planner.types import Bools, Floats
+from meshrec.planner.types import Bools, Floats, Ints
 
 _MARGIN = 1e-6
 """What an optimum may be off by."""
@@ -23,9 +22,9 @@ _USED = 1e-7
 _ROUNDS, _SHRUNK, _DROPPED = 6, 0.5, 0.7
 """Most attempts to narrow a box (one that leaves less than this part of it is worth another); the part of the
 candidates that may be left where those that others dominate are dropped."""
-_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 8, 1e-4, 3000
-"""Most attempts to cut a box's optimum off; what one has to gain for another; the cuts that are kept at most:
-beyond, programs are larger with them than without."""
+_CUT_ROUNDS, _ROOT_CUT_ROUNDS, _LEAST_GAIN, _MOST_CUTS = 8, 3, 1e-4, 3000
+"""Most attempts to cut a box's optimum off, and that of a root, which plans only begin with; what one has to
+gain for another; the cuts that are kept at most: beyond, programs are larger with them than without."""
 
 
 class Relaxed(NamedTuple):
@@ -151,7 +150,7 @@ class MeanRelaxation:
         self._solver.set_last_row(cutoff)
         self._set_cuts(lower_K, upper_K)
         optimum = first = self._solver.solve()
-        for _ in range(_CUT_ROUNDS):
+        for _ in range(_ROOT_CUT_ROUNDS if self._is_root else _CUT_ROUNDS):
             if optimum is None or self._is_late or not self._add_cuts(optimum, lower_K, upper_K, admitted_C):
                 break
             before, optimum = optimum.objective, self._solver.solve()
@@ -273,3 +272,52 @@ def _program(problem: Problem, scale: float, cost: Floats) -> LinearProgram:
     rows.add(candidate, problem.mean_bytes_C() / problem.memory_cap, -INFINITY, 1.0)
     rows.add(np.arange(len(cost)), cost, -INFINITY, INFINITY)
     return rows.program(cost, np.zeros(len(cost)), np.full(len(cost), INFINITY))
+
+
+def representatives(problem: Problem, floor_K: Floats, admitted_C: Bools) -> Ints:
+    """The candidate [C] that stands for each of those that are admitted, itself where none dominates it (the
+    others: -1), where T is above `floor_K` seconds.
+
+    A candidate that adds as much as another one of its type to every mean load, to what all ranks pay and to
+    memory, and has pieces as large above the floor, is *dominated*: whatever rows on means and largest pieces
+    hold with it hold with the other one in its place. Pieces below the floor are all alike, so that few ways
+    to split a table are left of many.
+    """
+    above_CK = np.maximum(problem.largest_load_CK() - floor_K, 0.0)
+    price_CN = np.column_stack(
+        (problem.mean_load_CK(), above_CK, problem.common_C, problem.mean_bytes_C() / problem.memory_cap)
+    )
+    stands_C = np.full(len(problem.type_C), -1, np.int64)
+    some = np.flatnonzero(admitted_C)
+    # Who dominates costs less, or as much, in all.
+    some = some[np.lexsort((price_CN[some].sum(axis=1), problem.type_C[some]))]
+    for mine in np.split(some, np.flatnonzero(np.diff(problem.type_C[some])) + 1):
+        price_MN = price_CN[mine]
+        is_better = np.triu((price_MN[:, None] <= price_MN).all(axis=2))
+        stands_C[mine] = mine[is_better.argmax(axis=0)]
+    return stands_C
+
+
+def restricted(problem: Problem, keep_C: Bools) -> Problem:
+    """The problem of the candidates `keep_C` alone."""
+    keep_P = keep_C[problem.candidate_P]
+    place_C = np.cumsum(keep_C) - 1
+    candidate_P = place_C[problem.candidate_P[keep_P]]
+    by_candidate = {
+        name: getattr(problem, name)[keep_C]
+        for name in ("type_C", "common_C", "common_bytes_C", "sharded_C", "row_stats_C")
+    }
+    by_piece = {
+        name: getattr(problem, name)[keep_P]
+        for name in (
+            *("count_P", "load_PK", "fixed_PK", "bytes_P", "fixed_bytes_P"),
+            *("width_P", "rows_P"),
+        )
+    }
+    return problem._replace(
+        layouts_C=[layout for layout, keeps in zip(problem.layouts_C, keep_C, strict=True) if keeps],
+        piece_start_C=np.searchsorted(candidate_P, np.arange(int(keep_C.sum()) + 1)),
+        candidate_P=candidate_P,
+        **by_candidate,
+        **by_piece,
+    )

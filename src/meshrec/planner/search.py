@@ -95,11 +95,15 @@ class Search:
 
     def add_start(self, box: Box, admitted_C: Bools) -> Start | None:
         """A plan made of a box's relaxation, to be annealed with the candidates `admitted_C`; None where it
-        does not fit into memory and no plan that does is found, or nothing anneals."""
+        does not fit into memory, or nothing anneals."""
         candidates_Y = candidates_by_type(self.problem, admitted_C)
-        state = construct(self.problem, box.share_C, candidates_Y)
-        if state is None and not self.parts_T:
-            state = self._fitting()
+        return self._begin(construct(self.problem, box.share_C, candidates_Y), candidates_Y)
+
+    def add_fitting(self) -> Start | None:
+        """The same from a plan that spreads memory."""
+        return self._begin(self._fitting(), candidates_by_type(self.problem, self._allowed_C))
+
+    def _begin(self, state: State | None, candidates_Y: list[Ints]) -> Start | None:
         if state is None:
             return None
         self._keep(state)

@@ -25,13 +25,16 @@ from meshrec.planner.types import Bools
 
 _ROUND = 0.125
 """The part of the work on plans that the first round of attempts takes; each next one takes twice as much."""
-_LEAST_WORK = 1e6
-"""Of an attempt: about what it takes to set one up."""
+_WORK_PER_TABLE = 2e4
+"""Of the shortest attempts: about what it takes to set one up."""
 _SQUEEZES = (1.1, 1.4, np.inf)
 """Of a relaxation's T: the largest pieces that plans begin with. What is larger leaves the other ranks idle;
 what T may be in the end is not known."""
 _ALIKE = 0.0
 """In place of such a factor, where ranks hold few pieces: all are alike."""
+_OF_OTHER_WAYS = 2
+"""The starts and manners that are tried with other sets of collectives: what is best with one is nearly so
+with another."""
 _STARTS = 2
 """The boxes of the bound that a round of attempts begins with: those it has come to last."""
 _STEP = 0.25
@@ -112,6 +115,11 @@ class _Entrant:
         return self._work + (0 if self._bound is None else self._bound.work)
 
     @property
+    def coarse_work(self) -> int:
+        """The work on relaxations that plans begin with."""
+        return 0 if self._coarse is None else self._coarse.work
+
+    @property
     def has_time(self) -> bool:
         """Whether a step as long as the bound's longest one ends in time."""
         return time.perf_counter() + self._longest <= self._deadline
@@ -120,8 +128,15 @@ class _Entrant:
         """A plan from the relaxation, with pieces of `factor` times its T at most (0: all alike); None where
         there is none."""
         assert self._coarse is not None
-        box = self._coarse.squeezed(factor) if factor else self._coarse.one_size()
-        return None if box is None else self.search.add_start(box, box.admitted_C)
+        if not factor:
+            box = self._coarse.one_size()
+            return None if box is None else self.search.add_start(box, box.admitted_C)
+        for leaves_room in (False, True):
+            box = self._coarse.squeezed(factor, leaves_room=leaves_room)
+            start = None if box is None else self.search.add_start(box, box.admitted_C)
+            if start is not None:
+                return start
+        return None if self.search.parts_T else self.search.add_fitting()
 
     def start_from_boxes(self) -> list[Start]:
         """Plans from boxes that the bound has come to since."""
@@ -171,6 +186,8 @@ class _Arm:
     entrant: _Entrant
     start: Start
     manner: Manner
+    factor: float
+    """See `_SQUEEZES`."""
     seconds: float = np.inf
 
     def attempt(self, work: float) -> None:
@@ -188,6 +205,7 @@ class _Contest:
         self._entrants = [_Entrant(problem, way, deadline) for way in ways]
         self._effort, self._cutoff, self._deadline = effort, cutoff, deadline
         self._plan_work = min(effort.max_work, WORK_PER_SECOND * effort.time_limit) / 2
+        self._least_work = _WORK_PER_TABLE * len(problem.type_T)
         self._attempts = self._rounds()
         self._has_attempts = True
         self._first_work = np.inf
@@ -248,25 +266,33 @@ class _Contest:
             for entrant in self._entrants:
                 if entrant.value < self.known:
                     starts = entrant.start_from_boxes()
-                    arms += [_Arm(entrant, start, manner) for start in starts for manner in MANNERS]
+                    arms += [_Arm(entrant, start, arms[0].manner, np.inf) for start in starts]
             work *= 2
 
     def _first_arms(self) -> Generator[bool, None, list[_Arm]]:
-        """The starts of all ways that may be better than the best plan, those with the lowest bounds first,
-        as many as there is work for; each has had its first attempt."""
+        """All starts of the way with the lowest bound in all manners, and the best of these of the other ways
+        that may be better than the best plan; each has had its first attempt."""
         arms: list[_Arm] = []
         has_few = len(self._problem.type_T) <= self._problem.num_ranks
+        factors = (*_SQUEEZES, _ALIKE) if has_few else _SQUEEZES
+        kinds: list[tuple[float, Sequence[Manner]]] = [(factor, MANNERS) for factor in factors]
         for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
-            for factor in (*_SQUEEZES, _ALIKE) if has_few else _SQUEEZES:
-                is_late = arms and self._search_work >= _ROUND * self._plan_work
-                if entrant.value >= self.known or is_late or (arms and self._is_spent):
+            mine: list[_Arm] = []
+            for factor, manners in kinds:
+                begun = self._search_work + sum(entrant.coarse_work for entrant in self._entrants)
+                is_late = self._is_spent or begun >= 2 * _ROUND * self._plan_work
+                if entrant.value >= self.known or (is_late and self.known < np.inf):
                     break
                 start = entrant.start(factor)
-                mine = [_Arm(entrant, start, manner) for manner in MANNERS if start is not None]
-                for arm in mine:
-                    arm.attempt(_LEAST_WORK)
+                for manner in manners:
+                    if start is None:
+                        break
+                    mine.append(_Arm(entrant, start, manner, factor))
+                    mine[-1].attempt(self._least_work)
                     yield True
-                arms += mine
+            arms += mine
+            best = _better_half(arms)[:_OF_OTHER_WAYS]
+            kinds = [(arm.factor, (arm.manner,)) for arm in best] or kinds
         return arms
 
     def _halving(self, arms: list[_Arm], max_work: float) -> Iterator[bool]:
@@ -275,7 +301,7 @@ class _Contest:
         while True:
             for arm in arms:
                 if arm.entrant.value < self.known:
-                    arm.attempt(max(work / len(arms), _LEAST_WORK))
+                    arm.attempt(max(work / len(arms), self._least_work))
                     yield True
             if len(arms) == 1:
                 return
