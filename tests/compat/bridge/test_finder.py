@@ -49,8 +49,8 @@ def test_all_forms_of_import(bridge):
     ("code", "message"),
     [
         ("from torchrec.distributed import DataLoadingThread", "docs/from-torchrec.md"),
-        ("import torchrec.quant", "MeshRec has no torchrec.quant: tables are not quantized this way"),
-        ("from torchrec.quant.embedding_modules import X", "tables are not quantized this way"),
+        ("import torchrec.schema", r"MeshRec has no torchrec\.schema: interfaces have no schemas"),
+        ("from torchrec.quant.embedding_modules import X", r"Nearest: meshrec\.quant\.quantize"),
         ("from torchrec.modules.mlp import MPL", r"The nearest name is torchrec\.modules\.mlp\.MLP\."),
         ("from torchrec import ShardingType", r"ShardingType is in torchrec\.distributed\.types\."),
         ("import torchrec.nothing", "docs/from-torchrec.md lists what there is"),

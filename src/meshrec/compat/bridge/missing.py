@@ -2,7 +2,7 @@
 it."""
 
 _LOOP = "Nearest: TrainPipelineSparseDist."
-_QUANT = "tables are not quantized this way. Nearest: data_type=DataType.FP16 or BF16."
+_QUANT = "quantized collections are sharded as others are. Nearest: EmbeddingBagCollectionSharder."
 _PLANNER = "the planner searches by itself. Nearest: ParameterConstraints."
 _TIMES = "the planner has its own model of time. Nearest: `meshrec calibrate`, which measures this machine."
 _REMAP = "ids are not remapped while training. Nearest: hash the ids beforehand."
@@ -60,12 +60,11 @@ MISSING: dict[str, str] = {
     "torchrec.distributed.types.ShardedModule": "sharded modules have no common interface to implement. "
     "Nearest: ShardedEmbeddingBagCollection.",
     "torchrec.distributed.types.ShardingEnv2D": _TWO_D,
-    "torchrec.inference": "Nearest: torch.export of the model.",
+    "torchrec.inference.modules": "Nearest: `meshrec export`, meshrec.export.Predictor, and `meshrec serve`.",
     "torchrec.metrics": "metrics are computed otherwise. Nearest: meshrec.metrics.MetricSet with "
     "binary_metrics.",
     "torchrec.models.experimental": "Nearest: torchrec.models.dlrm.DLRM.",
     "torchrec.modules.embedding_configs.EmbeddingTableConfig": "Nearest: EmbeddingBagConfig.",
-    "torchrec.modules.embedding_configs.QuantConfig": _QUANT,
     "torchrec.modules.embedding_tower": "Nearest: a module of your own around a collection and an "
     "interaction.",
     "torchrec.modules.hash_mc_modules": _REMAP,
@@ -81,6 +80,7 @@ MISSING: dict[str, str] = {
     "torchrec.optim.SemisyncOptimizer": _REPLICAS,
     "torchrec.optim.fused": _FUSED_OPTIMIZER,
     "torchrec.optim.semi_sync": _REPLICAS,
-    "torchrec.quant": _QUANT,
+    "torchrec.quant.embedding_modules": "Nearest: meshrec.quant.quantize, which takes a whole model.",
+    "torchrec.quant.utils": "Nearest: meshrec.quant.table_bytes, and a quantized model's state_dict.",
     "torchrec.schema": "interfaces have no schemas of their own.",
 }

@@ -9,7 +9,10 @@ def _of(module: str, names: str) -> dict[str, str]:
     return {name: f"{module}:{name}" for name in names.split()}
 
 
+_QUANT = _of(f"{_C}.quant", "EmbeddingBagCollection EmbeddingCollection")
+_QUANTIZE = _of(f"{_C}.quant", "quantize_embeddings quantize_inference_model")
 _EMBEDDING_CONFIGS = {
+    **_of(f"{_C}.quant", "QuantConfig"),
     **_of("meshrec.modules.embedding_configs", "BaseEmbeddingConfig DataType PoolingType"),
     **_of(
         f"{_C}.embeddings",
@@ -114,6 +117,8 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.modules.lazy_extension": _of(f"{_C}.lazy_extension", "LazyModuleExtensionMixin lazy_apply"),
     "torchrec.modules.mlp": _of("meshrec.modules.mlp", "MLP Perceptron"),
     "torchrec.modules.regroup": _of(f"{_C}.regroup", "KTRegroupAsDict"),
+    "torchrec.inference": {},
+    "torchrec.inference.modules": _QUANTIZE,
     "torchrec.models": {},
     "torchrec.models.deepfm": _of(
         f"{_C}.deepfm", "DenseArch FMInteractionArch OverArch SimpleDeepFMNN SimpleDeepFMNNWrapper SparseArch"
@@ -128,6 +133,8 @@ MODULES: dict[str, dict[str, str]] = {
             "DLRM DLRMWrapper DLRM_DCN DLRM_Projection InteractionProjectionArch SparseArch choose",
         ),
     },
+    "torchrec.quant": {"EmbeddingBagCollection": _QUANT["EmbeddingBagCollection"]},
+    "torchrec.quant.embedding_modules": _QUANT,
     "torchrec.distributed": {
         **_PARALLEL,
         **_COMM,
