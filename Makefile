@@ -24,11 +24,19 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo test lint format build wheel wheel-test bench sanitize races peers parity kills example docs clean
+.PHONY: demo demo-serve mutations test lint format build wheel wheel-test bench sanitize races peers parity kills example docs clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
 	$(BIN)/python -m meshrec train movielens_dlrm --nproc 2 --baselines $(DEMO)
+
+# Trains if need be, exports, serves the model, asks it and stops.
+demo-serve: build
+	$(BIN)/python examples/serve.py
+
+# 30,000 changed requests in place of the 300 of `make test`.
+mutations: build
+	MESHREC_MUTATIONS=10000 $(BIN)/python -m pytest tests/serve/test_mutations.py
 
 test: build
 	$(BIN)/python -m pytest -n 2 --durations=10
@@ -84,7 +92,7 @@ $(STAMP_PEERS): pyproject.toml constraints.txt
 	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest hypothesis numpy \
 		fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 	$(PEERS)/$(PIP_INSTALL) --no-deps torchrec==1.8.0
-	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli]"
+	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli,serve]"
 	touch $@
 
 parity: peers

@@ -12,6 +12,7 @@ from benchmarks import (
     nbit,
     planner,
     reading,
+    serve,
     stages,
     tbe,
     train_pipeline,
@@ -66,6 +67,10 @@ def run_early_bags(arguments: argparse.Namespace, effort: Effort) -> Result:
     return early_bags.run(effort, tiny=arguments.tiny)
 
 
+def run_serve(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve.run(effort, tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
@@ -78,6 +83,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "stages": run_stages,
     "train_pipeline": run_train_pipeline,
     "early_bags": run_early_bags,
+    "serve": run_serve,
 }
 
 

@@ -1,0 +1,262 @@
+"""The server beside a bare call of its package: throughput, batching, latency, overload, reloads.
+
+The load comes from this process, on the same cores; server and bare call have one thread each.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Bar, Effort, Result, table
+from benchmarks.serve_load import Outcome, closed, http, open_loop
+from meshrec.export import Predictor, export
+from meshrec.models.dlrm import DLRM
+from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
+
+DEADLINE_MS = 200
+_REFUSED_MS = 10
+_INFER = "/v2/models/model/infer"
+
+
+class Shape(NamedTuple):
+    num_features: int = 26
+    num_rows: int = 100_000
+    dim: int = 64
+    num_dense: int = 13
+    bottom: tuple[int, ...] = (512, 256, 64)
+    top: tuple[int, ...] = (512, 512, 256, 1)
+    seconds: float = 4.0
+    compile: bool = True
+    batch: int = 512
+
+
+TINY = Shape(3, 100, 8, 2, (8, 8), (8, 1), 0.3, False, 16)
+Inputs = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+
+
+def run(effort: Effort, *, tiny: bool = False) -> Result:
+    """Verify that the server's scores are those of the bare call, then time both."""
+    shape = TINY if tiny else Shape()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return _measure(shape, Path(folder))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(shape: Shape, folder: Path) -> Result:
+    packages = [_package(shape, folder / f"v{seed}", seed) for seed in (0, 1)]
+    predictor = Predictor(packages[0])
+    large, one, middle = (_inputs(shape, predictor.features, n) for n in (shape.batch, 1, 64))
+    bare = _seconds(lambda: predictor(*one), shape.seconds)
+    started = time.process_time()
+    calls = len(_seconds(lambda: predictor(*large), shape.seconds))
+    bare_rate = calls * shape.batch / (time.process_time() - started)
+    figures: dict[str, float] = {}
+    with serving(packages[0]) as server:
+        _verify(server, predictor, large)
+        before = server.cpu_seconds()
+        done = server.load(large, clients=2, seconds=shape.seconds)
+        server_rate = done.statuses[200] * shape.batch / (server.cpu_seconds() - before)
+        figures["throughput per CPU second over the bare call's"] = server_rate / bare_rate
+        alone = server.load(one, clients=1, seconds=shape.seconds).seconds[200]
+        for percent in (50, 99):
+            figures[f"p{percent} at concurrency 1 over the bare call's"] = 1e3 * (
+                _percentile(alone, percent) - _percentile(bare, percent)
+            )
+        batched = server.load(one, clients=64, seconds=shape.seconds).statuses[200]
+        capacity = server.load(middle, clients=16, seconds=shape.seconds).statuses[200] / shape.seconds
+        request = _request(middle, {"X-Timeout-Ms": str(DEADLINE_MS)})
+        flood = asyncio.run(open_loop(server.port, request, rate=2 * capacity, seconds=shape.seconds))
+        in_time = sum(1e3 * s <= DEADLINE_MS for s in flood.seconds.get(200, []))
+        figures["answered in time at 2x overload, of capacity"] = in_time / (capacity * shape.seconds)
+        refused = flood.seconds.get(503, []) or [0.0]
+        figures[f"refused within {_REFUSED_MS} ms at 2x overload"] = statistics.mean(
+            1e3 * s <= _REFUSED_MS for s in refused
+        )
+        figures["p95 of a refusal, ms"] = 1e3 * _percentile(refused, 95)
+        overload = dict(flood.statuses)
+    with serving(packages[0], "--max-batch", "1") as server:
+        single = server.load(one, clients=64, seconds=shape.seconds).statuses[200]
+    figures["64 clients of one sample, batching on over off"] = batched / single
+    figures["lost over 20 reloads"] = _lost_over_reloads(packages, one, folder)
+    print(table(["measured", ""], [[name, f"{value:.2f}"] for name, value in figures.items()]))
+    rates = {"bare_samples_per_cpu_second": bare_rate, "server_samples_per_cpu_second": server_rate}
+    asked = {
+        "throughput per CPU second over the bare call's": (0.6, "x", False),
+        "64 clients of one sample, batching on over off": (4.0, "x", False),
+        "p50 at concurrency 1 over the bare call's": (1.0, " ms", True),
+        "p99 at concurrency 1 over the bare call's": (3.0, " ms", True),
+        "answered in time at 2x overload, of capacity": (0.9, "x", False),
+        "p95 of a refusal, ms": (float(_REFUSED_MS), " ms", True),
+        "lost over 20 reloads": (0.0, "", True),
+    }
+    bars = [
+        Bar(name=name, figure=figures[name], asked=bar, unit=unit, at_most=at_most)
+        for name, (bar, unit, at_most) in asked.items()
+    ]
+    return Result({**figures, **rates, "bare_ms": 1e3 * statistics.median(bare), "overload": overload}, bars)
+
+
+class Running(NamedTuple):
+    """A server in a process of its own."""
+
+    process: "subprocess.Popen[bytes]"
+    port: int
+
+    def cpu_seconds(self) -> float:
+        words = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def load(self, inputs: Inputs, *, clients: int, seconds: float) -> Outcome:
+        outcome = asyncio.run(closed(self.port, _request(inputs), clients=clients, seconds=seconds))
+        if set(outcome.statuses) != {200}:
+            raise AssertionError(f"the server answered with {outcome.statuses}")
+        return outcome
+
+
+@contextlib.contextmanager
+def serving(package: Path, *options: str) -> Iterator[Running]:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "meshrec",
+        "serve",
+        f"model={package}",
+        "--port",
+        str(port),
+    ]
+    process = subprocess.Popen(
+        [*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
+    )
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5).close()
+                break
+            if process.poll() is not None:
+                raise AssertionError(f"the server ended with {process.returncode}")
+            time.sleep(0.05)
+        yield Running(process, port)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _lost_over_reloads(packages: list[Path], inputs: Inputs, folder: Path) -> float:
+    """Requests without an answer, or with scores of another version than it says."""
+    place = folder / "current"
+    place.symlink_to(packages[0])
+    versions = {p.version: p(*inputs).numpy().tobytes() for p in map(Predictor, packages)}
+    with serving(place) as server:
+
+        async def reload() -> Outcome:
+            work = asyncio.create_task(
+                closed(server.port, _request(inputs), clients=8, seconds=4.0, keep_bodies=True)
+            )
+            for turn in range(1, 21):
+                (folder / "next").symlink_to(packages[turn % 2])
+                (folder / "next").replace(place)
+                server.process.send_signal(signal.SIGHUP)
+                await asyncio.sleep(0.15)
+            return await work
+
+        outcome = asyncio.run(reload())
+    wrong, seen = outcome.statuses.total() - outcome.statuses[200], set()
+    for body in outcome.bodies:
+        said = json.loads(body[: len(body) - 4])
+        seen.add(said["model_version"])
+        wrong += versions[said["model_version"]] != body[-4:]
+    if len(seen) != 2:
+        raise AssertionError(f"of two versions only {seen} answered")
+    return float(wrong)
+
+
+def _package(shape: Shape, folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    features = [f"f{number}" for number in range(shape.num_features)]
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{f}", embedding_dim=shape.dim, num_embeddings=shape.num_rows, feature_names=[f]
+        )
+        for f in features
+    ]
+    model = DLRM(EmbeddingBagCollection(tables), shape.num_dense, list(shape.bottom), list(shape.top))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return export(model, folder, features=features, num_dense=shape.num_dense, compile=shape.compile)
+
+
+def _inputs(shape: Shape, features: list[str], batch: int) -> Inputs:
+    generator = torch.Generator().manual_seed(batch)
+    lengths = {f: torch.ones(batch, dtype=torch.int64) for f in features}
+    values = {f: torch.randint(0, shape.num_rows, (batch,), generator=generator) for f in features}
+    return torch.randn(batch, shape.num_dense, generator=generator), values, lengths
+
+
+def _request(inputs: Inputs, headers: dict[str, str] | None = None) -> bytes:
+    dense, values, lengths = inputs
+    arrays = {"dense": ("FP32", dense.numpy())}
+    for f in values:
+        arrays[f"{f}.values"] = "INT64", values[f].numpy()
+        arrays[f"{f}.lengths"] = "INT32", lengths[f].numpy().astype(np.int32)
+    head = json.dumps(
+        {
+            "parameters": {"binary_data_output": True},
+            "inputs": [
+                {
+                    "name": name,
+                    "datatype": kind,
+                    "shape": list(array.shape),
+                    "parameters": {"binary_data_size": array.nbytes},
+                }
+                for name, (kind, array) in arrays.items()
+            ],
+        }
+    ).encode()
+    body = b"".join([head, *(array.tobytes() for _, array in arrays.values())])
+    return http(_INFER, body, {"Inference-Header-Content-Length": str(len(head)), **(headers or {})})
+
+
+def _verify(server: Running, predictor: Predictor, inputs: Inputs) -> None:
+    outcome = asyncio.run(closed(server.port, _request(inputs), clients=1, seconds=0.01, keep_bodies=True))
+    scores = predictor(*inputs)
+    found = torch.frombuffer(bytearray(outcome.bodies[0][-4 * len(scores) :]), dtype=torch.float32)
+    torch.testing.assert_close(found, scores, rtol=1e-6, atol=0)
+
+
+def _seconds(call: Callable[[], object], seconds: float) -> list[float]:
+    found, end = [], time.perf_counter() + seconds
+    for _ in range(5):
+        call()
+    while (start := time.perf_counter()) < end:
+        call()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _percentile(seconds: list[float], percent: int) -> float:
+    return float(np.percentile(seconds, percent))

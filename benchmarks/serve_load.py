@@ -1,0 +1,96 @@
+"""Clients of a server: connections that speak HTTP with as little work as can be, closed or open loop."""
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Outcome:
+    """Answers by status (0: the connection broke), and the seconds that each took."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    bodies: list[bytes] = field(default_factory=list)
+
+    def add(self, status: int, seconds: float) -> None:
+        self.statuses[status] += 1
+        self.seconds.setdefault(status, []).append(seconds)
+
+
+def http(path: str, body: bytes, headers: dict[str, str]) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class Connection:
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, request: bytes) -> tuple[int, bytes]:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+        body = await reader.readexactly(int(fields[b"content-length"]))
+        if fields.get(b"connection") == b"close":
+            self.close()
+        return int(head.split(b" ", 2)[1]), body
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+async def closed(
+    port: int, request: bytes, *, clients: int, seconds: float, keep_bodies: bool = False
+) -> Outcome:
+    """Each client asks again as soon as it has its answer."""
+    outcome, end = Outcome(), time.perf_counter() + seconds
+
+    async def client() -> None:
+        connection = Connection(port)
+        while (start := time.perf_counter()) < end:
+            try:
+                status, body = await connection.ask(request)
+            except (OSError, asyncio.IncompleteReadError):
+                status, body = 0, b""
+            outcome.add(status, time.perf_counter() - start)
+            if keep_bodies:
+                outcome.bodies.append(body)
+        connection.close()
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return outcome
+
+
+async def open_loop(port: int, request: bytes, *, rate: float, seconds: float) -> Outcome:
+    """Requests at times of their own, however long answers take; latencies count from these times."""
+    outcome, free, tasks = Outcome(), [], set()
+    start = time.perf_counter()
+
+    async def one(due: float) -> None:
+        connection = free.pop() if free else Connection(port)
+        try:
+            status, _ = await connection.ask(request)
+            free.append(connection)
+        except (OSError, asyncio.IncompleteReadError):
+            status = 0
+        outcome.add(status, time.perf_counter() - due)
+
+    for number in range(int(rate * seconds)):
+        due = start + number / rate
+        if (wait := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        tasks.add(task := asyncio.create_task(one(due)))
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+    for connection in free:
+        connection.close()
+    return outcome
