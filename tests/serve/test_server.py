@@ -393,6 +393,19 @@ def test_options_are_checked(options, message):
         ServerOptions(**options)
 
 
+def test_connections_send_without_delay():
+    with listen(ServerOptions(port=0)) as bound:
+        with socket.create_connection(bound.getsockname()):
+            while True:
+                try:
+                    accepted = bound.accept()[0]
+                except BlockingIOError:
+                    continue
+                break
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_an_address_that_cannot_be_had_is_named():
     with (
         listen(ServerOptions(port=0)) as bound,
