@@ -59,8 +59,8 @@ def listen(options: ServerOptions) -> socket.socket:
         raise ValueError(
             f"cannot listen at {options.host}:{options.port}: {error.strerror}. Use another host or port."
         ) from error
-    # Connections inherit it; asyncio sets it only on sockets that were made with the protocol's number. Without
-    # it the second part of each answer waits 40 ms for the client's acknowledgement of the first.
+    # Connections inherit it; asyncio sets it only on sockets that were made with the protocol's number.
+    # Without it the second part of each answer waits 40 ms for the client to acknowledge the first.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bound.setblocking(False)
     return bound
