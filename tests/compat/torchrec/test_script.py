@@ -31,4 +31,4 @@ def test_processes_that_the_script_spawns_have_the_bridge_too(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.stdout.strip() == "7 meshrec.sparse.keyed_jagged_tensor", done.stderr
+    assert done.stdout.strip() == "7 meshrec.compat.bridge.sparse.keyed_jagged", done.stderr

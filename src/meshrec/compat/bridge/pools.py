@@ -1,0 +1,250 @@
+"""Rows and bags that are kept under ids: written with ``update``, read with ``lookup``; on one rank."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.compat.bridge.sparse import KeyedJaggedTensor
+
+# P places, I ids, F features, L the longest bags of all features together, D width
+
+T = TypeVar("T")
+
+
+class ObjectPool(nn.Module, ABC, Generic[T]):
+    """What the pools share: ids from 0 to ``pool_size``, and the last of equal ids in an update wins."""
+
+    def __init__(self, pool_size: int, device: torch.device | None) -> None:
+        super().__init__()
+        self._pool_size = pool_size
+        self._device = torch.device("meta") if device is None else torch.device(device)
+
+    @property
+    def pool_size(self) -> int:
+        """The number of places."""
+        return self._pool_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is; ``meta`` unless it was given."""
+        return self._device
+
+    @abstractmethod
+    def lookup(self, ids: Tensor) -> T:
+        """What is kept under the ids [I]."""
+
+    @abstractmethod
+    def update(self, ids: Tensor, values: T) -> None:
+        """Keeps new values under the ids [I]."""
+
+    def forward(self, ids: Tensor) -> T:
+        """``lookup``."""
+        return self.lookup(ids)
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 1 or ids.is_floating_point() or ids.device != self._device:
+            raise ValueError(
+                f"ids must be one row of integers on {self._device}, got {ids.dtype} {list(ids.shape)} on "
+                f"{ids.device}."
+            )
+        if not ids.is_meta and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self._pool_size):
+            raise ValueError(
+                f"ids must be from 0 to {self._pool_size - 1}, got {int(ids.min())} to {int(ids.max())}. "
+                "Make the pool larger."
+            )
+        return ids.long()
+
+
+class TensorPool(ObjectPool[Tensor]):
+    """Rows of one width, zeros at first.
+
+    Args:
+        pool_size: P.
+        dim: D.
+        dtype: of the elements.
+        device: where the pool is.
+        loaded_values: the rows to start with [P, D].
+        enable_uvm: must be False.
+    """
+
+    _pool: Tensor
+
+    def __init__(
+        self,
+        pool_size: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        loaded_values: Tensor | None = None,
+        enable_uvm: bool = False,
+    ) -> None:
+        super().__init__(pool_size, device)
+        _refuse_uvm(enable_uvm)
+        rows = torch.zeros(pool_size, dim, dtype=dtype, device=self._device)
+        if loaded_values is not None:
+            _check_rows("loaded_values", loaded_values, rows, pool_size)
+            rows = loaded_values
+        self.register_buffer("_pool", rows)
+
+    @property
+    def dim(self) -> int:
+        """The width of a row."""
+        return self._pool.size(1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements."""
+        return self._pool.dtype
+
+    @property
+    def pool(self) -> Tensor:
+        """All rows [P, D]."""
+        return self._pool
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """[I, D]. Raises ValueError for ids outside the pool."""
+        return self._pool[self._checked(ids)]
+
+    def update(self, ids: Tensor, values: Tensor) -> None:
+        """Keeps the rows ``values`` [I, D]. Raises ValueError for ids or values that do not fit."""
+        places = self._checked(ids)
+        _check_rows("values", values, self._pool, places.numel())
+        last = _last_of_each(places)
+        self._pool[places[last]] = values[last]
+
+
+class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
+    """A bag of every feature under each id, empty at first.
+
+    Args:
+        pool_size: P.
+        feature_max_lengths: by feature the longest bag.
+        values_dtype: of the values.
+        is_weighted: whether weights (float32) are kept too.
+        device: where the pool is.
+        enable_uvm: must be False.
+    """
+
+    values: Tensor
+    key_lengths: Tensor
+    weights: Tensor
+
+    def __init__(
+        self,
+        pool_size: int,
+        feature_max_lengths: Mapping[str, int],
+        values_dtype: torch.dtype = torch.int64,
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        enable_uvm: bool = False,
+    ) -> None:
+        super().__init__(pool_size, device)
+        _refuse_uvm(enable_uvm)
+        self._feature_max_lengths = dict(feature_max_lengths)
+        self._is_weighted = is_weighted
+        self._starts = list(accumulate(self._feature_max_lengths.values(), initial=0))
+        shape = (pool_size, self._starts[-1])
+        self.register_buffer("values", torch.zeros(shape, dtype=values_dtype, device=self._device))
+        lengths = torch.zeros(
+            pool_size, len(self._feature_max_lengths), dtype=torch.int32, device=self._device
+        )
+        self.register_buffer("key_lengths", lengths)
+        if is_weighted:
+            self.register_buffer("weights", torch.zeros(shape, device=self._device))
+
+    @property
+    def feature_max_lengths(self) -> dict[str, int]:
+        """By feature the longest bag."""
+        return self._feature_max_lengths
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether weights are kept too."""
+        return self._is_weighted
+
+    def lookup(self, ids: Tensor) -> KeyedJaggedTensor:
+        """The bags of all features, I of each. Raises ValueError for ids outside the pool."""
+        places = self._checked(ids)
+        lengths = self.key_lengths[places]  # [I, F]
+        values, weights = [], []
+        for i, length in enumerate(self._feature_max_lengths.values()):
+            columns = slice(self._starts[i], self._starts[i + 1])
+            counts = torch.arange(length, device=self._device) < lengths[:, i, None]
+            values.append(self.values[places, columns][counts])
+            if self._is_weighted:
+                weights.append(self.weights[places, columns][counts])
+        return KeyedJaggedTensor.from_lengths_sync(
+            list(self._feature_max_lengths),
+            torch.cat(values),
+            lengths.t().flatten(),
+            torch.cat(weights) if self._is_weighted else None,
+            stride=places.numel(),
+        )
+
+    def update(self, ids: Tensor, values: KeyedJaggedTensor) -> None:
+        """Keeps the bags of all features of the pool; other keys are left out.
+
+        Raises:
+            ValueError: for ids or bags that do not fit, with the first feature at fault.
+        """
+        places = self._checked(ids)
+        bags = [self._bags_of(name, values, places.numel()) for name in self._feature_max_lengths]
+        last = _last_of_each(places)
+        chosen = places[last]
+        for i, (lengths, padded, weights) in enumerate(bags):
+            columns = slice(self._starts[i], self._starts[i + 1])
+            self.key_lengths[chosen, i] = lengths[last].to(torch.int32)
+            self.values[chosen, columns] = padded[last]
+            if weights is not None:
+                self.weights[chosen, columns] = weights[last]
+
+    def _bags_of(self, name: str, values: KeyedJaggedTensor, num_ids: int) -> tuple[Tensor, Tensor, Any]:
+        if name not in values.index_per_key():
+            raise ValueError(
+                f"the pool keeps the feature {name!r}, and the input has {values.keys()}. Add it."
+            )
+        bags, limit = values[name], self._feature_max_lengths[name]
+        lengths = bags.lengths()
+        if lengths.numel() != num_ids or bags.values().dtype != self.values.dtype:
+            raise ValueError(
+                f"feature {name!r} must have {num_ids} bags of {self.values.dtype}, got {lengths.numel()} of "
+                f"{bags.values().dtype}. Give one bag per id."
+            )
+        if num_ids and int(lengths.max()) > limit:
+            raise ValueError(
+                f"feature {name!r} has a bag of {int(lengths.max())}, and the pool keeps {limit}. "
+                "Cut the bags, or raise feature_max_lengths."
+            )
+        weights = bags.to_padded_dense_weights(limit) if self._is_weighted else None
+        return lengths, bags.to_padded_dense(limit), weights
+
+
+def _last_of_each(ids: Tensor) -> Tensor:
+    """The positions of the ids that no later one equals."""
+    order = torch.argsort(ids, stable=True)
+    ordered = ids[order]
+    is_last = torch.ones_like(ordered, dtype=torch.bool)
+    is_last[:-1] = ordered[1:] != ordered[:-1]
+    return order[is_last]
+
+
+def _check_rows(name: str, rows: Tensor, pool: Tensor, count: int) -> None:
+    if rows.shape != (count, pool.size(1)) or rows.dtype != pool.dtype or rows.device != pool.device:
+        raise ValueError(
+            f"{name} must be {pool.dtype} [{count}, {pool.size(1)}] on {pool.device}, got {rows.dtype} "
+            f"{list(rows.shape)} on {rows.device}."
+        )
+
+
+def _refuse_uvm(enable_uvm: bool) -> None:
+    if enable_uvm:
+        raise ValueError("enable_uvm is not to be had: a pool is where device says. Pass device='cpu'.")
