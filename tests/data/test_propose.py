@@ -67,8 +67,6 @@ def test_every_column_has_a_role_and_a_reason():
         "visits": Number,
         "price": Number,
         "tags": Vocabulary,
-        "ts_hour": DatePart,
-        "ts_weekday": DatePart,
         "born_hour": DatePart,
         "born_weekday": DatePart,
     }

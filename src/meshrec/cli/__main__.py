@@ -18,6 +18,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "inspect": Command("meshrec.cli.inspect", "Looks at tables, and writes the recipe that it would train."),
     "train": Command("meshrec.cli.train", "Trains a recipe, and leaves a folder with all there is to see."),
+    "embed": Command("meshrec.cli.embed", "Writes the vectors of a feature, with the values that have them."),
     "tune": Command("meshrec.cli.tune", "Searches a recipe's options, and trains with several seeds."),
     "evaluate": Command("meshrec.cli.evaluate", "Judges a run by other data."),
     "predict": Command("meshrec.cli.predict", "Scores data with a run's model, in the order of the data."),

@@ -61,7 +61,7 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
         if name != label:
             choices.append(_time(column) if name == time else _choice(column, profile.num_rows))
     found = tuple(feature for choice in choices for feature in choice.features)
-    if not any(choice.role in ("id", "list", "time") and choice.features for choice in choices):
+    if not any(choice.role in ("id", "list") and choice.features for choice in choices):
         raise ValueError(
             f"no column of {list(profile.columns)} names something, such as a user or an item: there is "
             "nothing to make tables of. Use a model without tables, or give columns of ids."
@@ -109,12 +109,9 @@ def _time(column: Column) -> Choice:
     unit = _unit(column)
     if unit is None:
         return Choice(column.name, "time", "orders the rows: the latest are held out")
-    parts: list[ColumnFeature] = [
-        DatePart(name=f"{column.name}_{part}", column=column.name, part=part, unit=unit)  # type: ignore[arg-type]
-        for part in ("hour", "weekday")
-    ]
-    why = "orders the rows: the latest are held out; its hour and weekday are known when a row is scored"
-    return Choice(column.name, "time", why, tuple(parts), 33)
+    why = "orders the rows: the latest are held out. Its hour: "
+    why += f"DatePart(name={column.name + '_hour'!r}, column={column.name!r}, part='hour', unit={unit!r})"
+    return Choice(column.name, "time", why)
 
 
 def _unit(column: Column) -> str | None:

@@ -203,8 +203,8 @@ def fit_features(
         split: says which rows are for training.
         on_error: what to do about damage.
         engine: maps a function over blocks of the data, on other machines if it likes to. Function,
-            blocks and what comes back can be pickled. The result is the same, whatever the engine. Of Ray:
-            ``lambda work, blocks: ray.get([ray.remote(work).remote(block) for block in blocks])``.
+            blocks and what comes back can be pickled. The result is the same, whatever the engine:
+            ``ProcessPoolExecutor(8).map`` takes the cores of this machine.
 
     Raises:
         DataError: the data cannot be read, or a feature has nothing to fit on.

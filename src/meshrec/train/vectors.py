@@ -1,0 +1,64 @@
+"""What a run has learned of the values of a feature: its table, and which value each row stands for."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrec.checkpoint import find_checkpoint, load
+from meshrec.modules.embedding_modules import TableCollection
+from meshrec.train.fitting import data_of_run, features_of
+from meshrec.train.recipe import FittedSource
+from meshrec.train.run_folder import RunFolder
+from meshrec.train.saved_recipe import load_recipe
+
+
+def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Tensor:
+    """The whole table of a feature, [rows, width], with the weights that the run reports.
+
+    Args:
+        run: the run.
+        feature: its name.
+        step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
+
+    Raises:
+        ValueError: there is no such run, checkpoint or feature.
+    """
+    checkpoint = find_checkpoint(run.path, step=step, last=last)
+    recipe = load_recipe(run)
+    model = recipe.model.build(data_of_run(recipe.data, run))
+    collections = [each for each in model.modules() if isinstance(each, TableCollection)]
+    for each in collections:
+        each.to_empty(device=torch.device("cpu"))
+    load(checkpoint, {"model": model})
+    known: list[str] = []
+    for each in collections:
+        for config, weight in each.tables().values():
+            known += config.feature_names
+            if feature in config.feature_names:
+                return weight.detach()
+    raise ValueError(f"{run.path} has no feature {feature!r} with a table. Name one of {known}.")
+
+
+def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:
+    """The value of each row as an Arrow array, null where a row stands for no single one.
+
+    Vocabularies and integers know them; of hashed values only the rows are known.
+    """
+    import pyarrow as pa
+
+    from meshrec.data.features import Integer, Vocabulary
+
+    source = load_recipe(run).data
+    if not isinstance(source, FittedSource):
+        return pa.nulls(num_rows, pa.int64())
+    found = features_of(run)[feature]
+    if isinstance(found, Vocabulary):
+        first = num_rows - len(found.vocabulary) if found.num_embeddings is None else 1 + found.num_unseen
+        spare = num_rows - first - len(found.vocabulary)
+        kind = found.vocabulary.type
+        return pa.concat_arrays([pa.nulls(first, kind), found.vocabulary, pa.nulls(spare, kind)])
+    if isinstance(found, Integer):
+        return pa.array(np.arange(num_rows, dtype=np.int64))
+    return pa.nulls(num_rows, pa.string())
