@@ -1,7 +1,6 @@
 """Random models, optimizers and plans, and what ranks do with them; ranks import it by its file."""
 
 import copy
-import functools
 import importlib.util
 import itertools
 import logging
@@ -131,7 +130,6 @@ def _draw_cuts(rng, size):
     return list(itertools.pairwise(cuts))
 
 
-@functools.cache
 def env_of(mesh):
     names = {"replicate": ("replicate", "shard"), "node": ("node", "local")}
     if mesh not in names:

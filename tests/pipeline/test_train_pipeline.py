@@ -1,6 +1,5 @@
 """The pipeline's numbers are those of the plain loop, bit for bit."""
 
-import functools
 import importlib.util
 from pathlib import Path
 
@@ -40,7 +39,6 @@ SPECS = {
 }
 
 
-@functools.cache
 def environment(mesh):
     if mesh == "flat":
         return default_env()

@@ -41,7 +41,7 @@ class RankPool:
 
     ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The
     function is found by its file and name, so that tests can hand over their own; arguments and results are
-    pickled.
+    pickled. Groups and meshes that the function makes live as long as it runs.
     """
 
     def __init__(self, world_size: int, *, timeout_seconds: float = 60.0) -> None:
@@ -147,6 +147,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
         timeout=timedelta(seconds=timeout_seconds / 2),
     )
     modules: dict[str, ModuleType] = {}
+    num_tasks = 0
     with contextlib.suppress(EOFError):
         while (task := pipe.recv()) is not None:
             try:
@@ -155,24 +156,33 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
                 outcome = _Outcome(None, traceback.format_exc())
             pipe.send(outcome)
             del outcome
-            _leave_subgroups()
+            num_tasks += 1
+            _leave_subgroups(num_tasks)
     dist.destroy_process_group()
 
 
-def _leave_subgroups() -> None:
+def _leave_subgroups(num_tasks: int) -> None:
     """Destroys the groups that a task made, all but the default one.
 
     Each gloo group has a thread that wakes 100 times a second as long as the group lives: after some hundred
-    tasks, these alone would keep a core busy.
+    tasks, these alone would keep a core busy. ``num_tasks`` is the same on all ranks: groups of the next task
+    meet under keys of their own, since a new group may get the name, and with it the stale addresses, of a
+    destroyed one.
     """
     import torch.distributed as dist
 
-    default = dist.group.WORLD
-    made = [group for group in dist.distributed_c10d._world.pg_map if group is not default]
+    default: Any = dist.group.WORLD
+    groups = dist.distributed_c10d._world.pg_map
+    made = [group for group in groups if group is not default]
     for group in made:
         dist.destroy_process_group(group)
     if made:
         gc.collect()  # meshes and modules hold groups in circles
+    backend, store = groups[default]
+    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
+    while isinstance(store, prefixed):
+        store = store.underlying_store
+    groups[default] = (backend, prefixed(f"task {num_tasks}", store))
 
 
 def _module(task: _Task, modules: dict[str, ModuleType]) -> ModuleType:
