@@ -68,8 +68,7 @@ _WARMUP = {
 _ROWWISE = _of("meshrec.optim.rowwise_adagrad", "RowWiseAdagrad")
 _PIPELINES = _of(
     f"{_C}.train_pipeline",
-    "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipelineBase TrainPipelineSemiSync "
-    "TrainPipelineSparseDist",
+    "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipelineBase TrainPipelineSparseDist",
 )
 _STAGES = _of(f"{_C}.staged_pipeline", "PipelineStage SparseDataDistUtil StagedTrainPipeline")
 _BATCH = _of(f"{_C}.random_dataset", "Batch")
@@ -202,16 +201,17 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.distributed.test_utils.model_input": _of(f"{_C}.dlrm", "ModelInput"),
     "torchrec.distributed.train_pipeline": {
         **_PIPELINES,
-        **_STAGES,
+        **{name: _STAGES[name] for name in ("SparseDataDistUtil", "StagedTrainPipeline")},
         "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
+    },
+    "torchrec.distributed.train_pipeline.pipeline_stage": {
+        name: _STAGES[name] for name in ("PipelineStage", "SparseDataDistUtil")
     },
     "torchrec.distributed.train_pipeline.train_pipelines": {
         **_PIPELINES,
+        **_of(f"{_C}.train_pipeline", "TrainPipelineSemiSync"),
+        **{name: _STAGES[name] for name in ("PipelineStage", "StagedTrainPipeline")},
         "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
-        "StagedTrainPipeline": _STAGES["StagedTrainPipeline"],
-    },
-    "torchrec.distributed.train_pipeline.utils": {
-        name: _STAGES[name] for name in ("PipelineStage", "SparseDataDistUtil")
     },
     "torchrec.distributed.utils": _of(f"{_C}.comm", "get_device_type"),
     "torchrec.test_utils": _of(f"{_C}.test_utils", "get_free_port skip_if_asan skip_if_asan_class"),
