@@ -1,5 +1,6 @@
 """Whole tables and their state, by public names only, as docs/guides/whole-tables.md shows them."""
 
+import functools
 import io
 
 import pytest
@@ -45,6 +46,7 @@ class Model(torch.nn.Module):
         return self.over(self.ebc(features).values())
 
 
+@functools.cache
 def env_of(mesh):
     if mesh == "flat":
         return ShardingEnv.from_process_group(dist.group.WORLD)

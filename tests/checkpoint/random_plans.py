@@ -1,6 +1,7 @@
 """Random models, optimizers and plans, and what ranks do with them; ranks import it by its file."""
 
 import copy
+import functools
 import importlib.util
 import itertools
 import logging
@@ -130,6 +131,7 @@ def _draw_cuts(rng, size):
     return list(itertools.pairwise(cuts))
 
 
+@functools.cache
 def env_of(mesh):
     names = {"replicate": ("replicate", "shard"), "node": ("node", "local")}
     if mesh not in names:

@@ -157,6 +157,7 @@ def make_plan(collection, kinds, env):
     )
 
 
+@functools.cache
 def environment(mesh):
     if mesh == "flat":
         return default_env()

@@ -1,5 +1,7 @@
 """Tables that are updated in the optimizer's step: what gradients at hand make possible, by real ranks."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,7 @@ def features(seed, rank):
     return KeyedJaggedTensor([f"f_{name}" for name in TABLES], ids, lengths=lengths)
 
 
+@functools.cache
 def environment(mesh):
     if mesh == "flat":
         return default_env()

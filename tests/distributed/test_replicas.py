@@ -86,6 +86,7 @@ def test_rows_nobody_looked_up_stay(ranks):
     assert ranks(2).run(untouched) == [True, True]
 
 
+@functools.cache
 def environment(mesh):
     if mesh == "flat":
         return default_env()

@@ -1,5 +1,6 @@
 """The pipeline's numbers are those of the plain loop, bit for bit."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -39,6 +40,7 @@ SPECS = {
 }
 
 
+@functools.cache
 def environment(mesh):
     if mesh == "flat":
         return default_env()

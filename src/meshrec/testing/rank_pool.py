@@ -4,7 +4,6 @@ Starting a process that imports torch takes seconds; a pool pays that once for m
 """
 
 import contextlib
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -30,6 +29,12 @@ class _Task(NamedTuple):
 class _Outcome(NamedTuple):
     result: Any
     error: str | None
+    num_groups: int = 0
+
+
+# Each gloo group has a thread that wakes 100 times a second: processes with more groups than this make room
+# for new ones. Destroying groups would not do, as torch's caches hold on to meshes.
+_MOST_GROUPS = 12
 
 
 class RankError(RuntimeError):
@@ -41,7 +46,7 @@ class RankPool:
 
     ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The
     function is found by its file and name, so that tests can hand over their own; arguments and results are
-    pickled. Groups and meshes that the function makes live as long as it runs.
+    pickled. Once functions have made many process groups, the next one finds new processes.
     """
 
     def __init__(self, world_size: int, *, timeout_seconds: float = 60.0) -> None:
@@ -97,7 +102,7 @@ class RankPool:
                     self._processes[rank].join(1.0)
                     code = self._processes[rank].exitcode
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
-        if lost:
+        if lost or max(outcome.num_groups for outcome in outcomes.values()) > _MOST_GROUPS:
             self._kill()
         errors = [
             f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error
@@ -147,42 +152,14 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
         timeout=timedelta(seconds=timeout_seconds / 2),
     )
     modules: dict[str, ModuleType] = {}
-    num_tasks = 0
     with contextlib.suppress(EOFError):
         while (task := pipe.recv()) is not None:
             try:
-                outcome = _Outcome(getattr(_module(task, modules), task.name)(*task.args), None)
+                result, error = getattr(_module(task, modules), task.name)(*task.args), None
             except BaseException:  # checkpoint errors are no Exceptions
-                outcome = _Outcome(None, traceback.format_exc())
-            pipe.send(outcome)
-            del outcome
-            num_tasks += 1
-            _leave_subgroups(num_tasks)
+                result, error = None, traceback.format_exc()
+            pipe.send(_Outcome(result, error, len(dist.distributed_c10d._world.pg_map)))
     dist.destroy_process_group()
-
-
-def _leave_subgroups(num_tasks: int) -> None:
-    """Destroys the groups that a task made, all but the default one.
-
-    Each gloo group has a thread that wakes 100 times a second as long as the group lives: after some hundred
-    tasks, these alone would keep a core busy. ``num_tasks`` is the same on all ranks: groups of the next task
-    meet under keys of their own, since a new group may get the name, and with it the stale addresses, of a
-    destroyed one.
-    """
-    import torch.distributed as dist
-
-    default: Any = dist.group.WORLD
-    groups = dist.distributed_c10d._world.pg_map
-    made = [group for group in groups if group is not default]
-    for group in made:
-        dist.destroy_process_group(group)
-    if made:
-        gc.collect()  # meshes and modules hold groups in circles
-    backend, store = groups[default]
-    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
-    while isinstance(store, prefixed):
-        store = store.underlying_store
-    groups[default] = (backend, prefixed(f"task {num_tasks}", store))
 
 
 def _module(task: _Task, modules: dict[str, ModuleType]) -> ModuleType:
