@@ -1,6 +1,7 @@
 import json
 import re
 
+from meshrec.planner import save_plan
 from meshrec.reports.page import to_page
 from meshrec.train.report import phase_times, report_data, write_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, to_json
@@ -49,8 +50,9 @@ def test_long_runs_are_thinned(tmp_path, small):
 
 
 @needs_browser
-def test_a_browser_draws_it(tmp_path, small):
+def test_a_browser_draws_it(tmp_path, small, small_plan):
     folder = folder_with(tmp_path, small, 3)
+    save_plan(small_plan, folder.plan)
     for step, speed in ((4, 130_000.0), (5, 5_000.0)):
         folder.append_metrics(
             {"kind": "train", "step": step, "epoch": step / 2, "samples_per_second": speed, "auc": 0.7}
@@ -68,7 +70,7 @@ def test_a_browser_draws_it(tmp_path, small):
         "baselines": {"item popularity": {"auc": 0.7}},
         "baselines_test": {"item popularity": {"auc": 0.76}},
         "skipped": {"a.csv": {"row 3: no label": 1}},
-        "phases": [{"phase": "lookup", "predicted": 1.0, "measured": 2.0}],
+        "phases": [{"phase": phase, "predicted": 0.001, "measured": 0.0025} for phase in ("lookup", "step")],
         "checkpoints": {"weights": "runs/x/best/step-4", "last": None},
     }
     folder.write_json(SUMMARY, summary)
@@ -84,6 +86,8 @@ def test_a_browser_draws_it(tmp_path, small):
     assert "item popularity (better)" in page  # on the test data, so that card is not green
     assert '<b class="good">0.7500</b><span>validation AUC' in page
     assert '<b class="">0.7400</b><span>test AUC' in page
+    assert "Proven, of the planner's model of the hardware" in page
+    assert "Measured in this run: 2.500 ms, 2.5 times what the model says." in page
     assert "in all, of them 60.0 s training" in page
     assert "row 3: no label" in page
     assert "meshrec checkpoint export" in page

@@ -1,7 +1,14 @@
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager
+from meshrec.data import IdColumn, Schema, parquet
 from meshrec.planner import load_plan
+from meshrec.train import DataSource
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 from meshrec.train.worker import Job, work
 
@@ -21,6 +28,29 @@ def test_a_run_leaves_its_folder(tmp_path, small):
     assert folder.plan_page.read_text().startswith("<!doctype html>")
     assert list(tmp_path.glob("small-001/events.out.tfevents*"))
     assert [type(event).__name__ for event in events][-1] == "Finished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged(DataSource):
+    """Rows of which some have no item."""
+
+    path: Path
+
+    def load(self):
+        schema = Schema(label="y", ids=[IdColumn(name="item", num_embeddings=50)])
+        return parquet(train=self.path, schema=schema, on_error="skip")
+
+
+def test_skipped_rows_are_counted_once_and_samples_are_those_that_were_trained(tmp_path, small):
+    items = [None if n in (7, 30) else n % 50 for n in range(400)]
+    path = tmp_path / "some.parquet"
+    pq.write_table(pa.table({"y": [n % 2 for n in range(400)], "item": items}), path)
+    recipe = replace(small(epochs=2), data=Damaged(path=path))
+    summary = work(Job(recipe=recipe, runs=tmp_path, device="cpu"), lambda _: lambda _: None)
+    ((file, reasons),) = summary["skipped"].items()
+    assert file.endswith("some.parquet")
+    assert sum(reasons.values()) == 2  # once, though there were two epochs
+    assert summary["samples"] == 2 * 398
 
 
 def test_a_run_whose_end_is_not_on_the_disk_is_not_finished(tmp_path, small, monkeypatch):
