@@ -121,7 +121,7 @@ def release_read(axis: Axis) -> None:
 
 
 def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
-    """Starts gathering tensors of one shape: [size of the axis, *shape]. ``sent`` as for ``all_to_all``."""
+    """Starts gathering tensors of one shape: ``[axis size, *shape]``. ``sent`` as for ``all_to_all``."""
     group = axis.group
     if group is None or axis.size == 1:
         return InFlight(sent[None], None, name, None)

@@ -45,27 +45,24 @@ class FitState(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How the values of a feature meet its rows.
-
-    Attributes:
-        name: of the feature.
-        num_ids: ids that were seen.
-        missing: share of them that are null or empty.
-        distinct: distinct values, about.
-        rows: of the table.
-        used_rows: rows that some value has.
-        colliding: share of the distinct values that share their row with another.
-        unseen: share of the ids that are in no vocabulary; None where there is none.
-    """
+    """How the values of a feature meet its rows."""
 
     name: str
+    """Of the feature."""
     num_ids: int
+    """Ids that were seen."""
     missing: float
+    """Share of them that are null or empty."""
     distinct: int
+    """Distinct values, about."""
     rows: int
+    """Of the table."""
     used_rows: int
+    """Rows that some value has."""
     colliding: float
+    """Share of the distinct values that share their row with another."""
     unseen: float | None
+    """Share of the ids that are in no vocabulary; None where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
