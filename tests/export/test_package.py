@@ -7,6 +7,7 @@ from torch import nn
 
 import meshrec
 from meshrec.export import PackageError, Predictor, export
+from meshrec.train.losses import SquaredError
 from tests.export.conftest import FEATURES, NUM_DENSE, torchs_own_warnings
 
 
@@ -152,3 +153,36 @@ def test_without_a_compiler_python_serves(model, tmp_path, monkeypatch, caplog):
         folder = export(model, tmp_path / "out", features=FEATURES, num_dense=NUM_DENSE)
     assert "no C++ compiler: 'no-such-compiler' was not found" in caplog.text
     assert not (folder / "program.pt2").exists()
+
+
+def test_scores_are_what_the_loss_says(model, tmp_path, requests):
+    request = requests(5)
+    with torchs_own_warnings():
+        plain = Predictor(
+            export(
+                model,
+                tmp_path / "values",
+                features=FEATURES,
+                num_dense=NUM_DENSE,
+                scores=SquaredError().scores,
+                compile=False,
+            )
+        )
+        clicks = Predictor(
+            export(model, tmp_path / "clicks", features=FEATURES, num_dense=NUM_DENSE, compile=False)
+        )
+    torch.testing.assert_close(torch.sigmoid(plain(*request)), clicks(*request))
+
+
+def test_several_outputs_are_refused(model, tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, dense, sparse):
+            return self.model(dense, sparse).repeat(1, 2)
+
+    with pytest.raises(ValueError, match=r"gives \(2,\) outputs for each sample, and a package gives one"):
+        export(Two(), tmp_path / "out", features=FEATURES, num_dense=NUM_DENSE)
+    assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,10 +64,11 @@ def export(
     *,
     features: Sequence[str],
     num_dense: int,
+    scores: Callable[[Tensor], Tensor] = torch.sigmoid,
     about: Mapping[str, Any] | None = None,
     compile: bool = True,
 ) -> Path:
-    """Writes a package of a model for click probabilities.
+    """Writes a package of a model that gives one number for each sample.
 
     The weights are written as they are now, each once; they are never copied in memory as a whole.
 
@@ -77,6 +78,7 @@ def export(
         folder: the package, which must not be there yet.
         features: the keys of ``sparse``, in the order in which requests give them.
         num_dense: columns of the dense input.
+        scores: of logits [B] what requests are told; the default makes probabilities of clicks.
         about: kept in the manifest, such as the run and step that the weights are of.
         compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
             is found, the package is served from Python.
@@ -84,8 +86,8 @@ def export(
     Returns: the folder.
 
     Raises:
-        ValueError: for a folder that is there, a feature that the model lacks, a weight of a dtype that a
-            package does not hold, and a model that torch.export does not take.
+        ValueError: for a folder that is there, a feature that the model lacks, several outputs, a weight of a
+            dtype that a package does not hold, and a model that torch.export does not take.
     """
     folder = Path(folder)
     if folder.exists():
@@ -101,7 +103,8 @@ def export(
     parts = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
     parts.mkdir(parents=True)
     try:
-        exported = _exported(model, list(state), [t.detach() for t in state.values()], features, num_dense)
+        program = Program(model, list(state), features, scores)
+        exported = _exported(program, model, [t.detach() for t in state.values()], features, num_dense)
         why_not = compile_program(exported, parts / COMPILED) if compile else "compile=False"
         exported._example_inputs = None  # the weights were among them
         torch.export.save(exported, parts / EXPORTED)
@@ -153,8 +156,8 @@ def operators() -> str:
 
 
 def _exported(
+    program: Program,
     model: nn.Module,
-    names: list[str],
     weights: list[Tensor],
     features: Sequence[str],
     num_dense: int,
@@ -163,7 +166,6 @@ def _exported(
     any_size = torch.export.Dim.DYNAMIC
     each = [{0: any_size} for _ in features]
     shapes: Any = ([None] * len(weights), {0: any_size}, each, list(each))
-    program = Program(model, names, features)
     try:
         with torch.no_grad():
             program(*inputs)

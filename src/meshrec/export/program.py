@@ -1,6 +1,6 @@
 """A model as one function of its weights, which a package keeps beside the program."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,41 @@ class Program(nn.Module):
         model: called as ``model(dense, sparse)`` it gives logits, [B] or [B, 1].
         names: of its parameters and buffers, in the order of ``weights``.
         features: the keys of ``sparse``.
+        scores: what requests are told, of logits [B] in float32.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], features: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        features: Sequence[str],
+        scores: Callable[[Tensor], Tensor] = torch.sigmoid,
+    ) -> None:
         super().__init__()
         # Not a child: its parameters must not become constants of the program.
         self._model = [model]
         self._names, self._features = list(names), list(features)
+        self._scores = scores
 
     def forward(
         self, weights: list[Tensor], dense: Tensor, values: list[Tensor], lengths: list[Tensor]
     ) -> Tensor:
-        """The sigmoid of the logits."""
+        """The scores.
+
+        Raises:
+            ValueError: the model gives several outputs for each sample.
+        """
         sparse = KeyedJaggedTensor(
             self._features, values=torch.cat(values), lengths=torch.cat(lengths), stride=dense.shape[0]
         )
         state = dict(zip(self._names, weights, strict=True))
         logits: Tensor = torch.func.functional_call(self._model[0], state, (dense, sparse))
-        return torch.sigmoid(logits.reshape(-1).float())
+        if logits.dim() > 2 or (logits.dim() == 2 and logits.shape[1] != 1):
+            raise ValueError(
+                f"the model gives {tuple(logits.shape[1:])} outputs for each sample, and a package gives one "
+                "score. Export a module that returns one of them"
+            )
+        return self._scores(logits.reshape(-1).float())
 
 
 def example_inputs(

@@ -8,6 +8,7 @@ from meshrec.checkpoint import find_checkpoint, load, read_manifest
 from meshrec.export.package import export
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.train.fitting import data_of_run
+from meshrec.train.losses import Tasks
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.saved_recipe import load_recipe
 
@@ -26,10 +27,15 @@ def export_run(
         compile: see `export`.
 
     Raises:
-        ValueError: for a run whose recipe or checkpoint is not there, and as `export`.
+        ValueError: for a run whose recipe or checkpoint is not there, one of several labels, and as `export`.
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
+    if isinstance(recipe.loss, Tasks):
+        raise ValueError(
+            f"{run.path} learned {[task.name for task in recipe.loss.tasks]}, and a package gives one score. "
+            "Export a module that returns one of them with meshrec.export.export, or use `meshrec predict`."
+        )
     dataset = data_of_run(recipe.data, run)
     model = recipe.model.build(dataset)
     for child in model.modules():
@@ -43,4 +49,12 @@ def export_run(
         "checkpoint": checkpoint.name,
     }
     features = [feature.name for feature in dataset.features]
-    return export(model, folder, features=features, num_dense=dataset.num_dense, about=about, compile=compile)
+    return export(
+        model,
+        folder,
+        features=features,
+        num_dense=dataset.num_dense,
+        scores=recipe.loss.scores,
+        about=about,
+        compile=compile,
+    )
