@@ -190,7 +190,8 @@ class DistributedModelParallel(nn.Module):
         made._env, made._device, made._plan = self._env, self._device, self._plan
         made._dense, made._dense_options = None, {}
         made._sharded, made._dmp_wrapped_module = dict(sharded), module
-        made._is_data_parallel, made._dense_gradients = False, None
+        made._is_data_parallel = False
+        made._dense_gradients = made._late_gradients = None
         return made
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
