@@ -2,9 +2,8 @@
 
 Names and shapes are those of the unsharded model: ``<entry>.<parameter>`` for a module,
 ``<entry>.state.<parameter>.<slot>`` for an optimizer. So nothing in a checkpoint speaks of a plan, and a
-number
-per row of a table that is split by columns is in it once: every rank that holds columns of a row has the same
-number, because row-wise optimizers sum their statistics over all columns of the row.
+number per row of a table that is split by columns is in it once: every rank that holds columns of a row has
+the same number, because row-wise optimizers sum their statistics over all columns of the row.
 """
 
 import logging

@@ -70,8 +70,7 @@ def import_weights(
     """Makes a checkpoint of one module from a plain state_dict; gives the names in it.
 
     Load it with ``load(folder, {entry: model}, partial=True)``: under any plan, and the rest of the model
-    stays
-    as it is.
+    stays as it is.
 
     Args:
         source: a safetensors file, or what ``torch.save(module.state_dict())`` wrote (read with

@@ -1,9 +1,8 @@
 """Moves tables and their optimizer state from one plan to another, from rank to rank, without the disk.
 
 Every rank makes the same list of transfers from the two plans: a rectangle that an old owner has and a new
-one
-needs. They travel in rounds of bounded size, one all-to-all each. The old tables stay as they are, so that
-whatever fails on the way, they are still there.
+one needs. They travel in rounds of bounded size, one all-to-all each. The old tables stay as they are, so
+that whatever fails on the way, they are still there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

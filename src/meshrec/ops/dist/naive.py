@@ -2,20 +2,18 @@
 
 What the ops share (U uses, Q routes, K keys, R ranks, N ids, B bags of a use, D width):
 
-- A *use* is a feature read in a table; it reads key ``keys[u]`` of the ids. ``values_N``, ``offsets``,
-``segments``
-  (int64 [K + 1] on the CPU: the first bag of each key; None: equally many bags per key) describe the ids.
+- A *use* is a feature read in a table; it reads key ``keys[u]`` of the ids. ``values_N``, ``offsets`` and
+  ``segments`` (int64 [K + 1] on the CPU: the first bag of each key; None: equally many bags per key) describe
+  the ids.
 - ``router``: five int64 tensors on the CPU. ``cuts`` holds for every use, from ``cut_begin[u]`` to
   ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. Between two cuts lies an interval; intervals
   are numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
   the ids of interval i. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
 - A *message* is int32 words: [bags of each route, if they differ between uses][lengths, route by route][ids,
-less
-  the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header`` int64 [R, 4] has for
-  each message: status (0), words, ids, bags per route (-1: they differ).
+  less the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header`` int64 [R, 4] has
+  for each message: status (0), words, ids, bags per route (-1: they differ).
 - ``pieces`` int64 [P, 6]: (source, first column in the source, width, first column in the result, whether to
-add, use
-  by whose bag lengths to divide or -1). Sources are the ranks, ``dims[r]`` columns each; source R is
+  add, use by whose bag lengths to divide or -1). Sources are the ranks, ``dims[r]`` columns each; source R is
   ``local``.
 - ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: the pieces of the rows of ids.
 """
