@@ -59,3 +59,9 @@ def test_quality_is_large_where_the_model_is_good():
 def test_losses_that_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("loss", [SquaredError(), Huber()])
+def test_outputs_and_labels_are_not_spread_over_each_other(loss):
+    with pytest.raises(ValueError, match=r"the model says \[2\], and labels are \[2, 2\]. Give one output"):
+        loss.sum(torch.zeros(2), torch.zeros(2, 2), None)

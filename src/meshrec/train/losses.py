@@ -77,6 +77,7 @@ class SquaredError(Loss):
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """See `Loss`."""
+        _check_shapes(outputs, labels)
         return _weighted((outputs - labels).square(), weights)
 
     def metrics(
@@ -103,6 +104,7 @@ class Huber(Loss):
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """See `Loss`."""
+        _check_shapes(outputs, labels)
         return _weighted(
             nn.functional.huber_loss(outputs, labels, reduction="none", delta=self.delta), weights
         )
@@ -179,6 +181,15 @@ def quality(metrics: dict[str, float]) -> float | None:
     if "auc" in metrics:
         return metrics["auc"]
     return -metrics["loss"] if "loss" in metrics and "rmse" in metrics else None
+
+
+def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
+    """ValueError where one would be spread over the other."""
+    if outputs.shape != labels.shape:
+        raise ValueError(
+            f"the model says {list(outputs.shape)}, and labels are {list(labels.shape)}. Give one output to "
+            "each label, and of several labels a loss of Tasks."
+        )
 
 
 def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
