@@ -17,6 +17,9 @@ CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
 # The kernels with the address and undefined-behaviour sanitizers, beside the real ones and never in their place.
 SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so
 SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
+# libstdc++ is preloaded too: the sanitizer looks for its throw before Python has loaded it.
+SANITIZING = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 MESHREC_LIBRARY=$(SANITIZED)
 # And with the thread sanitizer: torch's threads are then std::threads, as it does not see how OpenMP's meet.
 THREADED := build/races/lib/meshrec/libmeshrec.so
 THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
@@ -34,12 +37,12 @@ demo: build
 demo-serve: build
 	$(BIN)/python examples/serve.py
 
-# 30,000 changed requests in place of the 300 of `make test`.
-mutations: build
-	MESHREC_MUTATIONS=10000 $(BIN)/python -m pytest tests/serve/test_mutations.py
+# 60,000 changed requests in place of the 600 of `make test`, on the kernels with the sanitizers.
+mutations: build $(SANITIZED)
+	$(SANITIZING) MESHREC_MUTATIONS=10000 $(BIN)/python -m pytest -p no:cacheprovider tests/serve/test_mutations.py
 
 test: build
-	$(BIN)/python -m pytest -n 2 --durations=10
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -125,11 +128,8 @@ $(STAMP_DOCS): $(STAMP)
 	MESHREC_NO_KERNELS=1 $(BIN)/$(PIP_INSTALL) --no-build-isolation -e ".[docs]"
 	touch $@
 
-# libstdc++ is preloaded too: the sanitizer looks for its throw before Python has loaded it.
 sanitize: build $(SANITIZED)
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
-	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 MESHREC_LIBRARY=$(SANITIZED) \
-	$(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/ops
+	$(SANITIZING) $(BIN)/python -m pytest -n 2 -p no:cacheprovider tests/ops
 
 # A race is reported into a file, as pytest keeps what a test prints, and fails the run as it ends.
 races: build $(THREADED)

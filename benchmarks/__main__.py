@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 from benchmarks import (
     checkpoint,
+    criteo_wall,
     dlrm_step,
     early_bags,
     import_time,
+    layouts,
     nbit,
     planner,
+    quant_auc,
     reading,
     serve,
     stages,
@@ -27,6 +30,10 @@ def run_tbe(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_nbit(arguments: argparse.Namespace, effort: Effort) -> Result:
     return nbit.run(effort, tiny=arguments.tiny)
+
+
+def run_quant_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return quant_auc.run(tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -51,12 +58,20 @@ def run_trainer(arguments: argparse.Namespace, effort: Effort) -> Result:
     return trainer.run(effort, tiny=arguments.tiny)
 
 
+def run_criteo_wall(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return criteo_wall.run(effort, tiny=arguments.tiny)
+
+
 def run_checkpoint(arguments: argparse.Namespace, effort: Effort) -> Result:
     return checkpoint.run(effort, tiny=arguments.tiny)
 
 
 def run_stages(arguments: argparse.Namespace, effort: Effort) -> Result:
     return stages.run(effort, tiny=arguments.tiny)
+
+
+def run_layouts(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return layouts.run(effort, tiny=arguments.tiny)
 
 
 def run_train_pipeline(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -74,13 +89,16 @@ def run_serve(arguments: argparse.Namespace, effort: Effort) -> Result:
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
+    "quant_auc": run_quant_auc,
     "import": run_import,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,
     "data": run_data,
     "trainer": run_trainer,
+    "criteo_wall": run_criteo_wall,
     "checkpoint": run_checkpoint,
     "stages": run_stages,
+    "layouts": run_layouts,
     "train_pipeline": run_train_pipeline,
     "early_bags": run_early_bags,
     "serve": run_serve,

@@ -83,7 +83,7 @@ def build(library: str, kind: str, shape: Shape) -> Trainee:
 def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShardingPlan":
     """All tables sharded in one way."""
     from meshrec import distributed as md
-    from meshrec.plan.builders import Ranks
+    from meshrec.plan.builders import WorldShape
 
     builders = {
         "table_wise": lambda number: md.table_wise(rank=number % num_ranks),
@@ -94,7 +94,7 @@ def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShar
         "data_parallel": lambda number: md.data_parallel(),
     }
     size = md.TableSize(shape.num_rows, shape.dim)
-    ranks = Ranks(num_ranks, 1 if kind == "grid_shard" else num_ranks)
+    ranks = WorldShape(num_ranks, 1 if kind == "grid_shard" else num_ranks)
     names = [f"t{number}" for number in range(shape.num_tables)]
     return md.EmbeddingModuleShardingPlan(
         {name: builders[kind](number)(name, size, ranks) for number, name in enumerate(names)}

@@ -1,8 +1,9 @@
 """Lookups of quantised tables, and quantising, against FBGEMM, our own fp32 tables and the memory limit."""
 
 import importlib.util
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,12 +34,16 @@ class Shape:
     """How many of the tables get 99 % of the ids."""
 
 
+NUM_BATCHES = 4
+"""Taken in turn: the rows of one would stay in the last-level cache from call to call."""
+
+
 class Lookups:
     """One batch of int32 ids, table after table."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
         self.shape = shape
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         lengths = torch.full((shape.num_tables, shape.batch), shape.bag)
         if shape.hot is not None:
             total = lengths.sum()
@@ -85,14 +90,19 @@ def our_call(model: Any, lookups: Lookups) -> Callable[[], Tensor]:
     return call
 
 
-def their_call(weights: list[Tensor], bits: int, lookups: Lookups) -> Callable[[], Tensor]:
+def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """The next of several calls, each time."""
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
+
+
+def their_op(weights: list[Tensor], bits: int, shape: Shape) -> Any:
     """FBGEMM with the same rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from fbgemm_gpu import split_table_batched_embeddings_ops_inference as inference
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 
-    shape = lookups.shape
     kind = inference.SparseType.FP16 if bits == 0 else getattr(inference.SparseType, f"INT{bits}")
     specs = [
         (f"t{t}", shape.num_rows, shape.dim, kind, EmbeddingLocation.HOST) for t in range(shape.num_tables)
@@ -109,7 +119,10 @@ def their_call(weights: list[Tensor], bits: int, lookups: Lookups) -> Callable[[
         else:
             params.copy_(weight[:, :4])
             memory.copy_(weight[:, 4 : 4 + memory.shape[1]])
+    return op
 
+
+def their_call(op: Any, lookups: Lookups) -> Callable[[], Tensor]:
     @torch.inference_mode()
     def call() -> Tensor:
         return op(lookups.ids, lookups.offsets)
@@ -117,10 +130,11 @@ def their_call(weights: list[Tensor], bits: int, lookups: Lookups) -> Callable[[
     return call
 
 
-def limit_calls(rows: list[Tensor], lookups: Lookups) -> dict[str, Callable[[], Any]]:
-    limit = LineLimit([table.view(torch.uint8) for table in rows], lookups.ids_per_table)
+def limit_calls(rows: list[Tensor], batches: Sequence[Lookups]) -> dict[str, Callable[[], Any]]:
+    memory = [table.view(torch.uint8) for table in rows]
+    limits = [LineLimit(memory, lookups.ids_per_table) for lookups in batches]
     ways = [*PREFETCHES, Prefetch(64, True)]
-    return {f"{LIMIT}, {way}": partial(limit.forward, way) for way in ways}
+    return {f"{LIMIT}, {way}": in_turn([partial(limit.forward, way) for limit in limits]) for way in ways}
 
 
 def at_threads(calls: dict[str, Callable[[], Any]], effort: Effort) -> dict[int, dict[str, Timing]]:
@@ -132,7 +146,9 @@ def at_threads(calls: dict[str, Callable[[], Any]], effort: Effort) -> dict[int,
     return timings
 
 
-def time_kind(kind: str, lookups: Lookups, model: Any, effort: Effort) -> dict[int, dict[str, Timing]]:
+def time_kind(
+    kind: str, batches: Sequence[Lookups], model: Any, effort: Effort
+) -> dict[int, dict[str, Timing]]:
     """Verify against the numbers that the rows stand for (and FBGEMM), then time."""
     from meshrec import DataType
     from meshrec.quant import quantize
@@ -140,12 +156,14 @@ def time_kind(kind: str, lookups: Lookups, model: Any, effort: Effort) -> dict[i
     bits = KINDS[kind]
     made = quantize(model, DataType[kind.upper()], output_dtype=DataType.FP32)
     rows = [weight.detach() for _, weight in made.tables().values()]
-    calls = {OURS: our_call(made, lookups)}
+    makers: dict[str, Callable[[Lookups], Callable[[], Tensor]]] = {OURS: partial(our_call, made)}
     if importlib.util.find_spec("fbgemm_gpu") is not None:
-        calls[THEIRS] = their_call(rows, bits, lookups)
-    verify(calls, rows, bits, lookups)
-    calls[FP32] = our_call(model, lookups)
-    return at_threads(calls | limit_calls(rows, lookups), effort)
+        makers[THEIRS] = partial(their_call, their_op(rows, bits, batches[0].shape))
+    for lookups in batches:
+        verify({name: make(lookups) for name, make in makers.items()}, rows, bits, lookups)
+    makers[FP32] = partial(our_call, model)
+    calls = {name: in_turn([make(lookups) for lookups in batches]) for name, make in makers.items()}
+    return at_threads(calls | limit_calls(rows, batches), effort)
 
 
 def verify(calls: dict[str, Callable[[], Tensor]], rows: list[Tensor], bits: int, lookups: Lookups) -> None:
@@ -238,11 +256,11 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
     for title, each in shapes.items():
-        lookups, model = Lookups(each), our_model(each)
+        batches, model = [Lookups(each, seed) for seed in range(NUM_BATCHES)], our_model(each)
         for kind in KINDS:
             if title and kind not in ("int8", "int4"):
                 continue
-            timings = time_kind(kind, lookups, model, effort)
+            timings = time_kind(kind, batches, model, effort)
             print(report(kind + title, timings), end="\n\n", flush=True)
             figures[kind + title] = {n: {k: t._asdict() for k, t in by.items()} for n, by in timings.items()}
             bars += bars_of(kind, timings, hot=bool(title))

@@ -1,14 +1,15 @@
-"""Plans a task file with TorchRec's planner and prints the plan as rectangles (run by TorchRec's
-interpreter).
+"""TorchRec's planner on a set of tables: its plan as rectangles, and what its model says of it and of another
+plan (run by TorchRec's interpreter).
 
-Usage: python planner_torchrec.py TASK.json WORLD_SIZE
+Reads one JSON object from standard input (see `Question`), writes one to standard output (see `Answer`).
 """
 
+import copy
 import json
 import logging
 import sys
-import time
 import warnings
+from typing import Any, TypedDict
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -20,15 +21,48 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology  # n
 from torchrec.distributed.planner.storage_reservations import (  # noqa: E402
     FixedPercentageStorageReservation,
 )
-from torchrec.distributed.planner.types import ParameterConstraints  # noqa: E402
+from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption  # noqa: E402
+
+KERNELS = ("fused", "dense")
+"""What holds a table in the memory of the device: our plans have nothing else."""
+
+
+class Sharded(TypedDict):
+    """One table of a plan; a shard is its first row and column, its rows and columns, its rank."""
+
+    sharding_type: str
+    shards: list[list[int]]
+
+
+class Question(TypedDict):
+    """What to plan.
+
+    `tables` have name, num_embeddings, embedding_dim and pooling_factors; each rank has `batch_size` samples
+    and `memory` bytes, of which tables do not get the part `reserve`.
+    """
+
+    tables: list[dict[str, Any]]
+    world_size: int
+    local_world_size: int
+    batch_size: int
+    memory: int
+    reserve: float
+    seconds: int
+    other: dict[str, Sharded]
+
+
+class Answer(TypedDict):
+    """TorchRec's plan; what its model says of it and of the other: None where it cannot tell."""
+
+    plan: dict[str, Sharded]
+    own: float
+    other: float | None
 
 
 def main() -> None:
-    path, world_size = sys.argv[1], int(sys.argv[2])
-    with open(path) as file:
-        task = json.load(file)
+    question: Question = json.load(sys.stdin)
     tables, constraints = [], {}
-    for table in task["tables"]:
+    for table in question["tables"]:
         name = table["name"]
         tables.append(
             EmbeddingBagConfig(
@@ -38,29 +72,60 @@ def main() -> None:
                 feature_names=[f"{name}_f{j}" for j in range(len(table["pooling_factors"]))],
             )
         )
-        constraints[name] = ParameterConstraints(pooling_factors=table["pooling_factors"])
+        constraints[name] = ParameterConstraints(
+            pooling_factors=table["pooling_factors"], compute_kernels=list(KERNELS)
+        )
     module = EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
     planner = EmbeddingShardingPlanner(
         topology=Topology(
-            world_size=world_size,
+            world_size=question["world_size"],
             compute_device="cuda",
-            local_world_size=min(8, world_size),
-            hbm_cap=80 * 1024**3,
+            local_world_size=question["local_world_size"],
+            hbm_cap=question["memory"],
         ),
         constraints=constraints,
-        batch_size=task["global_batch_size"] // world_size,
-        storage_reservation=FixedPercentageStorageReservation(0.15),
+        batch_size=question["batch_size"],
+        storage_reservation=FixedPercentageStorageReservation(question["reserve"]),
+        timeout_seconds=question["seconds"],
     )
-    started = time.perf_counter()
-    planner.plan(module, [EmbeddingBagCollectionSharder()])
-    seconds = time.perf_counter() - started
-    plan = {}
-    for option in planner._best_plan:
-        plan[option.name] = {
+    sharders = [EmbeddingBagCollectionSharder()]
+    planner.plan(module, sharders)
+    plan: dict[str, Sharded] = {
+        option.name: {
             "sharding_type": option.sharding_type,
             "shards": [[*shard.offset, *shard.size, shard.rank] for shard in option.shards],
         }
-    print(json.dumps({"seconds": seconds, "plan": plan}))
+        for option in planner._best_plan
+    }
+    answer: Answer = {
+        "plan": plan,
+        "own": planner._perf_model.rate(planner._best_plan),
+        "other": _rated(planner, planner._enumerator.enumerate(module, sharders), question["other"]),
+    }
+    print(json.dumps(answer))
+
+
+def _rated(
+    planner: EmbeddingShardingPlanner, known: list[ShardingOption], plan: dict[str, Sharded]
+) -> float | None:
+    """What TorchRec's model says of a plan: its own options, with that plan's rectangles in them."""
+    options = {(option.name, option.sharding_type): option for option in known}
+    chosen = []
+    for name, one in plan.items():
+        if (name, one["sharding_type"]) not in options:
+            return None
+        option = copy.deepcopy(options[name, one["sharding_type"]])
+        if one["shards"]:  # else on every rank, as TorchRec has it
+            option.shards = [
+                Shard(size=[rows, columns], offset=[row, column])
+                for row, column, rows, columns, _ in one["shards"]
+            ]
+        ranks = [shard[-1] for shard in one["shards"]] or range(len(option.shards))
+        for shard, rank in zip(option.shards, ranks, strict=True):
+            shard.rank = rank
+        chosen.append(option)
+    planner._enumerator.populate_estimates(chosen)
+    return float(planner._perf_model.rate(chosen))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The train pipeline beside the plain loop, on a network that is slow by measure.
 
 C is the time of a step without a network, measured in the same run; every exchange then takes a latency of
-0, C/4 or C/2 more, and bandwidth is such that all bytes of a step take C/10. Both loops train the same model
-and take turns; their losses are compared before anything is timed.
+0, C/4 or C/2 more, and bandwidth is such that all bytes of a step take C/10. The loops train the same model
+and take turns, TorchRec's pipeline among them where it is installed; their losses are compared before any is
+timed.
 """
 
 import gc
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshrec
+from benchmarks import train_pipeline_torchrec
+from benchmarks.dlrm_contenders import fill
 from benchmarks.harness import Bar, Effort, Result, table
 from meshrec import distributed as md
 from meshrec.model_parallel import DistributedModelParallel
@@ -29,6 +32,8 @@ from meshrec.testing import RankPool, set_network
 from meshrec.testing.slow_network import BACKEND
 
 LOOPS = ("plain", "pipeline")
+PEER = "torchrec"
+EXCHANGES = ("ids", "output", "gradient")
 LATENCIES = {"0": 0.0, "C/4": 0.25, "C/2": 0.5}
 _NUM_TABLES = 8
 _WARM_UP = 6
@@ -49,14 +54,20 @@ class Clicks(nn.Module):
 
     def __init__(self, tiny: bool) -> None:
         super().__init__()
-        width, top = (8, [16, 1]) if tiny else (64, [512, 256, 1])
+        width, top = _sizes(tiny)
         tables = [
             meshrec.EmbeddingBagConfig(
-                name=f"t{i}", embedding_dim=width, num_embeddings=10_000, feature_names=[f"f{i}"]
+                name=f"t{i}",
+                embedding_dim=width,
+                num_embeddings=10_000,
+                feature_names=[f"f{i}"],
+                init_fn=fill,
             )
             for i in range(_NUM_TABLES)
         ]
-        self.dlrm = DLRM(meshrec.EmbeddingBagCollection(tables), 13, [2 * width, width], top)
+        collection = meshrec.EmbeddingBagCollection(tables)
+        torch.manual_seed(0)
+        self.dlrm = DLRM(collection, 13, [2 * width, width], top)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, twice."""
@@ -65,11 +76,16 @@ class Clicks(nn.Module):
         return loss, loss.detach()
 
 
+def _sizes(tiny: bool) -> tuple[int, list[int]]:
+    """Of the tables' rows and of the top MLP."""
+    return (8, [16, 1]) if tiny else (64, [512, 256, 1])
+
+
 class Round(NamedTuple):
-    """Of one rank: milliseconds of each step, and of these what the exchange of ids took."""
+    """Of one rank: milliseconds of each step, and of these what each exchange took (none for the peer)."""
 
     steps: list[float]
-    ids: list[float]
+    exchanges: dict[str, list[float]]
 
 
 class Measured(NamedTuple):
@@ -81,13 +97,11 @@ class Measured(NamedTuple):
 
 
 class _Loop:
-    """One of the two loops, on a rank."""
+    """One of our two loops, on a rank."""
 
     def __init__(self, name: str, tiny: bool) -> None:
-        torch.manual_seed(0)
         model = Clicks(tiny)
-        group: Any = dist.new_group(backend=BACKEND)
-        env = md.ShardingEnv.from_process_group(group, device_type="cpu")
+        env = _slow_env()
         plan = md.construct_module_sharding_plan(
             model.dlrm.sparse_arch.embedding_bag_collection,
             {f"t{i}": md.table_wise(rank=i % env.shard.size) for i in range(_NUM_TABLES)},
@@ -118,6 +132,20 @@ class _Loop:
         return output
 
 
+def _slow_env() -> md.ShardingEnv:
+    group: Any = dist.new_group(backend=BACKEND)
+    return md.ShardingEnv.from_process_group(group, device_type="cpu")
+
+
+def _peer(tiny: bool) -> train_pipeline_torchrec.PeerLoop:
+    width, top = _sizes(tiny)
+    batches = [
+        (each.dense, list(each.features.keys()), each.features.values(), each.features.lengths(), each.labels)
+        for each in _batches(dist.get_rank(), 64 if tiny else 1024)
+    ]
+    return train_pipeline_torchrec.PeerLoop(_NUM_TABLES, width, [2 * width, width], top, batches, _slow_env())
+
+
 def _batches(rank: int, size: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(rank)
     names = [f"f{i}" for i in range(_NUM_TABLES)]
@@ -128,16 +156,18 @@ def _batches(rank: int, size: int) -> Iterator[Batch]:
         yield Batch(dense, meshrec.KeyedJaggedTensor(names, ids, lengths=lengths), labels.round())
 
 
-def both_loops(tiny: bool, num_rounds: int) -> Measured:
-    """On a rank: the losses of both loops' first steps, and then their times in turns."""
+def all_loops(tiny: bool, num_rounds: int) -> Measured:
+    """On a rank: the losses of the loops' first steps, and then their times in turns."""
     set_network()
-    loops = {name: _Loop(name, tiny) for name in LOOPS}
+    loops: dict[str, Any] = {name: _Loop(name, tiny) for name in LOOPS}
+    if train_pipeline_torchrec.is_here():
+        loops[PEER] = _peer(tiny)
     losses = {name: [float(loop.step()) for _ in range(_WARM_UP)] for name, loop in loops.items()}
     num_bytes = _of_slowest(_bytes_per_step(loops["plain"]))
     compute = _of_slowest(
         min(statistics.median(_timed(loops["plain"], 0.0, float("inf")).steps) for _ in range(2)) / 1e3
     )
-    rounds: dict[str, dict[str, list[Round]]] = {at: {name: [] for name in LOOPS} for at in LATENCIES}
+    rounds: dict[str, dict[str, list[Round]]] = {at: {name: [] for name in loops} for at in LATENCIES}
     for _ in range(num_rounds):
         for at, share in LATENCIES.items():
             speed = num_bytes / (compute / 10) if share else float("inf")
@@ -161,9 +191,10 @@ def _bytes_per_step(loop: _Loop) -> int:
     return sum(traffic.values()) + 2 * sum(grad.nbytes for grad in dense)
 
 
-def _timed(loop: _Loop, latency_seconds: float, bytes_per_second: float) -> Round:
+def _timed(loop: Any, latency_seconds: float, bytes_per_second: float) -> Round:
     """Some steps of the loop, with its batches in flight under the same network."""
-    steps, ids = [], []
+    steps: list[float] = []
+    exchanges: dict[str, list[float]] = {name: [] for name in EXCHANGES}
     set_network(latency_seconds=latency_seconds, bytes_per_second=bytes_per_second)
     try:
         for _ in range(3):
@@ -173,10 +204,11 @@ def _timed(loop: _Loop, latency_seconds: float, bytes_per_second: float) -> Roun
             with md.record_phases() as seconds:
                 loop.step()
             steps.append(1e3 * (time.perf_counter() - start))
-            ids.append(1e3 * seconds.get("ids", 0.0))
+            for name, own in exchanges.items():
+                own.append(1e3 * seconds.get(name, 0.0))
     finally:
         set_network()
-    return Round(steps, ids)
+    return Round(steps, exchanges)
 
 
 def memory_of_steps(tiny: bool) -> list[int]:
@@ -194,10 +226,13 @@ def memory_of_steps(tiny: bool) -> list[int]:
 def run(effort: Effort, *, tiny: bool = False) -> Result:
     """Verify, time, and hold against the bars."""
     with RankPool(2, timeout_seconds=900) as pool:
-        ranks = pool.run(both_loops, tiny, effort.rounds)
+        ranks = pool.run(all_loops, tiny, effort.rounds)
     for found in ranks:
         if found.losses["plain"] != found.losses["pipeline"]:
             raise AssertionError(f"the losses differ: {found.losses}")
+        if PEER in found.losses:
+            expected = torch.tensor(found.losses["plain"])
+            torch.testing.assert_close(torch.tensor(found.losses[PEER]), expected, rtol=1e-4, atol=1e-5)
     with RankPool(2, timeout_seconds=900) as pool:
         memory = pool.run(memory_of_steps, tiny)
     return _report(ranks[0].compute, ranks[0].rounds, memory)
@@ -206,45 +241,73 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
 def _report(compute: float, rounds: dict[str, dict[str, list[Round]]], memory: list[list[int]]) -> Result:
     figures: dict[str, Any] = {"compute_ms": 1e3 * compute, "latencies": {}, "memory": memory}
     bars, rows = [], []
+    loops = list(rounds["0"])
     medians = {
         at: {name: [statistics.median(each.steps) for each in found] for name, found in by_name.items()}
         for at, by_name in rounds.items()
     }
-    ids = {
-        at: {
-            name: statistics.median(statistics.median(each.ids) for each in found)
-            for name, found in by_name.items()
-        }
-        for at, by_name in rounds.items()
+    waits = {
+        at: {name: _exchanges(found) for name, found in by_name.items()} for at, by_name in rounds.items()
     }
+    bare = {name: statistics.median(medians["0"][name]) for name in loops}
+    parts = []
     for at, share in LATENCIES.items():
+        steps = {name: statistics.median(medians[at][name]) for name in loops}
         plain, pipeline = (medians[at][name] for name in LOOPS)
         ratio = statistics.median(a / b for a, b in zip(plain, pipeline, strict=True))
         # Embeddings wait for the update, and the update for their gradients: two latencies in any order.
         least = 1e3 * compute * (1 + 2 * share)
-        allowed = statistics.median(plain) / least if share else 1.0
-        waits = {name: ids[at][name] - ids["0"][name] for name in LOOPS}
+        allowed = steps["plain"] / least if share else 1.0
+        more = {
+            name: {phase: waits[at][name][phase] - waits["0"][name][phase] for phase in EXCHANGES}
+            for name in LOOPS
+        }
+        exposed = sum(more["pipeline"].values())
+        hidden = sum(more["plain"].values()) - exposed
         figures["latencies"][at] = {
-            "plain_ms": statistics.median(plain),
-            "pipeline_ms": statistics.median(pipeline),
+            **{f"{name}_ms": steps[name] for name in loops},
             "ratio": ratio,
             "allowed": allowed,
-            "ids_wait_ms": waits,
+            "waits_ms": more,
+            "hidden_ms": hidden,
+            "exposed_ms": exposed,
         }
         rows.append(
-            [at]
-            + [f"{statistics.median(each):.1f}" for each in (plain, pipeline)]
-            + [f"{ratio:.2f}", f"{allowed:.2f}", f"{waits['plain']:.1f}", f"{waits['pipeline']:.1f}"]
+            [at, *(f"{steps[name]:.1f}" for name in loops), f"{ratio:.2f}", f"{allowed:.2f}"]
+            + [f"{more[name]['ids']:.1f}" for name in LOOPS]
         )
         if share:
             bars.append(Bar(name=f"step at a = {at}", figure=ratio, asked=0.95 * allowed, ceiling=allowed))
+            sums = {"plain": bare["plain"] + hidden + exposed, "pipeline": bare["pipeline"] + exposed}
+            parts.append(max(abs(sums[name] / steps[name] - 1) for name in LOOPS))
         else:
             bars.append(Bar(name="step at a = 0", figure=ratio, asked=0.98))
-    waits = figures["latencies"]["C/4"]["ids_wait_ms"]
-    share = 100 * max(0.0, waits["pipeline"]) / waits["plain"]
+        if PEER in loops:
+            against = [a / b for a, b in zip(medians[at][PEER], pipeline, strict=True)]
+            bars.append(
+                Bar(
+                    name=f"TorchRec's pipeline over ours at a = {at}",
+                    figure=statistics.median(against),
+                    asked=1,
+                )
+            )
+    ids = {name: figures["latencies"]["C/4"]["waits_ms"][name]["ids"] for name in LOOPS}
+    share = 100 * max(0.0, ids["pipeline"]) / ids["plain"]
     bars.append(Bar(name="wait for ids at a = C/4", figure=share, asked=5, unit=" %", at_most=True))
+    bars.append(
+        Bar(name="hidden + exposed + compute, off", figure=100 * max(parts), asked=3, unit=" %", at_most=True)
+    )
     growth = max(100 * (late / early - 1) for early, late in memory)
     bars.append(Bar(name="memory over 2,000 steps", figure=growth, asked=1, unit=" %", at_most=True))
     print(f"C = {1e3 * compute:.1f} ms; milliseconds per step")
-    print(table(["a", *LOOPS, "ratio", "allowed", "ids: plain", "pipeline"], rows), flush=True)
+    header = ["a", *loops, "ratio", "allowed", "ids: plain", "pipeline"]
+    print(table(header, rows), flush=True)
     return Result(figures, bars)
+
+
+def _exchanges(found: list[Round]) -> dict[str, float]:
+    """Milliseconds by phase: the median over rounds of the rounds' medians."""
+    return {
+        phase: statistics.median(statistics.median(each.exchanges[phase]) for each in found)
+        for phase in EXCHANGES
+    }

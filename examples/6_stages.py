@@ -15,7 +15,7 @@ import time
 import torch
 from torch import nn
 
-from meshrec.pipeline.stages import Link, Staged
+from meshrec.pipeline.stages import Staged, StageLink
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -96,7 +96,7 @@ for size, seconds in measured.items():
 
 
 # %%
-class SlowLink(Link):
+class SlowLink(StageLink):
     """Takes some milliseconds, and no core."""
 
     def ready(self, value):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from meshrec.compat.bridge.names import MODULES
 from meshrec.ops import library
 
 ROOT = Path(__file__).parents[1]
@@ -35,8 +36,10 @@ FLOORS = [
     {"model_parallel"},
     {"pipeline"},
     {"models", "data", "metrics", "testing", "checkpoint"},
-    {"train", "export"},
-    {"serve", "quant"},
+    {"train"},
+    {"quant"},
+    {"export"},
+    {"serve"},
     {"compat"},
     {"cli"},
     {"__main__"},
@@ -181,6 +184,17 @@ def too_deep(trees: dict[str, ast.Module]) -> list[str]:
     return sorted(f"{name}: {depth(name)} levels" for name in list(parents) if depth(name) > MAX_DEPTH)
 
 
+def shared_names(trees: dict[str, ast.Module], allowed: set[str]) -> dict[str, list[str]]:
+    """Names of classes that stand in several modules; the bridge (`compat`) may use those
+    ``allowed`` once more."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not (module.startswith("compat.") and node.name in allowed):
+                found[node.name].append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
 def package_trees() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -236,6 +250,20 @@ def test_deep_inheritance_is_seen() -> None:
     assert too_deep({"sparse.x": ast.parse(chain)}) == ["C: 3 levels"]
     other = {"sparse.y": ast.parse("from meshrec.sparse.x import B\nclass C(B): ...")}
     assert too_deep({"sparse.x": ast.parse(chain[:41]), **other}) == ["C: 3 levels"]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    torchrecs = {name for names in MODULES.values() for name in names}
+    assert shared_names(package_trees(), torchrecs) == {}
+
+
+def test_shared_class_names_are_seen() -> None:
+    one, other = ast.parse("class Part: ..."), ast.parse("class Whole: ...\nclass Part: ...")
+    shared = {"Part": ["data.x", "optim.y"]}
+    assert shared_names({"data.x": one, "optim.y": other}, set()) == shared
+    assert shared_names({"data.x": one, "optim.y": other}, {"Part"}) == shared
+    assert shared_names({"data.x": one, "compat.bridge.y": other}, {"Part"}) == {}
+    assert shared_names({"data.x": one, "compat.bridge.y": other}, set()) != {}
 
 
 def test_every_source_folder_has_its_tests() -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.train import Trainer, join
+from meshrec.train.observers import Finished
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -30,7 +31,7 @@ errors, command_line = load("errors"), load("command_line")
 
 def test_the_recipe_of_the_training_page_trains(tmp_path):
     text = (DOCS / "rooms" / "train.md").read_text()
-    code, in_a_program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code, watching, in_a_program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     module = types.ModuleType("page")
     sys.modules["page"] = module
     exec(code, vars(module))
@@ -43,6 +44,10 @@ def test_the_recipe_of_the_training_page_trains(tmp_path):
     assert trainer.run()["auc"] > 0.5
     assert trainer.test
     compile(in_a_program, "train.md", "exec")
+    exec(watching, vars(module))
+    assert (
+        module.observer(types.SimpleNamespace(path=path))(Finished({"state": "finished", "test": {}})) is None
+    )
 
 
 def test_every_error_says_what_to_do():

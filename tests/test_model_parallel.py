@@ -293,7 +293,7 @@ def uncovered():
 def no_such_rank():
     plan = make_plan(t0=md.table_wise(rank=0))
     shard = plan.plan["ebc"]["t0"].shards[0]
-    elsewhere = dataclasses.replace(shard, placement=md.Placement(rank=7, device="cpu"))
+    elsewhere = dataclasses.replace(shard, placement=md.RemoteDevice(rank=7, device="cpu"))
     plan.plan["ebc"]["t0"] = md.ParameterSharding(
         sharding_type=md.ShardingType.TABLE_WISE, sharding_spec=md.EnumerableShardingSpec(shards=(elsewhere,))
     )

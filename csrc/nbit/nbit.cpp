@@ -1,4 +1,6 @@
 // Quantised rows: made from numbers, turned back into them, and looked up beside tables of numbers.
+#include <numeric>
+
 #include "host/memory.h"
 #include "tbe/batch.h"
 
@@ -21,7 +23,8 @@ Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) 
   Tensor params_kept;
   if (params.has_value()) {
     params_kept = as_contiguous(*params);
-    if (params_kept.scalar_type() != ScalarType::Half || params_kept.numel() != 2 * num_rows)
+    if (params_kept.scalar_type() != ScalarType::Half || params_kept.dim() != 2 || params_kept.size(1) != 2 ||
+        params_kept.size(0) != num_rows)
       fail("params must hold an fp16 scale and an fp16 bias for each of the ", num_rows, " rows.");
     given = static_cast<const uint16_t*>(params_kept.const_data_ptr());
   }
@@ -30,25 +33,31 @@ Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) 
   std::atomic<int64_t> bad_row{num_rows};
   const auto quantize = kernels().quantize[type - kCodes8];
   parallel_for(num_rows, rows_per_thread(dim), [&](int64_t begin, int64_t end) {
-    std::vector<float> numbers(source.types[0] == kFloat ? 0 : dim);
-    for (int64_t row = begin; row < end; ++row) {
-      const float* from = static_cast<const float*>(source.data[0]) + row * dim;
-      if (!numbers.empty()) {
+    const bool is_float = source.types[0] == kFloat;
+    std::vector<float> numbers(is_float ? 0 : kQuantizeRows * dim);
+    std::vector<int64_t> ids(is_float ? 0 : kQuantizeRows);
+    for (int64_t first = begin; first < end; first += kQuantizeRows) {
+      const int64_t count = std::min(kQuantizeRows, end - first);
+      const float* rows = static_cast<const float*>(source.data[0]) + first * dim;
+      if (!is_float) {
+        std::iota(ids.begin(), ids.end(), first);
         kernels().gather[source.types[0]][1](
-            {source.data[0], source.row_bytes[0], dim, &row, 1, numbers.data()});
-        from = numbers.data();
+            {source.data[0], source.row_bytes[0], dim, ids.data(), count, numbers.data()});
+        rows = numbers.data();
       }
-      if (!quantize({from, dim, given == nullptr ? nullptr : given + 2 * row, out + row * bytes, bytes}))
-        return atomic_min(bad_row, row);
+      const int64_t done = quantize(
+          {rows, count, dim, given == nullptr ? nullptr : given + 2 * first, out + first * bytes, bytes});
+      if (done < count) return atomic_min(bad_row, first + done);
     }
   });
   if (bad_row < num_rows)
     fail("row ", bad_row, " has a number that is NaN, infinite, or outside fp16's range (65504), which its ",
-         "scale and bias are kept in. Mend the row, or keep the table in fp32.");
+         "scale and bias are kept in, or was given a scale of 0. Mend the row, or keep the table in fp32.");
   return result;
 }
 
 Tensor nbit_dequantize(Tensor rows, int64_t bits, int64_t dim) {
+  if (dim < 1) fail("rows have at least one number, got dim ", dim, ". Give the width they were made with.");
   Weights source;
   source.add_quantised(rows, bits, dim);
   const int64_t num_rows = source.num_rows[0];

@@ -117,58 +117,140 @@ struct QuantisedRows {
   int64_t row_bytes, begin, from;
 };
 
+template <int kDistance, size_t... kLane>
+inline Vec exchanged(Vec v, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(v, v, (int(kLane) ^ kDistance)...);
+}
+
+// Half of the lanes of either vector, from lane kFrom on.
+template <int kFrom, size_t... kLane>
+inline Vec halves(Vec a, Vec b, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(a, b, (int(kLane) + kFrom + (kLane < kLanes / 2 ? 0 : kLanes / 2))...);
+}
+
+// One number of all lanes of a vector, and one of another: by what picks (or adds) of two.
+template <typename Pick>
+inline std::pair<float, float> folded(Vec a, Vec b, const Pick& pick) {
+  constexpr std::make_index_sequence<kLanes> kAll;
+  Vec v = pick(halves<0>(a, b, kAll), halves<kLanes / 2>(a, b, kAll));
+  if constexpr (kLanes > 8) v = pick(v, exchanged<4>(v, kAll));
+  if constexpr (kLanes > 4) v = pick(v, exchanged<2>(v, kAll));
+  v = pick(v, exchanged<1>(v, kAll));
+  return {v[0], v[kLanes / 2]};
+}
+
+struct Extremes {
+  float least, most;
+  bool finite;  // all numbers
+};
+
+inline Extremes extremes(const float* row, int64_t dim) {
+  const auto lesser = [](auto a, auto b) { return a < b ? a : b; };
+  const auto greater = [](auto a, auto b) { return a > b ? a : b; };
+  Vec least = to_vector(row[0]), most = least, nothing{};
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    const Vec v = load(row + d);
+    least = lesser(v, least), most = greater(v, most);
+    nothing += v * 0.0f;  // NaN, where v is not finite
+  }
+  const auto [below, above] = folded(-least, most, greater);
+  Extremes found{-below, above, false};
+  float rest = folded(nothing, Vec{}, [](Vec a, Vec b) { return a + b; }).first;
+  for (; d < dim; ++d) {
+    found.least = lesser(row[d], found.least), found.most = greater(row[d], found.most);
+    rest += row[d] * 0.0f;
+  }
+  found.finite = rest == 0.0f;
+  if (found.finite && found.least == 0.0f) {  // of zeros the first one gives the sign, as in FBGEMM
+    const float* zero = row;
+    while (*zero != 0.0f) ++zero;
+    found.least = *zero;
+  }
+  return found;
+}
+
+inline bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+inline bool is_zero(uint16_t half) { return (half & 0x7fff) == 0; }
+
 // FBGEMM's rounding: the bias is the least number, the scale 1 / (2^b - 1) of what is above it, both in fp16,
 // and 1 where that is 0; then each number goes to the nearest code, of two to the even one.
-inline bool choose_params(const float* row, int64_t dim, int top, uint16_t* params) {
-  float least = row[0], most = row[0];
-  for (int64_t d = 0; d < dim; ++d) {
-    least = row[d] < least ? row[d] : least;
-    most = row[d] > most ? row[d] : most;
-  }
-  params[1] = nearest_half(least);
-  const float range = most - to_float(Half{params[1]});
+inline void choose_params(const Extremes& row, int top, uint16_t* params) {
+  params[1] = nearest_half(row.least);
+  const float range = row.most - to_float(Half{params[1]});
   params[0] = nearest_half(range == 0 ? 1.0f : range / float(top));
-  if ((params[0] & 0x7fff) == 0) params[0] = 0x3c00;
-  return (params[0] & 0x7c00) != 0x7c00 && (params[1] & 0x7c00) != 0x7c00;
+  if (is_zero(params[0])) params[0] = 0x3c00;
 }
 
-inline bool all_finite(const float* row, int64_t dim) {
-  uint32_t bad = 0;
-  for (int64_t d = 0; d < dim; ++d) bad |= uint32_t((as_bits(row[d]) & 0x7f800000) == 0x7f800000);
-  return bad == 0;
-}
+constexpr int kGroup = 16;  // numbers that are packed together
 
+// The codes of kGroup numbers, in 2 * kBits bytes.
 template <int kBits>
-bool quantize(const QuantizeArgs& a) {
-  constexpr int kTop = (1 << kBits) - 1, kPerByte = 8 / kBits;
-  constexpr int64_t kBlock = 512;
-  uint16_t params[2];
-  if (!all_finite(a.row, a.dim)) return false;
-  if (a.params != nullptr) {
-    params[0] = a.params[0], params[1] = a.params[1];
-  } else if (!choose_params(a.row, a.dim, kTop, params)) {
-    return false;
+inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
+  typedef uint8_t LaneBytes __attribute__((vector_size(kLanes)));
+  constexpr float kTop = (1 << kBits) - 1;
+  const Vec zero{}, top = to_vector(kTop);
+  uint8_t codes[kGroup];
+  for (int k = 0; k < kGroup; k += kLanes) {
+    const Vec code = (load(numbers + k) - bias) * inverse;
+    const Vec above = code < zero ? zero : code, clamped = above > top ? top : above;
+    // Numbers this small are rounded to whole ones, halves to even, when 2^23 is added.
+    const Bits whole = (Bits)(clamped + 8388608.0f) & 255;
+    const LaneBytes bytes = __builtin_convertvector(whole, LaneBytes);
+    std::memcpy(codes + k, &bytes, kLanes);
   }
-  const float scale = to_float(Half{params[0]}), bias = to_float(Half{params[1]}), inverse = 1.0f / scale;
-  std::memcpy(a.out, params, kParamBytes);
-  uint8_t* out = a.out + kParamBytes;
-  for (int64_t first = 0; first < a.dim; first += kBlock) {
-    const int64_t count = a.dim - first < kBlock ? a.dim - first : kBlock;
-    const int64_t bytes = (count + kPerByte - 1) / kPerByte;
-    uint8_t codes[kBlock] = {};
-    for (int64_t d = 0; d < count; ++d) {
-      const float code = (a.row[first + d] - bias) * inverse;
-      const float clamped = code < 0.0f ? 0.0f : code > float(kTop) ? float(kTop) : code;
-      // Numbers this small are rounded to whole ones, halves to even, when 2^23 is added.
-      codes[d] = uint8_t(as_bits(clamped + 8388608.0f));
-    }
-    for (int64_t byte = 0; byte < bytes; ++byte) {
-      uint8_t packed = 0;
-      for (int k = 0; k < kPerByte; ++k) packed |= uint8_t(codes[byte * kPerByte + k] << (k * kBits));
-      out[byte] = packed;
-    }
-    out += bytes;
+  // Codes of one byte lie in neighbouring bytes of a wider number: its shifts bring them together.
+  if constexpr (kBits == 8) {
+    std::memcpy(out, codes, kGroup);
+  } else if constexpr (kBits == 4) {
+    typedef uint16_t Pairs __attribute__((vector_size(kGroup)));
+    typedef uint8_t Packed __attribute__((vector_size(kGroup / 2)));
+    Pairs pairs;
+    std::memcpy(&pairs, codes, kGroup);
+    const Packed packed = __builtin_convertvector((pairs | pairs >> 4) & 255, Packed);
+    std::memcpy(out, &packed, sizeof(packed));
+  } else {
+    typedef uint32_t Fours __attribute__((vector_size(kGroup)));
+    typedef uint8_t Packed __attribute__((vector_size(kGroup / 4)));
+    Fours fours;
+    std::memcpy(&fours, codes, kGroup);
+    fours = (fours | fours >> 6 | fours >> 12 | fours >> 18) & 255;
+    const Packed packed = __builtin_convertvector(fours, Packed);
+    std::memcpy(out, &packed, sizeof(packed));
   }
-  std::memset(out, 0, a.out + a.row_bytes - out);
-  return true;
+}
+
+// The rows' parameters first, then their codes: a row's way from its extremes to its scale is a long chain of
+// instructions that wait for each other, and those of several rows do so together.
+template <int kBits>
+int64_t quantize(const QuantizeArgs a) {
+  Vec bias[kQuantizeRows], inverse[kQuantizeRows];
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    const Extremes found = extremes(a.rows + row * a.dim, a.dim);
+    uint16_t params[2];
+    if (a.params != nullptr) {
+      params[0] = a.params[2 * row], params[1] = a.params[2 * row + 1];
+    } else {
+      choose_params(found, (1 << kBits) - 1, params);
+    }
+    if (!found.finite || !is_finite(params[0]) || is_zero(params[0]) || !is_finite(params[1])) return row;
+    std::memcpy(a.out + row * a.row_bytes, params, kParamBytes);
+    bias[row] = to_vector(to_float(Half{params[1]}));
+    inverse[row] = to_vector(1.0f / to_float(Half{params[0]}));
+  }
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    const float* numbers = a.rows + row * a.dim;
+    uint8_t* out = a.out + row * a.row_bytes + kParamBytes;
+    int64_t d = 0;
+    for (; d + kGroup <= a.dim; d += kGroup, out += 2 * kBits)
+      pack<kBits>(numbers + d, bias[row], inverse[row], out);
+    if (d < a.dim) {
+      float rest[kGroup];
+      for (int k = 0; k < kGroup; ++k) rest[k] = d + k < a.dim ? numbers[d + k] : bias[row][0];  // code 0
+      uint8_t packed[kGroup];
+      pack<kBits>(rest, bias[row], inverse[row], packed);
+      std::memcpy(out, packed, a.out + (row + 1) * a.row_bytes - out);
+    }
+  }
+  return a.num_rows;
 }

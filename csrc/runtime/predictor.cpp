@@ -66,8 +66,11 @@ struct Layout {
 };
 
 at::ScalarType dtype_of(const std::string& name) {
-  static const std::map<std::string, at::ScalarType> known = {
-      {"float32", at::kFloat}, {"float16", at::kHalf}, {"bfloat16", at::kBFloat16}, {"int64", at::kLong}};
+  static const std::map<std::string, at::ScalarType> known = {{"float32", at::kFloat},
+                                                              {"float16", at::kHalf},
+                                                              {"bfloat16", at::kBFloat16},
+                                                              {"uint8", at::kByte},
+                                                              {"int64", at::kLong}};
   const auto found = known.find(name);
   if (found == known.end()) fail("layout.txt speaks of the dtype " + name + ", which this version lacks.");
   return found->second;
@@ -76,7 +79,7 @@ at::ScalarType dtype_of(const std::string& name) {
 Layout read_layout(const std::string& folder) {
   std::ifstream file(folder + "/layout.txt");
   std::string line;
-  if (!std::getline(file, line) || line != "meshrec-package 1") {
+  if (!std::getline(file, line) || line != "meshrec-package 2") {
     fail(folder + " is no package of this version. Export the model again.");
   }
   Layout layout;
@@ -114,11 +117,13 @@ void check_machine(const Layout& layout, const std::string& folder) {
   std::string isa = at::get_cpu_capability();
   if (layout.torch != TORCH_VERSION) {
     fail(folder + " holds a program for torch " + layout.torch +
-         ", and this is " TORCH_VERSION ". Export the model with this torch.");
+         ", and this is " TORCH_VERSION
+         ". Export the model with this torch, or compile the package anew: meshrec export " +
+         folder + " --out NEW");
   }
   if (layout.isa != isa) {
     fail(folder + " holds a program for " + layout.isa + ", and this machine has " + isa +
-         ". Export the model on it.");
+         ". Export the model on it, or compile the package anew: meshrec export " + folder + " --out NEW");
   }
 }
 

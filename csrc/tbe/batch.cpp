@@ -166,7 +166,7 @@ void Weights::add(Tensor tensor, bool writable) {
 void Weights::add_quantised(Tensor tensor, int64_t bits, int64_t dim) {
   const size_t t = tensors.size();
   types.push_back(codes_of(bits));
-  const int64_t bytes = dim == 0 ? tensor.size(1) : quantised_bytes(dim, bits);
+  const int64_t bytes = dim == 0 && tensor.dim() == 2 ? tensor.size(1) : quantised_bytes(dim, bits);
   if (tensor.scalar_type() != ScalarType::Byte || tensor.dim() != 2 || tensor.size(1) != bytes ||
       tensor.size(0) > int64_t(UINT32_MAX))
     fail("weight ", t, " must be at most 4294967295 rows of ", bytes, " uint8, which ", dim, " numbers of ",

@@ -2,6 +2,9 @@
 #define MESHREC_NAME "baseline"
 #define MESHREC_KERNELS kernels_baseline
 #include <cstdlib>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "tbe/kernels.inl"
 
@@ -26,12 +29,21 @@ static const Kernels* choose() {
   return best;
 }
 
-bool prefetch_to_l1() {
+static bool comes_sooner_to_l1() {
+  if (const char* wanted = std::getenv("MESHREC_PREFETCH")) return std::strcmp(wanted, "l1") == 0;
 #if defined(__x86_64__)
-  return __builtin_cpu_is("amd");
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__builtin_cpu_is("amd") || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+  const unsigned family = ((eax >> 8) & 0xf) + ((eax >> 20) & 0xff);
+  return family >= 0x1a;  // Zen 5
 #else
   return false;
 #endif
+}
+
+bool prefetch_to_l1() {
+  static const bool chosen = comes_sooner_to_l1();
+  return chosen;
 }
 
 const Kernels& kernels() {

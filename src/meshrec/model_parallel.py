@@ -66,7 +66,8 @@ class DistributedModelParallel(nn.Module):
         if dense not in ("ddp", "fsdp2", None):
             raise ValueError(f"dense must be 'ddp', 'fsdp2' or None, got {dense!r}.")
         self._env = default_env() if env is None else env
-        self._device = group_device(self._env.world.group) if device is None else torch.device(device)
+        first = self._env.devices[0] if self._env.devices else group_device(self._env.world.group)
+        self._device = first if device is None else torch.device(device)
         self._dense, self._dense_options = dense, dict(dense_options or {})
         sharders = default_sharders() if sharders is None else sharders
         embedding_modules = _embedding_modules(module, sharders)
@@ -131,8 +132,8 @@ class DistributedModelParallel(nn.Module):
                 if not hasattr(child, "reset_parameters"):
                     raise ValueError(
                         f"{type(child).__name__} is on meta, but has no reset_parameters() to give it "
-                        f"values. "
-                        "Build it on a device, or pass init_parameters=False and initialise it yourself."
+                        "values. Build it on a device, or pass init_parameters=False and initialise it "
+                        "yourself."
                     )
                 child.reset_parameters()  # type: ignore[operator]
             elif own and not any(tensor in tables for tensor in own):
@@ -173,6 +174,11 @@ class DistributedModelParallel(nn.Module):
             differs
                 between ranks, and for tables whose optimizer holds their parameters. The old plan stays.
         """
+        if self._env.devices:
+            raise ValueError(
+                "tables over several devices of one process stay where they are. Shard the unsharded model "
+                "anew, by the other plan."
+            )
         verify_same_plan(plan, self._env.world.group)
         tables = {path: tables_of(module) for path, module in self._sharded.items()}
         verify_plan(plan, tables, world_size=self._env.shard.size)
@@ -255,7 +261,7 @@ class DistributedModelParallel(nn.Module):
         sharders: Sequence[Sharder],
     ) -> ShardingPlan:
         if plan is None:
-            plan = self._planned(module, sharders)
+            plan = self._planned(module, sharders) if sharders else ShardingPlan({})
         verify_same_plan(plan, self._env.world.group)
         tables = {path: tables_of(found) for path, (found, _) in embedding_modules.items()}
         verify_plan(plan, tables, world_size=self._env.shard.size)

@@ -9,7 +9,9 @@ from benchmarks.memory_limit import LineLimit
 def test_bars_of_tiny_tables() -> None:
     shape = bench.Shape(num_tables=2, num_rows=50, batch=8, bag=3)
     lookups, model = bench.Lookups(shape), bench.our_model(shape)
-    timings = bench.time_kind("int4", lookups, model, Effort(rounds=1, calls=1, warm_ups=0))
+    timings = bench.time_kind(
+        "int4", [lookups, bench.Lookups(shape, 1)], model, Effort(rounds=1, calls=1, warm_ups=0)
+    )
     assert set(timings) == {1, 2}
     names = [bar.name for bar in bench.bars_of("int4", timings, hot=False)]
     assert "int4, 1 threads, over the memory limit" in names

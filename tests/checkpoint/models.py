@@ -99,24 +99,31 @@ def whole_state(model, optimizer):
     for prefix, each in (("tables", model.fused_optimizer), ("dense", optimizer)):
         for name, slots in each.state_dict()["state"].items():
             found |= {f"{prefix}.{name}.{slot}": value for slot, value in slots.items()}
-    return {name: whole(value) for name, value in found.items()}
+    return whole(found)
 
 
-def whole(value):
-    """A plain tensor from a DTensor that knows its rectangles; collective."""
-    local = getattr(value, "_local_tensor", None)
-    if local is None or not hasattr(local, "local_shards"):
-        value = value.full_tensor() if local is not None else value
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
-    filled = torch.full(value.shape, float("nan"))
-    own = list(zip(map(tuple, local.local_offsets()), local.local_shards(), strict=False))
-    for of_rank in gather_objects(own, default_env().world, "test"):
-        for offset, shard in of_rank:
-            region = filled
-            for dim, begin in enumerate(offset):
-                region = region.narrow(dim, begin, shard.shape[dim])
-            region.copy_(shard)
-    return filled
+def whole(values):
+    """Plain tensors, also of DTensors that know their rectangles; collective, and one exchange for all."""
+    parts = {}
+    for name, value in values.items():
+        local = getattr(value, "_local_tensor", None)
+        if hasattr(local, "local_shards"):
+            parts[name] = list(zip(map(tuple, local.local_offsets()), local.local_shards(), strict=False))
+    found = {}
+    for name, value in values.items():
+        if name in parts:
+            found[name] = torch.full(value.shape, float("nan"))
+        else:
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    for of_rank in gather_objects(parts, default_env().world, "test"):
+        for name, shards in of_rank.items():
+            for offset, shard in shards:
+                region = found[name]
+                for dim, begin in enumerate(offset):
+                    region = region.narrow(dim, begin, shard.shape[dim])
+                region.copy_(shard)
+    return found
 
 
 def differences(actual, expected):

@@ -150,7 +150,7 @@ def plan_of(case, number, collection):
             continue
         shards = tuple(
             md.ShardMetadata(
-                shard_offsets=(r0, c0), shard_sizes=(r1 - r0, c1 - c0), placement=md.Placement(rank=rank)
+                shard_offsets=(r0, c0), shard_sizes=(r1 - r0, c1 - c0), placement=md.RemoteDevice(rank=rank)
             )
             for rank, r0, r1, c0, c1 in rectangles
         )

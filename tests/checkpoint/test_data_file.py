@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from meshrec.checkpoint.data_file import Part, Written, entry_name, header, write_data_file
+from meshrec.checkpoint.data_file import TensorPart, Written, entry_name, header, write_data_file
 
 
 def write(path, parts):
@@ -14,10 +14,10 @@ def write(path, parts):
 def test_safetensors_reads_it(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     parts = [
-        Part("whole", (0, 0), (3, 2), torch.rand(3, 2)),
-        Part("piece", (2, 0), (5, 2), torch.rand(3, 2).bfloat16()),
-        Part("number", (), (), torch.tensor(4)),
-        Part("nothing", (3,), (3,), torch.empty(0)),
+        TensorPart("whole", (0, 0), (3, 2), torch.rand(3, 2)),
+        TensorPart("piece", (2, 0), (5, 2), torch.rand(3, 2).bfloat16()),
+        TensorPart("number", (), (), torch.tensor(4)),
+        TensorPart("nothing", (3,), (3,), torch.empty(0)),
     ]
     written = write(tmp_path / "data.safetensors", parts)
     loaded = safetensors.load_file(tmp_path / "data.safetensors")
@@ -42,10 +42,10 @@ def test_a_failure_leaves_no_file(tmp_path):
             raise OSError(28, "No space left on device")
 
     with Broken(1) as pool, pytest.raises(OSError, match="No space left"):
-        write_data_file(tmp_path / "data", [Part("a", (0,), (3,), torch.rand(3))], pool)
+        write_data_file(tmp_path / "data", [TensorPart("a", (0,), (3,), torch.rand(3))], pool)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_types_without_a_name_are_refused():
     with pytest.raises(ValueError, match=r"a has type torch\.complex64, which a checkpoint does not hold"):
-        header([Part("a", (0,), (3,), torch.zeros(3, dtype=torch.complex64))])
+        header([TensorPart("a", (0,), (3,), torch.zeros(3, dtype=torch.complex64))])

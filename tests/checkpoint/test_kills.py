@@ -24,7 +24,6 @@ PATIENCE = 240.0
 
 def start(folder, store, phases):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "meshrec.distributed.sharded_tables", "meshrec.checkpoint"])
     processes = [
         context.Process(
             target=runpy.run_path,

@@ -11,7 +11,7 @@ from meshrec.checkpoint.manifest import (
     MANIFEST,
     DataFile,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorRecord,
     read_manifest,
     write_durably,
@@ -19,7 +19,7 @@ from meshrec.checkpoint.manifest import (
 
 
 def manifest(**changes):
-    piece = Piece((2, 0), (3, 4), 0, 8, 2, (1, 0xFFFFFFFF))
+    piece = StoredPiece((2, 0), (3, 4), 0, 8, 2, (1, 0xFFFFFFFF))
     values = {
         "step": 7,
         "world_size": 2,

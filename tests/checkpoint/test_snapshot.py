@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from meshrec.checkpoint.agreement import CheckpointError
-from meshrec.checkpoint.data_file import Part
+from meshrec.checkpoint.data_file import TensorPart
 from meshrec.checkpoint.snapshot import Snapshot, failure_of, read_note
 
 
 def start(tmp_path, tensor):
-    parts = [Part("a", (0, 0), tuple(tensor.shape), tensor)]
+    parts = [TensorPart("a", (0, 0), tuple(tensor.shape), tensor)]
     return Snapshot.start(tmp_path / "data", parts, tmp_path / "note.json")
 
 
@@ -53,12 +53,12 @@ def test_it_dies_with_its_parent(tmp_path):
         import os, signal, sys, torch
         from pathlib import Path
         from meshrec.checkpoint import snapshot
-        from meshrec.checkpoint.data_file import Part
+        from meshrec.checkpoint.data_file import TensorPart
         def forever(*_):
             signal.pause()
         snapshot.write_data_file = forever
         folder = Path(sys.argv[1])
-        part = Part("a", (0,), (2,), torch.rand(2))
+        part = TensorPart("a", (0,), (2,), torch.rand(2))
         child = snapshot.Snapshot.start(folder / "data", [part], folder / "note")
         print(child._pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

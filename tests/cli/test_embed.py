@@ -43,3 +43,22 @@ def test_what_cannot_be_written(run, tmp_path):
         embed.main([str(run.path), "--feature", "price", "--out", str(tmp_path / "p.npy")])
     with pytest.raises(ValueError, match="ends in "):
         embed.main([str(run.path), "--feature", "user", "--out", str(tmp_path / "p.txt")])
+
+
+@pytest.mark.parametrize(("package", "suffix"), [("usearch", ".usearch"), ("faiss", ".faiss")])
+def test_an_index_finds_the_rows_with_the_largest_products(run, tmp_path, package, suffix):
+    pytest.importorskip(package)
+    out = tmp_path / f"users{suffix}"
+    assert embed.main([str(run.path), "--feature", "user", "--out", str(out)]) == 0
+    vectors = load_table(run, "user").numpy()
+    query = vectors[5]
+    if package == "usearch":
+        from usearch.index import Index
+
+        keys = Index.restore(str(out)).search(query, 3).keys
+    else:
+        import faiss
+
+        keys = faiss.read_index(str(out)).search(query[None], 3)[1][0]
+    assert keys.tolist() == np.argsort(-(vectors @ query))[:3].tolist()
+    assert pq.read_table(tmp_path / "users.parquet").num_rows == len(vectors)

@@ -2,7 +2,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshrec.cli.screen import LineScreen, LiveScreen
+from meshrec.cli.screen import LineScreen, LiveScreen, summary_table
 from meshrec.train import Placement, RunFolder, Trainer, join
 from meshrec.train.observers import Finished, Said
 
@@ -66,3 +66,14 @@ def test_a_live_display(tmp_path, small):
     out = shown(LiveScreen, tmp_path, small, terminal=True)
     for text in ("the plan: 3 row-wise", "training", "20/20", "samples/s", "global mean", "something"):
         assert text in out, out
+
+
+def test_a_summary_of_ranked_items_has_their_metrics():
+    judged = {"ndcg@10": 0.0579, "recall@10": 0.1088, "mrr": 0.0534, "loss": 7.3}
+    popularity = {"item popularity": {"ndcg@10": 0.0189, "recall@10": 0.0402, "mrr": 0.018, "loss": 8.6}}
+    ranked = {"validation": judged, "test": judged, "baselines": popularity, "baselines_test": popularity}
+    out = StringIO()
+    Console(file=out, width=120).print(summary_table(SUMMARY | ranked | {"best_possible_auc": None}))
+    for text in ("NDCG@10", "recall@10", "MRR", "0.0579", "0.1088", "0.0402"):
+        assert text in out.getvalue()
+    assert "AUC" not in out.getvalue()

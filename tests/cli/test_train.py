@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrec.cli.__main__ import main
 from meshrec.cli.train import recipe_at
 
 SMALL = "tests/train/small.py:small"
@@ -31,6 +33,36 @@ def run(*arguments, **options):
         env=environment(),
         timeout=300,
     )
+
+
+@contextlib.contextmanager
+def started(*arguments, **options):
+    """The command in the foreground: what is started in the background has Ctrl-C ignored, by its shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command(*arguments), stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), **options
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        yield process
+
+
+@pytest.fixture
+def train(monkeypatch, capsys):
+    """``train(*arguments)``: the command in this process; its exit code, output and errors."""
+    monkeypatch.chdir(ROOT)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["meshrec", "train", *map(str, arguments)])
+        try:
+            code = main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return call
 
 
 def summary(folder):
@@ -64,70 +96,67 @@ def test_two_ranks_from_the_command_line(tmp_path, launcher):
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_stops_all_ranks(tmp_path):
-    process = subprocess.Popen(
-        command("--nproc", "2", "--runs", str(tmp_path), "--training.epochs", "100000"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-    )
-    metrics = tmp_path / "small-001" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not metrics.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=240)
+def test_ctrl_c_stops_all_ranks(train, tmp_path):
+    endless = ("--nproc", "2", "--runs", str(tmp_path), "--training.epochs", "100000")
+    with started(*endless, stderr=subprocess.PIPE) as process:
+        metrics = tmp_path / "small-001" / "metrics.jsonl"
+        deadline = time.monotonic() + 240
+        while not metrics.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT, errors
     assert summary(tmp_path / "small-001")["state"] == "stopped"
     assert "stopped as asked, with a checkpoint" in output
     assert "Traceback" not in errors
     stopped = summary(tmp_path / "small-001")["step"]
-    further = ("--training.epochs", "100000", "--training.max-steps", str(stopped + 5))
-    done = run("--nproc", "1", "--runs", str(tmp_path), "--resume", *further)
-    assert done.returncode == 0, done.stderr
+    further = ("--training.epochs", "100000", "--training.max-steps", stopped + 5)
+    code, _, errors = train(SMALL, "--nproc", "1", "--runs", tmp_path, "--resume", *further)
+    assert code == 0, errors
     assert summary(tmp_path / "small-001")["step"] == stopped + 5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--nproc", "3"), "training.batch_size 100 cannot be divided among 3 ranks; take 99 or 102."),
-        (("--nproc", "0"), "--nproc is 0; it must be at least 1."),
-        (("--nproc", "2", "--placement.memory-gib", "1e-6"), "no plan fits"),
-    ],
-)
-def test_mistakes_end_with_one_line(tmp_path, arguments, message):
-    done = run(*arguments, "--runs", str(tmp_path))
+def test_a_mistake_that_ranks_find_ends_with_one_line(tmp_path):
+    done = run("--nproc", "2", "--placement.memory-gib", "1e-6", "--runs", str(tmp_path))
     assert done.returncode == 1
-    assert message in done.stderr
+    assert "no plan fits" in done.stderr
     assert done.stderr.startswith("meshrec: ")
     assert done.stderr.count("meshrec: ") == 1
     assert "Traceback" not in done.stderr
 
 
-def test_options_that_cannot_be_read_are_named():
-    done = run("--training.batch-size", "0")
-    assert done.returncode == 2
-    assert "training.batch_size is 0; it must be at least 1." in done.stderr
-    done = run("--training.bach-size", "0")
-    assert done.returncode == 2
-    assert "training.batch-size" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("nproc", "message"),
+    [
+        (3, "training.batch_size 100 cannot be divided among 3 ranks; take 99 or 102."),
+        (0, "--nproc is 0; it must be at least 1."),
+    ],
+)
+def test_mistakes_end_with_one_line(train, tmp_path, nproc, message):
+    code, _, errors = train(SMALL, "--nproc", nproc, "--runs", tmp_path)
+    assert code == 1
+    assert errors == f"meshrec: {message}\n"
 
 
-def test_unknown_recipes_and_help():
-    done = subprocess.run(
-        [sys.executable, "-m", "meshrec", "train", "nothing"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("meshrec: there is no recipe 'nothing'; there are")
-    done = run("--help")
-    assert done.returncode == 0
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--training.batch-size", "training.batch_size is 0; it must be at least 1."),
+        ("--training.bach-size", "training.batch-size"),
+    ],
+)
+def test_options_that_cannot_be_read_are_named(train, option, message):
+    code, _, errors = train(SMALL, option, "0")
+    assert code == 2
+    assert message in errors
+
+
+def test_unknown_recipes_and_help(train):
+    code, _, errors = train("nothing")
+    assert code == 1
+    assert errors.startswith("meshrec: there is no recipe 'nothing'; there are")
+    code, output, _ = train(SMALL, "--help")
+    assert code == 0
     for option in (
         "--nproc",
         "--training.epochs",
@@ -135,7 +164,7 @@ def test_unknown_recipes_and_help():
         "--data.num-samples",
         "--placement.memory-gib",
     ):
-        assert option in done.stdout
+        assert option in output
 
 
 @pytest.mark.parametrize(
@@ -154,49 +183,33 @@ def test_the_recipe_is_found_wherever_it_stands(words, at):
     assert recipe_at(words) == at
 
 
-def test_options_stand_before_the_recipe_and_what_is_left_over_is_named(tmp_path):
-    options = ["--runs", str(tmp_path), "--nproc", "1", "--training.max-steps", "2"]
-    launcher = [sys.executable, "-m", "meshrec", "train"]
-    done = subprocess.run(
-        [*launcher, *options, SMALL], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+def test_options_stand_before_the_recipe_and_what_is_left_over_is_named(train, tmp_path):
+    options = ["--runs", tmp_path, "--nproc", "1", "--training.max-steps", "2"]
+    code, _, errors = train(*options, SMALL)
+    assert code == 0, errors
     assert summary(tmp_path / "small-001")["step"] == 2
-    done = subprocess.run(
-        [*launcher, *options, SMALL, "leftover"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        timeout=300,
-    )
-    assert done.returncode == 2
-    assert "leftover" in done.stderr
+    code, _, errors = train(*options, SMALL, "leftover")
+    assert code == 2
+    assert "leftover" in errors
 
 
-def test_a_resumed_run_keeps_its_configuration(tmp_path):
-    options = ("--runs", str(tmp_path), "--name", "mine")
-    done = run(*options, "--training.epochs", "3", "--training.max-steps", "4")
-    assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-m", "meshrec", "train", "--resume", *options]
-
-    def resumed(*changes):
-        return subprocess.run(
-            [*command, *changes], capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=300
-        )
-
-    done = resumed("--training.max-steps", "8", "--tables.lr", "0.5")
-    assert done.returncode == 0, done.stderr
-    assert f"resuming {tmp_path / 'mine'} from step 4" in done.stdout
-    assert "tables.lr 0.1 -> 0.5" in done.stdout
+def test_a_resumed_run_keeps_its_configuration(train, tmp_path):
+    options = ("--runs", tmp_path, "--name", "mine")
+    code, _, errors = train(SMALL, *options, "--training.epochs", "3", "--training.max-steps", "4")
+    assert code == 0, errors
+    resume = ("--resume", *options)
+    code, output, errors = train(*resume, "--training.max-steps", "8", "--tables.lr", "0.5")
+    assert code == 0, errors
+    assert f"resuming {tmp_path / 'mine'} from step 4" in output
+    assert "tables.lr 0.1 -> 0.5" in output
     config = json.loads((tmp_path / "mine" / "config.json").read_text())
     assert config["recipe"]["training"]["epochs"] == 3
     assert config["recipe"]["tables"]["lr"] == 0.5
     assert [start["from_step"] for start in config["starts"]] == [0, 4]
     assert config["starts"][1]["changes"] == [["tables.lr", 0.1, 0.5], ["training.max_steps", 4, 8]]
-    done = resumed("--model.embedding-dim", "16")
-    assert done.returncode == 1
-    assert "model.embedding_dim was 8 in this run and cannot become 16" in done.stderr
+    code, _, errors = train(*resume, "--model.embedding-dim", "16")
+    assert code == 1
+    assert "model.embedding_dim was 8 in this run and cannot become 16" in errors
 
 
 @pytest.mark.parametrize(
@@ -208,20 +221,14 @@ def test_a_resumed_run_keeps_its_configuration(tmp_path):
 )
 def test_a_rank_that_is_lost_is_named(tmp_path, number, message):
     options = ("--runs", str(tmp_path), "--name", "mine", "--training.checkpoint-every", "20")
-    process = subprocess.Popen(
-        command("--nproc", "2", *options, "--training.epochs", "100000", "--rank-timeout", "8"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-    )
-    folder = tmp_path / "mine"
-    deadline = time.monotonic() + 240
-    while not list(folder.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.kill(int((folder / ".process_rank1").read_text()), number)
-    _, errors = process.communicate(timeout=100)
+    endless = ("--nproc", "2", *options, "--training.epochs", "100000", "--rank-timeout", "8")
+    with started(*endless, stderr=subprocess.PIPE) as process:
+        folder = tmp_path / "mine"
+        deadline = time.monotonic() + 240
+        while not list(folder.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(int((folder / ".process_rank1").read_text()), number)
+        _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert message in errors
     assert f"Its log is {folder / 'log_rank1.txt'}" in errors
@@ -235,16 +242,11 @@ def test_a_rank_that_is_lost_is_named(tmp_path, number, message):
 
 def test_ctrl_c_in_the_first_seconds_leaves_no_traceback(tmp_path):
     for seconds in (0.3, 2.0):
-        process = subprocess.Popen(
-            command("--nproc", "2", "--runs", str(tmp_path)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=environment(),
-        )
-        time.sleep(seconds)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=240)
+        arguments = ("--nproc", "2", "--runs", str(tmp_path))
+        with started(*arguments, stderr=subprocess.STDOUT) as process:
+            time.sleep(seconds)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=240)
         assert "Traceback" not in output
-        assert process.returncode == 128 + signal.SIGINT
+        # On a busy machine it comes before Python has taken the signal over; to a shell both are 130.
+        assert process.returncode in (128 + signal.SIGINT, -signal.SIGINT)

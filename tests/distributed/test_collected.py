@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from meshrec.distributed.collected import Collected
+from meshrec.distributed.collected import GradientSignal
 from meshrec.plan.mesh import default_env
 
 
 def agree(finite):
     axis = default_env().world
-    collected = Collected(torch.device("cpu"))
+    collected = GradientSignal(torch.device("cpu"))
     assert collected.signal.grad is None
     collected.agree(finite[axis.rank], axis)
     return collected.signal.grad.item()
@@ -21,7 +21,7 @@ def test_one_rank_speaks_for_all(ranks, finite, signal):
 
 
 def test_the_last_word_counts():
-    collected = Collected(torch.device("cpu"))
+    collected = GradientSignal(torch.device("cpu"))
     for finite in (False, True):
         collected.agree(finite, default_env().world)
     assert collected.signal.grad.item() == 0.0

@@ -1,6 +1,6 @@
 import torch
 
-from meshrec.distributed.gradient_exchange import Sizes, pack_routes, reduce_bytes
+from meshrec.distributed.gradient_exchange import ReplicaSizes, pack_routes, reduce_bytes
 from meshrec.distributed.input_dist import LookupIds
 
 
@@ -26,7 +26,7 @@ def check_packed(bags, wide, weighted):
     ids, routes = lookup_ids(bags, wide, weighted), [0, 2]
     shape = 1, 2, 3
     num_ids = ids.offsets[ids.segments].diff().view(shape)
-    sizes = Sizes(torch.zeros(1, 2, 4), torch.tensor(bags).view(shape), num_ids)
+    sizes = ReplicaSizes(torch.zeros(1, 2, 4), torch.tensor(bags).view(shape), num_ids)
     header = sizes.headers_of(routes, (2 if wide else 1) + weighted)[0]
     message = pack_routes(ids, routes, header)
     values, offsets, weights, segments = torch.ops.meshrec.unpack_ids(

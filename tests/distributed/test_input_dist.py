@@ -1,4 +1,6 @@
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -63,7 +65,7 @@ def forward(kind):
     [
         ("id", "rank 1: table 't0': id 10 of feature 'a' (sample 1) is outside [0, 10)."),
         ("local_id", "rank 1: table 't1': id -1 of feature 'b' (sample 0) is outside [0, 10)."),
-        ("key", "rank 1: features ['b'] are missing: the input has the keys ['a', 'c']."),
+        ("key", "rank 1: features ['b'] of tables ['t1'] are missing: the input has the keys ['a', 'c']."),
         ("no_weights", "rank 1: the collection is weighted (is_weighted=True) but the input has no weights."),
         ("nan", "rank 1: table 't0': the weight of id 1 of feature 'a' (sample 0) is nan."),
     ],
@@ -77,6 +79,28 @@ def test_one_ranks_bad_input_is_the_same_error_on_all(ranks, kind, message):
 def test_one_process_raises_the_error_itself():
     with pytest.raises(ValueError, match=r"^table 't0': id 10 of feature 'a'"):
         make(env=md.ShardingEnv.single_process())(features(bad=(0, 10)))
+
+
+def leave_nothing_behind():
+    module, batch = make(), features(bad=(1, 10))
+    kept = weakref.ref(batch.values())
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="id 10"):
+            module(batch)
+        del batch
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_keeps_no_batch(ranks, world_size):
+    if world_size == 1:
+        leave_nothing_behind()
+    else:
+        ranks(2).run(leave_nothing_behind)
 
 
 def test_warn_counts_and_takes_row_0(caplog):

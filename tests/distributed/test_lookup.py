@@ -3,8 +3,8 @@ import torch
 from meshrec import distributed as md
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.routing import Table, compile_plan
-from meshrec.plan.builders import Ranks
+from meshrec.distributed.routing import RoutedTable, compile_plan
+from meshrec.plan.builders import WorldShape
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.packing import Packing
 from meshrec.tables.storage import DenseRows
@@ -12,9 +12,9 @@ from meshrec.tables.storage import DenseRows
 
 def lookup_tables(sequence):
     torch.manual_seed(0)
-    tables = [Table("t0", 4, 2, ("a", "b"), True), Table("t1", 4, 3, ("a",))]
+    tables = [RoutedTable("t0", 4, 2, ("a", "b"), True), RoutedTable("t1", 4, 3, ("a",))]
     size = {table.name: md.TableSize(table.num_rows, table.dim) for table in tables}
-    plan = {name: md.table_wise(rank=0)(name, size[name], Ranks(1, 1)) for name in size}
+    plan = {name: md.table_wise(rank=0)(name, size[name], WorldShape(1, 1)) for name in size}
     routing = compile_plan(tables, md.EmbeddingModuleShardingPlan(plan), num_ranks=1)
     weights = [torch.nn.Parameter(torch.rand(table.num_rows, table.dim)) for table in tables]
     packings = [Packing([rectangle], DenseRows(torch.float32)) for rectangle in routing.work[0].rectangles]

@@ -8,7 +8,7 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.distributed import reshard
-from meshrec.distributed.reshard import Part, transfers_of
+from meshrec.distributed.reshard import RankRectangle, transfers_of
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD
 from meshrec.plan.mesh import Axis, ShardingEnv, default_env
@@ -154,7 +154,7 @@ def test_a_refused_plan_leaves_the_old_one(function, arguments, match):
 
 def test_transfers_cover_the_new_rectangles():
     def held(rank, *rectangle):
-        return Part(rank, 0, Rectangle(0, *rectangle))
+        return RankRectangle(rank, 0, Rectangle(0, *rectangle))
 
     rows = [held(0, 0, 5, 0, 4), held(1, 5, 10, 0, 4)]
     columns = [held(0, 0, 10, 0, 2), held(1, 0, 10, 2, 4)]

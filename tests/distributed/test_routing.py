@@ -1,15 +1,15 @@
 import torch
 
 from meshrec import distributed as md
-from meshrec.distributed.routing import Lookup, Route, Table, compile_plan
-from meshrec.plan.builders import Ranks
+from meshrec.distributed.routing import Lookup, Route, RoutedTable, compile_plan
+from meshrec.plan.builders import WorldShape
 from meshrec.tables.packing import Rectangle
 
 
 def compiled(*builders, rows=10, dim=8, num_ranks=2):
-    tables = [Table(f"t{i}", rows, dim, (f"f{i}", "shared")) for i in range(len(builders))]
+    tables = [RoutedTable(f"t{i}", rows, dim, (f"f{i}", "shared")) for i in range(len(builders))]
     plan = {
-        table.name: build(table.name, md.TableSize(rows, dim), Ranks(num_ranks, num_ranks))
+        table.name: build(table.name, md.TableSize(rows, dim), WorldShape(num_ranks, num_ranks))
         for table, build in zip(tables, builders, strict=True)
     }
     return compile_plan(tables, md.EmbeddingModuleShardingPlan(plan), num_ranks=num_ranks)
@@ -34,7 +34,7 @@ def placed(*rectangles, whole_rows, num_ranks=3):
     """What each rank has of a table of 10 x 8, from (rank, r0, r1, c0, c1)."""
     shards = tuple(
         md.ShardMetadata(
-            shard_offsets=(r0, c0), shard_sizes=(r1 - r0, c1 - c0), placement=md.Placement(rank=rank)
+            shard_offsets=(r0, c0), shard_sizes=(r1 - r0, c1 - c0), placement=md.RemoteDevice(rank=rank)
         )
         for rank, r0, r1, c0, c1 in rectangles
     )
@@ -43,7 +43,7 @@ def placed(*rectangles, whole_rows, num_ranks=3):
     )
     plan = md.EmbeddingModuleShardingPlan({"t": sharding})
     routing = compile_plan(
-        [Table("t", 10, 8, ("f",))], plan, num_ranks=num_ranks, whole_rows=[0] if whole_rows else []
+        [RoutedTable("t", 10, 8, ("f",))], plan, num_ranks=num_ranks, whole_rows=[0] if whole_rows else []
     )
     return [[tuple(x)[1:] for x in work.rectangles] for work in routing.work]
 

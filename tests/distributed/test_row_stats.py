@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from meshrec.distributed.routing import Lookup, RankWork, Route, Routing, Table, Use
+from meshrec.distributed.routing import Lookup, RankWork, Route, RoutedTable, Routing, Use
 from meshrec.distributed.row_stats import ColumnPeers, Touched
 from meshrec.ops.tbe.formulas import Hyper
 from meshrec.ops.tbe.naive_update import update_rows
@@ -13,7 +13,7 @@ from meshrec.tables.packing import Rectangle
 def routing(*rectangles):
     empty = RankWork((), (), ())
     work = RankWork(tuple(rectangles), (Route(0, 0, 4),), (Lookup(0, 0, 0, 0, 2),))
-    table = Table("t0", 4, 4, ("a",))
+    table = RoutedTable("t0", 4, 4, ("a",))
     return Routing(tables=(table,), uses=(Use(0, "a"),), work=(work,), local=empty, replicated=(False,))
 
 

@@ -5,7 +5,7 @@ from meshrec.plan.sharding_plan import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
-    Placement,
+    RemoteDevice,
     ShardingType,
     ShardMetadata,
 )
@@ -13,7 +13,7 @@ from meshrec.plan.sharding_plan import (
 
 def split(*ranks: int) -> ParameterSharding:
     shards = tuple(
-        ShardMetadata(shard_offsets=(5 * i, 0), shard_sizes=(5, 4), placement=Placement(rank=rank))
+        ShardMetadata(shard_offsets=(5 * i, 0), shard_sizes=(5, 4), placement=RemoteDevice(rank=rank))
         for i, rank in enumerate(ranks)
     )
     return ParameterSharding(

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 import meshrec
+from meshrec import DataType
 from meshrec.export import export
 from meshrec.models.dlrm import DLRM
+from meshrec.quant import quantize
 
 FEATURES = ["f0", "f 1", "f2"]
 NUM_ROWS, NUM_DENSE = 50, 4
@@ -45,6 +47,23 @@ def uncompiled(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packages") / "uncompiled"
     with torchs_own_warnings():
         return export(model, folder, features=FEATURES, num_dense=NUM_DENSE, compile=False)
+
+
+@pytest.fixture(scope="session")
+def small(model):
+    """The model with quantised tables."""
+    return quantize(model, DataType.INT8, per_table={"t1": DataType.INT4, "t2": DataType.INT2})
+
+
+SHARED = ["f0", "f2", "dense"]
+
+
+@pytest.fixture(scope="session")
+def small_package(small, tmp_path_factory):
+    """Compiled, quantised, and with shared features."""
+    folder = tmp_path_factory.mktemp("packages") / "small"
+    with torchs_own_warnings():
+        return export(small, folder, features=FEATURES, num_dense=NUM_DENSE, shared=SHARED, rounding="minmax")
 
 
 @pytest.fixture

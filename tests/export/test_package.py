@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 import meshrec
-from meshrec.export import PackageError, Predictor, export
+from meshrec.export import PackageError, Predictor, compile_anew, export
+from meshrec.export.archive import load_exported
 from meshrec.train.losses import SquaredError
-from tests.export.conftest import FEATURES, NUM_DENSE, torchs_own_warnings
+from tests.export.conftest import FEATURES, NUM_DENSE, SHARED, torchs_own_warnings
 
 
 def scores_of(model, dense, values, lengths):
@@ -109,9 +110,9 @@ def test_damage_is_named(package, tmp_path):
         Predictor(folder)
     replace(
         folder / "manifest.json",
-        (folder / "manifest.json").read_bytes().replace(b'"format": 1', b'"format": 9'),
+        (folder / "manifest.json").read_bytes().replace(b'"format": 2', b'"format": 9'),
     )
-    with pytest.raises(PackageError, match="is of format 9, this version reads 1"):
+    with pytest.raises(PackageError, match="is of format 9, this version reads 2"):
         Predictor(folder)
 
 
@@ -186,3 +187,99 @@ def test_several_outputs_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match=r"gives \(2,\) outputs for each sample, and a package gives one"):
         export(Two(), tmp_path / "out", features=FEATURES, num_dense=NUM_DENSE)
     assert not (tmp_path / "out").exists()
+
+
+def test_quantised_tables_are_looked_up_as_in_their_model(small, small_package, requests):
+    predictor = Predictor(small_package)
+    assert predictor.is_compiled
+    assert sorted(predictor.quantised.values()) == ["INT2", "INT4", "INT8"]
+    assert predictor.rounding == "minmax"
+    for batch in (0, 1, 7):
+        torch.testing.assert_close(
+            predictor(*requests(batch)), scores_of(small, *requests(batch)), rtol=1e-5, atol=1e-6
+        )
+    name = next(iter(predictor.quantised))
+    assert torch.equal(predictor.weights[name], small.get_parameter(name))
+
+
+def grouped(requests, num_rows, batch):
+    """A request of samples that share rows, and the same with these repeated."""
+    dense, values, lengths = requests(num_rows)
+    _, own_values, own_lengths = requests(batch)
+    group = torch.arange(batch) * 7 % num_rows
+    repeated = ({}, {})
+    for feature in FEATURES:
+        if feature in SHARED:
+            bags = values[feature].split(lengths[feature].tolist())
+            repeated[0][feature] = torch.cat([values[feature][:0], *(bags[row] for row in group)])
+            repeated[1][feature] = lengths[feature][group]
+        else:
+            repeated[0][feature], repeated[1][feature] = own_values[feature], own_lengths[feature]
+            values[feature], lengths[feature] = own_values[feature], own_lengths[feature]
+    return (dense, values, lengths, group), (dense[group], *repeated)
+
+
+@pytest.mark.parametrize(("num_rows", "batch"), [(1, 1), (1, 50), (3, 7), (2, 0)])
+def test_shared_features_give_what_repeating_them_gives(small_package, requests, num_rows, batch):
+    predictor = Predictor(small_package)
+    (*shared, group), repeated = grouped(requests, num_rows, batch)
+    torch.testing.assert_close(predictor(*shared, group=group), predictor(*repeated), rtol=1e-6, atol=1e-7)
+
+
+def test_layers_over_what_is_shared_run_once_a_row(small_package):
+    graph = load_exported(small_package / "shared-exported.pt2").graph
+    (late,) = [
+        node
+        for node in graph.nodes
+        if node.target is torch.ops.aten.index_select.default
+        and node.args[0].target is torch.ops.aten.relu.default
+    ]
+    assert late.args[2].name == "group"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d, v, n, g: (d, v, n, g.int()), r"group must be \[batch\] int64, got \[7\] torch.int32"),
+        (lambda d, v, n, g: (d, v, n, g + 1), r"group has rows from 1 to 3, and 3 are given"),
+        (lambda d, v, n, g: (d, v, {**n, "f 1": n["f 1"][:3]}, g), r"'f 1': 3 lengths for 7 samples"),
+        (lambda d, v, n, g: (d, v, {**n, "f0": n["f0"][:2]}, g), r"'f0': 2 lengths for 3 samples"),
+    ],
+)
+def test_bad_groups_are_named(small_package, requests, change, message):
+    request, _ = grouped(requests, 3, 7)
+    *request, group = change(*request)
+    with pytest.raises(ValueError, match=message):
+        Predictor(small_package)(*request, group=group)
+
+
+def test_what_cannot_be_shared_is_named(model, uncompiled, requests, tmp_path):
+    for shared in (["x"], [*FEATURES, "dense"]):
+        with pytest.raises(ValueError, match="shared must name some of"):
+            export(model, tmp_path / "p", features=FEATURES, num_dense=NUM_DENSE, shared=shared)
+    with torchs_own_warnings(), pytest.raises(ValueError, match="shares no features, and a group was given"):
+        Predictor(uncompiled)(*requests(2), group=torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_package_is_compiled_anew(uncompiled, requests, tmp_path):
+    with torchs_own_warnings():
+        made, exported = (
+            Predictor(compile_anew(uncompiled, tmp_path / "anew"), verify=True),
+            Predictor(uncompiled),
+        )
+    assert made.is_compiled
+    assert made.about == exported.about
+    assert os.path.samefile(uncompiled / "weights.bin", tmp_path / "anew" / "weights.bin")
+    for batch in (0, 1, 9):
+        torch.testing.assert_close(made(*requests(batch)), exported(*requests(batch)), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="is there already"):
+        compile_anew(uncompiled, tmp_path / "anew")
+    with pytest.raises(PackageError, match="is no package"):
+        compile_anew(tmp_path, tmp_path / "other")
+
+
+def test_a_program_of_operators_that_are_not_there_is_named(uncompiled, tmp_path):
+    folder = copied(uncompiled, tmp_path)
+    replace(folder / "exported.pt2", b"no program")
+    with torchs_own_warnings(), pytest.raises(PackageError, match=r"exported.pt2 cannot be loaded"):
+        Predictor(folder)

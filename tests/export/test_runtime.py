@@ -50,6 +50,13 @@ def test_cpp_gives_the_bits_of_python(program, package, requests, batch):
     assert torch.equal(scores, Predictor(package)(*request))
 
 
+def test_cpp_gives_the_bits_of_python_for_quantised_tables(program, small_package, requests):
+    request = requests(300)
+    done = call(program, small_package, input=lines_of(*request), check=True)
+    scores = torch.tensor([float(line) for line in done.stdout.split()])
+    assert torch.equal(scores, Predictor(small_package)(*request))
+
+
 def test_no_python_is_loaded(program):
     assert "libpython" not in call("ldd", program, check=True).stdout
 
@@ -71,4 +78,6 @@ def test_bad_requests_and_packages_are_named(program, package, tmp_path):
     for word, other in (("torch", "torch 1.0"), ("isa", "isa NONE")):
         lines = [other if line.startswith(f"{word} ") else line for line in layout.splitlines()]
         (tmp_path / "other" / "layout.txt").write_text("\n".join(lines) + "\n")
-        assert "holds a program for" in call(program, tmp_path / "other", input="").stderr
+        said = call(program, tmp_path / "other", input="").stderr
+        assert "holds a program for" in said
+        assert "compile the package anew: meshrec export " in said

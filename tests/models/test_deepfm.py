@@ -3,7 +3,7 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
-from meshrec.models import DeepFM, DLRMTrain, FMInteractionArch
+from meshrec.models import DeepFMModel, DLRMTrain, FMInteractionArch
 from meshrec.optim import SGD
 from meshrec.testing import assert_equal_to_unsharded
 
@@ -14,7 +14,7 @@ def make_model(dims=(4, 4)):
         EmbeddingBagConfig(name=f"t{i}", num_embeddings=10, embedding_dim=dim, feature_names=[f"f{i}"])
         for i, dim in enumerate(dims)
     ]
-    return DeepFM(EmbeddingBagCollection(tables=tables), 3, [8, 4], [8, 1])
+    return DeepFMModel(EmbeddingBagCollection(tables=tables), 3, [8, 4], [8, 1])
 
 
 def make_batch(seed=0):
@@ -74,4 +74,4 @@ def test_widths_must_fit():
     with pytest.raises(ValueError, match=r"one embedding_dim for all tables, got \[4, 8\]"):
         make_model((4, 8))
     with pytest.raises(ValueError, match=r"the last of deep_layer_sizes must be 1, got \[8, 2\]"):
-        DeepFM(make_model().sparse_arch.embedding_bag_collection, 3, [8, 4], [8, 2])
+        DeepFMModel(make_model().sparse_arch.embedding_bag_collection, 3, [8, 4], [8, 2])

@@ -3,12 +3,16 @@
 import importlib.util
 import logging
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from meshrec.comms.collectives import CollectiveError
+from meshrec.distributed import ShardingEnv
 from meshrec.optim import SGD
 from meshrec.pipeline import TrainPipeline
 from meshrec.plan.mesh import default_env
@@ -110,6 +114,25 @@ def test_unequal_numbers_of_batches(ranks):
     ranks(2).run(end_unequally)
 
 
+def stop_one_rank():
+    rank = default_env().world.rank
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    env = ShardingEnv.from_process_group(group, device_type="cpu")
+    model, optimizer = models.sharded(spec=SGD(lr=0.1), env=env)
+    pipeline, iterator = TrainPipeline(model, optimizer), iter(models.make_batches(6))
+    for _ in range(2):
+        pipeline.progress(iterator)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(CollectiveError, match="no answer from rank 1"):
+            pipeline.progress(iterator)
+    dist.barrier()
+
+
+def test_a_rank_that_stops_early_is_named(ranks):
+    ranks(2).run(stop_one_rank)
+
+
 def fail_in_the_loader():
     rank = default_env().world.rank
     batches = models.make_batches(5)
@@ -174,14 +197,46 @@ def write_to_batches():
         pipeline.progress(iterator)
     assert_same_as_plain(model, optimizer, batches[:2])
     pipeline.reset()
-    pipeline = pipelined()[2]
+    batches = models.make_batches(6)
+    model, optimizer, pipeline = pipelined()
     iterator = iter(batches)
     pipeline.progress(iterator)
     batches[1].parts[0].values().zero_()
     pipeline.progress(iterator)  # the first two batches are not looked up ahead
-    batches[2].parts[0].values().zero_()
-    with pytest.raises(ValueError, match=r"batch\.parts\[0\] was written to"):
+    before = models.state_of(model, optimizer)
+    if rank == 1:  # between steps, and on one rank alone
+        batches[2].parts[0].values().zero_()
+    with pytest.raises(ValueError, match=r"rank 1: batch\.parts\[0\] was written to") as caught:
         pipeline.progress(iterator)
+    assert "rank 0" not in str(caught.value)
+    models.assert_same(models.state_of(model, optimizer), before)
+    for _ in range(3):
+        pipeline.progress(iterator)
+    assert_same_as_plain(model, optimizer, batches[:2] + batches[3:])
+
+
+def write_in_the_forward_pass():
+    batches = models.make_batches(4)
+
+    def forward(batch):
+        batch.dense.mul_(0.5)  # as in the plain loop
+        return model(batch)
+
+    model, optimizer = models.sharded(spec=SGD(lr=0.1))
+    assert len(list(TrainPipeline(model, optimizer, forward=forward)(batches))) == 4
+    # They are halves by now.
+    assert_same_as_plain(model, optimizer, batches)
+
+    def forward_ids(batch):
+        batch.parts[0].values().zero_()
+        return model(batch)
+
+    with pytest.raises(ValueError, match=r"batch\.parts\[0\] was written to"):
+        list(TrainPipeline(model, optimizer, forward=forward_ids)(batches))
+
+
+def test_what_the_forward_pass_writes(ranks):
+    ranks(2).run(write_in_the_forward_pass)
 
 
 def test_a_batch_that_is_written_to(ranks):

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 import pytest
 
 from meshrec import distributed as md
-from meshrec.plan.builders import Ranks, even_splits, tables_of
+from meshrec.plan.builders import WorldShape, even_splits, tables_of
 
 SIZE = md.TableSize(10, 7)
-RANKS = Ranks(4, 2)
+RANKS = WorldShape(4, 2)
 
 
 def _rectangles(builder):

@@ -1,7 +1,7 @@
 import pytest
 
 from meshrec import distributed as md
-from meshrec.plan.builders import Ranks
+from meshrec.plan.builders import WorldShape
 from meshrec.plan.checks import _difference
 
 SIZE = md.TableSize(10, 8)
@@ -10,7 +10,7 @@ SIZE = md.TableSize(10, 8)
 def _sharding(*rectangles, ranks=None):
     shards = tuple(
         md.ShardMetadata(
-            shard_offsets=(r0, c0), shard_sizes=(rows, columns), placement=md.Placement(rank=rank)
+            shard_offsets=(r0, c0), shard_sizes=(rows, columns), placement=md.RemoteDevice(rank=rank)
         )
         for r0, c0, rows, columns, rank in rectangles
     )
@@ -61,7 +61,7 @@ def test_bad_plans_name_table_and_rectangle(sharding, match):
 
 
 def test_tables_and_modules_must_match():
-    sharding = md.table_wise(rank=0)("t0", SIZE, Ranks(1, 1))
+    sharding = md.table_wise(rank=0)("t0", SIZE, WorldShape(1, 1))
     plan = md.ShardingPlan({"ebc": md.EmbeddingModuleShardingPlan({"t0": sharding})})
     md.verify_plan(plan, {"ebc": {"t0": SIZE}}, world_size=1)
     with pytest.raises(ValueError, match="table 't1' is not in the plan"):

@@ -10,11 +10,11 @@ from meshrec.distributed import (
     grid_shard,
     table_wise,
 )
-from meshrec.plan.builders import Ranks
+from meshrec.plan.builders import WorldShape
 
 
 def _plan(rank: int = 1) -> ShardingPlan:
-    size, ranks = TableSize(10, 7), Ranks(4, 2)
+    size, ranks = TableSize(10, 7), WorldShape(4, 2)
     tables = {"t0": table_wise(rank=rank), "t1": grid_shard(), "t2": data_parallel()}
     return ShardingPlan(
         {
@@ -46,7 +46,7 @@ def test_digest_sees_placement_but_not_order_or_device():
     tables = _plan().plan["sparse.ebc"]
     reordered = EmbeddingModuleShardingPlan(reversed(tables.items()))
     assert ShardingPlan({"sparse.ebc": reordered}).digest() == _plan().digest()
-    on_cuda = table_wise(rank=1)("t0", TableSize(10, 7), Ranks(4, 2, "cuda"))
+    on_cuda = table_wise(rank=1)("t0", TableSize(10, 7), WorldShape(4, 2, "cuda"))
     assert on_cuda.digest() == tables["t0"].digest()
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrec.plan.builders import (
-    Ranks,
+    WorldShape,
     column_wise,
     data_parallel,
     grid_shard,
@@ -31,7 +31,7 @@ from meshrec.planner.search import Effort
 from meshrec.planner.state import Parts
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
-TWO_NODES = Ranks(4, 2)
+TWO_NODES = WorldShape(4, 2)
 
 
 def by_hand(table, generator, world=TWO_NODES) -> Mapping[str, EmbeddingModuleShardingPlan]:

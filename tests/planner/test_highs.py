@@ -2,7 +2,7 @@ import highspy
 import numpy as np
 import pytest
 
-from meshrec.planner.highs import INFINITY, LinearProgram, Rows, Solver, solve_lp, sparse_matrix
+from meshrec.planner.highs import INFINITY, LinearProgram, ProgramRows, Solver, solve_lp, sparse_matrix
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_limits_can_change(program):
 
 
 def test_rows_add_up_what_shares_a_place():
-    rows = Rows(2)
+    rows = ProgramRows(2)
     rows.add_each(np.array([0, 0, 1]), np.array([0, 0, 1]), 1.0, np.array([2.0, 3.0]), np.array([9.0, 9.0]))
     rows.add(np.array([0, 1]), np.array([1.0, 1.0]), -INFINITY, 9.0)
     program = rows.program(np.ones(2), np.zeros(2), np.full(2, INFINITY))
@@ -56,7 +56,7 @@ def test_rows_add_up_what_shares_a_place():
 def test_rows_can_be_added(program, options):
     solver = Solver(program, **options)
     assert solver.solve().objective == pytest.approx(-3.5)
-    rows = Rows(2)
+    rows = ProgramRows(2)
     rows.add(np.array([1, 0]), np.array([1.0, 1.0]), -INFINITY, 2.0)
     solver.add_rows(rows)
     assert solver.solve().objective == pytest.approx(-2.0)

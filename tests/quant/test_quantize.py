@@ -1,6 +1,7 @@
 """A quantised model beside the one that it was made from."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -175,6 +176,16 @@ def test_ids_are_checked():
     made = quantize(EmbeddingBagCollection(configs(), bounds_check=BoundsCheckMode.WARN), INT8)
     made(features)
     assert made.num_clamped_ids == 1
+
+
+@pytest.mark.parametrize("name", ["UINT8", "NFP8", "FP8"])
+def test_other_data_types_are_refused_by_name(name):
+    with pytest.raises(AttributeError, match=f"tables have no data type {name}. Choose one of FP32, "):
+        getattr(DataType, name)
+    with pytest.raises(ValueError, match=f"no data type {name}. .* what others call UINT8 is INT8"):
+        DataType(name)
+    assert not hasattr(DataType, "__nothing__")
+    assert copy.deepcopy(DataType.INT8) is pickle.loads(pickle.dumps(DataType.INT8)) is DataType("INT8")
 
 
 def test_refusals():

@@ -1,6 +1,6 @@
 import pytest
 
-from meshrec.reports.measured import PhaseTime, compare, read_phases, write_phases
+from meshrec.reports.measured import PhaseTime, compare, compare_pipelined, read_phases, write_phases
 
 
 def test_a_pipelined_run_is_compared_by_its_whole_exchanges(tmp_path):
@@ -31,6 +31,21 @@ def test_the_slowest_ranks_median_counts(small_plan):
     assert (ids.phase, ids.predicted, ids.measured) == ("ids", predicted["ids"], 2.0)
     assert lookup.error == pytest.approx(-0.75)
     assert step.measured == pytest.approx(2.0 + lookup.measured)
+
+
+def test_a_pipelined_step_hides_the_travel_of_ids(small_plan):
+    estimate = small_plan.estimate()
+    travel, phases = estimate.id_travel_seconds, estimate.phases
+    assert 0 < travel <= phases["ids"]
+    local = phases["lookup"] + phases["update"]
+    assert estimate.pipelined_seconds() == pytest.approx(estimate.seconds - min(travel, local))
+    assert estimate.pipelined_seconds(1e9) == pytest.approx(estimate.seconds - travel)
+    whole = [PhaseTime("ids", 0, 0.4), PhaseTime("dense", 0, 1e9)]
+    hidden = [PhaseTime("ids", 0, 0.1), PhaseTime("lookup", 0, 0.2), PhaseTime("dense", 0, 5.0)]
+    row = compare_pipelined(small_plan, whole, hidden)
+    assert row.phase == "step, pipelined"
+    assert row.predicted == pytest.approx(estimate.seconds - travel)
+    assert row.measured == pytest.approx(0.3)
 
 
 def test_bad_files_are_named(tmp_path, small_plan):

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshrec.plan.builders import Ranks, row_wise, table_wise
+from meshrec.plan.builders import WorldShape, row_wise, table_wise
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
 from meshrec.planner.plan_file import PlannedShardingPlan
 from meshrec.reports.plan_report import diff, make_report, what_if
@@ -39,7 +39,7 @@ def by_hand(small_plan, generator):
     table = small_plan.required_inputs().tables[0]
     size = TableSize(table.num_embeddings, table.embedding_dim)
     inputs = replace(small_plan.required_inputs(), tables=(table,))
-    plan = {"": EmbeddingModuleShardingPlan({table.name: generator(table.name, size, Ranks(4, 2))})}
+    plan = {"": EmbeddingModuleShardingPlan({table.name: generator(table.name, size, WorldShape(4, 2))})}
     return PlannedShardingPlan(plan, inputs=inputs), table
 
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from meshrec.serve.batching import Batcher, Limits, Scored
+from meshrec.serve.batching import Batcher, Limits, VersionedScores
 from meshrec.serve.requests import RequestError
 from tests.serve.conftest import request_of, samples
 
@@ -23,7 +23,7 @@ class Scorer:
         assert self.go.wait(60)
         if (request.dense == 99).any():
             raise ValueError("a sample cannot be")
-        return Scored(request.dense.sum(1), "v")
+        return VersionedScores(request.dense.sum(1), "v")
 
 
 def in_loop(test):

@@ -13,7 +13,10 @@ import torch
 from meshrec.checkpoint.delta import write_tensors
 from meshrec.cli.train import main as train
 from meshrec.export import Predictor, export_run
-from meshrec.serve.fresh import Deltas, Freshness, place
+from meshrec.modules import DataType
+from meshrec.quant.runs import quantize_run
+from meshrec.serve.fresh import Codes, Deltas, Freshness, place
+from meshrec.train import join
 from meshrec.train.run_folder import find_run
 from tests.export.conftest import torchs_own_warnings
 from tests.serve.conftest import Client, running, samples, scores_of
@@ -200,7 +203,10 @@ def test_without_deltas_there_is_no_way_back(packages):
         client.close()
 
 
-def test_after_the_last_delta_tables_are_those_of_a_fresh_export(tmp_path):
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A run of 10 steps that published deltas."""
+    folder = tmp_path_factory.mktemp("published")
     options = [
         "--training.publish-every",
         "3",
@@ -210,10 +216,13 @@ def test_after_the_last_delta_tables_are_those_of_a_fresh_export(tmp_path):
         "9",
     ]
     assert (
-        train(["tests/train/small.py:small", "--runs", str(tmp_path), "--name", "r", "--quiet", *options])
-        == 0
+        train(["tests/train/small.py:small", "--runs", str(folder), "--name", "r", "--quiet", *options]) == 0
     )
-    run = find_run("r", tmp_path)
+    return find_run("r", folder)
+
+
+def test_after_the_last_delta_tables_are_those_of_a_fresh_export(published, tmp_path):
+    run = published
     with torchs_own_warnings():
         old = Predictor(export_run(run, tmp_path / "old", step=4, compile=False))
         new = Predictor(export_run(run, tmp_path / "new", last=True, compile=False))
@@ -225,3 +234,25 @@ def test_after_the_last_delta_tables_are_those_of_a_fresh_export(tmp_path):
     for name, weight in new.weights.items():
         assert torch.equal(old.weights[name], weight), name
     assert not torch.equal(Predictor(tmp_path / "old").weights[name], weight)  # the package is as it was
+
+
+def test_deltas_are_quantised_like_the_package(published, tmp_path):
+    """By a run whose deltas are of numbers: what `meshrec quantize` and an export would give at the end."""
+    ranks, packages = join("cpu"), []
+    for name, choice in (("old", {"step": 4}), ("new", {"last": True})):
+        quantize_run(published, ranks, tmp_path / f"q-{name}", weights=DataType.INT4, **choice)
+        with torchs_own_warnings():
+            folder = export_run(published, tmp_path / name, quantised=tmp_path / f"q-{name}", compile=False)
+            packages.append(Predictor(folder))
+    old, new = packages
+    codes = Codes(old.quantised, old.rounding)
+    deltas = Deltas(published.path / "deltas", old.about, old.weights, codes=codes)
+    place(deltas)
+    assert deltas.freshness == Freshness(4, 10, "")
+    assert len(old.quantised) == 3
+    for name, weight in new.weights.items():
+        assert torch.equal(old.weights[name], weight), name
+    codes = codes._replace(rounding=None)
+    unknown = Deltas(published.path / "deltas", old.about, old.weights, codes=codes)
+    place(unknown)
+    assert re.search(r"the package does not say how '.*' was rounded", unknown.freshness.reason)

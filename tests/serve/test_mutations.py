@@ -8,10 +8,13 @@ import os
 import random
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import meshrec
+from meshrec.data.features import Features, Hashed, Number
 from meshrec.export import Predictor, export
+from meshrec.export.raw_values import RawValues
 from meshrec.models.dlrm import DLRM
 from tests.export.conftest import torchs_own_warnings
 from tests.serve.conftest import Client, request_of, running, samples, scores_of
@@ -32,11 +35,37 @@ def served(tmp_path_factory):
         for f in FEATURES
     ]
     model = DLRM(meshrec.EmbeddingBagCollection(tables), NUM_DENSE, [8, 4], [8, 1])
+    other = folder.with_name("raw")
+    options = {"features": FEATURES, "num_dense": NUM_DENSE, "compile": False}
     with pytest.MonkeyPatch.context() as patch, torchs_own_warnings():
-        export(model, folder, features=FEATURES, num_dense=NUM_DENSE, compile=False)
+        export(model, folder, **options)
+        export(model, other, shared=["user", "dense"], raw=raw_values(), **options)
         patch.setattr("meshrec.serve.models.Predictor", Predictor)
-        with running({"clicks": folder}, max_body=1 << 16) as server:
+        with running({"clicks": folder, "raw": other}, max_body=1 << 16) as server:
             yield server, Predictor(folder)
+
+
+def raw_values():
+    """Texts, lists of them and numbers, for the same model."""
+    features = Features(
+        labels=(),
+        features=(
+            *(Number(name=f"d{at}", missing=0.0) for at in range(NUM_DENSE)),
+            Hashed(name="user", num_embeddings=NUM_ROWS),
+            Hashed(name="item", num_embeddings=NUM_ROWS, max_length=5),
+        ),
+        num_labels=1,
+    )
+    table = pa.table(raw_columns(samples(9)))
+    return RawValues(features.fit([table]), table.schema)
+
+
+def raw_columns(given):
+    """The same samples with texts for ids."""
+    found = {f"d{at}": [each["dense"][at] for each in given] for at in range(NUM_DENSE)}
+    found["user"] = ["".join(f"u{i}" for i in each["user"]) for each in given]
+    found["item"] = [[f"i{i}" for i in each["item"]] for each in given]
+    return found
 
 
 def bytes_changed(draw, data):
@@ -82,13 +111,50 @@ def binary(given):
     return body, b"".join(tensors)
 
 
+def raw_binary(columns, shares):
+    """Head and tensors of a request of raw values."""
+
+    def texts(values):
+        return b"".join(len(v).to_bytes(4, "little") + v for v in (value.encode() for value in values))
+
+    arrays = [
+        (f"raw.{name}", "FP64", np.array(values, "<f8").tobytes(), len(values))
+        for name, values in columns.items()
+        if name[0] == "d"
+    ]
+    arrays.append(("raw.user", "BYTES", texts(columns["user"]), len(columns["user"])))
+    flat = [value for values in columns["item"] for value in values]
+    lengths = np.array([len(values) for values in columns["item"]], "<i4")
+    arrays.append(("raw.item.values", "BYTES", texts(flat), len(flat)))
+    arrays.append(("raw.item.lengths", "INT32", lengths.tobytes(), len(lengths)))
+    inputs = [
+        {"name": name, "datatype": kind, "shape": [size], "parameters": {"binary_data_size": len(data)}}
+        for name, kind, data, size in arrays
+    ]
+    return {"inputs": inputs, "parameters": {"shared": shares}}, b"".join(each[2] for each in arrays)
+
+
 def mutated(kind, draw):
     """Path, body, headers."""
     given = samples(draw.randint(1, 4), draw.randrange(100))
-    if kind == "samples":
+    if kind in ("samples", "raw", "shared"):
+        path = "/predict/clicks" if kind == "samples" else "/predict/raw"
+        if kind != "samples":
+            columns = raw_columns(given)
+            given = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        if kind == "shared":
+            common = {name: given[0][name] for name in draw.sample(list(given[0]), 3)}
+            own = [{name: row[name] for name in row if name not in common} for row in given]
+            given = {"shared": common, "samples": own}
         if draw.random() < 0.5:
-            return "/predict", json.dumps(value_changed(draw, given)).encode(), {}
-        return "/predict", bytes_changed(draw, json.dumps(given).encode()), {}
+            return path, json.dumps(value_changed(draw, given)).encode(), {}
+        return path, bytes_changed(draw, json.dumps(given).encode()), {}
+    if kind == "raw tensors":
+        body, tensors = raw_binary(raw_columns(given), shares=draw.random() < 0.3)
+        tensors = bytes_changed(draw, tensors) if draw.random() < 0.7 else tensors
+        body = value_changed(draw, body) if draw.random() < 0.5 else body
+        head = json.dumps(body).encode()
+        return "/v2/models/raw/infer", head + tensors, {LENGTH: str(len(head))}
     path = "/v2/models/clicks/infer"
     if kind == "json":
         body = infer_body(given)
@@ -112,7 +178,14 @@ def num_scores(said):
     return len(said["scores"]) if "scores" in said else sum(len(each["data"]) for each in said["outputs"])
 
 
-@pytest.mark.parametrize("kind", ["samples", "json", "binary"])
+def test_a_number_that_no_float_holds_is_named(served):
+    client, sample = Client(served[0].url), {f"d{at}": 1e300 for at in range(NUM_DENSE)}
+    status, _, said = client("POST", "/predict/raw", {**sample, "user": "u", "item": []})
+    client.close()
+    assert (status, "dense value 0 of sample 0 is inf" in said["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("kind", ["samples", "json", "binary", "raw", "shared", "raw tensors"])
 def test_changed_requests_are_refused_with_a_reason(served, kind):
     server, predictor = served
     draw, client = random.Random(0), Client(server.url)
@@ -130,7 +203,7 @@ def test_changed_requests_are_refused_with_a_reason(served, kind):
             assert len(said["error"]) > 10, body
             refused += 1
         if number % 50 == 0:
-            status, _, said = client("POST", "/predict", sound)
+            status, _, said = client("POST", "/predict/clicks", sound)
             np.testing.assert_allclose(said["scores"], expected, rtol=1e-5)
-    assert refused > NUM / 2
+    assert refused > NUM / (2 if kind in ("samples", "json", "binary") else 4)
     client.close()

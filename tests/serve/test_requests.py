@@ -18,12 +18,44 @@ def arrays(given):
 def test_sound_requests_are_put_in_order_and_joined():
     first, second = samples(3, 1), samples(2, 2)
     both = joined([checked(SIGNATURE, *arrays(first)), checked(SIGNATURE, *arrays(second))])
-    for found, expected in zip(both, request_of(first + second), strict=True):
+    assert both.group is None
+    for found, expected in zip(both[:3], request_of(first + second)[:3], strict=True):
         assert np.array_equal(
             np.concatenate([np.ravel(a) for a in found]), np.concatenate([np.ravel(a) for a in expected])
         )
     assert both.num_samples == 5
     assert checked(SIGNATURE, *arrays([])).num_samples == 0
+
+
+def test_what_is_shared_is_kept_or_repeated():
+    dense, values, lengths = arrays(samples(3, 1))
+    once = dense[:1], {**values, "user": np.array([4, 5])}, {**lengths, "user": np.array([2])}
+    kept = SIGNATURE._replace(shared=frozenset({"user", "dense"}))
+    found = checked(kept, *once, shared={"user", "dense"}, num_samples=3)
+    assert found.num_samples == 3
+    assert found.group.tolist() == [0, 0, 0]
+    assert found.lengths[0].tolist() == [2]
+    repeated = checked(SIGNATURE, *once, shared={"user", "dense"}, num_samples=3)
+    assert repeated.group is None
+    assert repeated.values[0].tolist() == [4, 5] * 3
+    assert repeated.lengths[0].tolist() == [2] * 3
+    assert repeated.dense.tolist() == [dense[0].tolist()] * 3
+    # A request that shares less than the model does is a plain one.
+    less = checked(
+        kept, dense, {**values, "user": np.array([4])}, {**lengths, "user": np.array([1])}, shared={"user"}
+    )
+    assert less.group is None
+    many = (
+        dense[:1],
+        {**values, "user": np.zeros(1 << 23, np.int64)},
+        {**lengths, "user": np.array([1 << 23])},
+    )
+    with pytest.raises(RequestError, match="too many ids to repeat them for 3 samples") as caught:
+        checked(SIGNATURE, *many, shared={"user", "dense"}, num_samples=3)
+    assert caught.value.status == 413
+    both = joined([found, repeated, found])
+    assert both.group.tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4]
+    assert both.num_samples == 9
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,15 @@ class Toy:
             raise PackageError(f"{folder} is no package. Export a model.")
         self.features, self.num_dense = FEATURES, NUM_DENSE
         self.rows = dict.fromkeys(FEATURES, NUM_ROWS)
+        self.outputs, self.shared, self.raw = "scores", frozenset(), None
+        self.quantised, self.rounding = {}, None
         self.about, self.is_compiled = {"run": "r", "step": 10}, True
         self.weights = {"table": torch.zeros(NUM_ROWS, 64), "bias": torch.zeros(1)}
         self._scale = json.loads(path.read_text())["scale"]
         self.version = f"v{self._scale}"
 
-    def run(self, dense, values, lengths):
+    def run(self, dense, values, lengths, group=None):
+        assert group is None
         logits = dense.sum(1)
         for place, (ids, own) in enumerate(zip(values, lengths, strict=True)):
             sample = torch.repeat_interleave(torch.arange(len(own)), own)

@@ -1,5 +1,6 @@
 """A recipe on Parquet files of strings, nulls and lists, whose features are fitted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 
 from meshrec.data.features import DatePart, Features, Hashed, Label, Number, Vocabulary
 from meshrec.optim import RowWiseAdagrad
-from meshrec.train import DenseOptimizer, DLRMConfig, Parquet, Recipe, Training
+from meshrec.train import ClickTowersConfig, DenseOptimizer, DLRMConfig, Parquet, Recipe, Training
 
 FEATURES = Features(
     labels=(Label(column="clicked"),),
@@ -56,4 +57,10 @@ def recipe() -> Recipe:
         tables=RowWiseAdagrad(lr=0.1),
         dense=DenseOptimizer(lr=0.01),
         training=Training(batch_size=100, log_every=5),
+    )
+
+
+def two_towers() -> Recipe:
+    return replace(
+        recipe(), name="towers", model=ClickTowersConfig(item_features=("city", "tags"), layers=(8, 4))
     )

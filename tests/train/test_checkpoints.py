@@ -1,5 +1,6 @@
 import os
 import re
+import signal
 
 import pytest
 import torch
@@ -50,6 +51,42 @@ def test_a_run_that_was_stopped_goes_on_at_the_exact_sample(tmp_path, small, ste
     assert third.resume()
     assert third.progress.step == 20
     assert third.run() == expected
+
+
+def stop_one_rank_and_go_on(recipe, path, step):
+    expected_trainer = trainer(recipe)
+    expected = expected_trainer.run()
+    folder = RunFolder(path)
+    stop = StopRequest()
+
+    def observer(event):  # of the first rank alone: the others get no signal
+        if isinstance(event, Stepped) and event.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    first = trainer(recipe, folder, stop=stop, observer=observer)
+    assert first._step.is_pipelined
+    with stop.listening():
+        first.run()
+    assert first.stopped
+    assert step <= first.progress.step <= step + 1
+    second = trainer(recipe, folder)
+    assert second.resume()
+    assert second.progress.step == first.progress.step
+    samples = recipe.training.batch_size * recipe.training.accumulate
+    assert second.progress.position.sample == first.progress.step * samples % 1000
+    assert second.run() == expected
+    found = second.built.model.state_dict()
+    for name, value in expected_trainer.built.model.state_dict().items():
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in (value, found[name])]
+        tensors = [each.local_shards() if hasattr(each, "local_shards") else [each] for each in local]
+        assert all(map(torch.equal, *tensors)), name
+
+
+@pytest.mark.parametrize(("step", "accumulate"), [(3, 1), (9, 1), (2, 2)])
+def test_batches_in_flight_are_read_again(ranks, tmp_path, small, step, accumulate):
+    """With one batch on its way and one more read, after Ctrl-C: in an epoch, at its end, in groups."""
+    recipe = small(epochs=2, checkpoint_every=4, accumulate=accumulate)
+    ranks(2).run(stop_one_rank_and_go_on, recipe, tmp_path, step)
 
 
 def test_how_often_and_how_many(tmp_path, small):

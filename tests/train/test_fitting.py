@@ -47,6 +47,20 @@ def test_the_rows_of_the_test_split_are_scored_as_in_training(run, tmp_path):
     assert torch.equal(trained.sparse.lengths(), again.sparse.lengths())
 
 
+def test_every_split_and_predictions_read_a_row_alike(run):
+    data = data_of_run(load_recipe(run).data, run)
+    path = run.path.parent / "all.parquet"
+    (every,) = source().scored(features_of(run), path, labelled=False).train.batches(1500)
+    for reader, num in ((data.train, 1200), (data.validation, 150), (data.test, 150)):
+        (batch,) = reader.batches(1500)
+        assert len(batch) == num
+        assert torch.equal(batch.dense, every.dense[batch.rows])
+        for key in ("user", "tags", "city", "hour"):
+            bags = every.sparse[key].to_dense()
+            for row, bag in zip(batch.rows.tolist(), batch.sparse[key].to_dense(), strict=True):
+                assert torch.equal(bag, bags[row])
+
+
 def test_a_run_is_exported_with_what_it_fitted(run, tmp_path):
     assert export.main([str(run.path), "--out", str(tmp_path / "p"), "--no-compile"]) == 0
 

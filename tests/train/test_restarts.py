@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshrec.checkpoint import CheckpointManager, read_manifest
+from meshrec.train.worker import Job, work
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +23,11 @@ def start(folder, *options):
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+
+def undisturbed(folder, recipe):
+    """The same on a rank that is there already."""
+    work(Job(recipe=recipe, name="mine", runs=folder, device="cpu"), lambda _: lambda _: None)
 
 
 def ranks_of(process):
@@ -72,14 +78,14 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_killed_rank_does_not_change_the_result(tmp_path):
-    finished(start(tmp_path / "undisturbed"))
+def test_a_killed_rank_does_not_change_the_result(tmp_path, ranks, small):
+    ranks(2).run(undisturbed, tmp_path / "undisturbed", small(epochs=20, checkpoint_every=10))
     process = start(tmp_path / "disturbed", "--max-restarts", "2")
     checkpoints = CheckpointManager(tmp_path / "disturbed" / "mine" / "checkpoints")
     until(checkpoints.steps)
-    ranks = ranks_of(process)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
+    started = ranks_of(process)
+    assert len(started) == 2
+    os.kill(started[1], signal.SIGKILL)
     finished(process)
     assert checksums(tmp_path / "disturbed") == checksums(tmp_path / "undisturbed")
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]

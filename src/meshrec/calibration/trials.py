@@ -16,7 +16,7 @@ from meshrec.comms.phase_clock import DENSE, record_phases
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.optim import RowWiseAdagrad
-from meshrec.plan.builders import Ranks, column_wise, data_parallel, row_wise, table_wise
+from meshrec.plan.builders import WorldShape, column_wise, data_parallel, row_wise, table_wise
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, TableSize
 from meshrec.planner.types import OptimizerKind, Table
@@ -55,7 +55,7 @@ class Trial(NamedTuple):
 
     def plan(self, num_ranks: int) -> EmbeddingModuleShardingPlan:
         """Every rank has equally much to do."""
-        ranks, size = Ranks(num_ranks, num_ranks), TableSize(self.num_rows, self.dim)
+        ranks, size = WorldShape(num_ranks, num_ranks), TableSize(self.num_rows, self.dim)
         builders = {
             "table_wise": lambda number: table_wise(rank=number % num_ranks),
             "column_wise": lambda number: column_wise(ranks=[number % num_ranks, (number + 1) % num_ranks]),

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint.blocks import FileWriter, grid_of, write_rows
-from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, Piece
+from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, StoredPiece
 
 _ALIGNMENT = 64
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """What is to be written: a tensor (on any device), and where it stands in the whole of ``size``."""
 
     name: str
@@ -31,10 +31,10 @@ class Part(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A finished file, and the place of each part in it. ``Piece.file`` is not set yet."""
+    """A finished file, and the place of each part in it. ``StoredPiece.file`` is not set yet."""
 
     file: DataFile
-    pieces: list[Piece]
+    pieces: list[StoredPiece]
 
     def to_json(self) -> list[Any]:
         """For another process."""
@@ -47,13 +47,13 @@ class Written(NamedTuple):
         return cls(
             DataFile(*file),
             [
-                Piece(tuple(offset), tuple(shape), number, begin, rows_per_block, tuple(checksums))
+                StoredPiece(tuple(offset), tuple(shape), number, begin, rows_per_block, tuple(checksums))
                 for offset, shape, number, begin, rows_per_block, checksums in pieces
             ],
         )
 
 
-def write_data_file(path: Path, parts: Sequence[Part], pool: Executor) -> Written:
+def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> Written:
     """Writes a file and brings it to the disk; a failure leaves no file behind."""
     head = header(parts)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -66,7 +66,7 @@ def write_data_file(path: Path, parts: Sequence[Part], pool: Executor) -> Writte
             checksums = write_rows(writer, part.tensor, pool)
             shape = tuple(part.tensor.shape)
             rows_per_block = grid_of(shape, part.tensor.dtype).rows_per_block
-            pieces.append(Piece(part.offset, shape, -1, begin, rows_per_block, checksums))
+            pieces.append(StoredPiece(part.offset, shape, -1, begin, rows_per_block, checksums))
         os.fsync(descriptor)
     except BaseException:
         path.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def write_data_file(path: Path, parts: Sequence[Part], pool: Executor) -> Writte
     return Written(DataFile(path.name, writer.position, len(head), zlib.crc32(head)), pieces)
 
 
-def header(parts: Sequence[Part]) -> bytes:
+def header(parts: Sequence[TensorPart]) -> bytes:
     """What the file of these parts begins with."""
     shapes = {}
     for part in parts:

@@ -80,8 +80,7 @@ class RowTracker:
         if since < self.first_step:
             raise ValueError(
                 f"rows are tracked from update {self.first_step} on, and those since {since} are asked for. "
-                f"Export "
-                "the whole tables (export_safetensors), or ask for a later step."
+                "Export the whole tables (export_safetensors), or ask for a later step."
             )
         if any(self._modules[path].tables is not tables for path, tables in self._tables.items()):
             raise ValueError(

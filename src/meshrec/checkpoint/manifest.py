@@ -50,7 +50,7 @@ class DataFile(NamedTuple):
     header_checksum: int
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A rectangle of a tensor: where it is in the tensor, and where its bytes are.
 
     ``file``: position among the manifest's files. ``checksums``: CRC-32 of each block of ``rows_per_block``
@@ -71,7 +71,7 @@ class TensorRecord(NamedTuple):
     entry: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -130,8 +130,7 @@ class Manifest:
         if data.get("format") != FORMAT or data.get("version") != VERSION:
             raise ValueError(
                 f"this is {data.get('format')!r} of version {data.get('version')!r}, and {FORMAT!r} of "
-                f"version "
-                f"{VERSION} was expected. Read it with the release that wrote it."
+                f"version {VERSION} was expected. Read it with the release that wrote it."
             )
         files = tuple(DataFile(*file) for file in data["files"])
         manifest = cls(
@@ -231,7 +230,7 @@ def _record_from_json(data: list[Any]) -> TensorRecord:
         DTYPES[dtype],
         tuple(shape),
         tuple(
-            Piece(
+            StoredPiece(
                 tuple(offset),
                 tuple(piece_shape),
                 file,

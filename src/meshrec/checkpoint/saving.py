@@ -21,7 +21,7 @@ from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
 from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
 from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, collect, merged, prepare
-from meshrec.checkpoint.storage import RankFiles, Reader, Writer
+from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
 from meshrec.plan.mesh import Axis
 
 Group = dist.ProcessGroup | None
@@ -107,7 +107,7 @@ def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, g
     with _errors_of_dcp(f"loading {folder}"):
         dcp_load(
             loading.tensors,
-            storage_reader=Reader(folder, box["manifest"]),
+            storage_reader=CheckpointReader(folder, box["manifest"]),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=axis.group,
             no_dist=axis.size == 1,
@@ -203,12 +203,12 @@ class _Save:
         self._step, self._background = step, background
         self._collected = Collected()
 
-        def begin() -> _Part:
+        def begin() -> _RankShare:
             self._collected = collected = collect(state, axis.rank)
             if axis.rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
             names = {name: entry for name, entry in collected.entries.items() if entry in collected.parts}
-            return _Part(
+            return _RankShare(
                 secrets.token_hex(4), {entry: collected.values[entry] for entry in collected.parts}, names
             )
 
@@ -267,7 +267,7 @@ class _Save:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-class _Part(NamedTuple):
+class _RankShare(NamedTuple):
     """What other ranks have to know of a rank: ``values`` of entries of which it holds some ``names``."""
 
     nonce: str

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrec.checkpoint.agreement import CheckpointError, describe
-from meshrec.checkpoint.data_file import Part, Written, write_data_file
+from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
 from meshrec.checkpoint.manifest import write_durably
 
 _PR_SET_PDEATHSIG = 1
@@ -35,7 +35,7 @@ class Snapshot:
         self._status: int | None = None
 
     @classmethod
-    def start(cls, path: Path, parts: Sequence[Part], note: Path) -> "Snapshot":
+    def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
         """Starts to write ``parts`` to ``path``; when that is on the disk, ``note`` tells what is where.
 
         Tensors that are not contiguous memory on the CPU are copied first, here: the child must not run
@@ -92,7 +92,7 @@ def failure_of(note: Path) -> Path:
     return note.with_suffix(".failed")
 
 
-def _write_and_exit(parent: int, prctl: Any, path: Path, parts: Sequence[Part], note: Path) -> None:
+def _write_and_exit(parent: int, prctl: Any, path: Path, parts: Sequence[TensorPart], note: Path) -> None:
     code = 1
     try:
         if prctl is not None:

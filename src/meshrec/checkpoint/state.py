@@ -51,8 +51,7 @@ class Collected:
         if name in self.tensors:
             raise ValueError(
                 f"two tensors of the state are called {name!r}, in {self.entries[name]!r} and {entry!r}. "
-                f"Rename "
-                "one entry of the state."
+                "Rename one entry of the state."
             )
         self.tensors[name], self.entries[name] = tensor.detach(), entry
 
@@ -251,8 +250,7 @@ def _saved_content(entry: str, kind: str, manifest: Manifest) -> Any:
     if entry not in manifest.values:
         raise ValueError(
             f"the checkpoint has no entry {entry!r}; it has {list(manifest.values)}. Leave the entry out of "
-            f"the "
-            "state, or call it as it was saved."
+            "the state, or call it as it was saved."
         )
     saved = manifest.values[entry]
     if saved["kind"] != kind:
@@ -278,16 +276,14 @@ def _compare(entry: str, own: Mapping[str, Tensor], manifest: Manifest, saved: s
         ]
         raise ValueError(
             f"{entry!r} does not fit the checkpoint: {'; '.join(part for part in parts if part)}. Load it "
-            f"into "
-            "the same model with the same optimizer."
+            "into the same model with the same optimizer."
         )
     for name, tensor in own.items():
         record = manifest.tensors[name]
         if tuple(tensor.shape) != record.shape:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} here and {list(record.shape)} in the checkpoint. "
-                f"Load it "
-                "into a model of the same size."
+                "Load it into a model of the same size."
             )
 
 
@@ -313,9 +309,8 @@ def _keyed(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedO
     if split:
         raise ValueError(
             f"the table {split[0]!r} is split over ranks and trained by {type(optimizer).__name__}, whose "
-            f"state "
-            "has the shape of this rank's part. Give the table an optimizer that is fused into backward (the "
-            "sharder's fused_params, or apply_optimizer_in_backward): its state can be saved."
+            "state has the shape of this rank's part. Give the table an optimizer that is fused into "
+            "backward (the sharder's fused_params, or apply_optimizer_in_backward): its state can be saved."
         )
     return KeyedOptimizerWrapper(named, lambda _: optimizer)
 

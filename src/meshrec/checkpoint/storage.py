@@ -28,8 +28,8 @@ from torch.futures import Future
 
 from meshrec.checkpoint.agreement import DamagedCheckpointError
 from meshrec.checkpoint.blocks import StoredRows, read_region, verify_rows
-from meshrec.checkpoint.data_file import Part, Written, write_data_file
-from meshrec.checkpoint.manifest import Manifest, Piece, TensorRecord
+from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
+from meshrec.checkpoint.manifest import Manifest, StoredPiece, TensorRecord
 from meshrec.checkpoint.snapshot import Snapshot
 
 
@@ -89,7 +89,7 @@ class Writer(StorageWriter):
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
             size = tuple(item.tensor_data.size)
-            parts.append(Part(item.index.fqn, tuple(item.index.offset or ()), size, tensor.detach()))
+            parts.append(TensorPart(item.index.fqn, tuple(item.index.offset or ()), size, tensor.detach()))
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
         if not parts:
@@ -128,7 +128,7 @@ class Writer(StorageWriter):
         self, written: Mapping[int, Written], entries: Mapping[str, str]
     ) -> tuple[list[Written], dict[str, TensorRecord]]:
         """The files in the order of ranks, and every tensor with its pieces. ``entries``: tensor -> entry."""
-        pieces: dict[str, list[Piece]] = {name: [] for name in self.metadata}
+        pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
         order = sorted(written)
         for number, rank in enumerate(order):
             for index, piece in zip(self.items[rank], written[rank].pieces, strict=True):
@@ -142,7 +142,7 @@ class Writer(StorageWriter):
         return [written[rank] for rank in order], records
 
 
-class Reader(StorageReader):
+class CheckpointReader(StorageReader):
     """Reads what this rank needs, and verifies every block of it."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -182,7 +182,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads, file by file, in the order of the file."""
-        work: list[tuple[int, int, Any, TensorRecord, Piece]] = []
+        work: list[tuple[int, int, Any, TensorRecord, StoredPiece]] = []
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR
             record = self._manifest.tensors[item.storage_index.fqn]
@@ -234,7 +234,7 @@ def verify_data(folder: Path, manifest: Manifest) -> None:
     Raises:
         DamagedCheckpointError: names the tensor and the rows that are not what was written.
     """
-    places: list[list[tuple[Piece, str, TensorRecord]]] = [[] for _ in manifest.files]
+    places: list[list[tuple[StoredPiece, str, TensorRecord]]] = [[] for _ in manifest.files]
     for name, record in manifest.tensors.items():
         for piece in record.pieces:
             places[piece.file].append((piece, name, record))
@@ -249,7 +249,7 @@ def verify_data(folder: Path, manifest: Manifest) -> None:
 
 
 def stored_rows(
-    folder: Path, manifest: Manifest, descriptor: int, name: str, record: TensorRecord, piece: Piece
+    folder: Path, manifest: Manifest, descriptor: int, name: str, record: TensorRecord, piece: StoredPiece
 ) -> StoredRows:
     """A piece in its open file."""
     what = f"checkpoint {folder} is damaged: {manifest.files[piece.file].name}, tensor {name!r}"

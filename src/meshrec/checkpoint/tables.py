@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint.blocks import FileWriter, grid_of, memory_of, read_region
-from meshrec.checkpoint.data_file import Part, header_of, write_data_file
+from meshrec.checkpoint.data_file import TensorPart, header_of, write_data_file
 from meshrec.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
@@ -94,7 +94,7 @@ def import_weights(
         named[new] = tensor
     folder.mkdir(parents=True, exist_ok=True)
     parts = [
-        Part(f"{entry}.{name}", (0,) * tensor.ndim, tuple(tensor.shape), tensor)
+        TensorPart(f"{entry}.{name}", (0,) * tensor.ndim, tuple(tensor.shape), tensor)
         for name, tensor in named.items()
     ]
     with ThreadPoolExecutor(1) as pool:
@@ -125,8 +125,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"{path} is no file of plain tensors: {reason} Write it with torch.save(module.state_dict(), "
-            f"path), "
-            "or as *.safetensors."
+            "path), or as *.safetensors."
         ) from error
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(

@@ -35,8 +35,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return _encoded_mapping(value, name, tensors)
     raise ValueError(
         f"{name} is a {type(value).__name__}, which a checkpoint does not hold: it takes tensors, numbers, "
-        f"text, "
-        "None, and lists, tuples, sets and dicts of them. Leave it out, or give it state_dict() and "
+        "text, None, and lists, tuples, sets and dicts of them. Leave it out, or give it state_dict() and "
         "load_state_dict()."
     )
 

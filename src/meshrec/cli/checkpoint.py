@@ -21,7 +21,7 @@ _PIPE_WIDTH = 140
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions:
+class CheckpointInspectOptions:
     """Shows what is in a checkpoint: step, entries, tensors, types, shapes, sizes."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -35,7 +35,7 @@ class InspectOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class CheckpointVerifyOptions:
     """Reads every byte of a checkpoint, or of all in a folder, and compares the checksums."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -43,7 +43,7 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class CheckpointExportOptions:
     """Writes the weights of a checkpoint's model as one safetensors file of whole tensors."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -77,9 +77,9 @@ class ImportOptions:
 
 
 Command = (
-    Annotated[InspectOptions, tyro.conf.subcommand("inspect")]
-    | Annotated[VerifyOptions, tyro.conf.subcommand("verify")]
-    | Annotated[ExportOptions, tyro.conf.subcommand("export")]
+    Annotated[CheckpointInspectOptions, tyro.conf.subcommand("inspect")]
+    | Annotated[CheckpointVerifyOptions, tyro.conf.subcommand("verify")]
+    | Annotated[CheckpointExportOptions, tyro.conf.subcommand("export")]
     | Annotated[ImportOptions, tyro.conf.subcommand("import")]
 )
 
@@ -97,21 +97,23 @@ def main(arguments: Sequence[str]) -> int:
     return run(options)
 
 
-def run(options: InspectOptions | VerifyOptions | ExportOptions | ImportOptions) -> int:
+def run(
+    options: CheckpointInspectOptions | CheckpointVerifyOptions | CheckpointExportOptions | ImportOptions,
+) -> int:
     """Does what the options say; 1 when a checkpoint is damaged. ValueError for what cannot be."""
     console = Console()
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options:
-        case InspectOptions():
+        case CheckpointInspectOptions():
             path = find_checkpoint(options.path, step=options.step, last=options.last)
             manifest = read_manifest(path)
             if options.json:
                 print(json.dumps(_summary(path, manifest)))
             else:
                 _print(console, path, manifest)
-        case VerifyOptions():
+        case CheckpointVerifyOptions():
             return _verify(console, options.path)
-        case ExportOptions():
+        case CheckpointExportOptions():
             if options.to != "safetensors":
                 raise ValueError(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."

@@ -10,6 +10,7 @@ import tyro
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
+from meshrec.data.faults import needs
 from meshrec.train.run_folder import RUNS, find_run
 from meshrec.train.vectors import load_table, values_of_rows
 
@@ -17,6 +18,9 @@ from meshrec.train.vectors import load_table, values_of_rows
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions:
     """Writes one vector per row of a feature's table, and beside it the value that the row stands for.
+
+    .usearch and .faiss are indices of the vectors by their inner products (pip install "meshrec[index]"):
+    their keys are rows, and a .parquet file of the same name says what each one stands for.
 
     .parquet has the columns row, value and vector; value is null for rows that stand for no single value:
     those of unseen and missing ones, and all of a hashed feature. .npy has the vectors alone, in the order of
@@ -28,7 +32,7 @@ class EmbedOptions:
     feature: str
     """The feature whose table is written."""
     out: Path
-    """The file to write, .parquet or .npy."""
+    """The file to write, .parquet, .npy, .usearch or .faiss."""
     step: int | None = None
     """The checkpoint of that step instead."""
     last: bool = False
@@ -41,16 +45,38 @@ def main(arguments: Sequence[str]) -> int:
     """Parses and does it; the exit code."""
     options = parse(EmbedOptions, arguments, program="meshrec embed")
     check_output(options.out)
-    if options.out.suffix not in (".parquet", ".npy"):
-        raise ValueError(f"{options.out} ends in {options.out.suffix!r}. Name a .parquet or .npy file.")
+    write_index = _INDICES.get(options.out.suffix)
+    if options.out.suffix not in (".parquet", ".npy", *_INDICES):
+        raise ValueError(
+            f"{options.out} ends in {options.out.suffix!r}. Name a .parquet, .npy, .usearch or .faiss file."
+        )
     run = find_run(options.run, options.runs)
     vectors = load_table(run, options.feature, step=options.step, last=options.last).float().numpy()
     if options.out.suffix == ".npy":
         np.save(options.out, vectors)
     else:
-        _write(options.out, vectors, values_of_rows(run, options.feature, len(vectors)))
+        if write_index is not None:
+            write_index(options.out, vectors)
+        values = values_of_rows(run, options.feature, len(vectors))
+        _write(options.out.with_suffix(".parquet"), vectors, values)
     print(f"{options.out}: {len(vectors):,} vectors of {vectors.shape[1]} of feature {options.feature!r}")
     return 0
+
+
+def _write_usearch(out: Path, vectors: "np.typing.NDArray[np.float32]") -> None:
+    index = needs("usearch.index", "index").Index(ndim=vectors.shape[1], metric="ip", dtype="f32")
+    index.add(np.arange(len(vectors), dtype=np.uint64), vectors)
+    index.save(str(out))
+
+
+def _write_faiss(out: Path, vectors: "np.typing.NDArray[np.float32]") -> None:
+    faiss = needs("faiss", "index")
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    faiss.write_index(index, str(out))
+
+
+_INDICES = {".usearch": _write_usearch, ".faiss": _write_faiss}
 
 
 def _write(out: Path, vectors: "np.typing.NDArray[np.float32]", values: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,32 +79,33 @@ def main(arguments: Sequence[str]) -> int:
 def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
     """The columns of all files, a part at a time; with ``rows``, every so many parts."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     from meshrec.data.faults import DataError
-    from meshrec.data.frames import read_csv
-    from meshrec.data.parquet import expand
+    from meshrec.data.frames import read_csvs
+    from meshrec.data.locations import expand
+    from meshrec.data.parquet import open_parquet_file
 
     text = all(path.endswith((".csv", ".csv.gz")) for path in paths)
     files = expand(list(paths), "*.csv" if text else "*.parquet")
     if text:
-        yield from (read_csv(file) for file in files)
+        yield from read_csvs(files)
         return
     names: list[str] | None = None
     try:
-        opened = [pq.ParquetFile(file) for file in files]
-        total = sum(each.metadata.num_rows for each in opened)
-        stride = 1 if rows is None else max(1, math.ceil(total / rows))
-        part = 0
-        for file, each in zip(files, opened, strict=True):
-            names = names or each.schema_arrow.names
-            missing = sorted(set(names) ^ set(each.schema_arrow.names))
-            if missing:
-                raise DataError(f"{file} and {files[0]} differ in {missing}. Give files of one form.")
-            for batch in each.iter_batches(_ROWS, columns=names, use_threads=False):
-                if part % stride == 0:
-                    yield pa.Table.from_batches([batch])
-                part += 1
+        with ExitStack() as stack:
+            every = [stack.enter_context(open_parquet_file(file)) for file in files]
+            total = sum(each.metadata.num_rows for each in every)
+            stride = 1 if rows is None else max(1, math.ceil(total / rows))
+            part = 0
+            for file, each in zip(files, every, strict=True):
+                names = names or each.schema_arrow.names
+                missing = sorted(set(names) ^ set(each.schema_arrow.names))
+                if missing:
+                    raise DataError(f"{file} and {files[0]} differ in {missing}. Give files of one form.")
+                for batch in each.iter_batches(_ROWS, columns=names, use_threads=False):
+                    if part % stride == 0:
+                        yield pa.Table.from_batches([batch])
+                    part += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{files} cannot be read as Parquet: {error}") from error
 

@@ -20,7 +20,7 @@ from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.planner.plan_file import load_task
 from meshrec.planner.search import Effort
 from meshrec.planner.text import read_json
-from meshrec.reports.measured import compare, read_phases
+from meshrec.reports.measured import PHASES_FILE, compare, compare_pipelined, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import diff, make_report, what_if
 from meshrec.reports.plan_text import render, render_diff, render_what_if
@@ -229,7 +229,7 @@ def _print_layouts(source: Path, options: PlanOptions) -> None:
     found = layouts(recipe.model.build(dataset), batch.dense, batch.sparse, world_size=ranks, link=link)
     grid = Grid("dense part", "compute, ms", "exchange, ms", "step, ms", "over the best")
     for each in found:
-        times = (f"{1e3 * seconds:.3f}" for seconds in each[1:])
+        times = (f"{1e3 * seconds:.3f}" for seconds in (each.compute, each.exchange, each.seconds))
         grid.add_row(each.name, *times, f"{each.seconds / found[0].seconds:.2f}x")
     Console().print(grid)
     if len(found) > 1:
@@ -262,7 +262,11 @@ def _print_comparison(plan: PlannedShardingPlan, path: Path) -> None:
             f"compare with the run's own plan, or take --ranks {measured}."
         )
     grid = Grid("phase", "predicted, ms", "measured, ms", "error")
-    for row in compare(plan, read_phases(path)):
+    times = read_phases(path)
+    rows = compare(plan, times)
+    if path.is_dir() and (hidden := read_phases(path / PHASES_FILE)) != times:
+        rows.append(compare_pipelined(plan, times, hidden))
+    for row in rows:
         grid.add_row(
             row.phase, f"{row.predicted * 1e3:.3f}", f"{row.measured * 1e3:.3f}", f"{row.error:+.0%}"
         )

@@ -1,6 +1,6 @@
 """What a training run shows: a live bar in a terminal, lines elsewhere; and a summary at the end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.table import Table
 
 from meshrec.planner import PlannedShardingPlan
 from meshrec.reports.plan_report import PlanReport, make_report
+from meshrec.train.losses import leading_metric
 from meshrec.train.observers import (
     Advanced,
     Evaluated,
@@ -25,6 +26,13 @@ from meshrec.train.run_folder import RunFolder
 from meshrec.train.worker import commands
 
 _PIPE_WIDTH = 120
+_CLICKS = {
+    "auc": "AUC",
+    "loss": "log loss",
+    "normalized_entropy": "normalized entropy",
+    "calibration": "calibration",
+}
+_RANKING = {"recall@10": "recall@10", "mrr": "MRR", "loss": "log loss"}
 _MOST_RANKS = 16
 _MOST_NAMES = 8
 _MOST_FAILURES = 3
@@ -56,7 +64,7 @@ class LineScreen:
             case Logged(line):
                 self._print(
                     f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {line['loss']:.4f}  "
-                    f"AUC {_auc(line)}  {line['samples_per_second']:,.0f} samples/s"
+                    f"{_leading(line)}  {line['samples_per_second']:,.0f} samples/s"
                 )
             case Evaluated(line, is_best):
                 self._print(validation_text(line, is_best))
@@ -98,7 +106,7 @@ class LiveScreen:
                 self._progress.update(
                     self._task,
                     speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
-                    quality=f"loss {line['loss']:.4f}  AUC {_auc(line)}",
+                    quality=f"loss {line['loss']:.4f}  {_leading(line)}",
                 )
             case Advanced(what, done) if self._task is not None:
                 self._progress.update(
@@ -168,20 +176,22 @@ def plan_lines(report: PlanReport) -> list[str]:
 def validation_text(line: Line, is_best: bool) -> str:
     """An evaluation."""
     best = "  [green](best so far)[/green]" if is_best else ""
-    return f"{line['kind']} at step {line['step']:>6}: AUC {_auc(line)}  loss {line['loss']:.4f}{best}"
+    return f"{line['kind']} at step {line['step']:>6}: {_leading(line)}  loss {line['loss']:.4f}{best}"
 
 
 def summary_table(summary: Line) -> Table:
     """Quality against the baselines, on the data that chose the weights and on that of the test."""
     title = f"the weights of step {summary['weights_step']:,}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    for name in ("", "data", "AUC", "log loss", "normalized entropy", "calibration"):
+    leading = leading_metric({**summary["validation"], **summary["test"]})
+    columns = _CLICKS if leading in ("auc", None) else {leading: leading.upper(), **_RANKING}
+    for name in ("", "data", *columns.values()):
         table.add_column(name, justify="left" if name in ("", "data") else "right")
     for data, key in (("validation", "baselines"), ("test", "baselines_test")):
         for name, quality in summary[key].items():
-            table.add_row(name, data, *_quality(quality))
+            table.add_row(name, data, *_quality(quality, columns))
         if summary[data]:
-            table.add_row(summary["recipe"], data, *_quality(summary[data]), style="bold")
+            table.add_row(summary["recipe"], data, *_quality(summary[data], columns), style="bold")
         if data == "validation" and summary.get("best_possible_auc"):
             table.add_row("the best possible", data, f"{summary['best_possible_auc']:.4f}", "", "", "")
     return table
@@ -260,13 +270,14 @@ def _cut(kind: str) -> str:
     return kind.replace("_shard", "").replace("_", "-")
 
 
-def _quality(quality: Line) -> list[str]:
-    names = ("auc", "loss", "normalized_entropy", "calibration")
-    return [f"{quality[name]:.4f}" if name in quality else "-" for name in names]
+def _quality(quality: Line, columns: Iterable[str]) -> list[str]:
+    return [f"{quality[name]:.4f}" if name in quality else "-" for name in columns]
 
 
-def _auc(line: Line) -> str:
-    return f"{line['auc']:.4f}" if "auc" in line else "-"
+def _leading(line: Line) -> str:
+    """The metric that chooses among weights, such as "AUC 0.7906"."""
+    name = leading_metric(line)
+    return "AUC -" if name is None else f"{name.upper()} {line[name]:.4f}"
 
 
 def _count(number: Any) -> str:

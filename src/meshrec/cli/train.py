@@ -21,6 +21,7 @@ from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, drop_unstarted, new_run
 from meshrec.train.saved_recipe import changes, load_recipe
+from meshrec.train.trackers import find_trackers
 from meshrec.train.worker import (
     BEGAN_VARIABLE,
     RANK_TIMEOUT,
@@ -62,6 +63,8 @@ class TrainOptions:
     --tables.OPTION."""
     baselines: bool = False
     """Judge three baselines on the same data, too: global mean, item popularity, logistic regression."""
+    track: str = ""
+    """Tell these observers, too: mlflow, wandb, or FILE.py:FUNCTION of your own; several with commas."""
     max_restarts: int = 0
     """How often to start all ranks anew when one fails."""
     rank_timeout: float = RANK_TIMEOUT
@@ -100,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         changes=[] if resumed is None else changes(asked.recipe, recipe),
         profile=options.profile,
         baselines=options.baselines,
+        track=options.track,
         rank_timeout=options.rank_timeout,
     )
     if launched():
@@ -112,6 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.rank_timeout <= 0:
         raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
     recipe.check(nproc)
+    find_trackers(options.track)
     device = choose_device(options.device)
     if nproc == 1 and options.max_restarts == 0:
         return _code(work(job, make_screen(quiet=options.quiet)))

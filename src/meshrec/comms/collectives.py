@@ -206,9 +206,8 @@ def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) 
     silent = _silent_peers(ranks)
     whom = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
     return CollectiveError(
-        f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {whom}. See the log "
-        "of that "
-        "rank for the first error; restart all ranks from the last checkpoint. The backend says: "
+        f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {whom}. See the log of "
+        "that rank for the first error; restart all ranks from the last checkpoint. The backend says: "
         f"{str(error).splitlines()[0]}"
     )
 

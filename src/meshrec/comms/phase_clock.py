@@ -54,7 +54,7 @@ def record_phases(*, device: torch.device | None = None, overlap: bool = True) -
 
 def phase(name: str) -> AbstractContextManager[None]:
     """The time inside belongs to this phase, less that of phases inside it; somebody must be recording."""
-    return _Timed(recorders[0], name)
+    return _RecordedPhase(recorders[0], name)
 
 
 class _Mark(NamedTuple):
@@ -102,7 +102,7 @@ class Recorder:
         self._marks.append(_Mark(name, stamp))
 
 
-class _Timed(AbstractContextManager[None]):
+class _RecordedPhase(AbstractContextManager[None]):
     """A phase that is being recorded."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:

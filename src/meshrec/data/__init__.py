@@ -5,8 +5,8 @@ from meshrec.data.criteo import criteo, criteo_reader
 from meshrec.data.dataset import (
     Dataset,
     Feature,
+    FilePlaces,
     FileRows,
-    Place,
     Position,
     Reader,
     embedding_bag_configs,
@@ -15,6 +15,7 @@ from meshrec.data.dataset import (
 from meshrec.data.faults import DataError
 from meshrec.data.in_memory import InMemoryReader, Ranges
 from meshrec.data.movielens import movielens
+from meshrec.data.movielens_sequences import movielens_sequences
 from meshrec.data.parquet import parquet, parquet_reader
 from meshrec.data.prefetch import Prefetch, prefetch
 from meshrec.data.schema import DenseColumn, IdColumn, Schema
@@ -28,10 +29,10 @@ __all__ = [
     "Dataset",
     "DenseColumn",
     "Feature",
+    "FilePlaces",
     "FileRows",
     "IdColumn",
     "InMemoryReader",
-    "Place",
     "Position",
     "Prefetch",
     "Ranges",
@@ -45,6 +46,7 @@ __all__ = [
     "embedding_bag_configs",
     "locate",
     "movielens",
+    "movielens_sequences",
     "parquet",
     "parquet_reader",
     "prefetch",

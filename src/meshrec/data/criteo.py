@@ -13,13 +13,14 @@ import numpy as np
 from meshrec.data.dataset import Dataset, FileRows, Paths, Reader
 from meshrec.data.delimited import parse
 from meshrec.data.faults import DataError, Faults, OnError
+from meshrec.data.locations import as_local, expand, is_address, suffix_of
 from meshrec.data.order import check_seed
-from meshrec.data.parquet import ParquetSource, expand
+from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
 from meshrec.data.schema import DenseColumn, IdColumn, Schema
 from meshrec.data.splitting import Split, part_readers
 from meshrec.data.streaming import Source, StreamReader, files_of
-from meshrec.data.text_blocks import Piece, TextBlock, find_blocks, read_pieces
+from meshrec.data.text_blocks import TextBlock, WholeLines, find_blocks, read_pieces
 
 _PIECE = 1 << 24
 _NUM_DENSE, _NUM_IDS = 13, 26
@@ -112,7 +113,7 @@ class CriteoText(Source):
             else:
                 yield self._parsed(block.file, piece)
 
-    def _parsed(self, file: Path, piece: Piece) -> Samples:
+    def _parsed(self, file: Path, piece: WholeLines) -> Samples:
         from meshrec.data.columns import Place, encode
 
         names = self._schema.columns()
@@ -216,8 +217,10 @@ def criteo(
 
 
 def _source(paths: Paths, schema: Schema, faults: Faults) -> ParquetSource | CriteoText:
-    files = [file for file in expand(paths, "*") if file.suffix == ".parquet" or not file.is_dir()]
-    kinds = {file.suffix == ".parquet" for file in files}
+    files = [each for each in expand(paths, "*") if is_address(each) or not Path(each).is_dir()]
+    kinds = {suffix_of(each) == ".parquet" for each in files}
     if len(kinds) > 1:
         raise DataError(f"{paths} has Parquet and text files. Give one kind, or a pattern.")
-    return (ParquetSource if kinds.pop() else CriteoText)(files, schema, faults)
+    if kinds.pop():
+        return ParquetSource(files, schema, faults)
+    return CriteoText(as_local(files, "Criteo's day files"), schema, faults)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshrec.data.batch import Batch
 from meshrec.modules import EmbeddingBagConfig, PoolingType
+from meshrec.sparse import KeyedJaggedTensor
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -50,14 +51,14 @@ class FileRows(NamedTuple):
     num_rows: int
 
 
-class Place(NamedTuple):
+class FilePlaces(NamedTuple):
     """For each of B row numbers, which file (an index of `Reader.files`), and which row of it, from 0."""
 
     file_B: Tensor
     row_B: Tensor
 
 
-def locate(files: Sequence[FileRows], rows: Tensor) -> Place:
+def locate(files: Sequence[FileRows], rows: Tensor) -> FilePlaces:
     """Where ``Batch.rows`` are: the file of each row, and its number in there.
 
     Args:
@@ -66,7 +67,7 @@ def locate(files: Sequence[FileRows], rows: Tensor) -> Place:
     """
     starts = torch.tensor([each.first_row for each in files])
     file = torch.searchsorted(starts, rows, right=True) - 1
-    return Place(file, rows - starts[file])
+    return FilePlaces(file, rows - starts[file])
 
 
 class Reader(ABC):
@@ -123,6 +124,8 @@ class Dataset:
         train, validation, test: the readers; validation chooses among weights, test judges those that were
             chosen, once. Both keep the order of the data.
         item: the feature that names what is recommended, where there is one.
+        seen: the feature that holds the items which are not to be recommended again, where there is one.
+        catalogue: one sample for each row of the item's table, with the features that belong to items.
         best_auc: the AUC that nothing can beat on ``validation``, where it is known.
         open: ``open(paths, labelled)`` reads other files of the same form, in their order: with labels, to
             judge by, or without, to be scored; None where the data has no files.
@@ -139,6 +142,8 @@ class Dataset:
     validation: Reader | None = None
     test: Reader | None = None
     item: str | None = None
+    seen: str | None = None
+    catalogue: KeyedJaggedTensor | None = None
     best_auc: float | None = None
     skipped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     open: Callable[[Paths, bool], Reader] | None = None

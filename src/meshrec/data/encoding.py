@@ -1,7 +1,7 @@
 """How rows of a table become samples."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshrec.data.dataset import Feature
@@ -45,6 +45,10 @@ class Encoding(ABC):
     @abstractmethod
     def labels_of(self) -> tuple[str, ...]:
         """Names of the labels where there are several; otherwise empty."""
+
+    @abstractmethod
+    def fitted_kinds(self) -> Mapping[str, str]:
+        """What columns are known to hold, by name: text, integer, number, ...; empty where nothing is."""
 
     @abstractmethod
     def wrong_columns(self, found: Any) -> list[str]:

@@ -14,6 +14,10 @@ OnError = Literal["raise", "skip"]
 _log = logging.getLogger(__name__)
 
 
+REMEDY = ". Repair the data, or pass on_error='skip' to leave such rows out."
+"""The next step after damage in files, at the end of the message."""
+
+
 class DataError(ValueError):
     """Data that cannot be read as configured; the message names file, place and column."""
 
@@ -42,7 +46,7 @@ class Faults:
         """
         message = message.rstrip(".")
         if not self.skipping:
-            raise DataError(f"{message}. Repair the data, or pass on_error='skip' to leave such rows out.")
+            raise DataError(message + REMEDY)
         if message not in self.skipped:
             _log.warning("skipped %s: %s", rows_text(rows), message)
             self.skipped[message] = rows

@@ -1,12 +1,15 @@
 """Tables that are not Parquet: CSV files, and frames in memory."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from meshrec.data.dataset import Paths
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import DataError, Faults, needs
-from meshrec.data.parquet import expand, open_parquet
+from meshrec.data.locations import File, expand, is_address, opened
+from meshrec.data.parquet import open_parquet
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
 
@@ -24,29 +27,113 @@ def to_table(frame: Any) -> "pa.Table":
     """
     pa = needs("pyarrow", "data")
     if isinstance(frame, pa.Table):
-        return frame
+        return _without_views(frame)
     if type(frame).__module__.startswith("pandas."):
         return pa.Table.from_pandas(frame, preserve_index=False)
     if type(frame).__module__.startswith("datasets."):  # rows may be chosen by indices: it takes care of them
         return frame.with_format("arrow")[:]
     if hasattr(frame, "__arrow_c_stream__"):
-        return pa.table(frame)
+        return _without_views(pa.table(frame))
     raise ValueError(
         f"a {type(frame).__name__} is no table. Give one of Arrow, pandas, polars or Hugging Face, or paths."
     )
 
 
-def read_csv(path: Path) -> "pa.Table":
-    """A CSV file with a header, in memory; types are those that Arrow sees in it.
+def _without_views(table: "pa.Table") -> "pa.Table":
+    """With plain texts and lists: what polars gives has views of them."""
+    plain = [each.with_type(_plain_type(each.type)) for each in table.schema]
+    return table if plain == list(table.schema) else table.cast(needs("pyarrow", "data").schema(plain))
+
+
+def _plain_type(kind: Any) -> Any:
+    pa = needs("pyarrow", "data")
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
+    outer = str(kind).split("<")[0]
+    if outer in ("list_view", "large_list_view", "list", "large_list"):
+        inner = _plain_type(kind.value_type)
+        return kind if inner == kind.value_type and "view" not in outer else pa.large_list(inner)
+    return {"string_view": pa.large_string(), "binary_view": pa.large_binary()}.get(outer, kind)
+
+
+def read_csvs(paths: Sequence[File], kinds: Mapping[str, str] = MappingProxyType({})) -> list["pa.Table"]:
+    """CSV files with a header, in memory, with the same types in all of them.
+
+    A column has the type that Arrow sees in it: texts where one file has a text in it. Markers such as ``NA``
+    are null among numbers, and stay what they are among texts, where the empty one is missing.
+
+    Args:
+        kinds: what columns are known to hold (text, integer, number), whatever it looks like.
 
     Raises:
         DataError: names the file and the row.
     """
-    pa, csv = needs("pyarrow", "data"), needs("pyarrow.csv", "data")
+    pa = needs("pyarrow", "data")
+    known = {"text": pa.string(), "number": pa.float64()}  # integers may be written as true and false
+    types = {name: known[kind] for name, kind in kinds.items() if kind in known}
+    tables = [_read_csv(path, types) for path in paths]
+    for name in dict.fromkeys(name for each in tables for name in each.column_names):
+        found = {each.schema.field(name).type for each in tables if name in each.column_names}
+        common = _common_type(found - {pa.null()}) if len(found) > 1 else found.pop()
+        is_empty = common == pa.null() and kinds.get(name) == "integer"
+        types[name] = pa.int64() if is_empty else common
+    wanted = [{name: types[name] for name in each.column_names} for each in tables]
+    return [
+        each
+        if dict(zip(each.column_names, each.schema.types, strict=True)) == want
+        else _read_csv(path, want)
+        for path, each, want in zip(paths, tables, wanted, strict=True)
+    ]
+
+
+def _common_type(found: set[Any]) -> Any:
+    """One that reads what several files have in a column."""
+    pa = needs("pyarrow", "data")
+    if len(found) == 1:
+        return found.pop()
+    if all(pa.types.is_integer(each) for each in found):
+        return pa.uint64()
+    if all(pa.types.is_integer(each) or pa.types.is_floating(each) for each in found):
+        return pa.float64()
+    dated = all(pa.types.is_date(each) or pa.types.is_timestamp(each) for each in found)
+    return pa.timestamp("us") if dated else pa.string()
+
+
+def _read_csv(path: File, types: Mapping[str, Any]) -> "pa.Table":
+    pa, csv, pc = (needs(each, "data") for each in ("pyarrow", "pyarrow.csv", "pyarrow.compute"))
+
+    def read(types: Mapping[str, Any]) -> Any:
+        convert = csv.ConvertOptions(strings_can_be_null=False, column_types=dict(types))
+        if not is_address(path):  # whose name says how it is compressed
+            return csv.read_csv(path, convert_options=convert)
+        with opened(path) as source:
+            return csv.read_csv(source, convert_options=convert)
+
     try:
-        return csv.read_csv(path, convert_options=csv.ConvertOptions(strings_can_be_null=True))
+        table = read(types)
+        for at, name in enumerate(table.column_names):
+            if name not in types and _may_be_rounded(table[name]):
+                texts = read({**types, name: pa.string()})[name]
+                if pc.all(pc.match_substring_regex(texts, "^[0-9]*$")).as_py():
+                    table = table.set_column(at, name, _whole_numbers(texts))
+        return table
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}. Repair the file.") from error
+
+
+def _may_be_rounded(column: Any) -> bool:
+    """Whether these are numbers beyond int64: Arrow reads integers of that size as floats."""
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    return pa.types.is_floating(column.type) and bool(pc.any(pc.greater_equal(column, 2.0**63)).as_py())
+
+
+def _whole_numbers(texts: Any) -> Any:
+    """As uint64; longer ones stay texts."""
+    pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
+    try:
+        return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts).cast(pa.uint64())
+    except pa.ArrowInvalid:
+        return texts
 
 
 def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
@@ -66,7 +153,9 @@ def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
         return open_parquet(paths, schema, faults)
     if not all(text):
         raise DataError(f"{[str(each) for each in several]} are CSV and other files. Give files of one kind.")
-    return ArrowSource([(str(path), read_csv(path)) for path in expand(paths, "*.csv")], schema, faults)
+    files = expand(paths, "*.csv")
+    tables = read_csvs(files, schema.fitted_kinds())
+    return ArrowSource([(str(file), each) for file, each in zip(files, tables, strict=True)], schema, faults)
 
 
 def _is_paths(data: Any) -> bool:

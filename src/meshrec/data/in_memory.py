@@ -33,7 +33,7 @@ class InMemoryReader(Reader):
 
     Args:
         dense: [n, num_dense].
-        labels: [n].
+        labels: [n], or [n, L] of several.
         ids: the ranges of each key.
         rows: [n], the samples' row numbers in the data that they come from; without it 0, 1, ...
         files: what these count over; without it one, named "memory".
@@ -67,13 +67,14 @@ class InMemoryReader(Reader):
         self._rows = np.arange(len(labels), dtype=np.int64) if rows is None else rows
         self._files = tuple(files) or (FileRows("memory", 0, len(labels)),)
         if label_range is not None:
-            bad = ~((labels >= label_range[0]) & (labels <= label_range[1]))
+            outside = ~((labels >= label_range[0]) & (labels <= label_range[1]))
+            bad = outside.reshape(len(labels), -1).any(axis=1)
             if bad.any():
                 at = int(bad.argmax())
                 place = locate(self._files, torch.tensor([int(self._rows[at])]))
                 raise DataError(
                     f"{self._files[int(place.file_B)].name}: row {int(place.row_B)} has the label "
-                    f"{labels[at]:g}, outside {list(label_range)}, which the loss takes "
+                    f"{labels[at][outside[at]].flat[0]:g}, outside {list(label_range)}, which the loss takes "
                     f"({rows_text(int(bad.sum()))} of {len(labels)}). Make labels of it, or pass label_range."
                 )
         self._dense, self._labels, self._ids = dense, labels, dict(ids)
@@ -114,4 +115,5 @@ class InMemoryReader(Reader):
                 for each in self._ids.values()
             )
             samples = Samples(self._dense[rows], self._labels[rows], ids, rows=self._rows[rows])
-            yield to_batch(tuple(self._ids), Shape(self._dense.shape[1], len(self._ids)), [samples])
+            shape = Shape(self._dense.shape[1], len(self._ids), self._labels[:1].size)
+            yield to_batch(tuple(self._ids), shape, [samples])

@@ -3,6 +3,7 @@
 Harper, Konstan: "The MovieLens datasets: history and context" (2015).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ def movielens(
     path: str | Path | None = None,
     split: Split | None = None,
     history: int = 20,
-    liked_from: float = 4.0,
+    liked_from: float | Sequence[float] = 4.0,
     seed: int = 0,
     on_error: OnError = "raise",
 ) -> Dataset:
@@ -61,7 +62,8 @@ def movielens(
         split: other validation and test sets: by time over all users, by hash of the column ``user`` or
             ``movie``, or random.
         history: the most movies of a user's history.
-        liked_from: ratings from here on have the label 1.
+        liked_from: ratings from here on have the label 1; of several thresholds each makes a label of its
+            own, called ``from_4`` and so on.
         seed: of the order.
         on_error: "raise", or "skip" to leave out damaged ratings, with a warning.
 
@@ -78,7 +80,7 @@ def movielens(
         if split is None
         else _parts(split, data)
     )
-    years = np.where(data.years_M > 0, data.years_M - max(_first_year(data.years_M) - 1, 0), 0)
+    years = years_of_movies(data.years_M)
     past = ratings_before(data.users, data.times)
     num_past = past.stops - past.starts
     lengths = np.minimum(num_past, history)
@@ -92,7 +94,13 @@ def movielens(
     }
     # How many ratings a user gave before would tell the two sets apart: it harms whatever learns from it.
     dense = np.where(data.years_M > 0, (data.years_M - 1990) / 10, 0)[data.movies, None].astype(np.float32)
-    labels = (data.ratings >= liked_from).astype(np.float32)
+    thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
+    names = tuple(f"from_{each:g}" for each in thresholds)
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"liked_from must be different numbers, got {thresholds}. Give one or more.")
+    labels = np.stack([data.ratings >= each for each in thresholds], axis=1).astype(np.float32)
+    if len(names) == 1:
+        labels = labels[:, 0]
 
     def reader(chosen: Bools, *, shuffle: bool) -> InMemoryReader:
         at = np.flatnonzero(chosen)
@@ -137,17 +145,24 @@ def movielens(
         test=held_out(Part.TEST),
         skipped=faults.by_file,
         item="movie",
+        labels=names if len(names) > 1 else (),
     )
 
 
-def sort_ratings(raw: RawRatings) -> Ratings:
-    """Numbers users, movies and genres, and sorts by user and time; equal times keep their order."""
+def sort_ratings(raw: RawRatings, *, shuffle_ties: int | None = None) -> Ratings:
+    """Numbers users, movies and genres, and sorts by user and time.
+
+    Equal times keep their order, or get one that is drawn by the seed ``shuffle_ties``.
+    """
     pc = needs("pyarrow.compute", "data")
     users, user_ids = _numbered(raw.ratings["user"])
     movies, movie_ids = _numbered(raw.ratings["movie"])
     times = raw.ratings["time"].to_numpy().astype(np.int64)
     ratings = raw.ratings["rating"].to_numpy().astype(np.float32)
-    order = np.lexsort((times, users))
+    ties = np.arange(len(users))
+    if shuffle_ties is not None:
+        ties = np.random.default_rng(shuffle_ties).permutation(ties)
+    order = np.lexsort((ties, times, users))
     at = pc.index_in(movie_ids, value_set=raw.movies["movie"].combine_chunks())
     described = raw.movies.take(at)
     genres, names = _numbered(pc.list_flatten(described["genres"]))
@@ -166,6 +181,12 @@ def sort_ratings(raw: RawRatings) -> Ratings:
         num_genres=len(names),
         rows=order,
     )
+
+
+def years_of_movies(years_M: Ints) -> Ints:
+    """Years as ids: 1 is the first year that a movie is of, 0 is unknown."""
+    ids: Ints = np.where(years_M > 0, years_M - max(_first_year(years_M) - 1, 0), 0)
+    return ids
 
 
 class Past(NamedTuple):

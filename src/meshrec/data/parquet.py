@@ -1,9 +1,8 @@
 """Parquet files, row group by row group."""
 
-import glob
 import itertools
 from collections.abc import Generator, Sequence
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from meshrec.data.dataset import Dataset, FileRows, Paths
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import DataError, Faults, OnError, needs
+from meshrec.data.locations import File, expand, opened
 from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
 from meshrec.data.splitting import Split
 from meshrec.data.streaming import Source, StreamReader, files_of
@@ -20,7 +20,7 @@ _READ_ROWS = 1 << 15
 
 
 class _RowGroup(NamedTuple):
-    file: Path
+    file: File
     number: int
     rows: int
     first_row: int
@@ -38,10 +38,10 @@ class ParquetSource(Source, Tables):
         DataError: for damaged files, missing columns, wrong types, and where no rows are left.
     """
 
-    def __init__(self, files: Sequence[Path], schema: Encoding, faults: Faults) -> None:
+    def __init__(self, files: Sequence[File], schema: Encoding, faults: Faults) -> None:
         self._schema = schema
         self._faults = faults
-        self._metadata: dict[Path, Any] = {}
+        self._metadata: dict[File, Any] = {}
         self._groups = [group for file in files for group in self._open(file)]
         if not self._groups:
             raise DataError(
@@ -66,11 +66,10 @@ class ParquetSource(Source, Tables):
     def column(self, block: int, name: str) -> Any:
         """A column of a row group, as an Arrow array. DataError where it cannot be read."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         group = self._groups[block]
         try:
-            with pq.ParquetFile(group.file, metadata=self._metadata[group.file]) as opened:
+            with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                 table = opened.read_row_group(group.number, columns=[name], use_threads=False)
                 return table[name].combine_chunks()
         except (pa.ArrowException, OSError, KeyError) as error:
@@ -87,11 +86,10 @@ class ParquetSource(Source, Tables):
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
         """A row group's columns, ``size`` rows at a time. DataError where they cannot be read."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         group = self._groups[block]
         try:
-            with pq.ParquetFile(group.file, metadata=self._metadata[group.file]) as opened:
+            with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                 names = list(self._schema.columns())
                 for batch in opened.iter_batches(size, [group.number], names, use_threads=False):
                     yield pa.Table.from_batches([batch])
@@ -109,10 +107,10 @@ class ParquetSource(Source, Tables):
         """Decodes a row group a window at a time."""
         yield from rewindowed(self._pieces(self._groups[block], first * size, size), first * size, size)
 
-    def _open(self, file: Path) -> list[_RowGroup]:
-        pa, parquet = needs("pyarrow", "data"), needs("pyarrow.parquet", "data")
+    def _open(self, file: File) -> list[_RowGroup]:
+        pa = needs("pyarrow", "data")
         try:
-            with parquet.ParquetFile(file) as opened:
+            with open_parquet_file(file) as opened:
                 metadata, found = opened.metadata, opened.schema_arrow
         except (pa.ArrowException, OSError) as error:
             self._faults.found(f"{file} cannot be read as Parquet: {error}", 0, str(file))
@@ -135,7 +133,6 @@ class ParquetSource(Source, Tables):
 
     def _pieces(self, group: _RowGroup, skip: int, size: int) -> Generator[Samples, None, None]:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         from meshrec.data.columns import Place
 
@@ -143,7 +140,7 @@ class ParquetSource(Source, Tables):
         try:
             metadata = self._metadata[group.file]
             texts = _texts(metadata, self._schema.columns()) if self._schema.takes_dictionaries else None
-            with pq.ParquetFile(group.file, metadata=metadata, read_dictionary=texts) as opened:
+            with open_parquet_file(group.file, metadata=metadata, read_dictionary=texts) as opened:
                 batches = opened.iter_batches(
                     batch_size=max(size, _READ_ROWS),
                     row_groups=[group.number],
@@ -167,15 +164,24 @@ class ParquetSource(Source, Tables):
 
     def _damaged_column(self, group: _RowGroup) -> str:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         for column in self._schema.columns():
             try:
-                with pq.ParquetFile(group.file, metadata=self._metadata[group.file]) as opened:
+                with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                     opened.read_row_group(group.number, columns=[column], use_threads=False)
             except (pa.ArrowException, OSError):
                 return f", column {column!r}"
         return ""
+
+
+@contextmanager
+def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
+    """A ``pyarrow.parquet.ParquetFile``, on this machine or in a store."""
+    with (
+        opened(file) as source,
+        needs("pyarrow.parquet", "data").ParquetFile(source, **options) as found,
+    ):
+        yield found
 
 
 def _texts(metadata: Any, columns: Sequence[str]) -> list[str]:
@@ -263,24 +269,3 @@ def parquet(
 def open_parquet(paths: Paths, schema: Encoding, faults: Faults) -> ParquetSource:
     """A source of files, folders (all ``*.parquet`` in them) or patterns; see `table_dataset`."""
     return ParquetSource(expand(paths, "*.parquet"), schema, faults)
-
-
-def expand(paths: Paths, pattern: str) -> list[Path]:
-    """The files that paths, folders and patterns stand for.
-
-    Raises:
-        DataError: one of them stands for none.
-    """
-    files: list[Path] = []
-    for each in [paths] if isinstance(paths, str | Path) else paths:
-        path = Path(each)
-        if path.is_dir():
-            found = sorted(path.glob(pattern))
-        else:
-            found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(each)))]
-        if not found:
-            raise DataError(f"{each} stands for no file in {Path.cwd()}; folders are searched for {pattern}.")
-        files += found
-    if not files:
-        raise DataError("no paths were given.")
-    return files

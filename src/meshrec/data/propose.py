@@ -15,7 +15,7 @@ from meshrec.data.features import (
     Number,
     Vocabulary,
 )
-from meshrec.data.features.values import numbers_of
+from meshrec.data.features.values import DatePartName, numbers_of
 from meshrec.data.profile import Column, Profile
 
 LEAK = 0.99
@@ -27,7 +27,7 @@ _LARGEST_TABLE = 20_000_000
 _FEW_VALUES = 64
 
 
-class Choice(NamedTuple):
+class ColumnChoice(NamedTuple):
     """What becomes of a column: ``label``, ``time``, ``dense``, ``id``, ``list`` or ``drop``, and why."""
 
     column: str
@@ -42,7 +42,7 @@ class Proposal(NamedTuple):
     """A choice for every column, the features that follow, and what to look at."""
 
     features: Features
-    choices: list[Choice]
+    choices: list[ColumnChoice]
     warnings: list[str]
 
 
@@ -56,7 +56,7 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
         if name is not None and name not in profile.columns:
             raise ValueError(f"--{role} {name}: there is no such column; there are {list(profile.columns)}.")
     chosen_label, why = _label(profile, label)
-    choices = [Choice(label, "label", why)]
+    choices = [ColumnChoice(label, "label", why)]
     for name, column in profile.columns.items():
         if name != label:
             choices.append(_time(column) if name == time else _choice(column, profile.num_rows))
@@ -98,7 +98,7 @@ def _label(profile: Profile, name: str) -> tuple[Label, str]:
     return Label(column=name, positive_from=best), why
 
 
-def _time(column: Column) -> Choice:
+def _time(column: Column) -> ColumnChoice:
     if column.kind not in ("time", "integer", "number"):
         raise ValueError(
             f"--time {column.name}: the column holds {column.kind}, and times are dates, timestamps or "
@@ -108,10 +108,10 @@ def _time(column: Column) -> Choice:
         raise ValueError(f"--time {column.name}: {column.num_missing:,} rows have none. Leave them out.")
     unit = _unit(column)
     if unit is None:
-        return Choice(column.name, "time", "orders the rows: the latest are held out")
+        return ColumnChoice(column.name, "time", "orders the rows: the latest are held out")
     why = "orders the rows: the latest are held out. Its hour: "
     why += f"DatePart(name={column.name + '_hour'!r}, column={column.name!r}, part='hour', unit={unit!r})"
-    return Choice(column.name, "time", why)
+    return ColumnChoice(column.name, "time", why)
 
 
 def _unit(column: Column) -> str | None:
@@ -125,11 +125,11 @@ def _unit(column: Column) -> str | None:
     return None
 
 
-def _choice(column: Column, num_rows: int) -> Choice:
+def _choice(column: Column, num_rows: int) -> ColumnChoice:
     name = column.name
 
-    def drop(reason: str, warning: str | None = None) -> Choice:
-        return Choice(name, "drop", reason, warning=warning)
+    def drop(reason: str, warning: str | None = None) -> ColumnChoice:
+        return ColumnChoice(name, "drop", reason, warning=warning)
 
     if column.kind == "other":
         return drop(f"{column.type} is not read")
@@ -146,8 +146,12 @@ def _choice(column: Column, num_rows: int) -> Choice:
     if column.kind.startswith("list"):
         return _list(column)
     if column.kind == "time":
-        parts = tuple(DatePart(name=f"{name}_{part}", column=name, part=part) for part in ("hour", "weekday"))
-        return Choice(name, "id", "a time: its hour and weekday", parts, 33)
+        said: tuple[DatePartName, ...] = ("hour", "weekday")
+        if column.type.startswith(("date", "time32", "time64")):  # a day has no hour, an hour no day
+            said = ("weekday",) if column.type.startswith("date") else ("hour",)
+        parts = tuple(DatePart(name=f"{name}_{part}", column=name, part=part) for part in said)
+        rows = sum(part.rows for part in parts)
+        return ColumnChoice(name, "id", f"a time: its {' and '.join(said)}", parts, rows)
     if column.counts_up and num_rows >= 10:
         return drop("a row number", f"column {name!r} counts the rows: it says nothing of others")
     if column.kind == "number" and not _is_code(column):
@@ -194,7 +198,7 @@ def _named_like_an_id(name: str) -> bool:
     )
 
 
-def _dense(column: Column, what: str) -> Choice:
+def _dense(column: Column, what: str) -> ColumnChoice:
     low, first, _, middle, _, last, high = column.quantiles
     log = low >= 0 and high > 20 * max(middle, 1e-9)
     far = high - low > 10 * max(last - first, 1e-12)
@@ -210,10 +214,10 @@ def _dense(column: Column, what: str) -> Choice:
     steps += ["a long tail: log"] if log else []
     steps += ["far outliers: clipped"] if feature.clip is not None else []
     steps += [f"{column.missing:.1%} missing: the median"] if column.num_missing else []
-    return Choice(column.name, "dense", ", ".join(steps), (feature,))
+    return ColumnChoice(column.name, "dense", ", ".join(steps), (feature,))
 
 
-def _ids(column: Column) -> Choice:
+def _ids(column: Column) -> ColumnChoice:
     name, distinct = column.name, column.distinct
     each = column.num_rows * (1 - column.missing) / max(distinct, 1)
     why = f"{distinct:,} values, each in {each:,.1f} rows"
@@ -221,16 +225,16 @@ def _ids(column: Column) -> Choice:
     if distinct > _LARGE_VOCABULARY:
         rows = min(2 * distinct, _LARGEST_TABLE)
         feature: ColumnFeature = Hashed(name=name, num_embeddings=rows)
-        return Choice(name, "id", f"{why}: hashed", (feature,), rows)
+        return ColumnChoice(name, "id", f"{why}: hashed", (feature,), rows)
     features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
     if column.kind == "integer" and distinct > _FEW_VALUES and not _named_like_an_id(name):
         missing = column.quantiles[3] if column.num_missing else None
         features.append(Number(name=f"{name}_number", column=name, standardize=True, missing=missing))
         why += "; as a number too, if its size means something"
-    return Choice(name, "id", why, tuple(features), distinct + 2)
+    return ColumnChoice(name, "id", why, tuple(features), distinct + 2)
 
 
-def _list(column: Column) -> Choice:
+def _list(column: Column) -> ColumnChoice:
     assert column.max_length is not None
     assert column.mean_length is not None
     choice = _ids(replace(column, num_rows=round(column.num_rows * max(column.mean_length, 1e-9))))
@@ -241,7 +245,7 @@ def _list(column: Column) -> Choice:
     cut = f", cut to the last {longest}" if longest < column.max_length else ""
     lengths = f"{column.mean_length:.1f} on average, {column.max_length} at most"
     why = f"lists of {lengths}{cut}; {column.distinct:,} values"
-    return Choice(column.name, "list", why, (feature,), choice.rows)
+    return ColumnChoice(column.name, "list", why, (feature,), choice.rows)
 
 
 def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which columns of a file are what."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,10 @@ class Schema(Encoding):
     def labels_of(self) -> tuple[str, ...]:
         """None: there is one label at most."""
         return ()
+
+    def fitted_kinds(self) -> Mapping[str, str]:
+        """Nothing: a schema is not fitted."""
+        return {}
 
     def wrong_columns(self, found: Any) -> list[str]:
         """See `Encoding`."""

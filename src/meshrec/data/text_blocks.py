@@ -22,7 +22,7 @@ class TextBlock(NamedTuple):
     lines: int
 
 
-class Piece(NamedTuple):
+class WholeLines(NamedTuple):
     """Whole lines."""
 
     text: bytes
@@ -47,13 +47,13 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
     return [TextBlock(file, 0, 0, line)] if _is_gzip(file) else blocks
 
 
-def read_pieces(block: TextBlock, *, size: int) -> Generator[Piece, None, None]:
+def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, None]:
     """The lines of a block, about ``size`` bytes at a time (the ``size`` with which it was found)."""
     line, last = block.first_line, block.first_line + block.lines
     with _open(block.file, block.start) as stream:
         for text in _whole_lines(stream, size):
             num = _count_lines(text)
-            yield Piece(text, line, num)
+            yield WholeLines(text, line, num)
             line += num
             if line >= last:
                 return

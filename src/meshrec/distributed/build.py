@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import broadcast, gather_objects
-from meshrec.distributed.fused_optimizer import Deferred, FusedTable, ShardedFusedOptimizer, Slot
+from meshrec.distributed.fused_optimizer import Deferred, FusedTable, ShardedFusedOptimizer, StateParts
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
-from meshrec.distributed.routing import Routing, Table, compile_plan
+from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
+from meshrec.distributed.spread_table import SpreadTable
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules import BaseEmbeddingConfig, BoundsCheckMode, DataType, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
@@ -38,7 +39,7 @@ _BLOCK_NUMBERS = 1 << 20
 class SourceTable(NamedTuple):
     """A table of the unsharded module."""
 
-    table: Table
+    table: RoutedTable
     config: BaseEmbeddingConfig
     weight: nn.Parameter
     storage: RowStorage
@@ -66,7 +67,7 @@ class BuildOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
+class ModuleParts:
     """The parts of a sharded module, and what they were made from."""
 
     plan: EmbeddingModuleShardingPlan
@@ -78,7 +79,7 @@ class Built:
     storages: list[RowStorage]
     """How the rows of each table lie."""
     tables: ShardedTables
-    shards: dict[str, TableShards]
+    shards: dict[str, TableShards | SpreadTable]
     names: list[str]
     """The name of each use in the output: the feature, or feature@table where several tables read it."""
     dims: list[int]
@@ -107,7 +108,7 @@ def source_tables(module: TableCollection) -> list[SourceTable]:
     found = []
     for config, weight in module.tables().values():
         mean = getattr(config, "pooling", None) is PoolingType.MEAN
-        table = Table(
+        table = RoutedTable(
             config.name, config.num_embeddings, config.embedding_dim, tuple(config.feature_names), mean
         )
         storage, spec = storage_of(config, weight), in_backward_spec(weight)
@@ -121,7 +122,7 @@ def build(
     env: ShardingEnv,
     device: torch.device,
     options: BuildOptions,
-) -> Built:
+) -> ModuleParts:
     """Checks the plan, allocates what this rank owns, and fills it. Collective over all ranks.
 
     On CPUs the process keeps freed memory from then on, see ``keep_freed_memory``.
@@ -137,15 +138,22 @@ def build(
     check_cuts({source.table.name: source.storage for source in sources}, plan)
     rules = _rules(sources, options)
     routing = compiled([source.table for source in sources], plan, rules, env)
+    if env.devices:
+        _check_inference(sources, rules)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
-    split = _allocate(routing.work[env.shard.rank].rectangles, sources, rules, device, seed)
+    split, *elsewhere = [
+        _allocate(routing.work[rank].rectangles, sources, rules, where, seed)
+        for rank, where in (enumerate(env.devices) if env.devices else [(env.shard.rank, device)])
+    ]
     local = _allocate(routing.local.rectangles, sources, rules, device, seed)
     _make_equal(split, env.replicate)
     _make_equal(local, env.world)
     steps = [source.state.get("step", 0) for source in sources]
     storages = [source.storage for source in sources]
     trained = [source.weight.requires_grad for source in sources]
-    return assemble(plan, routing, rules, steps, storages, trained, split, local, env, device, options)
+    return assemble(
+        plan, routing, rules, steps, storages, trained, split, local, env, device, options, elsewhere
+    )
 
 
 def assemble(
@@ -160,21 +168,27 @@ def assemble(
     env: ShardingEnv,
     device: torch.device,
     options: BuildOptions,
-) -> Built:
+    elsewhere: Sequence[Holdings] = (),
+) -> ModuleParts:
     """The parts from weights and state that are there. ``steps``: the updates that each table has had.
-    ``trained``: the tables that are not frozen.
+    ``trained``: the tables that are not frozen. ``elsewhere``: what ``env.devices`` hold beyond the first.
     """
-    shards, fused = {}, {}
+    shards: dict[str, TableShards | SpreadTable] = {}
+    fused = {}
     holders = routing.holders
     for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True)):
         held, mesh = (local, None) if routing.replicated[t] else (split, env.shard_mesh)
+        if env.devices and not routing.replicated[t]:
+            own = [each for holdings in (split, *elsewhere) if (each := holdings.of_table(t)) is not None]
+            shards[table.name] = SpreadTable(table, storages[t], own)
+            continue
         nothing = nn.Parameter(storages[t].allocate(0, storages[t].columns(table.dim), device), trained[t])
-        shards[table.name] = TableShards(table, storages[t], held.of_table(t), nothing, holders[t], mesh)
-        mark_sharded(shards[table.name].weight)
+        here = TableShards(table, storages[t], held.of_table(t), nothing, holders[t], mesh)
+        shards[table.name] = here
+        mark_sharded(here.weight)
         if rule is not None:
-            mark_in_backward(shards[table.name].weight, rule.spec)
-        if rule is not None:
-            fused[table.name] = _fused_table(shards[table.name], rule, held.state_of_table(t), steps[t])
+            mark_in_backward(here.weight, rule.spec)
+            fused[table.name] = _fused_table(here, rule, held.state_of_table(t), steps[t])
     if env.shard.group is not None:
         for parameter in split.parameters:
             mark_part(parameter, env.shard.group, counts=True)
@@ -195,10 +209,11 @@ def assemble(
         input_dist=input_dist,
         sequence=options.sequence,
         precision=options.precision,
+        elsewhere=elsewhere,
     )
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made: they are handed back when they are freed
-    return Built(
+    return ModuleParts(
         plan=plan,
         routing=routing,
         rules=rules,
@@ -215,7 +230,7 @@ def assemble(
 
 
 def compiled(
-    tables: Sequence[Table],
+    tables: Sequence[RoutedTable],
     plan: EmbeddingModuleShardingPlan,
     rules: Sequence[UpdateRule | None],
     env: ShardingEnv,
@@ -248,6 +263,17 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
             raise ValueError(
                 f"table {name!r} is quantised and cannot be trained, but has an optimizer. Leave out the "
                 "sharder's fused_params, or shard the model as it was before meshrec.quant.quantize."
+            )
+
+
+def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
+    """Raises ValueError for a table that is trained."""
+    for source, rule in zip(sources, rules, strict=True):
+        if rule is not None or source.weight.requires_grad:
+            raise ValueError(
+                f"table {source.table.name!r} is to be trained, and tables over several devices of one "
+                "process are for inference. Quantise the model, or call requires_grad_(False) on it and "
+                "leave out optimizers; to train, start a process for each device."
             )
 
 
@@ -326,7 +352,7 @@ def _fused_table(
     shards: TableShards, rule: UpdateRule, state: Sequence[Sequence[Tensor]], step: int
 ) -> FusedTable:
     slots = {
-        slot.name: Slot(slot.per_row, [own[number] for own in state])
+        slot.name: StateParts(slot.per_row, [own[number] for own in state])
         for number, slot in enumerate(rule.spec.state_slots())
     }
     return FusedTable(shards, rule, slots, step)

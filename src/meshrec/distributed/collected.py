@@ -7,7 +7,7 @@ from meshrec.comms.collectives import all_reduce
 from meshrec.plan.mesh import Axis
 
 
-class Collected:
+class GradientSignal:
     """Whether gradients were collected, and whether they are finite: the same on every rank, also on those
     that hold nothing.
 

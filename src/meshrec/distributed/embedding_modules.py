@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.distributed.awaitable import LazyAwaitable
-from meshrec.distributed.build import Built
+from meshrec.distributed.build import ModuleParts
 from meshrec.distributed.fused_optimizer import ShardedFusedOptimizer
-from meshrec.distributed.input_dist import Exchanging, Started
+from meshrec.distributed.input_dist import Exchanging, SizesInFlight
 from meshrec.distributed.sharded_tables import Results, ShardedTables
 from meshrec.distributed.stages import Stage, stages
 from meshrec.modules import (
@@ -32,7 +32,7 @@ class _ShardedCollection(nn.Module):
     ``holder`` is the name of the attribute that holds the parameters of each table.
     """
 
-    def __init__(self, built: Built, holder: str) -> None:
+    def __init__(self, built: ModuleParts, holder: str) -> None:
         super().__init__()
         self._holder = holder
         setattr(self, holder, holder_of(built.shards))
@@ -50,7 +50,7 @@ class _ShardedCollection(nn.Module):
         """What this rank does for the module; another one after ``rebuild``."""
         return self._tables
 
-    def rebuild(self, built: Built) -> None:
+    def rebuild(self, built: ModuleParts) -> None:
         """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
         setattr(self, self._holder, holder_of(built.shards))
         self._tables, self.plan, self.built = built.tables, built.plan, built
@@ -79,7 +79,7 @@ class _ShardedCollection(nn.Module):
     def _output_dists(self) -> list[Stage]:
         return stages("embeddings to their samples", self.plan)
 
-    def start(self, features: KeyedJaggedTensor) -> Started:
+    def start(self, features: KeyedJaggedTensor) -> SizesInFlight:
         """Routes the ids and starts to exchange sizes.
 
         Raises:
@@ -94,7 +94,7 @@ class _ShardedCollection(nn.Module):
     def _typed(self, values: Tensor) -> Tensor:
         return values if self._output_dtype is None else values.to(self._output_dtype.dtype)
 
-    def exchange(self, started: Started) -> Exchanging:
+    def exchange(self, started: SizesInFlight) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
         return self._tables.exchange(started)
 
@@ -114,7 +114,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
     embedding_bags: nn.ModuleDict
 
-    def __init__(self, module: EmbeddingBagCollection, built: Built) -> None:
+    def __init__(self, module: EmbeddingBagCollection, built: ModuleParts) -> None:
         super().__init__(built, "embedding_bags")
         self._configs = module.embedding_bag_configs()
         self._is_weighted = module.is_weighted()
@@ -152,7 +152,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
 
     embeddings: nn.ModuleDict
 
-    def __init__(self, module: EmbeddingCollection, built: Built) -> None:
+    def __init__(self, module: EmbeddingCollection, built: ModuleParts) -> None:
         super().__init__(built, "embeddings")
         self._configs = module.embedding_configs()
 

@@ -13,7 +13,7 @@ from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
 from meshrec.tables.rule import UpdateRule
 
 
-class Slot(NamedTuple):
+class StateParts(NamedTuple):
     """One state of a table: whether it has a number per row only, and its part for each rectangle here."""
 
     per_row: bool
@@ -25,7 +25,7 @@ class FusedTable(NamedTuple):
 
     shards: TableShards
     rule: UpdateRule
-    slots: dict[str, Slot]
+    slots: dict[str, StateParts]
     first_step: int = 0
     """Updates that the table has had before."""
 
@@ -104,8 +104,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
         """Not here: raises ValueError."""
         raise ValueError(
             "the fused optimizer of a sharded module has the tables it was sharded with. Attach an "
-            "optimizer with "
-            "apply_optimizer_in_backward, or in the sharder's fused_params, before sharding."
+            "optimizer with apply_optimizer_in_backward, or in the sharder's fused_params, before sharding."
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
@@ -132,6 +131,6 @@ def _check_steps(optimizer: ShardedFusedOptimizer, state: Mapping[str, Mapping[s
         if step != expected:
             raise ValueError(
                 f"{name!r} has had {step} updates and {first!r} {expected}, but they share "
-                f"{table.rule.name}. "
-                "Give them optimizers that differ in some number, or load a state in which they agree."
+                f"{table.rule.name}. Give them optimizers that differ in some number, or load a state in "
+                "which they agree."
             )

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import all_gather, all_reduce
-from meshrec.distributed.input_dist import LookupIds, Message
+from meshrec.distributed.input_dist import LookupIds, PackedIds
 from meshrec.plan.mesh import Axis
 from meshrec.tables.packing import RowGradients
 
 # P replicas, n messages of each, Q routes of a message
 
 
-class Sizes(NamedTuple):
+class ReplicaSizes(NamedTuple):
     """What every replica has: ``headers`` [P, n, 4] of its messages; ``bags`` and ``num_ids`` [P, n, Q] on
     their routes, the messages in the order in which they were unpacked.
     """
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
         return torch.stack([torch.zeros_like(words), words, num_ids, batch], 2)
 
 
-def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> Sizes:
+def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
     """What every rank of the axis has. Collective."""
     num_messages = header.shape[0]
     starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
@@ -47,12 +47,14 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> Sizes:
     sizes = [header.numel(), num_messages * num_routes, num_messages * num_routes]
     headers, bags, num_ids = rows.split(sizes, 1)
     shape = axis.size, num_messages, num_routes
-    return Sizes(headers.reshape(axis.size, num_messages, -1), bags.reshape(shape), num_ids.reshape(shape))
+    return ReplicaSizes(
+        headers.reshape(axis.size, num_messages, -1), bags.reshape(shape), num_ids.reshape(shape)
+    )
 
 
 def gather_gradients(
-    message: Message, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
-) -> tuple[Message, Tensor]:
+    message: PackedIds, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
+) -> tuple[PackedIds, Tensor]:
     """The messages of all ranks, one rank after the other, and their gradients, flat, in the same order.
 
     Args:
@@ -66,15 +68,15 @@ def gather_gradients(
     rows = all_gather(padded, axis, "ids and gradients of replicas").wait()
     grads = [row[count:length] for row, count, length in zip(rows, words, lengths, strict=True)]
     return (
-        Message(
+        PackedIds(
             torch.cat([row[:count] for row, count in zip(rows, words, strict=True)]), headers.flatten(0, 1)
         ),
         torch.cat(grads).view(torch.float32),
     )
 
 
-def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Message:
-    """Messages with some routes of ``ids`` only. ``header`` [n, 4]: see ``Sizes.headers_of``."""
+def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> PackedIds:
+    """Messages with some routes of ``ids`` only. ``header`` [n, 4]: see ``ReplicaSizes.headers_of``."""
     num_messages = header.shape[0]
     num_routes = (ids.segments.numel() - 1) // num_messages
     order = [message * num_routes + route for message in range(num_messages) for route in routes]
@@ -99,7 +101,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Messag
         if header[message, 3] < 0:
             words.append(bags.view(num_messages, -1)[message].int().to(values.device))
         words += [part.view(torch.int32) for part in parts]
-    return Message(torch.cat(words), header)
+    return PackedIds(torch.cat(words), header)
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:

@@ -4,7 +4,6 @@ Errors that one rank finds in its own input travel with the sizes, so that every
 and none waits for a message that will not come.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,12 +15,13 @@ import meshrec.ops.dist  # noqa: F401 - the ops must exist
 from meshrec.comms.collectives import InFlight, Splits, all_to_all, gather_objects
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BoundsCheckMode
+from meshrec.modules.input_checks import check_device, inverse_rows, positions_of, sample_weights
+from meshrec.ops.tbe.reporting import report_clamped
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 
 # U uses, Q routes, R ranks, K keys, N ids
 
-_logger = logging.getLogger("meshrec")
 _HEADER = 4  # status, words, ids, bags per route (-1: they differ)
 # What a rank says of itself in the status, as bits.
 _BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
@@ -51,7 +51,7 @@ class SourceIds(NamedTuple):
         return list(map(num_bags.__mul__, range(self.num_keys + 1)))
 
 
-class Message(NamedTuple):
+class PackedIds(NamedTuple):
     """Ids packed by ``route_ids``: one message of int32 words for each row of the header [n, 4]."""
 
     words: Tensor
@@ -84,20 +84,20 @@ class Arrived(NamedTuple):
     """After the input distribution: what the caller gave, what is to be looked up, what every rank holds."""
 
     source: SourceIds
-    message: Message
-    local: Message
+    message: PackedIds
+    local: PackedIds
     weights: Tensor | None
     """fp32 [N] the caller's per-sample weights, where they require grad."""
     wishes: Wishes
 
 
 @dataclass
-class Started:
+class SizesInFlight:
     """Sizes are under way."""
 
     source: SourceIds | None
-    message: Message
-    local: Message
+    message: PackedIds
+    local: PackedIds
     weights: Tensor | None
     sizes: InFlight
     error: Exception | None
@@ -108,7 +108,7 @@ class Exchanging:
     """The packed ids are under way."""
 
     source: SourceIds
-    local: Message
+    local: PackedIds
     weights: Tensor | None
     wishes: Wishes
     header: Tensor
@@ -134,17 +134,23 @@ class InputDist:
     ) -> None:
         self._routing, self._env, self.device = routing, env, device
         self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
-        self.num_clamped_ids = 0
+        self._num_clamped = torch.zeros((), dtype=torch.int64)
         self.words_per_id = (2 if routing.wide else 1) + weighted
         """Of a message, with the id's weight."""
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
+        self._readers = [routing.tables[use.table].name for use in routing.uses]
         self._keys: tuple[Sequence[str], list[int]] | None = None
         self._first = env.replicate.rank * env.shard.size
         sizes = [_HEADER] * env.world.size
         self._size_splits = Splits(sizes, sizes)
 
-    def start(self, features: KeyedJaggedTensor, *, trains: bool) -> Started:
+    @property
+    def num_clamped_ids(self) -> int:
+        """How many ids ``BoundsCheckMode.WARN`` replaced so far, of this rank's input."""
+        return int(self._num_clamped)
+
+    def start(self, features: KeyedJaggedTensor, *, trains: bool) -> SizesInFlight:
         """Routes the ids and starts to exchange sizes. Never raises for bad input: ``exchange`` does,
         everywhere.
 
@@ -163,16 +169,13 @@ class InputDist:
         rows = header[:-1].reshape(-1) if self._env.replicate.size == 1 else self._world_rows(header)
         sizes = all_to_all(rows, self._size_splits, self._env.world, "sizes of ids")
         own = payload.numel() - int(header[-1, 1])
-        return Started(
-            source,
-            Message(payload[:own], header[:-1]),
-            Message(payload[own:], header[-1:]),
-            weights,
-            sizes,
-            error,
-        )
+        message, local = PackedIds(payload[:own], header[:-1]), PackedIds(payload[own:], header[-1:])
+        try:
+            return SizesInFlight(source, message, local, weights, sizes, error)
+        finally:
+            del error  # in a circle of its traceback and this frame it would keep the batch
 
-    def exchange(self, started: Started) -> Exchanging:
+    def exchange(self, started: SizesInFlight) -> Exchanging:
         """Waits for the sizes and starts to exchange ids.
 
         Raises:
@@ -183,7 +186,7 @@ class InputDist:
         for each in rows[:, 0].tolist():
             status |= each
         if status & _BAD_INPUT:
-            self._raise(started.error)
+            self._raise(started)
         assert started.source is not None
         wants_weight_grads = bool(status & _WANTS_WEIGHT_GRADS)
         wishes = Wishes(wants_weight_grads or bool(status & _TRAINS), wants_weight_grads)
@@ -194,10 +197,10 @@ class InputDist:
 
     def finish(self, exchanging: Exchanging) -> Arrived:
         """Waits for the ids."""
-        message = Message(exchanging.payload.wait(), exchanging.header)
+        message = PackedIds(exchanging.payload.wait(), exchanging.header)
         return Arrived(exchanging.source, message, exchanging.local, exchanging.weights, exchanging.wishes)
 
-    def unpack(self, message: Message, blocks: list[int], num_routes: int) -> LookupIds:
+    def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
         """The ids of a message, its blocks in the given order."""
         values, offsets, weights, segments = torch.ops.meshrec.unpack_ids.default(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
@@ -210,18 +213,13 @@ class InputDist:
     def _route(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor | None, Tensor, Tensor]:
         keys = features.keys()
         if self._keys is None or self._keys[0] != keys:
-            self._keys = list(keys), self._positions(keys)
+            self._keys = list(keys), positions_of(keys, self._features, self._readers)
         positions = self._keys[1]
         if not self._sequence and features.variable_stride_per_key():
             features = _expanded(features)
-        weights = self._weights(features)
+        weights = sample_weights(features, is_weighted=self._weighted)
         values, offsets = features.values(), features.offsets()
-        if values.device != self.device:
-            raise ValueError(
-                f"the input is on {values.device} and table {self._routing.tables[0].name!r} on "
-                f"{self.device}. "
-                "Move one to the other with .to()."
-            )
+        check_device(values, self._routing.tables[0].name, self.device)
         strides, segments = features.stride_per_key(), features.segments_or_none()
         payload, header, counts, bad = torch.ops.meshrec.route_ids.default(
             values,
@@ -236,48 +234,14 @@ class InputDist:
             self._bounds_check is BoundsCheckMode.ERROR,
             self._routing.names,
         )
-        if self._bounds_check is BoundsCheckMode.WARN and bool(bad.any()):
-            self._report(bad.tolist())
+        if self._bounds_check is BoundsCheckMode.WARN:
+            report_clamped(self._num_clamped, bad, self._routing.names)
         batches = list(map(strides.__getitem__, positions))
         source = SourceIds(values, offsets, segments, len(keys), positions, counts, batches)
         wanted = (
             weights if weights is not None and weights.requires_grad and torch.is_grad_enabled() else None
         )
         return source, wanted, payload, header
-
-    def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """fp32 [N]; None where the collection reads no weights."""
-        if not self._weighted:
-            return None
-        weights = features.weights_or_none()
-        if weights is None:
-            raise ValueError(
-                "the collection is weighted (is_weighted=True) but the input has no weights. "
-                "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
-            )
-        return weights.float()
-
-    def _positions(self, keys: Sequence[str]) -> list[int]:
-        place = {key: position for position, key in enumerate(keys)}
-        if missing := [feature for feature in self._features if feature not in place]:
-            raise ValueError(
-                f"features {sorted(set(missing))} are missing: the input has the keys {list(keys)}. "
-                "Add them to the input, with empty bags where there are no ids."
-            )
-        return [place[feature] for feature in self._features]
-
-    def _report(self, bad: list[int]) -> None:
-        if self.num_clamped_ids == 0:
-            worst = max(range(len(bad)), key=bad.__getitem__)
-            use = self._routing.uses[worst]
-            _logger.warning(
-                "%d ids lie outside their table, most of them of feature %r in table %r; row 0 takes their "
-                "place. This is said once; num_clamped_ids counts on.",
-                sum(bad),
-                use.feature,
-                self._routing.tables[use.table].name,
-            )
-        self.num_clamped_ids += sum(bad)
 
     def _world_rows(self, header: Tensor) -> Tensor:
         """A row for every rank of the world: ranks of other replica groups learn the status only."""
@@ -286,12 +250,16 @@ class InputDist:
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
         return rows.view(-1)
 
-    def _raise(self, error: Exception | None) -> None:
+    def _raise(self, started: SizesInFlight) -> None:
+        error, started.error = started.error, None
         messages = gather_objects(None if error is None else str(error), self._env.world, "input errors")
         causes = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
-        if self._env.world.size == 1 and error is not None:
-            raise error
-        raise ValueError("\n".join(causes)) from error
+        try:
+            if self._env.world.size == 1 and error is not None:
+                raise error
+            raise ValueError("\n".join(causes)) from error
+        finally:
+            del error  # as in ``start``
 
 
 def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -300,20 +268,9 @@ def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     Raises:
         ValueError: without inverse indices, which say which bag each sample takes.
     """
-    inverse = features.inverse_indices_or_none()
-    if inverse is None:
-        raise ValueError(
-            f"the keys have batch sizes of their own, {features.stride_per_key()}, and one result matrix "
-            "needs one "
-            "batch size. Give the KeyedJaggedTensor inverse_indices, or equal batch sizes."
-        )
-    row_of = {key: row for row, key in enumerate(inverse[0])}
-    firsts = features.lengths_offset_per_key()
+    keys, firsts = features.keys(), features.lengths_offset_per_key()
     bags = torch.cat(
-        [
-            inverse[1][row_of[key]].long() + first
-            for key, first in zip(features.keys(), firsts[:-1], strict=True)
-        ]
+        [row + first for row, first in zip(inverse_rows(features, keys), firsts[:-1], strict=True)]
     )
     lengths, starts = features.lengths()[bags], features.offsets()[bags].long()
     ends = lengths.long().cumsum(0)
@@ -321,5 +278,5 @@ def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ids += torch.repeat_interleave(starts - (ends - lengths), lengths.long())
     weights = features.weights_or_none()
     return KeyedJaggedTensor(
-        features.keys(), features.values()[ids], None if weights is None else weights[ids], lengths=lengths
+        keys, features.values()[ids], None if weights is None else weights[ids], lengths=lengths
     )

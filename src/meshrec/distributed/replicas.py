@@ -9,14 +9,14 @@ from torch import Tensor
 
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.gradient_exchange import (
-    Sizes,
+    ReplicaSizes,
     gather_gradients,
     gather_sizes,
     pack_routes,
     reduce_bytes,
     reduce_gradients,
 )
-from meshrec.distributed.input_dist import InputDist, LookupIds, Message
+from meshrec.distributed.input_dist import InputDist, LookupIds, PackedIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.updates import LookedUp, TableGradient
 from meshrec.plan.mesh import Axis
@@ -38,7 +38,7 @@ class Replicas:
         self._tables, self._axis, self._input, self._blocks = tables, axis, input_dist, blocks
         self._phase = name
 
-    def sum_of_all(self, message: Message, ids: LookupIds, grad: Tensor) -> TableGradient:
+    def sum_of_all(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
         """The gradient of all replicas, from that of what was looked up here for ``message``, which holds
         ``ids``. Collective over the axis.
         """
@@ -47,7 +47,7 @@ class Replicas:
         with phase(self._phase) if recorders else OFF:
             return self._exchanged(message, ids, grad)
 
-    def _exchanged(self, message: Message, ids: LookupIds, grad: Tensor) -> TableGradient:
+    def _exchanged(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
         sizes = gather_sizes(message.header, ids, self._axis)
         whole = self._moved_whole(sizes)
         rows = self._summed(whole, ids, grad)
@@ -55,7 +55,7 @@ class Replicas:
             return TableGradient(None, rows)
         return TableGradient(self._gathered(whole, message, ids, grad, sizes), rows)
 
-    def _moved_whole(self, sizes: Sizes) -> frozenset[int]:
+    def _moved_whole(self, sizes: ReplicaSizes) -> frozenset[int]:
         """The tables for which a sum moves fewer bytes: the same ones on every replica."""
         work, num_ranks = self._tables.work, self._axis.size
         elements = (
@@ -87,7 +87,7 @@ class Replicas:
         return dict(zip(chosen, reduce_gradients(own, shapes, self._axis), strict=True))
 
     def _gathered(
-        self, whole: frozenset[int], message: Message, ids: LookupIds, grad: Tensor, sizes: Sizes
+        self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
     ) -> LookedUp:
         """What all replicas looked up in the other tables."""
         tables, headers, blocks = self._tables, sizes.headers, self._blocks

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
-from meshrec.distributed.build import Built, assemble, check_cuts, compiled
+from meshrec.distributed.build import ModuleParts, assemble, check_cuts, compiled
 from meshrec.distributed.routing import Routing
+from meshrec.distributed.table_shards import TableShards
 from meshrec.plan.mesh import Axis, ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.tables.holdings import Holdings, allocate
@@ -27,7 +28,7 @@ _ROUND_BYTES = 1 << 26
 _ALIGNMENT = 8
 
 
-class Part(NamedTuple):
+class RankRectangle(NamedTuple):
     """A rectangle on a rank: ``number`` among the rectangles of its table there."""
 
     rank: int
@@ -38,8 +39,8 @@ class Part(NamedTuple):
 class Transfer(NamedTuple):
     """Rows [r0, r1) and columns [c0, c1) of a table that go from one rectangle to another."""
 
-    source: Part
-    target: Part
+    source: RankRectangle
+    target: RankRectangle
     r0: int
     r1: int
     c0: int
@@ -59,7 +60,7 @@ class _Plane(NamedTuple):
     """Where a column of the table lies in a part."""
 
 
-def moved(built: Mapping[str, Built], plan: ShardingPlan, env: ShardingEnv) -> dict[str, Built]:
+def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv) -> dict[str, ModuleParts]:
     """The same tables under another (verified) plan; ``built`` is left as it is. Collective.
 
     Raises:
@@ -101,7 +102,7 @@ class _New(NamedTuple):
     split: Holdings
     local: Holdings
 
-    def assembled(self, old: Built) -> Built:
+    def assembled(self, old: ModuleParts) -> ModuleParts:
         """The module's parts."""
         return assemble(
             self.plan,
@@ -118,18 +119,18 @@ class _New(NamedTuple):
         )
 
 
-def _trained(built: Mapping[str, Built], env: ShardingEnv) -> set[tuple[str, str]]:
+def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
     """The tables (module, name) that are not frozen, as those know who hold a part. Collective."""
     own = {
         (path, name)
         for path, module in built.items()
         for name, shards in module.shards.items()
-        if shards.rectangles and shards.weight.requires_grad
+        if isinstance(shards, TableShards) and shards.rectangles and shards.weight.requires_grad
     }
     return set().union(*gather_objects(own, env.world, "trained tables"))
 
 
-def _check_fused(built: Mapping[str, Built], trained: set[tuple[str, str]]) -> None:
+def _check_fused(built: Mapping[str, ModuleParts], trained: set[tuple[str, str]]) -> None:
     for path, module in built.items():
         for table, rule in zip(module.routing.tables, module.rules, strict=True):
             if rule is None and (path, table.name) in trained:
@@ -141,7 +142,7 @@ def _check_fused(built: Mapping[str, Built], trained: set[tuple[str, str]]) -> N
 
 
 def _allocated(
-    path: str, built: Built, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
+    path: str, built: ModuleParts, plan: EmbeddingModuleShardingPlan, trained: set[tuple[str, str]]
 ) -> _New:
     routing = compiled(built.routing.tables, plan, built.rules, built.env)
     own = routing.work[built.env.shard.rank].rectangles
@@ -150,16 +151,17 @@ def _allocated(
     return _New(plan, routing, flags, _empty(own, built, flags), _empty(local, built, flags))
 
 
-def _empty(rectangles: Sequence[Rectangle], built: Built, trained: Sequence[bool]) -> Holdings:
+def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> Holdings:
     specs = [None if rule is None else rule.spec for rule in built.rules]
     return allocate(rectangles, built.storages, specs, trained, built.device)
 
 
-def _planes(built: Built, new: _New) -> Iterator[_Plane]:
+def _planes(built: ModuleParts, new: _New) -> Iterator[_Plane]:
     for t, table in enumerate(built.routing.tables):
         transfers = list(transfers_of(_holders(built.routing, t), _holders(new.routing, t), built.env.shard))
         held = new.local if new.routing.replicated[t] else new.split
         storage, shards, here = built.storages[t], built.shards[table.name], held.of_table(t)
+        assert isinstance(shards, TableShards)
         old = _parts(storage, shards.rectangles, [shard.detach() for shard in shards.shards()])
         rectangles = [] if here is None else here.packing.rectangles
         new_parts = _parts(
@@ -190,18 +192,20 @@ def _parts(
     return [storage.parts(w, r.c1 - r.c0) for w, r in zip(weights, rectangles, strict=True)]
 
 
-def _holders(routing: Routing, table: int) -> list[Part] | None:
+def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
     """Who holds what of a table; None: everyone all of it."""
     if routing.replicated[table]:
         return None
     found = []
     for rank, work in enumerate(routing.work):
         own = [rectangle for rectangle in work.rectangles if rectangle.table == table]
-        found += [Part(rank, number, rectangle) for number, rectangle in enumerate(own)]
+        found += [RankRectangle(rank, number, rectangle) for number, rectangle in enumerate(own)]
     return found
 
 
-def transfers_of(old: list[Part] | None, new: list[Part] | None, axis: Axis) -> Iterator[Transfer]:
+def transfers_of(
+    old: list[RankRectangle] | None, new: list[RankRectangle] | None, axis: Axis
+) -> Iterator[Transfer]:
     """What goes where, in an order that all ranks know. None: every rank holds the whole table."""
     if old is None and new is None:
         return
@@ -209,9 +213,9 @@ def transfers_of(old: list[Part] | None, new: list[Part] | None, axis: Axis) -> 
     if new is None:
         assert old is not None
         whole = _hull(old)
-        new = [Part(rank, 0, whole) for rank in everyone]
+        new = [RankRectangle(rank, 0, whole) for rank in everyone]
     for target in new:
-        sources = old if old is not None else [Part(target.rank, 0, _hull(new))]
+        sources = old if old is not None else [RankRectangle(target.rank, 0, _hull(new))]
         for source in sources:
             a, b = source.rectangle, target.rectangle
             r0, r1 = max(a.r0, b.r0), min(a.r1, b.r1)
@@ -220,7 +224,7 @@ def transfers_of(old: list[Part] | None, new: list[Part] | None, axis: Axis) -> 
                 yield Transfer(source, target, r0, r1, c0, c1)
 
 
-def _hull(held: Sequence[Part]) -> Rectangle:
+def _hull(held: Sequence[RankRectangle]) -> Rectangle:
     """The whole table, which the rectangles cover."""
     return Rectangle(
         held[0].rectangle.table,
@@ -237,7 +241,7 @@ def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
     All columns of a row-wise optimizer's table are cut at the same rows, so equal rows are all there is to
     see.
     """
-    chosen: dict[tuple[Part, int, int], Transfer] = {}
+    chosen: dict[tuple[RankRectangle, int, int], Transfer] = {}
     for each in transfers:
         key = (each.target, each.r0, each.r1)
         if key not in chosen or each.source.rank == each.target.rank:
@@ -245,7 +249,7 @@ def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
     yield from chosen.values()
 
 
-class _Cut(NamedTuple):
+class _CutTransfer(NamedTuple):
     """A transfer, or some rows of it, in one plane."""
 
     plane: _Plane
@@ -261,14 +265,14 @@ class _Cut(NamedTuple):
         return _region(self.plane, self.plane.new, self.transfer.target, self.transfer)
 
 
-def _region(plane: _Plane, parts: Sequence[Tensor], held: Part, transfer: Transfer) -> Tensor:
+def _region(plane: _Plane, parts: Sequence[Tensor], held: RankRectangle, transfer: Transfer) -> Tensor:
     rows = parts[held.number][transfer.r0 - held.rectangle.r0 : transfer.r1 - held.rectangle.r0]
     c0, first, last = map(plane.place, (held.rectangle.c0, transfer.c0, transfer.c1))
     return rows if plane.per_row else rows[:, first - c0 : last - c0]
 
 
 def _move(planes: Sequence[_Plane], axis: Axis) -> None:
-    rounds: list[_Cut] = []
+    rounds: list[_CutTransfer] = []
     size = 0
     for plane in planes:
         if not plane.transfers:
@@ -283,12 +287,12 @@ def _move(planes: Sequence[_Plane], axis: Axis) -> None:
     _exchange(rounds, axis)
 
 
-def _cuts(plane: _Plane, axis: Axis) -> Iterator[_Cut]:
+def _cuts(plane: _Plane, axis: Axis) -> Iterator[_CutTransfer]:
     """The transfers of a plane in pieces of bounded size; those within a rank are made at once."""
     for transfer in plane.transfers:
         if transfer.source.rank == transfer.target.rank:
             if transfer.source.rank == axis.rank:
-                cut = _Cut(plane, transfer, 0)
+                cut = _CutTransfer(plane, transfer, 0)
                 cut.target().copy_(cut.source())
             continue
         width = 1 if plane.per_row else plane.place(transfer.c1) - plane.place(transfer.c0)
@@ -297,15 +301,15 @@ def _cuts(plane: _Plane, axis: Axis) -> Iterator[_Cut]:
         for r0 in range(transfer.r0, transfer.r1, step):
             r1 = min(r0 + step, transfer.r1)
             num_bytes = -(-(r1 - r0) * row_bytes // _ALIGNMENT) * _ALIGNMENT
-            yield _Cut(plane, transfer._replace(r0=r0, r1=r1), num_bytes)
+            yield _CutTransfer(plane, transfer._replace(r0=r0, r1=r1), num_bytes)
 
 
-def _exchange(cuts: Sequence[_Cut], axis: Axis) -> None:
+def _exchange(cuts: Sequence[_CutTransfer], axis: Axis) -> None:
     """One all-to-all. Pieces lie by the other rank, then in the order of the list."""
     if not cuts:
         return
-    sent: list[list[_Cut]] = [[] for _ in range(axis.size)]
-    received: list[list[_Cut]] = [[] for _ in range(axis.size)]
+    sent: list[list[_CutTransfer]] = [[] for _ in range(axis.size)]
+    received: list[list[_CutTransfer]] = [[] for _ in range(axis.size)]
     for cut in cuts:
         source_rank, target_rank = cut.transfer.source.rank, cut.transfer.target.rank
         if source_rank == axis.rank:
@@ -324,11 +328,13 @@ def _exchange(cuts: Sequence[_Cut], axis: Axis) -> None:
         target.copy_(room[: target.nbytes].view(target.dtype).view(target.shape))
 
 
-def _bytes(cuts: Sequence[_Cut]) -> int:
+def _bytes(cuts: Sequence[_CutTransfer]) -> int:
     return sum(cut.num_bytes for cut in cuts)
 
 
-def _rooms(by_rank: Sequence[Sequence[_Cut]], buffer: Tensor) -> Iterator[tuple[_Cut, Tensor]]:
+def _rooms(
+    by_rank: Sequence[Sequence[_CutTransfer]], buffer: Tensor
+) -> Iterator[tuple[_CutTransfer, Tensor]]:
     """Each piece with its part of the buffer."""
     begin = 0
     for cuts in by_rank:

@@ -30,7 +30,7 @@ from meshrec.tables.packing import Rectangle
 _INT32_ROWS = 1 << 31
 
 
-class Table(NamedTuple):
+class RoutedTable(NamedTuple):
     """A whole table and the features that read it."""
 
     name: str
@@ -82,7 +82,7 @@ class RankWork(NamedTuple):
 class Routing:
     """The compiled plan of one module."""
 
-    tables: tuple[Table, ...]
+    tables: tuple[RoutedTable, ...]
     uses: tuple[Use, ...]
     work: tuple[RankWork, ...]
     """[R] what each rank of the shard axis does."""
@@ -159,7 +159,7 @@ class Routing:
 
 
 def compile_plan(
-    tables: Sequence[Table],
+    tables: Sequence[RoutedTable],
     plan: EmbeddingModuleShardingPlan,
     *,
     num_ranks: int,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, release_read
 from meshrec.comms.phase_clock import OFF, phase, recorders
-from meshrec.distributed.collected import Collected
-from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, Started
+from meshrec.distributed.collected import GradientSignal
+from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, PackedIds, SizesInFlight
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
 from meshrec.distributed.replicas import Replicas
@@ -27,13 +27,15 @@ from meshrec.tables.rule import UpdateRule, distinct
 
 
 @dataclass(kw_only=True)
-class Step:
+class PendingBatch:
     """One batch between its forward and its backward pass."""
 
     arrived: Arrived
     ids: LookupIds
     asked: Asked
     local_ids: LookupIds | None
+    elsewhere: list[LookupIds]
+    """Of the other devices of this process."""
     in_flight: InFlight | None = None
 
 
@@ -42,7 +44,7 @@ class ShardedTables:
 
     ``split``: its rectangles, in the order of ``routing.work[rank].rectangles``; ``local``: the whole
     data-parallel tables. ``rules``: for each table of the module what a gradient does to it; None: ordinary
-    gradients.
+    gradients. ``elsewhere``: where one process plays all ranks, what its other devices hold.
     """
 
     def __init__(
@@ -56,17 +58,24 @@ class ShardedTables:
         input_dist: InputDist,
         sequence: bool,
         precision: CommsPrecision,
+        elsewhere: Sequence[Holdings] = (),
     ) -> None:
         self._env, self._rules = env, distinct(rules)
         work = routing.work[env.shard.rank]
         self.split = LookupTables(routing, work, split, sequence=sequence, out_dtype=precision.forward)
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
+        self._elsewhere = [
+            LookupTables(routing, other, held, sequence=sequence, out_dtype=precision.forward)
+            for other, held in zip(routing.work[1:], elsewhere, strict=False)
+        ]
         self._updates = [
             TableUpdates(self.split, routing, env.shard, _of(rules, routing.replicated, False)),
             TableUpdates(self.local, routing, env.shard, _of(rules, routing.replicated, True)),
         ]
         self._parameters = [*split.parameters, *local.parameters]
-        self.collected = Collected(input_dist.device) if any(rule.deferred for rule in self._rules) else None
+        self.collected = (
+            GradientSignal(input_dist.device) if any(rule.deferred for rule in self._rules) else None
+        )
         """What backward passes left for ``step``; None where there is nothing to leave."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
         """Is told what each backward pass changes: of the split tables, then of the data-parallel ones."""
@@ -85,7 +94,7 @@ class ShardedTables:
         """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
         return self._input.num_clamped_ids
 
-    def start(self, features: KeyedJaggedTensor) -> Started:
+    def start(self, features: KeyedJaggedTensor) -> SizesInFlight:
         """Routes the ids and starts to exchange sizes."""
         trains = False
         if torch.is_grad_enabled():
@@ -94,7 +103,7 @@ class ShardedTables:
         with phase("ids") if recorders else OFF:
             return self._input.start(features, trains=trains)
 
-    def exchange(self, started: Started) -> Exchanging:
+    def exchange(self, started: SizesInFlight) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any was bad."""
         with phase("ids") if recorders else OFF:
             return self._input.exchange(started)
@@ -102,15 +111,18 @@ class ShardedTables:
     def look_up(self, exchanging: Exchanging) -> "Results":
         """Waits for the ids, looks them up, and starts to send the results back."""
         with phase("ids") if recorders else OFF:
-            step = self._arrived(self._input.finish(exchanging))
+            arrived = self._input.finish(exchanging)
+            step = self._arrived_in_one_process(arrived) if self._env.devices else self._arrived(arrived)
         # With it every rank has a backward pass if any has: they exchange gradients.
         anchor = torch.empty(0, requires_grad=step.arrived.wishes.backward)
         return Results(self, step, _send(self, step, anchor, step.arrived.weights, *self._parameters))
 
-    def send(self, step: Step) -> Tensor:
+    def send(self, step: PendingBatch) -> Tensor:
         """The forward pass up to the wire; gives the rows of the data-parallel tables, fp32, flat."""
         with phase("lookup") if recorders else OFF:
             rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
+            if step.elsewhere:
+                rows = self._with_others(rows, step.elsewhere)
         with phase("output") if recorders else OFF:
             step.in_flight = self._output.start(rows, step.asked)
         local = rows.new_empty(0, dtype=torch.float32)
@@ -119,14 +131,14 @@ class ShardedTables:
                 local = self.local.forward(step.local_ids, sum(self.local.block_sizes(step.local_ids)))
         return local
 
-    def receive(self, step: Step, local: Tensor) -> Tensor:
+    def receive(self, step: PendingBatch, local: Tensor) -> Tensor:
         """The forward pass from the wire on: [B, D], or flat rows per id."""
         assert step.in_flight is not None
         in_flight, step.in_flight = step.in_flight, None
         with phase("output") if recorders else OFF:
             return self._output.finish(in_flight, None if step.local_ids is None else local, step.asked)
 
-    def send_grad(self, step: Step, grad: Tensor) -> Tensor:
+    def send_grad(self, step: PendingBatch, grad: Tensor) -> Tensor:
         """The backward pass up to the wire; gives the gradient of the data-parallel rows."""
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
@@ -135,7 +147,9 @@ class ShardedTables:
             step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
         return local
 
-    def receive_grad(self, step: Step, local_grad: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+    def receive_grad(
+        self, step: PendingBatch, local_grad: Tensor
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The backward pass from the wire on: updates tables in place, or gives their gradients; before
         them the gradient of the caller's per-sample weights, where some rank wants it.
         """
@@ -187,16 +201,45 @@ class ShardedTables:
             finite &= updates.collect(gradient)
         self.collected.agree(finite, self._env.world)
 
-    def _arrived(self, arrived: Arrived) -> Step:
-        ids = self._input.unpack(arrived.message, self._output.blocks, len(self.split.work.routes))
+    def _arrived(self, arrived: Arrived, blocks: Sequence[int] | None = None) -> PendingBatch:
+        order = self._output.blocks if blocks is None else list(blocks)
+        ids = self._input.unpack(arrived.message, order, len(self.split.work.routes))
         local_ids = None
         if not self.local.is_empty:
             local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
         batches = arrived.message.header[:, 3].tolist()
         asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
-        return Step(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
+        return PendingBatch(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids, elsewhere=[])
 
-    def _sample_weight_grad(self, step: Step, split_grad: Tensor, local_grad: Tensor) -> Tensor:
+    def _arrived_in_one_process(self, arrived: Arrived) -> PendingBatch:
+        """As ``_arrived``, where the message to each rank is here, and nothing came from others."""
+        if arrived.wishes.backward:
+            raise ValueError(
+                "tables over several devices of one process are for inference: a lookup in them has no "
+                "gradient. Call the model under torch.no_grad(), or detach the per-sample weights."
+            )
+        words, header = arrived.message
+        messages = [
+            PackedIds(own, header[rank : rank + 1])
+            for rank, own in enumerate(words.split(header[:, 1].tolist()))
+        ]
+        mine, *others = messages
+        step = self._arrived(arrived._replace(message=mine), blocks=[0])
+        step.elsewhere = [
+            _moved(self._input.unpack(message, [0], len(part.work.routes)), part)
+            for message, part in zip(others, self._elsewhere, strict=True)
+        ]
+        return step
+
+    def _with_others(self, rows: Tensor, ids: Sequence[LookupIds]) -> Tensor:
+        """1-D: the rows of the first device, then those of each other one."""
+        found = [
+            part.forward(own, sum(part.block_sizes(own)))
+            for part, own in zip(self._elsewhere, ids, strict=True)
+        ]
+        return torch.cat([each.view(-1).to(rows.device) for each in (rows, *found)])
+
+    def _sample_weight_grad(self, step: PendingBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
         """fp32 [N]: that of this rank's own loss, so nothing is averaged."""
         header = step.arrived.message.header
         own = self.split.sample_weight_grad(split_grad, step.ids)
@@ -217,10 +260,19 @@ def _of(
     return [rule if flag == wanted else None for rule, flag in zip(rules, replicated, strict=True)]
 
 
+def _moved(ids: LookupIds, part: LookupTables) -> LookupIds:
+    """The ids on the device of the tables that they are for."""
+    if part.is_empty:
+        return ids
+    device = part.held.parameters[0].device
+    weights = None if ids.weights is None else ids.weights.to(device)
+    return ids._replace(values=ids.values.to(device), offsets=ids.offsets.to(device), weights=weights)
+
+
 class Results:
     """Embeddings on their way back; ``wait`` gives them."""
 
-    def __init__(self, tables: ShardedTables, step: Step, local: Tensor) -> None:
+    def __init__(self, tables: ShardedTables, step: PendingBatch, local: Tensor) -> None:
         self.tables, self.step, self._local = tables, step, local
 
     def wait(self) -> Tensor:
@@ -236,7 +288,7 @@ class _Send(torch.autograd.Function):
     def forward(
         ctx: Any,
         tables: ShardedTables,
-        step: Step,
+        step: PendingBatch,
         anchor: Tensor,
         sample_weights: Tensor | None,
         *weights: Tensor,
@@ -256,7 +308,7 @@ class _Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tables: ShardedTables, step: Step, local: Tensor) -> Tensor:
+    def forward(ctx: Any, tables: ShardedTables, step: PendingBatch, local: Tensor) -> Tensor:
         ctx.tables, ctx.step = tables, step
         return tables.receive(step, local)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from meshrec.distributed.build import BuildOptions, Built, build, source_tables
+from meshrec.distributed.build import BuildOptions, ModuleParts, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
@@ -42,7 +42,7 @@ class _Sharder:
         env: ShardingEnv | None,
         device: torch.device | None,
         **kind: bool,
-    ) -> Built:
+    ) -> ModuleParts:
         env, device = _place(env, device)
         self._check_tables(module)
         fused = module.fused_optimizer if module.is_fused else None
@@ -124,9 +124,14 @@ class EmbeddingCollectionSharder(_Sharder):
 
 def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:
     env = default_env() if env is None else env
-    needed = group_device(env.world.group)
+    needed = env.devices[0] if env.devices else group_device(env.world.group)
     if device is None:
         return env, needed
+    if env.devices and torch.device(device) != needed:
+        raise ValueError(
+            f"device {device} is not the first of ShardingEnv.from_local, {needed}, which takes the input. "
+            "Leave device out."
+        )
     if env.world.group is not None and torch.device(device).type != needed.type:
         raise ValueError(
             f"device {device} does not fit the process group, which works on {needed.type}. Use a "

@@ -59,7 +59,13 @@ class LocalRectangles(Tensor):
         return [rectangle.origin[: self.dim()] for rectangle in self._rectangles]
 
     def copy_from(self, source: Tensor) -> None:
-        """Copies from a whole tensor, or from one with the same rectangles.
+        """Copies from a whole tensor, or from one with the same rectangles; see ``parts_of``."""
+        for part, values in zip(self._parts, self.parts_of(source), strict=True):
+            if part.data_ptr() != values.data_ptr():
+                part.detach().copy_(values)
+
+    def parts_of(self, source: Tensor) -> Sequence[Tensor]:
+        """For each rectangle its part of a whole tensor, or of one with the same rectangles.
 
         Raises:
             ValueError: for another shape, or other rectangles.
@@ -76,12 +82,8 @@ class LocalRectangles(Tensor):
                     "torch.distributed.checkpoint load it, which reshards, or give whole tensors "
                     "(full_tensor())."
                 )
-            sources = source._parts
-        else:
-            sources = [region(source, rectangle) for rectangle in self._rectangles]
-        for part, values in zip(self._parts, sources, strict=True):
-            if part.data_ptr() != values.data_ptr():
-                part.detach().copy_(values)
+            return source._parts
+        return [region(source, rectangle) for rectangle in self._rectangles]
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
         """The same rectangles with other parts."""

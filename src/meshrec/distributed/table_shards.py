@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshrec.distributed.routing import Table
+from meshrec.distributed.routing import RoutedTable
 from meshrec.tables.holdings import Held
 from meshrec.tables.packing import Rectangle
 from meshrec.tables.storage import RowStorage, check_codes
@@ -34,7 +34,7 @@ class TableShards(nn.Module):
 
     def __init__(
         self,
-        table: Table,
+        table: RoutedTable,
         storage: RowStorage,
         held: Held | None,
         empty: nn.Parameter,
@@ -88,7 +88,7 @@ class TableShards(nn.Module):
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
         """Copies what the rows of a whole table consist of, or of one that the same plan has split, into what
-        of it is here.
+        of it is here: all of it, or, where something does not fit, nothing.
 
         Raises:
             ValueError: when a size or a type differs, or a value holds other rectangles.
@@ -107,16 +107,17 @@ class TableShards(nn.Module):
                     f"{prefix}{name}: the state dict has shape {list(value.shape)}, the table "
                     f"{list(whole.shape)}. Load it into a model with the same tables."
                 )
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, whole in wholes.items():
+            try:
+                pairs += _pairs(whole, values[name])
+            except ValueError as error:
+                error.args = (f"{prefix}{name}: {error}",)
+                raise
         with torch.no_grad():
-            for name, whole in wholes.items():
-                value = values[name]
-                if self._mesh is None and hasattr(value, "full_tensor"):
-                    value = value.full_tensor()
-                try:
-                    whole.copy_(value)
-                except ValueError as error:
-                    error.args = (f"{prefix}{name}: {error}",)
-                    raise
+            for part, found in pairs:
+                if part.data_ptr() != found.data_ptr():
+                    part.detach().copy_(found)
 
     def _joined(
         self, parts: Sequence[Tensor], like: Tensor, size: Sequence[int], place: Callable[[int], int]
@@ -137,6 +138,23 @@ class TableShards(nn.Module):
         """The rectangles, for printing."""
         parts = [f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in self.rectangles]
         return f"{' '.join(parts) or 'nothing'} of {self._table.num_rows} x {self._table.dim}"
+
+
+def _pairs(whole: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What of a table is here, and what is to be copied there.
+
+    Raises:
+        ValueError: where the value holds other rectangles.
+    """
+    # Of a SplitTensor, whose class costs much to import.
+    local: Any = getattr(whole, "local", None)
+    if local is not None and hasattr(value, "local"):
+        value = value.local
+    elif hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    if local is None:
+        return [(whole, value)]
+    return list(zip(local.local_shards(), local.parts_of(value), strict=True))
 
 
 def _put_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:

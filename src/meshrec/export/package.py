@@ -2,7 +2,7 @@
 
 ``manifest.json`` says what is in it, and how it was made; ``layout.txt`` the part of it that C++ reads:
 
-    meshrec-package 1
+    meshrec-package 2
     torch 2.13.0                      what the program was compiled with
     isa AVX512                        the instructions it needs
     dense 13                          columns of the dense input
@@ -12,13 +12,14 @@
 It is written beside its place and moved there at the end: a folder with a manifest is whole.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,27 +27,29 @@ import torch
 from torch import Tensor, nn
 
 import meshrec.ops.library as library
-from meshrec.export.program import Program, example_inputs
+from meshrec.export.archive import PackageError, load_exported
+from meshrec.export.program import DENSE, Program, example_inputs, exported
+from meshrec.export.raw_values import RawValues
+from meshrec.export.torchscript import write_torchscript
 from meshrec.modules.embedding_configs import BoundsCheckMode
 from meshrec.modules.embedding_modules import TableCollection
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, LAYOUT, WEIGHTS = "manifest.json", "layout.txt", "weights.bin"
 COMPILED, EXPORTED = "program.pt2", "exported.pt2"
+TORCHSCRIPT = "torchscript.pt"
+SHARED, SHARED_EXPORTED = "shared.pt2", "shared-exported.pt2"
 _ALIGNMENT = 4096
 _DTYPES = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
+    torch.uint8: "uint8",
     torch.int64: "int64",
 }
 _BLOCK = 1 << 24
-
-
-class PackageError(RuntimeError):
-    """A package cannot be used: it is damaged, unfinished, or made for something else."""
 
 
 class WeightRecord(NamedTuple):
@@ -64,13 +67,18 @@ def export(
     *,
     features: Sequence[str],
     num_dense: int,
-    scores: Callable[[Tensor], Tensor] = torch.sigmoid,
+    scores: Callable[[Tensor], Tensor] | None = torch.sigmoid,
+    shared: Sequence[str] = (),
+    raw: RawValues | None = None,
+    rounding: str | None = None,
     about: Mapping[str, Any] | None = None,
     compile: bool = True,
+    torchscript: bool = False,
 ) -> Path:
-    """Writes a package of a model that gives one number for each sample.
+    """Writes a package of a model that gives one number for each sample, or one vector.
 
-    The weights are written as they are now, each once; they are never copied in memory as a whole.
+    The weights are written as they are now, each once; they are never copied in memory as a whole. Tables may
+    be quantised.
 
     Args:
         model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1]. In evaluation
@@ -78,10 +86,16 @@ def export(
         folder: the package, which must not be there yet.
         features: the keys of ``sparse``, in the order in which requests give them.
         num_dense: columns of the dense input.
-        scores: of logits [B] what requests are told; the default makes probabilities of clicks.
+        scores: of logits [B] what requests are told; the default makes probabilities of clicks. With None the
+            model gives vectors [B, V], as a tower does, and so does the package.
+        shared: features of a user, or "dense", that many items are ranked for: a second program looks them up
+            once a request. The scores are those of the same features repeated for each item.
+        raw: what makes ids and dense values of raw ones; requests may then give those.
+        rounding: how quantised tables were rounded (`meshrec.quant.Rounding`): deltas are rounded alike.
         about: kept in the manifest, such as the run and step that the weights are of.
         compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
             is found, the package is served from Python.
+        torchscript: write ``torchscript.pt`` as well, with the weights in it; see `write_torchscript`.
 
     Returns: the folder.
 
@@ -93,33 +107,81 @@ def export(
     if folder.exists():
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in state.items():
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} is {tensor.dtype}; a package holds {', '.join(_DTYPES.values())}. Convert it first."
+    _check(state, features, num_dense, shared, raw)
+    with written(folder) as parts:
+        was_training = model.training
+        model.eval()
+        try:
+            kinds = [(COMPILED, EXPORTED, ())] + (
+                [(SHARED, SHARED_EXPORTED, tuple(shared))] if shared else []
             )
-    was_training = model.training
-    model.eval()
-    parts = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
-    parts.mkdir(parents=True)
-    try:
-        program = Program(model, list(state), features, scores)
-        exported = _exported(program, model, [t.detach() for t in state.values()], features, num_dense)
-        why_not = compile_program(exported, parts / COMPILED) if compile else "compile=False"
-        exported._example_inputs = None  # the weights were among them
-        torch.export.save(exported, parts / EXPORTED)
+            for compiled_name, exported_name, given_once in kinds:
+                program = Program(model, list(state), features, scores, given_once)
+                found = _exported(
+                    program, model, [t.detach() for t in state.values()], features, num_dense, given_once
+                )
+                why_not = compile_program(found, parts / compiled_name) if compile else "compile=False"
+                found._example_inputs = None  # the weights were among them
+                torch.export.save(found, parts / exported_name)
+                if torchscript and not given_once:
+                    write_torchscript(found, state, parts / TORCHSCRIPT)
+        finally:
+            model.train(was_training)
         if why_not is not None:
             _log.warning("the package %s holds no compiled program (%s): Python serves it", folder, why_not)
+        if raw is not None:
+            raw.save(parts)
         records = _write_weights(parts / WEIGHTS, state)
-        _write_layout(parts / LAYOUT, records, features, num_dense)
-        rows = {feature: num for feature, num in rows_of(model).items() if feature in features}
-        _write_manifest(parts, records, features, num_dense, rows, dict(about or {}), why_not)
-        os.replace(parts, folder)
-    except BaseException:
-        shutil.rmtree(parts, ignore_errors=True)
-        raise
-    finally:
-        model.train(was_training)
+        manifest = {
+            "compiled": why_not is None,
+            "features": list(features),
+            "num_dense": num_dense,
+            "outputs": "vectors" if scores is None else "scores",
+            "shared": sorted(shared),
+            "rows": {feature: num for feature, num in rows_of(model).items() if feature in features},
+            "weights": [record._asdict() for record in records],
+            "quantised": _types_of(model),
+            "rounding": rounding,
+            "about": dict(about or {}),
+        }
+        finish(parts, manifest)
+    return folder
+
+
+def compile_anew(package: str | Path, folder: str | Path) -> Path:
+    """Writes a package that was made for another machine or torch once more, compiled for this one.
+
+    The weights are links to the same file where that can be, and copies elsewhere.
+
+    Args:
+        package: a folder with an exported program.
+        folder: the new package, which must not be there yet.
+
+    Returns: the folder.
+
+    Raises:
+        PackageError: for a folder that is no package, or a program that this version does not know.
+        ValueError: for a folder that is there, and where nothing can be compiled here.
+    """
+    package, folder = Path(package), Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
+    manifest = read_manifest(package)
+    weights = mapped(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]])
+    with written(folder) as parts:
+        for name in manifest["sha256"]:
+            if name not in (COMPILED, SHARED, LAYOUT):
+                link(package / name, parts / name)
+        for compiled_name, exported_name in ((COMPILED, EXPORTED), (SHARED, SHARED_EXPORTED)):
+            if (package / exported_name).is_file():
+                found = load_exported(package / exported_name)
+                shared = manifest["shared"] if exported_name == SHARED_EXPORTED else []
+                inputs = example_inputs(weights, manifest["num_dense"], manifest["features"], shared)
+                found._example_inputs = inputs, {}
+                why_not = compile_program(found, parts / compiled_name)
+                if why_not is not None:
+                    raise ValueError(f"{package} cannot be compiled here: {why_not}. Serve it from Python.")
+        finish(parts, {**manifest, "compiled": True})
     return folder
 
 
@@ -155,26 +217,80 @@ def operators() -> str:
     return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]
 
 
+def _check(
+    state: Mapping[str, Tensor],
+    features: Sequence[str],
+    num_dense: int,
+    shared: Sequence[str],
+    raw: RawValues | None,
+) -> None:
+    for name, tensor in state.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} is {tensor.dtype}; a package holds {', '.join(_DTYPES.values())}. Convert it first."
+            )
+    known = [*features, *([DENSE] if num_dense else [])]
+    unknown = [name for name in shared if name not in known]
+    if unknown or (shared and set(known) <= set(shared)):
+        raise ValueError(
+            f"shared must name some of {known}, not all of them, got {list(shared)}. "
+            "Name what belongs to the user."
+        )
+    if raw is not None and (raw.keys != list(features) or raw.num_dense != num_dense):
+        raise ValueError(
+            f"the raw values make {raw.keys} and {raw.num_dense} dense values, and the model reads "
+            f"{list(features)} and {num_dense}. Give the features that it was trained on."
+        )
+
+
+def _types_of(model: nn.Module) -> dict[str, str]:
+    """The data types of quantised tables, by the name of the weight."""
+    found = {}
+    for path, child in model.named_modules():
+        if isinstance(child, TableCollection):
+            for name, (config, _) in child.tables().items():
+                if config.data_type.bits:
+                    found[f"{path}.{name}" if path else name] = str(config.data_type)
+    return found
+
+
 def _exported(
     program: Program,
     model: nn.Module,
     weights: list[Tensor],
     features: Sequence[str],
     num_dense: int,
+    shared: Sequence[str],
 ) -> "torch.export.ExportedProgram":
-    inputs = example_inputs(weights, num_dense, len(features))
-    any_size = torch.export.Dim.DYNAMIC
-    each = [{0: any_size} for _ in features]
-    shapes: Any = ([None] * len(weights), {0: any_size}, each, list(each))
     try:
-        with torch.no_grad():
-            program(*inputs)
-            return torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
+        return exported(program, weights, features, num_dense, shared)
     except Exception as error:
+        several = f" with the shared features {list(shared)}" if shared else ""
         raise ValueError(
-            f"{type(model).__name__} cannot be exported: {error}. Give it a forward that torch.export "
-            f"takes, and the features that it reads (given: {list(features)})."
+            f"{type(model).__name__} cannot be exported{several}: {error}. Give it a forward that "
+            f"torch.export takes, and the features that it reads (given: {list(features)})."
         ) from error
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[Path]:
+    """A scratch folder that becomes ``folder`` at the end, and is gone after an error."""
+    parts = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
+    parts.mkdir(parents=True)
+    try:
+        yield parts
+        os.replace(parts, folder)
+    except BaseException:
+        shutil.rmtree(parts, ignore_errors=True)
+        raise
+
+
+def link(source: Path, target: Path) -> None:
+    """A second name of a file, or a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _write_weights(path: Path, state: Mapping[str, Tensor]) -> list[WeightRecord]:
@@ -193,45 +309,63 @@ def _write_weights(path: Path, state: Mapping[str, Tensor]) -> list[WeightRecord
     return records
 
 
-def _write_layout(
-    path: Path, records: Sequence[WeightRecord], features: Sequence[str], num_dense: int
-) -> None:
-    lines = [f"meshrec-package {FORMAT}", f"torch {_torch()}", f"isa {isa()}", f"dense {num_dense}"]
-    lines += [f"feature {feature}" for feature in features]
-    for record in records:
+def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes what describes a package, last of all."""
+    made_by = {"format": FORMAT, "torch": _torch(), "isa": isa(), "operators": operators()}
+    lines = [
+        f"meshrec-package {FORMAT}",
+        f"torch {_torch()}",
+        f"isa {isa()}",
+        f"dense {manifest['num_dense']}",
+    ]
+    lines += [f"feature {feature}" for feature in manifest["features"]]
+    for record in (WeightRecord(**each) for each in manifest["weights"]):
         shape = " ".join(map(str, [len(record.shape), *record.shape]))
         lines.append(f"weight {record.dtype} {shape} {record.offset} {record.name}")
-    path.write_text("\n".join(lines) + "\n")
-
-
-def _write_manifest(
-    parts: Path,
-    records: Sequence[WeightRecord],
-    features: Sequence[str],
-    num_dense: int,
-    rows: dict[str, int],
-    about: dict[str, Any],
-    why_not: str | None,
-) -> None:
+    (parts / LAYOUT).write_text("\n".join(lines) + "\n")
     files = {path.name: digest_of(path) for path in sorted(parts.iterdir())}
-    manifest = {
-        "format": FORMAT,
-        "torch": _torch(),
-        "isa": isa(),
-        "operators": operators(),
-        "compiled": why_not is None,
-        "features": list(features),
-        "num_dense": num_dense,
-        "rows": rows,
-        "weights": [record._asdict() for record in records],
-        "about": about,
-        "sha256": files,
-    }
-    path = parts / MANIFEST
-    with path.open("w") as file:
-        json.dump(manifest, file, indent=1)
+    with (parts / MANIFEST).open("w") as file:
+        json.dump({**manifest, **made_by, "sha256": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a package says of itself.
+
+    Raises:
+        PackageError: for a folder that is no package, or is of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PackageError(
+            f"{folder} is no package: {path} cannot be read ({error}). Export a model."
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise PackageError(
+            f"{folder} is of format {manifest.get('format')}, this version reads {FORMAT}. Export it again."
+        )
+    return manifest
+
+
+def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
+    """The tensors of a file, in its pages; a page that is written to becomes this process's own."""
+    num_bytes = path.stat().st_size
+    if not num_bytes:
+        return []
+    memory = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+    found = []
+    for record in records:
+        dtype = getattr(torch, record.dtype)
+        size = dtype.itemsize
+        for dim in record.shape:
+            size *= dim
+        if record.offset + size > num_bytes:
+            raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
+        found.append(memory[record.offset : record.offset + size].view(dtype).view(record.shape))
+    return found
 
 
 def digest_of(path: Path) -> str:

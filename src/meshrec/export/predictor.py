@@ -1,38 +1,43 @@
 """A package served from Python: the compiled program, or the exported one where that does not fit."""
 
-import json
+import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the operators must exist
+from meshrec.export.archive import PackageError, load_exported
 from meshrec.export.package import (
     COMPILED,
     EXPORTED,
-    FORMAT,
     MANIFEST,
+    SHARED,
+    SHARED_EXPORTED,
     WEIGHTS,
-    PackageError,
     WeightRecord,
     digest_of,
     isa,
+    mapped,
     operators,
+    read_manifest,
 )
+from meshrec.export.program import DENSE
+from meshrec.export.raw_values import FITTED, RawValues
 
 _log = logging.getLogger(__name__)
 
-# B samples, N ids
+# B samples, R rows that samples share, N ids, V width of vectors
 
-_Program = Callable[[list[Tensor], Tensor, list[Tensor], list[Tensor]], Tensor]
+_Program = Callable[..., Tensor]
 
 
 class Predictor:
-    """Scores of a package's model. Its weights are mapped, not read: processes share them.
+    """Scores (or vectors) of a package's model. Its weights are mapped, not read: processes share them.
 
     Safe to call from several threads.
 
@@ -42,10 +47,13 @@ class Predictor:
 
     Attributes:
         features, num_dense: what a request must have.
+        outputs: ``scores``, or ``vectors`` of a tower.
+        shared: features (or "dense") that samples may have in common.
         rows: rows of the table of each feature; a feature without tables that check ids is not in it.
         version: tells packages apart: a digest of all that is in it.
         weights: by name. Writing to them changes the scores of this predictor, and never the package.
         is_compiled: whether the compiled program serves; otherwise a log line says why not.
+        quantised: the data types of quantised weights, by name, and ``rounding`` how they were rounded.
         about: what the exporter wrote down.
 
     Raises:
@@ -54,7 +62,7 @@ class Predictor:
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
         self.folder = Path(folder)
-        manifest = _read_manifest(self.folder)
+        manifest = read_manifest(self.folder)
         self.version = digest_of(self.folder / MANIFEST)[:12]
         for name, digest in manifest["sha256"].items():
             if not (self.folder / name).is_file():
@@ -63,46 +71,74 @@ class Predictor:
                 raise PackageError(f"{self.folder / name} is not what was written. Export the model again.")
         self.features: list[str] = manifest["features"]
         self.num_dense: int = manifest["num_dense"]
-        self.rows: dict[str, int] = manifest.get("rows", {})
+        self.outputs: Literal["scores", "vectors"] = manifest["outputs"]
+        self.shared = frozenset[str](manifest["shared"])
+        self.rows: dict[str, int] = manifest["rows"]
+        self.quantised: dict[str, str] = manifest["quantised"]
+        self.rounding: str | None = manifest["rounding"]
         self.about: dict[str, Any] = manifest["about"]
         records = [WeightRecord(**record) for record in manifest["weights"]]
         self._weights = mapped(self.folder / WEIGHTS, records)
         self.weights = {r.name: w for r, w in zip(records, self._weights, strict=True)}
+        self._has_raw_values = FITTED in manifest["sha256"]
         reason = _why_not_compiled(manifest)
         self.is_compiled = reason is None
-        if reason is None:
-            # Not torch._inductor.aoti_load_package: that imports the compiler, which takes seconds.
-            loader = torch._C._aoti.AOTIModelPackageLoader(str(self.folder / COMPILED), "model", False, 1, -1)
-            self._program: _Program = lambda *inputs: loader.boxed_run(list(_flat(*inputs)))[0]
-        else:
+        if reason is not None:
             _log.warning("%s: the exported program serves, as %s", self.folder, reason)
-            self._program = torch.export.load(self.folder / EXPORTED).module()
+        self._program = self._load(COMPILED, EXPORTED)
+        self._shared_program = self._load(SHARED, SHARED_EXPORTED) if self.shared else None
 
-    def __call__(self, dense: Tensor, values: Mapping[str, Tensor], lengths: Mapping[str, Tensor]) -> Tensor:
-        """Scores [B] float32.
+    @functools.cached_property
+    def raw(self) -> RawValues | None:
+        """What makes ids and dense values of raw ones; None where the package has nothing of that kind."""
+        return RawValues.load(self.folder) if self._has_raw_values else None
+
+    def _load(self, compiled: str, exported: str) -> _Program:
+        if not self.is_compiled:
+            return load_exported(self.folder / exported).module()
+        # Not torch._inductor.aoti_load_package: that imports the compiler, which takes seconds.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(self.folder / compiled), "model", False, 1, -1)
+        return lambda *inputs: loader.boxed_run(list(_flat(inputs)))[0]
+
+    def __call__(
+        self,
+        dense: Tensor,
+        values: Mapping[str, Tensor],
+        lengths: Mapping[str, Tensor],
+        *,
+        group: Tensor | None = None,
+    ) -> Tensor:
+        """Scores [B] float32, or vectors [B, V].
 
         Args:
             dense: [B, num_dense] float32.
             values: per feature ids [N] int64, those of the first sample first.
             lengths: per feature [B] int64, ids of each sample.
+            group: [B] int64, for samples that share features: the row of these that each sample has. Lengths
+                of ``shared`` features are then [R], and dense [R, num_dense] if it is among them.
 
         Raises:
             ValueError: for a missing feature, wrong shapes or dtypes, lengths that do not sum, NaN, and ids
-                outside their table.
+                outside their table; and for a group where the package shares nothing.
         """
-        self._check(dense, values, lengths)
-        jagged = ([given[feature] for feature in self.features] for given in (values, lengths))
-        return self.run(dense, *jagged)
+        self._check(dense, values, lengths, group)
+        values_F, lengths_F = ([given[name] for name in self.features] for given in (values, lengths))
+        return self.run(dense, values_F, lengths_F, group)
 
     @torch.inference_mode()
-    def run(self, dense: Tensor, values: list[Tensor], lengths: list[Tensor]) -> Tensor:
+    def run(
+        self, dense: Tensor, values: list[Tensor], lengths: list[Tensor], group: Tensor | None = None
+    ) -> Tensor:
         """The same for a request that was checked, with ids and lengths in the order of ``features``.
 
         Raises:
             ValueError: for ids outside their table.
         """
         try:
-            return self._program(self._weights, dense, values, lengths)
+            if group is None:
+                return self._program(self._weights, dense, values, lengths)
+            assert self._shared_program is not None
+            return self._shared_program(self._weights, dense, values, lengths, group)
         except RuntimeError as error:
             # The compiled program passes on what an operator said of the ids, and where it was called.
             said = re.match(r"(?:ValueError: )?(table '.*)", str(error))
@@ -110,7 +146,18 @@ class Predictor:
                 raise
             raise ValueError(said[1]) from error
 
-    def _check(self, dense: Tensor, values: Mapping[str, Tensor], lengths: Mapping[str, Tensor]) -> None:
+    def _check(
+        self,
+        dense: Tensor,
+        values: Mapping[str, Tensor],
+        lengths: Mapping[str, Tensor],
+        group: Tensor | None,
+    ) -> None:
+        if group is not None and not self.shared:
+            raise ValueError(
+                f"{self.folder} shares no features, and a group was given. Export with shared=[...], or "
+                "repeat them for each sample."
+            )
         if dense.dtype != torch.float32 or dense.dim() != 2 or dense.shape[1] != self.num_dense:
             raise ValueError(
                 f"dense must be [batch, {self.num_dense}] float32, got {list(dense.shape)} {dense.dtype}."
@@ -125,35 +172,33 @@ class Predictor:
                 raise ValueError(
                     f"the features must be {self.features}; missing {missing}, unknown {unknown}."
                 )
+        num_samples = len(dense) if group is None else len(group)
+        num_shared = num_samples if group is None else self._check_group(group, dense, lengths)
         for feature in self.features:
-            _check_jagged(feature, values[feature], lengths[feature], len(dense))
+            batch = num_shared if feature in self.shared else num_samples
+            _check_jagged(feature, values[feature], lengths[feature], batch)
+
+    def _check_group(self, group: Tensor, dense: Tensor, lengths: Mapping[str, Tensor]) -> int:
+        """The rows that it chooses from."""
+        num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
+        if group.dtype != torch.int64 or group.dim() != 1:
+            raise ValueError(f"group must be [batch] int64, got {list(group.shape)} {group.dtype}.")
+        if len(group) and not 0 <= int(group.min()) <= int(group.max()) < num_rows:
+            raise ValueError(
+                f"group has rows from {int(group.min())} to {int(group.max())}, and {num_rows} are given. "
+                "Number the rows of what is shared from 0."
+            )
+        if DENSE not in self.shared and len(dense) != len(group):
+            raise ValueError(f"dense has {len(dense)} rows for {len(group)} samples; give one for each.")
+        return num_rows
 
 
-def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
-    """The tensors of a file, in its pages; a page that is written to becomes this process's own."""
-    num_bytes = path.stat().st_size
-    if not num_bytes:
-        return []
-    memory = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
-    found = []
-    for record in records:
-        dtype = getattr(torch, record.dtype)
-        size = dtype.itemsize
-        for dim in record.shape:
-            size *= dim
-        if record.offset + size > num_bytes:
-            raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
-        found.append(memory[record.offset : record.offset + size].view(dtype).view(record.shape))
-    return found
-
-
-def _flat(
-    weights: list[Tensor], dense: Tensor, values: list[Tensor], lengths: list[Tensor]
-) -> Iterator[Tensor]:
-    yield from weights
-    yield dense
-    yield from values
-    yield from lengths
+def _flat(inputs: Iterable[Any]) -> Iterator[Tensor]:
+    for each in inputs:
+        if isinstance(each, Tensor):
+            yield each
+        else:
+            yield from each
 
 
 def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> None:
@@ -174,21 +219,6 @@ def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> 
             f"feature {feature!r}: the lengths sum to {int(lengths.sum())}, but there are {len(values)} ids; "
             "give as many ids as the lengths say."
         )
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise PackageError(
-            f"{folder} is no package: {path} cannot be read ({error}). Export a model."
-        ) from error
-    if manifest.get("format") != FORMAT:
-        raise PackageError(
-            f"{folder} is of format {manifest.get('format')}, this version reads {FORMAT}. Export it again."
-        )
-    return manifest
 
 
 def _why_not_compiled(manifest: Mapping[str, Any]) -> str | None:

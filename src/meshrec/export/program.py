@@ -1,13 +1,17 @@
 """A model as one function of its weights, which a package keeps beside the program."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshrec.sparse import KeyedJaggedTensor
 
-# B samples, F features, N ids
+DENSE = "dense"
+"""What requests call the dense values, and packages that share them."""
+
+# B samples, R requests (of one user and several samples each), F features, N ids, V width of vectors
 
 
 class Program(nn.Module):
@@ -16,11 +20,16 @@ class Program(nn.Module):
     Weights are arguments, not constants: the program holds none of them, so that the tables stay in one
     mapped file, and a server may hand over other ones from one call to the next.
 
+    With ``shared`` features there is one more argument, ``group`` [B]: of each sample the row of what is
+    shared, whose lengths are [R] (and dense [R, num_dense], if it is shared). Shared features are looked up
+    once a row, not once a sample.
+
     Args:
         model: called as ``model(dense, sparse)`` it gives logits, [B] or [B, 1].
         names: of its parameters and buffers, in the order of ``weights``.
         features: the keys of ``sparse``.
-        scores: what requests are told, of logits [B] in float32.
+        scores: what requests are told, of logits [B] in float32; None: the model gives vectors [B, V].
+        shared: the features that samples share.
     """
 
     def __init__(
@@ -28,43 +37,132 @@ class Program(nn.Module):
         model: nn.Module,
         names: Sequence[str],
         features: Sequence[str],
-        scores: Callable[[Tensor], Tensor] = torch.sigmoid,
+        scores: Callable[[Tensor], Tensor] | None = torch.sigmoid,
+        shared: Sequence[str] = (),
     ) -> None:
         super().__init__()
         # Not a child: its parameters must not become constants of the program.
         self._model = [model]
         self._names, self._features = list(names), list(features)
-        self._scores = scores
+        self._scores, self._shared = scores, frozenset(shared)
 
     def forward(
-        self, weights: list[Tensor], dense: Tensor, values: list[Tensor], lengths: list[Tensor]
+        self,
+        weights: list[Tensor],
+        dense: Tensor,
+        values: list[Tensor],
+        lengths: list[Tensor],
+        group: Tensor | None = None,
     ) -> Tensor:
         """The scores.
 
         Raises:
             ValueError: the model gives several outputs for each sample.
         """
-        sparse = KeyedJaggedTensor(
-            self._features, values=torch.cat(values), lengths=torch.cat(lengths), stride=dense.shape[0]
-        )
-        state = dict(zip(self._names, weights, strict=True))
-        logits: Tensor = torch.func.functional_call(self._model[0], state, (dense, sparse))
-        if logits.dim() > 2 or (logits.dim() == 2 and logits.shape[1] != 1):
-            raise ValueError(
-                f"the model gives {tuple(logits.shape[1:])} outputs for each sample, and a package gives one "
-                "score. Export a module that returns one of them"
+        all_values, all_lengths = torch.cat(values), torch.cat(lengths)
+        if group is None:
+            sparse = KeyedJaggedTensor(
+                self._features, values=all_values, lengths=all_lengths, stride=dense.shape[0]
             )
-        return self._scores(logits.reshape(-1).float())
+        else:
+            own = torch.arange(group.shape[0])
+            rows_FB = torch.stack([group if name in self._shared else own for name in self._features])
+            sparse = KeyedJaggedTensor(
+                self._features,
+                values=all_values,
+                lengths=all_lengths,
+                stride_per_key_per_rank=[[each.shape[0]] for each in lengths],
+                inverse_indices=(self._features, rows_FB),
+            )
+            if DENSE in self._shared:
+                dense = dense.index_select(0, group)
+        state = dict(zip(self._names, weights, strict=True))
+        outputs: Tensor = torch.func.functional_call(self._model[0], state, (dense, sparse))
+        if self._scores is None:
+            if outputs.dim() != 2:
+                raise ValueError(
+                    f"the model gives {tuple(outputs.shape[1:])} for each sample, and a package of vectors "
+                    "gives one vector. Export a module that returns [B, V]"
+                )
+            return outputs.float()
+        if outputs.dim() > 2 or (outputs.dim() == 2 and outputs.shape[1] != 1):
+            raise ValueError(
+                f"the model gives {tuple(outputs.shape[1:])} outputs for each sample, and a package gives "
+                "one score. Export a module that returns one of them"
+            )
+        return self._scores(outputs.reshape(-1).float())
+
+
+def exported(
+    program: Program,
+    weights: Sequence[Tensor],
+    features: Sequence[str],
+    num_dense: int,
+    shared: Sequence[str] = (),
+) -> "torch.export.ExportedProgram":
+    """The program for batches of any size.
+
+    Raises:
+        Exception: of any type, what torch.export or the model say.
+    """
+    inputs = example_inputs(weights, num_dense, features, shared)
+    any_size = {0: torch.export.Dim.DYNAMIC}
+    each = [any_size for _ in features]
+    shapes: Any = ([None] * len(weights), any_size, each, list(each))
+    if shared:
+        shapes = (*shapes, any_size)
+    with torch.no_grad():
+        program(*inputs)
+        found = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
+        _repeat_late(found.graph)
+    return found
 
 
 def example_inputs(
-    weights: Sequence[Tensor], num_dense: int, num_features: int, *, batch: int = 3
-) -> tuple[list[Tensor], Tensor, list[Tensor], list[Tensor]]:
+    weights: Sequence[Tensor], num_dense: int, features: Sequence[str], shared: Sequence[str]
+) -> tuple[Any, ...]:
     """Arguments of a `Program`, no two sizes alike: an exporter takes equal sizes for one size."""
-    values = [torch.zeros(batch + 2 + feature, dtype=torch.int64) for feature in range(num_features)]
-    lengths = []
-    for feature in range(num_features):
-        own = torch.ones(batch, dtype=torch.int64)
-        own[0] += 2 + feature
+    batch, rows = 5, 3
+    values, lengths = [], []
+    for num_ids, feature in enumerate(features, start=batch + 2):
+        own = torch.ones(rows if feature in shared else batch, dtype=torch.int64)
+        own[0] += num_ids - len(own)
         lengths.append(own)
-    return list(weights), torch.zeros(batch, num_dense), values, lengths
+        values.append(torch.zeros(num_ids, dtype=torch.int64))
+    dense = torch.zeros(rows if DENSE in shared else batch, num_dense)
+    inputs = (list(weights), dense, values, lengths)
+    return (*inputs, torch.arange(batch) % rows) if shared else inputs
+
+
+_BY_ROW = {
+    torch.ops.aten.linear.default,
+    torch.ops.aten.relu.default,
+    torch.ops.aten.gelu.default,
+    torch.ops.aten.silu.default,
+    torch.ops.aten.sigmoid.default,
+    torch.ops.aten.tanh.default,
+    torch.ops.aten.layer_norm.default,
+}
+"""What has the rows of its first argument in its result, each on its own."""
+_SELECT = torch.ops.aten.index_select.default
+
+
+def _repeat_late(graph: torch.fx.Graph) -> None:
+    """What is done to each of some rows that were repeated is done before they are: ``f(x[group])`` becomes
+    ``f(x)[group]``, so that the layers over shared dense values run once a request.
+    """
+    for node in list(graph.nodes):
+        repeated = node.args[0] if node.target in _BY_ROW else None
+        if not isinstance(repeated, torch.fx.Node) or repeated.target is not _SELECT or repeated.args[1] != 0:
+            continue
+        rows, _, group = repeated.args
+        values = torch.fx.map_arg((rows, *node.args[1:]), lambda each: each.meta["val"])
+        with graph.inserting_before(node), torch.no_grad():
+            early = graph.call_function(node.target, (rows, *node.args[1:]), node.kwargs)
+            early.meta = {**node.meta, "val": node.target(*values, **node.kwargs)}
+            late = graph.call_function(_SELECT, (early, 0, group))
+            late.meta = {**repeated.meta, "val": node.meta["val"]}
+        node.replace_all_uses_with(late)
+        graph.erase_node(node)
+        if not repeated.users:
+            graph.erase_node(repeated)

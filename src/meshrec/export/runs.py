@@ -1,35 +1,61 @@
 """From a training run to a package."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from meshrec.checkpoint import find_checkpoint, load, read_manifest
+from meshrec.data import Dataset
+from meshrec.data.faults import Faults
 from meshrec.export.package import export
+from meshrec.export.raw_values import RawValues
+from meshrec.export.towers import Side, Tower
+from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.train.fitting import data_of_run
+from meshrec.modules.table_lookup import storage_of
+from meshrec.quant.collections import empty_like
+from meshrec.quant.quantize import copied_but_for
+from meshrec.train.fitting import data_of_run, features_of
 from meshrec.train.losses import Tasks
+from meshrec.train.recipe import FittedSource, Recipe
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.saved_recipe import load_recipe
 
 
 def export_run(
-    run: RunFolder, folder: str | Path, *, step: int | None = None, last: bool = False, compile: bool = True
+    run: RunFolder,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    last: bool = False,
+    quantised: str | Path | None = None,
+    tower: Side | None = None,
+    shared: Sequence[str] = (),
+    compile: bool = True,
+    torchscript: bool = False,
 ) -> Path:
     """Writes the package of a run's model, with the weights that the run reports.
 
-    Whatever the plan and the number of ranks of the run: this is one process, with whole tables.
+    Whatever the plan and the number of ranks of the run: this is one process, with whole tables. Where the
+    run fitted features, the package holds them, and takes raw values.
 
     Args:
         run: the run.
         folder: the package, which must not be there yet.
         step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
-        compile: see `export`.
+        quantised: a checkpoint of the run's model with quantised tables (`meshrec.quant.quantize_run`), whose
+            weights are taken instead.
+        tower: one side of a two-tower model: the package gives vectors.
+        shared: see `export`; with raw values, also names of numbers, if all of them are shared.
+        compile, torchscript: see `export`.
 
     Raises:
-        ValueError: for a run whose recipe or checkpoint is not there, one of several labels, and as `export`.
+        ValueError: for a run whose recipe or checkpoint is not there, one of several labels, a quantised
+            checkpoint of another run, and as `export`.
     """
-    checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
     if isinstance(recipe.loss, Tasks):
         raise ValueError(
@@ -38,23 +64,77 @@ def export_run(
         )
     dataset = data_of_run(recipe.data, run)
     model = recipe.model.build(dataset)
-    for child in model.modules():
-        if isinstance(child, TableCollection):
-            child.to_empty(device=torch.device("cpu"))
-    load(checkpoint, {"model": model})
-    about = {
-        "run": run.path.name,
-        "recipe": recipe.name,
-        "step": read_manifest(checkpoint).step,
-        "checkpoint": checkpoint.name,
-    }
-    features = [feature.name for feature in dataset.features]
+    about: dict[str, Any] = {"run": run.path.name, "recipe": recipe.name}
+    rounding = None
+    if quantised is None:
+        checkpoint = find_checkpoint(run.path, step=step, last=last)
+        for child in model.modules():
+            if isinstance(child, TableCollection):
+                child.to_empty(device=torch.device("cpu"))
+        load(checkpoint, {"model": model})
+        about |= {"step": read_manifest(checkpoint).step, "checkpoint": checkpoint.name}
+    else:
+        if step is not None or last:
+            raise ValueError("a quantised checkpoint has weights of one step. Leave step and last out.")
+        model, said = _quantised(model, Path(quantised), run.path.name)
+        about |= {"step": said["step"], "checkpoint": said["checkpoint"]}
+        rounding = said["rounding"]
+    features, num_dense = [feature.name for feature in dataset.features], dataset.num_dense
+    raw = _raw_values(recipe, run, dataset)
+    if tower is not None:
+        model = Tower(model, tower)
+        features = [feature for feature in features if feature in model.features]
+        num_dense, about = model.num_dense, {**about, "tower": tower}
+        raw = None if raw is None else raw.of(features, dense=bool(num_dense))
     return export(
         model,
         folder,
         features=features,
-        num_dense=dataset.num_dense,
-        scores=recipe.loss.scores,
+        num_dense=num_dense,
+        scores=recipe.loss.scores if tower is None else None,
+        shared=shared,
+        raw=raw,
+        rounding=rounding,
         about=about,
         compile=compile,
+        torchscript=torchscript,
     )
+
+
+def _quantised(model: nn.Module, checkpoint: Path, run: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with the tables of a quantised checkpoint, and what that says of itself."""
+    state: dict[str, Any] = {"quantised": {}}
+    load(checkpoint, state)
+    said = state["quantised"]
+    if said.get("run") != run:
+        raise ValueError(
+            f"{checkpoint} is of run {said.get('run')!r}, and {run!r} is to be exported. Name its own run."
+        )
+    types = {name: DataType[table["data_type"]] for name, table in said["tables"].items()}
+    memo: dict[int, nn.Module] = {}
+    for child in model.modules():
+        if isinstance(child, TableCollection):
+            made = empty_like(child, types, child.bounds_check, child.output_dtype)
+            holders = made.table_holders()[1]._modules
+            for config, _ in made.tables().values():
+                storage = storage_of(config)
+                rows = storage.allocate(
+                    config.num_embeddings, storage.columns(config.embedding_dim), torch.device("cpu")
+                )
+                holders[config.name].weight = nn.Parameter(rows, requires_grad=False)
+            memo[id(child)] = made
+    result = memo.get(id(model)) or copied_but_for(model, memo)
+    load(checkpoint, {"model": result})
+    return result, said
+
+
+def _raw_values(recipe: Recipe, run: RunFolder, dataset: Dataset) -> RawValues | None:
+    if not isinstance(recipe.data, FittedSource) or dataset.has_id_weights:
+        return None
+    from meshrec.data.frames import open_tables
+    from meshrec.data.tables import Tables
+
+    features = features_of(run)
+    source = open_tables(recipe.data.parts()[0], features, Faults("raise"))
+    assert isinstance(source, Tables)
+    return RawValues(features, source.arrow_schema)

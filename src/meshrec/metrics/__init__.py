@@ -4,7 +4,7 @@ from meshrec.metrics.binary import area_under_curve, binary_metrics
 from meshrec.metrics.grouped import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
 from meshrec.metrics.metric_set import MetricSet
 from meshrec.metrics.number import number_metrics
-from meshrec.metrics.retrieval import RetrievalMetrics
+from meshrec.metrics.retrieval import RetrievalMetrics, place_metrics
 from meshrec.metrics.windowed import Computed
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "bootstrap_intervals",
     "grouped_auc",
     "number_metrics",
+    "place_metrics",
     "sliced_metrics",
 ]

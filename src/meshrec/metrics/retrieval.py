@@ -13,13 +13,16 @@ from meshrec.sparse import JaggedTensor
 
 # Q queries, L ranked items
 
+_KINDS = {"recall": "RetrievalRecall", "ndcg": "RetrievalNormalizedDCG", "mrr": "RetrievalMRR"}
+
 
 class RetrievalMetrics:
-    """``recall@k`` and ``ndcg@k`` of torchmetrics: means over the queries that have relevant items.
+    """``recall@k``, ``ndcg@k`` and ``mrr@k`` of torchmetrics: means over the queries with relevant items.
 
     Recall is the share of a query's relevant items among its first k. NDCG discounts a hit at place i (from
-    1) by log2(i + 1) and divides by the best possible order, with gains of 0 and 1. Takes about a millisecond
-    per query and k.
+    1) by log2(i + 1) and divides by the best possible order, with gains of 0 and 1. MRR is 1 / the place of
+    the first relevant item, and 0 where it is not among the first k. Takes about a millisecond per query and
+    k. What users have seen before is to be left out of the list: ``BruteForceIndex.search(exclude=...)``.
 
     Args:
         ks: how many items count.
@@ -40,7 +43,7 @@ class RetrievalMetrics:
         if not ks or min(ks) < 1:
             raise ValueError(f"ks must be numbers >= 1, got {list(ks)}.")
         self._ks = list(ks)
-        self._sums = WindowedSum(1 + 2 * len(self._ks), torch.device(device), group)
+        self._sums = WindowedSum(1 + len(_KINDS) * len(self._ks), torch.device(device), group)
 
     def update(self, ranked_QL: Tensor, relevant: JaggedTensor) -> None:
         """Takes queries.
@@ -65,9 +68,9 @@ class RetrievalMetrics:
         samples = _samples(ranked_QL, relevant)
         sums = [num]
         for k in self._ks if num else []:
-            for kind in (found.RetrievalRecall, found.RetrievalNormalizedDCG):
+            for kind in _KINDS.values():
                 # A metric for these queries alone: one that sees them all keeps all of their items.
-                mean = kind(top_k=k, empty_target_action="skip")(*samples)
+                mean = getattr(found, kind)(top_k=k, empty_target_action="skip")(*samples)
                 sums.append(num * float(mean))
         self._sums.window[: len(sums)] += self._sums.window.new_tensor(sums)
 
@@ -94,7 +97,7 @@ class RetrievalMetrics:
         num, *sums = totals.tolist()
         if not num:
             return {}
-        names = [f"{name}@{k}" for k in self._ks for name in ("recall", "ndcg")]
+        names = [f"{name}@{k}" for k in self._ks for name in _KINDS]
         return {name: value / num for name, value in zip(names, sums, strict=True)}
 
 
@@ -114,3 +117,43 @@ def _samples(ranked_QL: Tensor, relevant: JaggedTensor) -> tuple[Tensor, Tensor,
     items = torch.cat([ranked, missed])
     scores = torch.cat([scores, scores.new_zeros(len(missed))])
     return scores, torch.isin(items, wanted), items // span
+
+
+def place_metrics(
+    losses: Tensor,
+    places: Tensor,
+    *,
+    ks: Sequence[int] = (10,),
+    group: dist.ProcessGroup | None = None,
+    gather: bool = True,
+) -> dict[str, float]:
+    """``loss``, ``recall@k``, ``ndcg@k`` and ``mrr`` of all ranks' queries with one relevant item each.
+
+    Exact, from the place of that item among all candidates. Recall is then the share of queries that find it
+    among the first k (hit rate); MRR is the mean of 1 / place. Empty without queries; only the loss where no
+    item has a place. Collective where a process group is initialized.
+
+    Args:
+        losses: [n].
+        places: [n] from 1; 0: not ranked.
+        ks: how many items count.
+        group: the ranks; without it all.
+        gather: whether other ranks' queries count; otherwise this is not collective.
+    """
+    ranked = places[places > 0].double()
+    sums = [float(len(losses)), float(losses.double().sum()), float(len(ranked)), float((1 / ranked).sum())]
+    for k in ks:
+        hits = ranked[ranked <= k]
+        sums += [float(len(hits)), float((1 / torch.log2(hits + 1)).sum())]
+    totals = torch.tensor(sums, dtype=torch.float64)
+    if gather and dist.is_available() and dist.is_initialized():
+        dist.all_reduce(totals, group=group)
+    num, loss, num_ranked, reciprocal, *found = totals.tolist()
+    if not num:
+        return {}
+    metrics = {"loss": loss / num}
+    if num_ranked:
+        names = [f"{name}@{k}" for k in ks for name in ("recall", "ndcg")]
+        metrics |= {name: value / num_ranked for name, value in zip(names, found, strict=True)}
+        metrics["mrr"] = reciprocal / num_ranked
+    return metrics

@@ -24,7 +24,7 @@ class FMInteractionArch(nn.Module):
         return 0.5 * pairs.sum(1, keepdim=True)
 
 
-class DeepFM(nn.Module):
+class DeepFMModel(nn.Module):
     """The sum of three logits: linear, products of pairs, and deep, over the embeddings and a dense vector.
 
     The dense input becomes one more vector of width D. The paper's linear term has a weight for each id; here

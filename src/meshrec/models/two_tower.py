@@ -92,6 +92,11 @@ class TwoTower(nn.Module):
         self.query_arch = TowerArch(query_in, layer_sizes, dense_device)
         self.item_arch = TowerArch(sum(dims[name] for name in item_features), layer_sizes, dense_device)
 
+    @property
+    def num_dense(self) -> int:
+        """Columns of the dense input, which the query tower sees."""
+        return self._dense_in
+
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> TowerVectors:
         """Dense [B, dense_in_features] and the ids of both sides -> vectors of both, [B, V]."""
         embeddings = self.embedding_bag_collection(sparse_features).to_dict()
@@ -129,6 +134,24 @@ class TwoTower(nn.Module):
         return KeyedJaggedTensor.concat([features, empty])
 
 
+class TwoTowerClicks(nn.Module):
+    """How well an item fits a query, as a logit: for losses over clicks, such as binary cross-entropy.
+
+    Args:
+        two_tower: the model.
+        temperature: products of vectors are divided by it.
+    """
+
+    def __init__(self, two_tower: TwoTower, *, temperature: float = 0.1) -> None:
+        super().__init__()
+        self.two_tower, self.temperature = two_tower, temperature
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Logits [B]."""
+        vectors: TowerVectors = self.two_tower(dense_features, sparse_features)
+        return (vectors.query_BV * vectors.item_BV).sum(1) / self.temperature
+
+
 def in_batch_softmax(
     query_BV: Tensor,
     item_BV: Tensor,
@@ -151,6 +174,23 @@ def in_batch_softmax(
     Returns:
         The weighted mean; 0 where all weights are 0.
     """
+    losses = in_batch_losses(
+        query_BV, item_BV, temperature=temperature, item_ids_B=item_ids_B, log_q_B=log_q_B
+    )
+    if weights_B is None:
+        return losses.mean()
+    return (losses * weights_B).sum() / weights_B.sum().clamp(min=1e-12)
+
+
+def in_batch_losses(
+    query_BV: Tensor,
+    item_BV: Tensor,
+    *,
+    temperature: float = 0.05,
+    item_ids_B: Tensor | None = None,
+    log_q_B: Tensor | None = None,
+) -> Tensor:
+    """The losses of :func:`in_batch_softmax` one by one, [B]."""
     products_BB = query_BV @ item_BV.T / temperature
     if log_q_B is not None:
         products_BB = products_BB - log_q_B
@@ -159,10 +199,7 @@ def in_batch_softmax(
         again = (item_ids_B[:, None] == item_ids_B) & ~own
         products_BB = products_BB.masked_fill(again, float("-inf"))
     target = torch.arange(len(query_BV), device=query_BV.device)
-    losses = nn.functional.cross_entropy(products_BB, target, reduction="none")
-    if weights_B is None:
-        return losses.mean()
-    return (losses * weights_B).sum() / weights_B.sum().clamp(min=1e-12)
+    return nn.functional.cross_entropy(products_BB, target, reduction="none")
 
 
 class TwoTowerTrain(nn.Module):

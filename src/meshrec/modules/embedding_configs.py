@@ -2,8 +2,9 @@
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,26 @@ class PoolingType(enum.Enum):
     NONE = "NONE"
 
 
-class DataType(enum.Enum):
+class _Named(enum.EnumMeta):
+    """Says of a name that is not there which ones are."""
+
+    def __getattr__(cls, name: str) -> Any:
+        members = vars(cls).get("_member_map_", {})
+        if name in members:
+            return members[name]
+        if name.startswith("_"):
+            return super().__getattribute__(name)  # says so
+        raise AttributeError(_no_data_type(name, members))
+
+
+def _no_data_type(name: object, members: Iterable[str]) -> str:
+    return (
+        f"tables have no data type {name}. Choose one of {', '.join(members)}; codes are unsigned, so that "
+        "what others call UINT8 is INT8."
+    )
+
+
+class DataType(enum.Enum, metaclass=_Named):
     """The type of a table's elements."""
 
     FP32 = "FP32"
@@ -30,6 +50,10 @@ class DataType(enum.Enum):
     """Quantised, as INT4 and INT2: codes of so many bits, for inference only."""
     INT4 = "INT4"
     INT2 = "INT2"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(_no_data_type(value, cls.__members__))
 
     @property
     def dtype(self) -> torch.dtype:

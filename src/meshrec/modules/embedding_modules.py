@@ -17,6 +17,7 @@ from meshrec.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
+from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
 from meshrec.modules.table_lookup import TableLookup, init_weight, make_weight, spans, storage_of
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -208,26 +209,14 @@ class EmbeddingBagCollection(TableCollection):
 
     def _variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
         lookup = self._lookup
-        inverse = features.inverse_indices_or_none()
-        if inverse is None:
-            raise ValueError(
-                f"the keys have batch sizes of their own, {features.stride_per_key()}, and one result matrix "
-                "needs one batch size. Give the KeyedJaggedTensor inverse_indices, or equal batch sizes."
-            )
         lookups = lookup.lookups(features, weights, flat=True)
+        rows = inverse_rows(features, lookup.features)
         strides = features.stride_per_key()
         sizes = [strides[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
         flat = lookup.run(weights, lookups, sum(sizes), self._updater)
-        row_of = {key: row for row, key in enumerate(inverse[0])}
-        missing = sorted(set(lookup.features) - row_of.keys())
-        if missing:
-            raise ValueError(
-                f"inverse_indices has no rows for the features {missing}, only for {inverse[0]}. "
-                "Give one row for each key."
-            )
         pieces = [
-            flat[start:end].view(-1, dim).index_select(0, inverse[1][row_of[feature]].long())
-            for (start, end), dim, feature in zip(spans(sizes), lookup.dims, lookup.features, strict=True)
+            flat[start:end].view(-1, dim).index_select(0, row)
+            for (start, end), dim, row in zip(spans(sizes), lookup.dims, rows, strict=True)
         ]
         return torch.cat(pieces, dim=1)
 

@@ -26,6 +26,10 @@ class QuantisedTable(nn.Module):
         self.register_state_dict_post_hook(_put_parts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
 
+    def reset_parameters(self) -> None:
+        """All numbers 0: there is nothing that rows could be drawn from."""
+        self.weight.data.zero_()
+
     def parts(self) -> dict[str, Tensor]:
         """What the rows consist of, by name."""
         names = [part.name for part in self._storage.row_parts]

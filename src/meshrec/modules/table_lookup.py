@@ -14,6 +14,7 @@ from meshrec.modules.embedding_configs import (
     DataType,
     PoolingType,
 )
+from meshrec.modules.input_checks import check_device, positions_of, sample_weights
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.fused import TableUpdater
@@ -93,28 +94,16 @@ class TableLookup:
             ValueError: for a missing feature or missing weights, and for input on another device.
         """
         values = features.values()
-        if values.device != weights[0].device:
-            raise ValueError(
-                f"the input is on {values.device} and table {self._table_names[0]!r} on {weights[0].device}. "
-                "Move one to the other with .to()."
-            )
-        sample_weights = None
-        if self.is_weighted:
-            sample_weights = features.weights_or_none()
-            if sample_weights is None:
-                raise ValueError(
-                    "the collection is weighted (is_weighted=True) but the input has no weights. "
-                    "Give the KeyedJaggedTensor weights, or make the collection with is_weighted=False."
-                )
-            sample_weights = sample_weights.to(torch.float32)
+        check_device(values, self._table_names[0], weights[0].device)
         keys = features.keys()
         if keys != self._known_keys:
-            self._key_indices = self._indices_of(keys)
+            readers = [self._table_names[table] for table in self.tables]
+            self._key_indices = positions_of(keys, self.features, readers)
             self._known_keys = list(keys)
         lookups = tbe.Lookups(
             values=values,
             offsets=features.offsets(),
-            per_sample_weights=sample_weights,
+            per_sample_weights=sample_weights(features, is_weighted=self.is_weighted),
             segments=features.segments_or_none(),
             num_keys=len(keys),
             keys=self._key_indices,
@@ -138,23 +127,6 @@ class TableLookup:
             result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
             return result
         return self._look_up(weights, lookups, *options)
-
-    def _indices_of(self, keys: list[str]) -> list[int]:
-        index = {key: position for position, key in enumerate(keys)}
-        missing = sorted({feature for feature in self.features if feature not in index})
-        if missing:
-            tables = sorted(
-                {
-                    self._table_names[table]
-                    for table, feature in zip(self.tables, self.features, strict=True)
-                    if feature in missing
-                }
-            )
-            raise ValueError(
-                f"features {missing} of tables {tables} are missing: the input has the keys {keys}. "
-                "Add them to the input, with empty bags where there are no ids."
-            )
-        return [index[feature] for feature in self.features]
 
     def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
         values, counts = torch.ops.meshrec.clamp_ids.default(

@@ -34,7 +34,7 @@ def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpe
     Args:
         optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam`` or ``AdamW``, with their defaults (so
             Adagrad's eps is 1e-10); a spec of this package; or a class with a method ``fused_spec(kwargs)``
-            of its own, such as ``meshrec.optim.rowwise_adagrad.RowWiseAdagrad``.
+            of its own, such as ``meshrec.compat.bridge.rowwise_adagrad.RowWiseAdagrad``.
         kwargs: the class's own; for specs also ``learning_rate`` for ``lr``, ``beta1`` and ``beta2`` for
             ``betas``, and ``eta`` for ``trust_coefficient``.
 

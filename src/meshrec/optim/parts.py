@@ -8,7 +8,7 @@ from torch import Tensor
 _PART = "_meshrec_part"
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """``group``: the ranks among which a model is split. ``counts``: whether every rank has other elements,
     so that norms add up over the ranks; otherwise all have the same ones.
     """
@@ -19,10 +19,10 @@ class Part(NamedTuple):
 
 def mark_part(parameter: Tensor, group: "dist.ProcessGroup", *, counts: bool) -> None:
     """Records on a parameter of a split model what it is a part of."""
-    setattr(parameter, _PART, Part(group, counts))
+    setattr(parameter, _PART, ParameterPart(group, counts))
 
 
-def part_of(parameter: Tensor) -> Part | None:
+def part_of(parameter: Tensor) -> ParameterPart | None:
     """What ``mark_part`` recorded."""
-    part: Part | None = getattr(parameter, _PART, None)
+    part: ParameterPart | None = getattr(parameter, _PART, None)
     return part

@@ -14,34 +14,31 @@ from meshrec.plan.mesh import Axis, group_device
 
 Uneven = Literal["stop", "error"]
 _BITS = 62
-_END, _FAILED, _CHANGED = 1, 2, 4
+_END, _FAILED = 1, 2
 
 
 class Read(NamedTuple):
     """What this rank got from its loader.
 
     ``batch``: None at its end and after an error. ``found``: for each call of a sharded module whether its
-    input lies in the batch. ``change``: what is wrong with the batches read before.
+    input lies in the batch.
     """
 
     batch: BatchInFlight | None
     found: list[bool]
     error: Exception | None = None
-    change: str | None = None
 
 
 class Agreed(NamedTuple):
     """What all ranks do with what they have read.
 
     ``goes_on``: whether all have a batch. ``found``: calls whose input all have found. ``error``: to raise
-    once the batches before are trained; ``change``: to raise in place of the batch before. ``ended``: the
-    ranks at their end, where others have a batch.
+    once the batches before are trained. ``ended``: the ranks at their end, where others have a batch.
     """
 
     goes_on: bool
     found: list[bool]
     error: Exception | None
-    change: Exception | None
     ended: list[int]
 
 
@@ -50,11 +47,11 @@ class Telling:
 
     def __init__(self, read: Read, axis: Axis) -> None:
         self._read, self._axis = read, axis
-        status = _CHANGED if read.change is not None else 0
+        status = 0
         if read.error is not None:
-            status |= _FAILED
+            status = _FAILED
         elif read.batch is None:
-            status |= _END
+            status = _END
         words = torch.tensor([status, *_packed(read.found)], device=group_device(axis.group))
         self._words: InFlight = all_gather(words, axis, "status of batches")
 
@@ -62,13 +59,10 @@ class Telling:
         """Waits for the words of all ranks; the texts of errors travel only where there are any."""
         words: Tensor = self._words.wait().cpu()
         read, statuses = self._read, words[:, 0].tolist()
-        change: Exception | None = None
         error: Exception | None = None
-        if any(status & _CHANGED for status in statuses):
-            change = ValueError(f"{self._texts(read.change)}. Give every batch tensors of its own.")
         if any(status & _FAILED for status in statuses):
             text = None if read.error is None else f"{type(read.error).__name__}: {read.error}"
-            error = RuntimeError(f"the loader failed on {self._texts(text)}")
+            error = RuntimeError(f"the loader failed on {_texts(text, self._axis, 'errors of loaders')}")
             # Who failed raises what it was, with its traceback.
             error = read.error or error
         ended = [rank for rank, status in enumerate(statuses) if status & _END]
@@ -76,16 +70,32 @@ class Telling:
         for row in words[1:, 1:]:
             together = together & row
         found = _unpacked(together.tolist(), len(read.found))
-        return Agreed(not ended and error is None, found, error, change, ended)
+        return Agreed(not ended and error is None, found, error, ended)
 
     @property
     def read(self) -> Read:
         """What this rank told."""
         return self._read
 
-    def _texts(self, own: str | None) -> str:
-        texts = gather_objects(own, self._axis, "errors of loaders")
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+
+class Checking:
+    """Whether the batch whose turn it is was written to, told to all ranks; ``change``: what, on this one."""
+
+    def __init__(self, change: str | None, axis: Axis) -> None:
+        self._change, self._axis = change, axis
+        word = torch.tensor([change is not None], dtype=torch.int64, device=group_device(axis.group))
+        self._words: InFlight = all_gather(word, axis, "checks of batches")
+
+    def finish(self) -> None:
+        """Raises ValueError on every rank when one of them has a change."""
+        if bool(self._words.wait().any()):
+            texts = _texts(self._change, self._axis, "changes of batches")
+            raise ValueError(f"{texts}. Give every batch tensors of its own.")
+
+
+def _texts(own: str | None, axis: Axis, name: str) -> str:
+    texts = gather_objects(own, axis, name)
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
 
 
 def _packed(flags: Sequence[bool]) -> list[int]:

@@ -9,7 +9,7 @@ from meshrec.sparse import KeyedJaggedTensor
 from meshrec.sparse.jagged_tensor import Jagged
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """From a thing to a part of it: an attribute, or an item of a mapping or sequence."""
 
     name: Any
@@ -19,7 +19,7 @@ class Step(NamedTuple):
         return f"[{self.name!r}]" if self.is_item else f".{self.name}"
 
 
-Path = tuple[Step, ...]
+Path = tuple[PathStep, ...]
 _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
 
 
@@ -70,14 +70,14 @@ def _walk(thing: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
         yield from _walk(part, (*path, step), seen)
 
 
-def _parts(thing: Any) -> list[tuple[Step, Any]]:
+def _parts(thing: Any) -> list[tuple[PathStep, Any]]:
     if isinstance(thing, Mapping):
-        return [(Step(name, True), part) for name, part in thing.items()]
+        return [(PathStep(name, True), part) for name, part in thing.items()]
     if isinstance(thing, Sequence):
-        return [(Step(number, True), part) for number, part in enumerate(thing)]
+        return [(PathStep(number, True), part) for number, part in enumerate(thing)]
     slots = [name for kind in type(thing).__mro__ for name in _slots(kind)]
     names = [*getattr(thing, "__dict__", ()), *slots]
-    return [(Step(name, False), getattr(thing, name, None)) for name in names]
+    return [(PathStep(name, False), getattr(thing, name, None)) for name in names]
 
 
 def _slots(kind: type) -> Sequence[str]:

@@ -26,7 +26,7 @@ class Call(NamedTuple):
     path: Path | None
 
 
-class Lookup:
+class LookupInFlight:
     """The lookup for one call: sizes, then ids, then embeddings are under way."""
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
@@ -68,28 +68,23 @@ class BatchInFlight:
     """
 
     batch: Any
-    lookups: list[Lookup] = field(default_factory=list)
+    lookups: list[LookupInFlight] = field(default_factory=list)
     error: Exception | None = None
 
     def __post_init__(self) -> None:
-        found = [(path, tensor) for path, tensor in tensors_of(self.batch) if not tensor.is_inference()]
-        self._versions: list[tuple[Path, Tensor, int]] = [(*each, each[1]._version) for each in found]
+        self._versions = _versions(self.batch)
 
-    def change(self) -> str | None:
-        """Which tensor was written to since the loader gave the batch; None where none was."""
-        for path, tensor, version in self._versions:
-            if tensor._version != version:
-                return (
-                    f"{text_of(path)} was written to after the loader had handed it over, and while its "
-                    "ids were under way"
-                )
-        return None
+    def take_change(self) -> str | None:
+        """What was written to since the loader gave the batch, once; None where nothing was."""
+        change = self._change(self.batch)
+        self._versions = _versions(self.batch)
+        return change
 
     def start(self, module: Collection, features: KeyedJaggedTensor) -> None:
         """Starts the lookup of one call. Collective."""
         if self.error is None:
             try:
-                self.lookups.append(Lookup(module, features))
+                self.lookups.append(LookupInFlight(module, features))
             except ValueError as error:
                 self._fail(error)
 
@@ -102,7 +97,7 @@ class BatchInFlight:
             self._fail(error)
 
     def look_up(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
-        """Starts to send embeddings back, of the modules that are ready; ``stays``: see ``Lookup``."""
+        """Starts to send embeddings back, of the modules that are ready; ``stays``: see `LookupInFlight`."""
         for lookup in self.lookups:
             if is_ready(lookup.module):
                 lookup.look_up(stays=stays)
@@ -111,11 +106,11 @@ class BatchInFlight:
         """The result for this call of a module, once; None where it is not under way.
 
         Raises:
-            ValueError: when the batch was written to meanwhile.
+            ValueError: when the ids were written to meanwhile, by the forward pass itself, say.
         """
         for lookup in self.lookups:
             if lookup.module is module and lookup.features is features and lookup.is_of_now:
-                if (change := self.change()) is not None:
+                if (change := self._change(features)) is not None:
                     raise ValueError(f"{change}. Give every batch tensors of its own.")
                 self.lookups.remove(lookup)
                 return lookup.look_up()
@@ -127,9 +122,24 @@ class BatchInFlight:
         assert error is not None
         return error
 
+    def _change(self, within: Any) -> str | None:
+        own = {id(tensor) for _, tensor in tensors_of(within)}
+        for path, tensor, version in self._versions:
+            if tensor._version != version and id(tensor) in own:
+                return (
+                    f"{text_of(path)} was written to after the loader had handed it over, and while its "
+                    "ids were under way"
+                )
+        return None
+
     def _fail(self, error: Exception) -> None:
         self.error = error
         self.lookups.clear()
+
+
+def _versions(batch: Any) -> list[tuple[Path, Tensor, int]]:
+    found = [(path, tensor) for path, tensor in tensors_of(batch) if not tensor.is_inference()]
+    return [(path, tensor, tensor._version) for path, tensor in found]
 
 
 def _mode(module: Collection) -> tuple[Any, ...]:

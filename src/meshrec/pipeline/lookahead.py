@@ -18,7 +18,7 @@ from torch import nn
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.pipeline.agreement import Agreed, Read, Telling, Uneven
+from meshrec.pipeline.agreement import Agreed, Checking, Read, Telling, Uneven
 from meshrec.pipeline.batch_paths import find, follow
 from meshrec.pipeline.in_flight import BatchInFlight, Call, Collection
 from meshrec.pipeline.moving import Mover
@@ -40,7 +40,8 @@ class Lookahead:
         ahead.look_up()
 
     All calls are collective. A call that is left out (no backward pass in evaluation, an exception in
-    between) costs overlap and nothing else.
+    between) costs overlap and nothing else, but for ``exchange``: it tells of a batch that was written to
+    while its ids were under way, before anything is updated.
 
     Args:
         model: with sharded modules somewhere.
@@ -68,6 +69,7 @@ class Lookahead:
         self._current: BatchInFlight | None = None
         self._waiting: deque[BatchInFlight] = deque()
         self._telling: Telling | None = None
+        self._checking: Checking | None = None
         self._failure: Exception | None = None
         self._has_ended = False
 
@@ -88,10 +90,11 @@ class Lookahead:
 
         Raises:
             StopIteration: on every rank, after the last one. The next call reads on.
-            ValueError: on every rank, for bad ids in this batch, or for a batch that was written to.
+            ValueError: on every rank, for bad ids in this batch.
             Exception: what the loader raised in place of this batch; RuntimeError on the other ranks.
         """
         self._current = None
+        self._check()
         self._agree()
         while len(self._waiting) < 2 and not self._has_ended:
             self._read(iterator)
@@ -104,6 +107,8 @@ class Lookahead:
         current.exchange()
         if current.error is not None:
             _raise(current.take_error())
+        if current.lookups:
+            self._checking = Checking(current.take_change(), self._axis)
         return current.batch
 
     @contextmanager
@@ -121,7 +126,13 @@ class Lookahead:
             self._calls = self._learned(seen, self._current.batch)
 
     def exchange(self, iterator: Iterator[Any]) -> None:
-        """Between forward and backward: sends the next batch's ids, and reads the batch after it."""
+        """Between forward and backward: sends the next batch's ids, and reads the batch after it.
+
+        Raises:
+            ValueError: on every rank, when one wrote to this batch after the loader gave it and before
+                ``next`` did.
+        """
+        self._check()
         if self._waiting:
             self._waiting[0].exchange()
         if self._telling is None and not self._has_ended and len(self._waiting) < 2:
@@ -145,7 +156,7 @@ class Lookahead:
 
     def reset(self) -> None:
         """Drops the batches in flight; on all ranks."""
-        self._current = self._telling = self._failure = None
+        self._current = self._telling = self._checking = self._failure = None
         self._waiting.clear()
         self._has_ended = False
 
@@ -171,6 +182,12 @@ class Lookahead:
             _logger.warning("%s. The numbers are the same.", text)
         return calls
 
+    def _check(self) -> None:
+        """Ends the check that ``next`` began."""
+        checking, self._checking = self._checking, None
+        if checking is not None:
+            checking.finish()
+
     def _start(self, batch: BatchInFlight, found: list[bool]) -> None:
         """Starts the lookups whose input all ranks have found."""
         self._mover.wait(batch.batch)
@@ -189,9 +206,7 @@ class Lookahead:
             and isinstance(follow(batch.batch, call.path), KeyedJaggedTensor)
             for call in self._calls or ()
         ]
-        earlier = self._waiting[0] if self._waiting else None
-        change = earlier.change() if earlier is not None else None
-        self._telling = Telling(Read(batch, found, error, change), self._axis)
+        self._telling = Telling(Read(batch, found, error), self._axis)
 
     def _take_failure(self) -> Exception | None:
         failure, self._failure = self._failure, None
@@ -212,8 +227,6 @@ class Lookahead:
             return
         telling, self._telling = self._telling, None
         agreed = telling.agreed()
-        if agreed.change is not None and self._waiting:
-            self._waiting[0].error = agreed.change
         if not agreed.goes_on:
             self._end(agreed)
             return

@@ -14,14 +14,14 @@ from meshrec.plan.sharding_plan import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
-    Placement,
+    RemoteDevice,
     ShardingType,
     ShardMetadata,
     TableSize,
 )
 
 
-class Ranks(NamedTuple):
+class WorldShape(NamedTuple):
     """The ranks a plan is for: how many there are, how many of them share a node, and their type of
     device.
     """
@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
     device: str = "cpu"
 
 
-ShardingGenerator = Callable[[str, TableSize, Ranks], ParameterSharding]
+ShardingGenerator = Callable[[str, TableSize, WorldShape], ParameterSharding]
 
 
 def even_splits(total: int, num_parts: int) -> list[tuple[int, int]]:
@@ -65,7 +65,7 @@ def table_wise(
 ) -> ShardingGenerator:
     """The whole table on one rank."""
 
-    def generate(table: str, size: TableSize, ranks: Ranks) -> ParameterSharding:
+    def generate(table: str, size: TableSize, ranks: WorldShape) -> ParameterSharding:
         return _grid(
             table, ShardingType.TABLE_WISE, size, [(0, size.embedding_dim, [rank])], ranks, compute_kernel
         )
@@ -80,7 +80,7 @@ def row_wise(
 ) -> ShardingGenerator:
     """Rows split over ``ranks`` (default: all)."""
 
-    def generate(table: str, size: TableSize, world: Ranks) -> ParameterSharding:
+    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         bands = [(0, size.embedding_dim, owners)]
         return _grid(table, ShardingType.ROW_WISE, size, bands, world, compute_kernel)
@@ -95,7 +95,7 @@ def column_wise(
 ) -> ShardingGenerator:
     """Columns split over ``ranks`` (default: all); a rank that is named twice gets two parts."""
 
-    def generate(table: str, size: TableSize, world: Ranks) -> ParameterSharding:
+    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         return _grid(
             table, ShardingType.COLUMN_WISE, size, _column_bands(size, owners), world, compute_kernel
@@ -112,7 +112,7 @@ def table_row_wise(
 ) -> ShardingGenerator:
     """Rows split over the ranks of one node (``host_index``: TorchRec's name for ``node``)."""
 
-    def generate(table: str, size: TableSize, world: Ranks) -> ParameterSharding:
+    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = _node_ranks(table, node if node is not None else host_index, world)
         bands = [(0, size.embedding_dim, owners)]
         return _grid(table, ShardingType.TABLE_ROW_WISE, size, bands, world, compute_kernel)
@@ -125,7 +125,7 @@ def table_column_wise(
 ) -> ShardingGenerator:
     """Columns split over the ranks of one node."""
 
-    def generate(table: str, size: TableSize, world: Ranks) -> ParameterSharding:
+    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         bands = _column_bands(size, _node_ranks(table, node, world))
         return _grid(table, ShardingType.TABLE_COLUMN_WISE, size, bands, world, compute_kernel)
 
@@ -140,7 +140,7 @@ def grid_shard(
 ) -> ShardingGenerator:
     """Columns split over nodes (default: all), the rows of each column part over the ranks of its node."""
 
-    def generate(table: str, size: TableSize, world: Ranks) -> ParameterSharding:
+    def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         chosen = nodes if nodes is not None else host_indexes
         if chosen is None:
             chosen = range(world.world_size // world.local_size)
@@ -180,7 +180,7 @@ def construct_module_sharding_plan(
             f"world_size {world_size} is no multiple of local_size {local_size} (ranks per node). "
             "Nodes have equally many ranks."
         )
-    ranks = Ranks(world_size, local_size, device_type)
+    ranks = WorldShape(world_size, local_size, device_type)
     return EmbeddingModuleShardingPlan(
         {name: per_param_sharding[name](name, size, ranks) for name, size in tables.items()}
     )
@@ -191,7 +191,7 @@ def _column_bands(size: TableSize, owners: Sequence[int]) -> list[tuple[int, int
     return [(c0, c1, [rank]) for rank, (c0, c1) in zip(owners, splits, strict=True)]
 
 
-def _node_ranks(table: str, node: int | None, world: Ranks) -> list[int]:
+def _node_ranks(table: str, node: int | None, world: WorldShape) -> list[int]:
     num_nodes = world.world_size // world.local_size
     if node is None or not 0 <= node < num_nodes:
         raise ValueError(
@@ -207,7 +207,7 @@ def _grid(
     sharding_type: ShardingType,
     size: TableSize,
     bands: Sequence[tuple[int, int, list[int]]],
-    world: Ranks,
+    world: WorldShape,
     compute_kernel: EmbeddingComputeKernel,
 ) -> ParameterSharding:
     """Bands of columns (first, end, owners), the rows of each split over its owners."""
@@ -224,7 +224,7 @@ def _grid(
                     ShardMetadata(
                         shard_offsets=(r0, c0),
                         shard_sizes=(r1 - r0, c1 - c0),
-                        placement=Placement(rank=rank, device=world.device),
+                        placement=RemoteDevice(rank=rank, device=world.device),
                     )
                 )
     return ParameterSharding(

@@ -82,8 +82,7 @@ def _difference(everyone: Sequence[Mapping[tuple[str, str], str]]) -> str:
                 )
                 return (
                     f"the ranks hold different plans: table {table!r} of module {path!r}: {what}. Make the "
-                    "plan on "
-                    "one rank and broadcast it (EmbeddingShardingPlanner.collective_plan does)."
+                    "plan on one rank and broadcast it (EmbeddingShardingPlanner.collective_plan does)."
                 )
     raise AssertionError("digests differ, plans do not")
 
@@ -114,8 +113,7 @@ def _verify_table(table: str, sharding: ParameterSharding, size: TableSize, worl
     if covered != total:
         raise ValueError(
             f"table {table!r}: its rectangles {' '.join(map(str, sharding.shards))} cover {covered} of "
-            f"{total} "
-            f"elements ({size.num_embeddings} x {size.embedding_dim}). Add rectangles for the rest."
+            f"{total} elements ({size.num_embeddings} x {size.embedding_dim}). Add rectangles for the rest."
         )
 
 

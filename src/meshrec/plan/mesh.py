@@ -5,6 +5,7 @@ place of ``shard`` says which ranks share a node, so that partial rows are summe
 network.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,8 @@ class ShardingEnv:
 
     ``world``: all ranks. ``shard``: the ranks that one copy of the tables is split over (plans speak of
     these). ``replicate``: the ranks that hold the same rectangles. ``node``, ``local``: the factors of
-    ``shard``, where the mesh has them; shard rank = node * local.size + local rank.
+    ``shard``, where the mesh has them; shard rank = node * local.size + local rank. ``devices``: where one
+    process plays all ranks of ``shard``, the device of each.
     """
 
     world: Axis = Axis()
@@ -40,6 +42,16 @@ class ShardingEnv:
     node: Axis | None = None
     local: Axis | None = None
     mesh: DeviceMesh | None = None
+    devices: tuple[torch.device, ...] = ()
+
+    @classmethod
+    def from_local(cls, devices: Sequence[torch.device | str]) -> "ShardingEnv":
+        """One process with its tables split over several devices, for inference: what plans say of rank r
+        is for ``devices[r]``. The first takes the input and gives the result. A device may come twice.
+        """
+        if not devices:
+            raise ValueError("devices is empty. Name at least one, such as 'cpu' or 'cuda:0'.")
+        return cls(shard=Axis(size=len(devices)), devices=tuple(map(torch.device, devices)))
 
     @classmethod
     def single_process(cls) -> "ShardingEnv":

@@ -33,6 +33,7 @@ class EmbeddingComputeKernel(Enum):
 
     DENSE = "dense"
     FUSED = "fused"
+    QUANT = "quant"
 
 
 class TableSize(NamedTuple):
@@ -43,7 +44,7 @@ class TableSize(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class RemoteDevice:
     """Where a rectangle lives: a rank of the ``shard`` axis, and the type of its device."""
 
     rank: int
@@ -59,7 +60,7 @@ class ShardMetadata:
 
     shard_offsets: tuple[int, int]
     shard_sizes: tuple[int, int]
-    placement: Placement
+    placement: RemoteDevice
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -119,7 +120,7 @@ class ParameterSharding:
             ShardMetadata(
                 shard_offsets=(r0, c0),
                 shard_sizes=(rows, columns),
-                placement=Placement(rank=rank, device=device),
+                placement=RemoteDevice(rank=rank, device=device),
             )
             for r0, c0, rows, columns, rank, device in data["shards"]
         )

@@ -1,5 +1,6 @@
 """A first plan: the relaxation's choice of candidates, rounded, and the largest pieces placed first."""
 
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +12,11 @@ from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools, Floats, Ints
 
 _NO_CAP = 1e30
-_PARTS, _THRIFTY = (0.25, 1.0, 0.1), 1.02
+_PARTS, _THRIFTY = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
 """Of the cap: the largest pieces of plans that spread memory. Small ones fill ranks evenly, large ones take
 less memory in all; how much more than the least a table may take."""
 _BALANCE_EXPONENT, _BALANCE_WORK, _BALANCE_HOT = 64, 2_000_000, 0.03
+_FITTING_SECONDS = 1.0
 _NEAR, _ATTEMPTS = 1.5, 3
 """Of the cap: where a first plan takes more, moving its pieces does not help. Else each attempt is twice as
 long as the one before."""
@@ -71,9 +73,23 @@ def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> St
     return state
 
 
-def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | None:
+def fitting_plan(
+    problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
+) -> State | None:
     """A plan that spreads memory, whatever its speed (the state's loads are bytes); None where none was
-    found."""
+    found: `most_even_plan`."""
+    state = most_even_plan(problem, allowed_C, seconds)
+    return state if state.seconds <= problem.memory_cap else None
+
+
+def most_even_plan(
+    problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
+) -> State:
+    """The first plan found that fits, else the one whose fullest rank has the least (loads are bytes).
+
+    What has not enough room in any of the plans made at once is annealed for so many `seconds`.
+    """
+    deadline = time.perf_counter() + seconds
     in_bytes = problem._replace(
         memory_cap=_NO_CAP,
         common_C=problem.common_bytes_C,
@@ -81,12 +97,19 @@ def fitting_plan(problem: Problem, allowed_C: Bools | None = None) -> State | No
         fixed_PK=problem.fixed_bytes_P[:, None],
     )
     fits_C = problem.can_fit_C() if allowed_C is None else allowed_C & problem.can_fit_C()
+    found: list[tuple[State, list[Ints]]] = []
     for some_C in (*(_thrifty(problem, fits_C, part) for part in _PARTS), fits_C):
         candidates_Y = candidates_by_type(problem, some_C)
         state = _spread(in_bytes, candidates_Y, problem.memory_cap)
         if state.seconds <= problem.memory_cap:
             return state
-    return None
+        found.append((state, candidates_Y))
+    found.sort(key=lambda each: each[0].seconds)
+    for state, candidates_Y in found:
+        _anneal_spread(state, candidates_Y, problem.memory_cap, deadline)
+        if state.seconds <= problem.memory_cap:
+            return state
+    return min((state for state, _ in found), key=lambda state: state.seconds)
 
 
 def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
@@ -107,13 +130,19 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
         reinsert(state, int(table), candidates_Y[in_bytes.type_T[table]])
     state.set_exponent(_BALANCE_EXPONENT)
     exchange(state, 5 * _BALANCE_WORK)
+    return state
+
+
+def _anneal_spread(state: State, candidates_Y: list[Ints], cap: float, deadline: float) -> None:
+    """Spreads more evenly what lacks little."""
     for seed in range(_ATTEMPTS):
-        if not cap < state.seconds < _NEAR * cap or not Annealer.serves(in_bytes):
+        seconds = deadline - time.perf_counter()
+        if not cap < state.seconds < _NEAR * cap or seconds <= 0 or not Annealer.serves(state.problem):
             break
-        parts_T, _ = Annealer(in_bytes, candidates_Y).improve(
+        parts_T, _ = Annealer(state.problem, candidates_Y).improve(
             [parts for parts in state.parts_T if parts is not None],
             max_work=_BALANCE_WORK << seed,
-            seconds=np.inf,
+            seconds=seconds,
             hot=_BALANCE_HOT,
             seed=seed,
         )
@@ -121,7 +150,6 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
             state.remove(table)
             state.add(table, parts)
         polish(state)
-    return state
 
 
 _TOLERANCE = 1e-9
@@ -148,7 +176,7 @@ def reinsert(state: State, table: int, candidates: Ints) -> bool:
     return best is not None
 
 
-class _Pieces(NamedTuple):
+class _MovablePieces(NamedTuple):
     """Pieces that may move one by one."""
 
     table_N: Ints
@@ -186,7 +214,7 @@ def exchange(state: State, max_work: int) -> None:
     _write_back(state, pieces)
 
 
-def _movable(state: State) -> _Pieces:
+def _movable(state: State) -> _MovablePieces:
     tables, slots, ranks, loads, sizes = [], [], [], [], []
     for table, parts in enumerate(state.parts_T):
         if parts is None or state.problem.layouts_C[parts.candidate].scope is not Scope.RANKS:
@@ -199,8 +227,8 @@ def _movable(state: State) -> _Pieces:
         sizes.append(state.sizes(parts))
     if not tables:
         none = np.zeros(0, np.int64)
-        return _Pieces(none, none, none, np.zeros((0, state.num_phases)), np.zeros(0))
-    return _Pieces(
+        return _MovablePieces(none, none, none, np.zeros((0, state.num_phases)), np.zeros(0))
+    return _MovablePieces(
         np.concatenate(tables),
         np.concatenate(slots),
         np.concatenate(ranks),
@@ -221,7 +249,7 @@ def _allowed(state: State) -> Bools | None:
 
 def _best_move(
     state: State,
-    pieces: _Pieces,
+    pieces: _MovablePieces,
     here: Ints,
     rank: int,
     weight_K: Floats,
@@ -266,7 +294,7 @@ def _best_move(
 
 
 def _apply(
-    state: State, pieces: _Pieces, holds_TR: Bools, piece: int, other: int | None, target: int
+    state: State, pieces: _MovablePieces, holds_TR: Bools, piece: int, other: int | None, target: int
 ) -> None:
     source = int(pieces.rank_N[piece])
     for moved, start, end in ((piece, source, target), (other, target, source)):
@@ -282,7 +310,7 @@ def _apply(
     state.refresh(np.array([source, target]))
 
 
-def _write_back(state: State, pieces: _Pieces) -> None:
+def _write_back(state: State, pieces: _MovablePieces) -> None:
     bounds = np.flatnonzero(np.diff(pieces.table_N)) + 1
     for index_N in np.split(np.arange(len(pieces.table_N)), bounds):
         table = int(pieces.table_N[index_N[0]])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshrec.plan.sharding_plan import ShardingType
-from meshrec.planner.construct import fitting_plan
+from meshrec.planner.construct import fitting_plan, most_even_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 from meshrec.planner.text import size_text
@@ -40,9 +40,8 @@ def diagnose(
         lines.append("It would fit with one of: " + "; ".join(found) + ".")
     else:
         lines.append(
-            f"Neither other sharding types, nor fp16, nor {_MOST_NODES} times the nodes are enough: "
-            f"reduce the "
-            "reserve, the batch size, or the tables."
+            f"Neither other sharding types, nor fp16, nor {_MOST_NODES} times the nodes are enough: reduce "
+            "the reserve, the batch size, or the tables."
         )
     return "\n".join(lines)
 
@@ -59,7 +58,7 @@ def _fits(
         problem = build_problem(CostModel(tables, topology, batch_size=batch_size), constraints)
     except ValueError:
         return False
-    return fitting_plan(problem) is not None
+    return fitting_plan(problem, seconds=0.3) is not None
 
 
 def _missing(
@@ -77,19 +76,16 @@ def _missing(
         )
     unlimited = replace(topology, hbm_cap=1 << 60, ddr_cap=1 << 60, dense_bytes=0)
     problem = build_problem(CostModel(tables, unlimited, batch_size=batch_size), constraints)
-    state = fitting_plan(problem._replace(memory_cap=float(1 << 60)))
-    assert state is not None
+    state = most_even_plan(problem._replace(memory_cap=cap))
     bytes_R = state.bytes_R + state.common_bytes
     rank = int(bytes_R.argmax())
     over = int(np.count_nonzero(bytes_R > cap))
     return (
-        f"With memory spread as evenly as the constraints allow, rank {rank} needs "
-        f"{size_text(bytes_R[rank])} and has "
-        f"{size_text(cap)} (of {size_text(topology.profile.memory)}, less the dense model "
-        f"{size_text(topology.dense_bytes)} and a "
-        f"reserve of {topology.reserve:.0%}): {size_text(max(bytes_R[rank] - cap, 0.0))} are missing, and "
-        f"{over} of "
-        f"{len(bytes_R)} ranks are over."
+        f"In the plan that spreads memory most evenly of those found, rank {rank} needs "
+        f"{size_text(bytes_R[rank])} and has {size_text(cap)} (of {size_text(topology.profile.memory)}, less "
+        f"the dense model {size_text(topology.dense_bytes)} and a reserve of {topology.reserve:.0%}): "
+        f"{size_text(max(bytes_R[rank] - cap, 0.0))} are missing, and {over} of {len(bytes_R)} ranks are "
+        "over."
     )
 
 

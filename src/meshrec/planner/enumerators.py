@@ -280,8 +280,7 @@ def _no_candidate(table: Table, constraints: ParameterConstraints, model: CostMo
     partition = _min_partition(constraints)
     return (
         f"table {table.name!r} ({table.num_embeddings} rows x {table.embedding_dim} columns): its "
-        f"constraints leave no "
-        f"way to place it on {model.num_ranks} ranks in nodes of {model.node_size}: sharding types {kinds}, "
-        f"min_partition {partition}, ranks {constraints.ranks or 'all'}. Allow another type, or a "
-        f"smaller min_partition."
+        f"constraints leave no way to place it on {model.num_ranks} ranks in nodes of {model.node_size}: "
+        f"sharding types {kinds}, min_partition {partition}, ranks {constraints.ranks or 'all'}. Allow "
+        "another type, or a smaller min_partition."
     )

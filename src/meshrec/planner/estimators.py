@@ -145,7 +145,7 @@ class CostModel:
         outputs = np.where(a.pooled_T[table], bags, ids)
         row_bytes = columns * a.weight_bytes_T[table] + a.row_bytes_T[table]
         loads = np.zeros((len(table), NUM_PHASES))
-        loads[:, _IDS] = (ids * a.id_bytes_T[table] + bags * LENGTH_BYTES) * self._wire
+        loads[:, _IDS] = self.id_travel_seconds(table, share)
         per_id = p.route_id_seconds + np.where(share < 1, p.split_id_seconds, 0.0)
         loads[:, _IDS] += self._once * ids * per_id
         read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
@@ -244,6 +244,19 @@ class CostModel:
         held = a.rows_T[table] * row + gradient * a.trained_T[table]
         return held + a.outputs_T[table] * columns * passes
 
+    def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:
+        """Seconds [N] that ids are on their way to rectangles with `share_N` of their table's rows: what
+        other work can hide."""
+        a = self.arrays
+        ids, bags = a.ids_T[table_N] * self.num_ranks * share_N, a.bags_T[table_N] * self.num_ranks
+        travel: Floats = (ids * a.id_bytes_T[table_N] + bags * LENGTH_BYTES) * self._wire
+        return travel
+
+    @property
+    def id_latency_seconds(self) -> float:
+        """Of the all-to-alls of sizes and of ids."""
+        return 2 * self._outer.latency if self.num_ranks > 1 else 0.0
+
     def shared_loads(self, mean_loads: Floats) -> Floats:
         """Seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles' loads."""
         if self.profile.full_duplex:
@@ -258,7 +271,7 @@ class CostModel:
         fixed[_IDS] = a.ids_T.sum() * p.scan_id_seconds + a.bags_T.sum() * p.scan_bag_seconds
         if self.num_ranks > 1:  # all-to-alls are made even where nothing travels
             latency = self._outer.latency
-            fixed[[_IDS, _OUTPUT, _GRADIENT]] += 2 * latency, latency, latency
+            fixed[[_IDS, _OUTPUT, _GRADIENT]] += self.id_latency_seconds, latency, latency
             fixed[_ROW_STATS] = latency if usage.row_stats else 0.0
         if self.replicas > 1 and usage.sharded:
             fixed[_REPLICAS] = 2 * self._replica_link.latency

@@ -10,7 +10,7 @@ from meshrec.plan.sharding_plan import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
-    Placement,
+    RemoteDevice,
     ShardingPlan,
     ShardingType,
     ShardMetadata,
@@ -40,6 +40,8 @@ class StepEstimate:
         load_RF: seconds of each rank in each phase, latencies left out.
         bytes_R: memory of each rank: tables, optimizer state, buffers.
         memory_cap: bytes a rank may use.
+        id_travel_seconds: of the phase of ids, what passes until they have arrived: a train pipeline can hide
+            it, not what ranks compute in that phase.
     """
 
     seconds: float
@@ -47,6 +49,14 @@ class StepEstimate:
     load_RF: Floats
     bytes_R: Floats
     memory_cap: float
+    id_travel_seconds: float
+
+    def pipelined_seconds(self, dense_seconds: float = 0.0) -> float:
+        """The step, still without its dense part, where a train pipeline sends the ids of the next batch
+        while this one computes: in lookups and updates, and for ``dense_seconds`` in the dense part."""
+        phases = self.phases
+        computes = phases["lookup"] + phases["update"] + dense_seconds
+        return self.seconds - min(self.id_travel_seconds, computes)
 
     @property
     def fits(self) -> bool:
@@ -103,12 +113,16 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
         data_parallel=len(whole) > 0,
     )
     phase_F = model.fixed_seconds(usage) + load_RF.max(axis=0)
+    travel_R = np.zeros(model.num_ranks)
+    shares_N = rows_N / model.arrays.rows_T[table_N]
+    np.add.at(travel_R, rank_N, model.id_travel_seconds(table_N, shares_N))
     return StepEstimate(
         seconds=float(phase_F.sum()),
         phase_seconds_F=phase_F,
         load_RF=load_RF,
         bytes_R=bytes_R,
         memory_cap=model.memory_cap,
+        id_travel_seconds=model.id_latency_seconds + float(travel_R.max()),
     )
 
 
@@ -192,7 +206,7 @@ def to_plan(
             ShardMetadata(
                 shard_offsets=(int(row), int(column)),
                 shard_sizes=(int(row_end - row), int(column_end - column)),
-                placement=Placement(rank=int(rank), device=device),
+                placement=RemoteDevice(rank=int(rank), device=device),
             )
         )
     plan: dict[str, EmbeddingModuleShardingPlan] = {}

@@ -56,7 +56,7 @@ def sparse_matrix(rows: Ints, columns: Ints, values: Floats, *, num_rows: int, n
     return Matrix(start.astype(np.int32), rows[order].astype(np.int32), values[order], num_rows)
 
 
-class Rows:
+class ProgramRows:
     """Rows of a linear program, as they come."""
 
     def __init__(self, num_columns: int) -> None:
@@ -136,7 +136,7 @@ class Solver:
         model.a_matrix_.value_ = program.matrix.value
         self._highs.passModel(model)
 
-    def add_rows(self, rows: Rows) -> None:
+    def add_rows(self, rows: ProgramRows) -> None:
         """Adds rows; what is known of the last solution stays."""
         lower, upper, start, column, value = rows.by_rows()
         self._highs.addRows(len(lower), lower, upper, len(value), start, column, value)

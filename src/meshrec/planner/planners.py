@@ -83,12 +83,12 @@ class EmbeddingShardingPlanner:
             return self.plan(module, sharders)
         group = pg if pg is not None else dist.group.WORLD
         assert group is not None
-        outcome: list[_Outcome | None] = [None]
+        outcome: list[_Planned | None] = [None]
         if group.rank() == 0:
             try:
-                outcome = [_Outcome(self.plan(module, sharders), None)]
+                outcome = [_Planned(self.plan(module, sharders), None)]
             except Exception as error:
-                outcome = [_Outcome(None, error)]
+                outcome = [_Planned(None, error)]
         dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
         received = outcome[0]
         assert received is not None
@@ -128,7 +128,7 @@ def plan_tables(
     )
 
 
-class _Outcome(NamedTuple):
+class _Planned(NamedTuple):
     plan: ShardingPlan | None
     error: Exception | None
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshrec.planner.cuts import Cut, LargestPieces, Rounding
-from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, Rows, Solver
+from meshrec.planner.highs import INFINITY, LinearProgram, Optimum, ProgramRows, Solver
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
@@ -177,7 +177,7 @@ class MeanRelaxation:
         found = self._rounding.violated(share_C, upper_K, admitted_C)
         found += self._largest.violated(share_C, slowest_K, lower_K, admitted_C)
         if found:
-            rows = Rows(len(self._cost))
+            rows = ProgramRows(len(self._cost))
             for cut in found:
                 columns = np.append(cut.candidate_N, len(share_C) + cut.phase)
                 rows.add(columns, np.append(cut.value_N, cut.slope), -INFINITY, cut.limit)
@@ -258,7 +258,7 @@ def _program(problem: Problem, scale: float, cost: Floats) -> LinearProgram:
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)
     tables_Y = np.bincount(problem.type_T).astype(np.float64)
-    rows = Rows(num_candidates + num_phases)
+    rows = ProgramRows(num_candidates + num_phases)
     rows.add_each(problem.type_C, candidate, 1.0, tables_Y, tables_Y)
     slowest = num_candidates + phase
     mean_CK = problem.mean_load_CK() / scale

@@ -99,9 +99,9 @@ class Search:
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         return self._begin(construct(self.problem, box.share_C, candidates_Y), candidates_Y)
 
-    def add_fitting(self) -> Start | None:
-        """The same from a plan that spreads memory."""
-        return self._begin(self._fitting(), candidates_by_type(self.problem, self._allowed_C))
+    def add_fitting(self, seconds: float) -> Start | None:
+        """The same from a plan that spreads memory, annealed for so many seconds until it fits."""
+        return self._begin(self._fitting(seconds), candidates_by_type(self.problem, self._allowed_C))
 
     def _begin(self, state: State | None, candidates_Y: list[Ints]) -> Start | None:
         if state is None:
@@ -165,8 +165,8 @@ class Search:
         if not self._is_late and polish(state):
             self._keep(state)
 
-    def _fitting(self) -> State | None:
-        by_memory = fitting_plan(self.problem, self._allowed_C)
+    def _fitting(self, seconds: float) -> State | None:
+        by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         if by_memory is None:
             return None
         return self.state_of([parts for parts in by_memory.parts_T if parts is not None])

@@ -41,6 +41,8 @@ _STEP = 0.25
 """The part of the way to the best known plan that each goal of the bound is. A near goal leaves little room,
 and narrow boxes are proven soon; but each goal begins anew."""
 _LEAST_SECONDS = 1e-12
+_FITTING_SECONDS = 5.0
+"""To look for any plan that fits, also where the time is up: without one there is no answer."""
 
 
 class Way(NamedTuple):
@@ -104,6 +106,11 @@ class _Entrant:
         return max(self._proven, reached)
 
     @property
+    def num_candidates(self) -> int:
+        """Of the way."""
+        return int(np.count_nonzero(self._allowed_C))
+
+    @property
     def num_boxes(self) -> int:
         """Relaxations solved."""
         bounds = [bound for bound in (self._coarse, self._bound) if bound is not None]
@@ -136,7 +143,11 @@ class _Entrant:
             start = None if box is None else self.search.add_start(box, box.admitted_C)
             if start is not None:
                 return start
-        return None if self.search.parts_T else self.search.add_fitting()
+        return None if self.search.parts_T else self.search.add_fitting(0.0)
+
+    def start_from_memory(self) -> Start | None:
+        """A plan that spreads memory, looked for with patience."""
+        return self.search.add_fitting(_FITTING_SECONDS)
 
     def start_from_boxes(self) -> list[Start]:
         """Plans from boxes that the bound has come to since."""
@@ -293,6 +304,10 @@ class _Contest:
             arms += mine
             best = _better_half(arms)[:_OF_OTHER_WAYS]
             kinds = [(arm.factor, (arm.manner,)) for arm in best] or kinds
+        if self.known == np.inf:  # the way with most candidates spreads memory best
+            entrant = max(self._entrants, key=lambda entrant: entrant.num_candidates)
+            start = entrant.start_from_memory()
+            arms += [] if start is None else [_Arm(entrant, start, manner, np.inf) for manner in MANNERS]
         return arms
 
     def _halving(self, arms: list[_Arm], max_work: float) -> Iterator[bool]:

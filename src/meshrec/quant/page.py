@@ -36,9 +36,8 @@ def summary(choice: Choice) -> str:
     after = sum(choice.num_bytes[name][each] for name, each in choice.types.items())
     return (
         f"{size_text(before)} as fp32, {size_text(after)} as chosen; the loss rises by "
-        f"{choice.rise.mean:.4%}, and with 95 % confidence by less than {choice.rise.bound:.4%} "
-        f"(budget {choice.budget:.4%}; "
-        f"{choice.num_evaluations} evaluations)."
+        f"{choice.rise.mean:.4%}, and with 95 % confidence by less than {choice.rise.bound:.4%} (budget "
+        f"{choice.budget:.4%}; {choice.num_evaluations} evaluations)."
     )
 
 

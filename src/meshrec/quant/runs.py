@@ -1,7 +1,7 @@
 """From a training run to a quantised model in a checkpoint of its own."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,12 @@ from meshrec.quant.quantize import quantize
 from meshrec.train.evaluation import score
 from meshrec.train.fitting import data_of_run
 from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.saved_recipe import load_recipe
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
 
 
 class QuantisedRun(NamedTuple):
@@ -26,6 +30,28 @@ class QuantisedRun(NamedTuple):
 
     model: nn.Module
     choice: Choice | None
+
+
+class TrainedModel(NamedTuple):
+    """A run's model, unsharded, with the weights of a checkpoint, and what it was trained on."""
+
+    model: nn.Module
+    recipe: Recipe
+    dataset: "Dataset"
+    checkpoint: Path
+
+
+def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
+    """With the weights that the run reports, or others, see ``meshrec.checkpoint.find_checkpoint``."""
+    checkpoint = find_checkpoint(run.path, step=step, last=last)
+    recipe = load_recipe(run)
+    dataset = data_of_run(recipe.data, run)
+    model = recipe.model.build(dataset)
+    for child in model.modules():
+        if isinstance(child, TableCollection):
+            child.to_empty(device=torch.device("cpu"))
+    load(checkpoint, {"model": model})
+    return TrainedModel(model, recipe, dataset, checkpoint)
 
 
 def quantize_run(
@@ -59,14 +85,7 @@ def quantize_run(
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists. Name another folder, or remove it.")
-    checkpoint = find_checkpoint(run.path, step=step, last=last)
-    recipe = load_recipe(run)
-    dataset = data_of_run(recipe.data, run)
-    model = recipe.model.build(dataset)
-    for child in model.modules():
-        if isinstance(child, TableCollection):
-            child.to_empty(device=torch.device("cpu"))
-    load(checkpoint, {"model": model})
+    model, recipe, dataset, checkpoint = trained_model(run, step=step, last=last)
     choice = None
     if max_loss is None:
         made = quantize(model, weights, rounding=rounding)

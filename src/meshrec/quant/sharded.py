@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import all_gather, gather_objects
-from meshrec.distributed.build import Built, assemble, check_cuts
+from meshrec.distributed.build import ModuleParts, assemble, check_cuts
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BaseEmbeddingConfig, DataType
@@ -47,6 +47,10 @@ def quantised_shards(
         ValueError: on every rank, for a row that has no codes, and a plan that cuts columns within a byte.
     """
     for module in modules.values():
+        if module.built.env.devices:
+            raise ValueError(
+                "the model is split over several devices of one process. Quantise it first, then shard it."
+            )
         check_cuts(_storages(module, types), module.plan)
         _check_search(module, types, rounding)
     made, error = {}, None
@@ -63,7 +67,7 @@ def quantised_shards(
 class _Quantised:
     """The tables of one module on this rank; ``error``: why there are none."""
 
-    def __init__(self, built: Built, types: Mapping[str, DataType], rounding: Rounding) -> None:
+    def __init__(self, built: ModuleParts, types: Mapping[str, DataType], rounding: Rounding) -> None:
         self._types, self._rounding, self._built = types, rounding, built
         self.storages = [
             _storage(types[table.name], storage)

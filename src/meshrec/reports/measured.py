@@ -7,7 +7,7 @@ by their median, so that the first steps' warming up does not count.
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,19 +74,36 @@ def read_phases(path: str | Path) -> list[PhaseTime]:
     return found
 
 
+def compare_pipelined(
+    plan: PlannedShardingPlan, whole: Sequence[PhaseTime], hidden: Sequence[PhaseTime]
+) -> Comparison:
+    """The step of a pipelined run, without its dense part: ``hidden`` has what of its phases nothing hid,
+    ``whole`` what they and the dense part take by themselves.
+
+    Raises:
+        ValueError: where one of them is empty.
+    """
+    alone, together = _slowest(whole), _slowest(hidden)
+    predicted = plan.estimate().pipelined_seconds(alone.get(DENSE, 0.0))
+    measured = sum(seconds for phase, seconds in together.items() if phase != DENSE)
+    return Comparison("step, pipelined", predicted, measured)
+
+
 def compare(plan: PlannedShardingPlan, times: Iterable[PhaseTime]) -> list[Comparison]:
     """Prediction next to measurement, per phase that was measured, and their sums as ``step``. ``dense``
     is left out."""
+    measured = _slowest(times)
+    predicted = plan.estimate().phases
+    found = [Comparison(phase, predicted[phase], measured[phase]) for phase in PHASES if phase in measured]
+    total = Comparison("step", sum(c.predicted for c in found), sum(c.measured for c in found))
+    return [*found, total]
+
+
+def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
+    """By phase the slowest rank's median."""
     by_rank: dict[str, dict[int, list[float]]] = {}
     for time in times:
         by_rank.setdefault(time.phase, {}).setdefault(time.rank, []).append(time.seconds)
     if not by_rank:
         raise ValueError("the run recorded no phase; train with phase timing on.")
-    predicted = plan.estimate().phases
-    found = [
-        Comparison(phase, predicted[phase], max(map(statistics.median, by_rank[phase].values())))
-        for phase in PHASES
-        if phase in by_rank
-    ]
-    total = Comparison("step", sum(c.predicted for c in found), sum(c.measured for c in found))
-    return [*found, total]
+    return {phase: max(map(statistics.median, ranks.values())) for phase, ranks in by_rank.items()}

@@ -3,9 +3,10 @@ const recipe = config.recipe ? config.recipe.name : "this run", began = (config.
 header(data.name, [`recipe ${recipe}`, config.ranks && `${plural(config.ranks, "rank")} on ${config.device}`, began && `began ${began}`], data.state.name);
 if (data.state.error) append(note(`It failed${data.state.step ? ` after step ${count(data.state.step)}` : ""}: ${data.state.error}`, "failed"));
 for (const failure of summary.failed_saves || []) append(note(`No checkpoint was saved: ${failure}`));
-const beaten = kind => Object.values(summary[kind === "test" ? "baselines_test" : "baselines"] || {}).every(q => !(q.auc > judged[kind].auc));
+const lead = Object.keys({ ...judged.test, ...judged.validation }).find(name => name === "auc" || name.startsWith("ndcg@")) || "auc", leading = lead.toUpperCase();
+const beaten = kind => Object.values(summary[kind === "test" ? "baselines_test" : "baselines"] || {}).every(q => !(q[lead] > judged[kind][lead]));
 const cards = [];
-for (const kind of ["test", "validation"]) if (judged[kind].auc !== undefined) cards.push([judged[kind].auc.toFixed(4), `${kind} AUC`, beaten(kind) ? "good" : ""]);
+for (const kind of ["test", "validation"]) if (judged[kind][lead] !== undefined) cards.push([judged[kind][lead].toFixed(4), `${kind} ${leading}`, beaten(kind) ? "good" : ""]);
 const quality = judged.test.loss === undefined ? ["validation", judged.validation] : ["test", judged.test];
 if (quality[1].loss !== undefined) cards.push([quality[1].loss.toFixed(4), `${quality[0]} log loss`]);
 if (quality[1].normalized_entropy !== undefined) cards.push([quality[1].normalized_entropy.toFixed(4), `${quality[0]} normalized entropy`]);
@@ -19,22 +20,22 @@ if (skipped.length) cards.push([count(lost), "rows skipped"]);
 facts(cards);
 
 const models = { validation: [], test: [] };
-for (const [kind, key] of [["validation", "baselines"], ["test", "baselines_test"]]) for (const [name, q] of Object.entries(summary[key] || {})) if (q.auc !== undefined) models[kind].push([name, q.auc, "baseline"]);
+for (const [kind, key] of [["validation", "baselines"], ["test", "baselines_test"]]) for (const [name, q] of Object.entries(summary[key] || {})) if (q[lead] !== undefined) models[kind].push([name, q[lead], "baseline"]);
 if (models.validation.length || models.test.length) {
-  const low = 0.45, parts = [];
+  const low = lead === "auc" ? 0.45 : 0, parts = [];
   for (const kind of ["test", "validation"]) {
-    if (judged[kind].auc === undefined) continue;
-    const found = [...models[kind], [recipe, judged[kind].auc, "ours"]];
+    if (judged[kind][lead] === undefined) continue;
+    const found = [...models[kind], [recipe, judged[kind][lead], "ours"]];
     if (kind === "validation" && summary.best_possible_auc) found.push(["the best possible", summary.best_possible_auc, "bound"]);
     found.sort((a, b) => a[1] - b[1]);
     const high = Math.max(...found.map(f => f[1])) + 0.005;
     parts.push(element("div", { class: "card" }, element("h3", {}, kind === "test" ? "Test: looked at once, at the end" : "Validation: chose the best step"), bars(found.map(([name, auc, what]) => {
-      const wins = what === "baseline" && auc > judged[kind].auc;
+      const wins = what === "baseline" && auc > judged[kind][lead];
       const strong = text => what === "ours" ? element("b", {}, text) : text;
       return [strong(wins ? `${name} (better)` : name), bar([[Math.max(0, auc - low) / (high - low), what === "ours" ? "var(--ours)" : wins ? "var(--second)" : "#9aa6b8"]]), strong(auc.toFixed(4))];
     }))));
   }
-  section("AUC against the baselines", element("div", { class: "charts" }, ...parts), paragraph(`Bars start at ${low}; a guess has 0.5.`));
+  section(`${leading} against the baselines`, element("div", { class: "charts" }, ...parts), paragraph(lead === "auc" ? `Bars start at ${low}; a guess has 0.5.` : "Bars start at 0."));
 }
 
 function ticks(low, high, most = 5) {
@@ -75,7 +76,7 @@ function chart(title, field) {
   }
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
-const charts = [["Log loss", "loss"], ["AUC", "auc"], ["Samples per second", "samples_per_second"], ["Normalized entropy", "normalized_entropy"]].map(pair => chart(...pair)).filter(Boolean);
+const charts = [["Log loss", "loss"], [leading, lead], ["Samples per second", "samples_per_second"], ["Normalized entropy", "normalized_entropy"]].map(pair => chart(...pair)).filter(Boolean);
 if (charts.length) section("Curves", element("div", { class: "charts" }, ...charts));
 
 const whole = (summary.phases || []).find(row => row.phase === "step");

@@ -1,5 +1,6 @@
 """The routes of a server, and what stands before all of them: the token, limits, outcomes."""
 
+import functools
 import hmac
 import math
 import time
@@ -77,6 +78,8 @@ class Routes:
             Route("/v2/repository/models/{model}/rollback/{delta:int}", self._rollback, methods=post),
             Route("/predict", self._predict, methods=post),
             Route("/predict/{model}", self._predict, methods=post),
+            Route("/embed", self._embed, methods=post),
+            Route("/embed/{model}", self._embed, methods=post),
             Route("/metrics", self._figures, methods=get),
             Route("/openapi.json", self._schema, methods=get),
             Route("/", self._page, methods=get),
@@ -145,7 +148,10 @@ class Routes:
         return await self._scored(http, self._answer_infer)
 
     async def _predict(self, http: HttpRequest) -> Response:
-        return await self._scored(http, self._answer_samples)
+        return await self._scored(http, functools.partial(self._answer_samples, "scores"))
+
+    async def _embed(self, http: HttpRequest) -> Response:
+        return await self._scored(http, functools.partial(self._answer_samples, "vectors"))
 
     def _served(self, http: HttpRequest) -> Served:
         name = http.path_params.get("model")
@@ -174,15 +180,25 @@ class Routes:
         body = await _body(http, self._max_body)
         infer = read_infer(body, http.headers.get(HEADER_LENGTH), served.signature)
         scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
-        content, headers = answer(infer, served.name, scored.version, _numbers(scored.scores))
+        content, headers = answer(
+            infer, served.name, scored.version, served.signature.outputs, _numbers(scored.scores)
+        )
         return Response(content, headers=headers)
 
-    async def _answer_samples(self, http: HttpRequest, served: Served, began: float) -> Response:
+    async def _answer_samples(
+        self, outputs: str, http: HttpRequest, served: Served, began: float
+    ) -> Response:
+        if outputs != served.signature.outputs:
+            ask = {"scores": "/predict", "vectors": "/embed"}[served.signature.outputs]
+            raise RequestError(
+                f"model {served.name!r} gives {served.signature.outputs}, not {outputs}. "
+                f"Ask {ask}/{served.name}."
+            )
         deadline = _deadline(http, began)
         request = read_samples(await _body(http, self._max_body), served.signature)
         scored = await served.batcher(request, deadline)
         scores = _numbers(scored.scores).tolist()
-        return JSONResponse({"model": served.name, "version": scored.version, "scores": scores})
+        return JSONResponse({"model": served.name, "version": scored.version, outputs: scores})
 
 
 class Guard:
@@ -262,7 +278,7 @@ def _deadline(http: HttpRequest, began: float) -> float:
 def _numbers(scores: Floats) -> Floats:
     finite = np.isfinite(scores)
     if not finite.all():
-        sample = int(finite.argmin())
+        sample = int(finite.reshape(len(scores), -1).all(1).argmin())
         raise RequestError(f"the score of sample {sample} is no number. Look for huge dense values.", 422)
     return scores
 

@@ -12,14 +12,14 @@ from typing import NamedTuple
 from meshrec.serve.requests import Floats, Request, RequestError, joined
 
 
-class Scored(NamedTuple):
+class VersionedScores(NamedTuple):
     """Scores [B], and the version of the model that gave them."""
 
     scores: Floats
     version: str
 
 
-Score = Callable[[Request], Scored]
+Score = Callable[[Request], VersionedScores]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class _Work(NamedTuple):
     request: Request
     deadline: float
     since: float
-    answer: "asyncio.Future[Scored]"
+    answer: "asyncio.Future[VersionedScores]"
 
 
 class Batcher:
@@ -96,7 +96,7 @@ class Batcher:
         if not self._num_admitted:
             self._idle.set()
 
-    async def __call__(self, request: Request, deadline: float = math.inf) -> Scored:
+    async def __call__(self, request: Request, deadline: float = math.inf) -> VersionedScores:
         """The scores [B] of an admitted request.
 
         Args:
@@ -170,15 +170,15 @@ class Batcher:
                 work.answer.set_exception(expired())
         return batch
 
-    def _scores(self, batch: Sequence[_Work]) -> list[Scored | Exception]:
+    def _scores(self, batch: Sequence[_Work]) -> list[VersionedScores | Exception]:
         """In the thread: for each request its scores, or what is wrong with it."""
         requests = [work.request for work in batch]
-        found: list[Scored | Exception] = []
+        found: list[VersionedScores | Exception] = []
         try:
             scores, version = self._score(joined(requests))
             start = 0
             for request in requests:
-                found.append(Scored(scores[start : start + request.num_samples], version))
+                found.append(VersionedScores(scores[start : start + request.num_samples], version))
                 start += request.num_samples
         except Exception as error:
             if len(batch) == 1:
@@ -187,7 +187,7 @@ class Batcher:
         return found
 
     def _finish(
-        self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[Scored | Exception]]"
+        self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[VersionedScores | Exception]]"
     ) -> None:
         pace = (time.monotonic() - began) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)

@@ -29,20 +29,36 @@ class Freshness(NamedTuple):
     reason: str
 
 
+class Codes(NamedTuple):
+    """Which weights of a package are quantised: their data types by name, and how they were rounded."""
+
+    types: Mapping[str, str]
+    rounding: str | None
+
+
 class Deltas:
     """The deltas of a folder, in the order in which a package takes them.
+
+    Rows of tables that the package has quantised are quantised as it was: they are those of a fresh export.
 
     Args:
         folder: that a `DeltaPublisher` fills.
         about: of the package: its run and step say where to begin.
         weights: of the package, by name; changed in place.
         until: the last delta to take; None takes all that come.
+        codes: of the package.
     """
 
     def __init__(
-        self, folder: Path, about: Mapping[str, Any], weights: Mapping[str, Tensor], until: int | None = None
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        until: int | None = None,
+        codes: Codes = Codes({}, None),  # noqa: B008 - immutable
     ) -> None:
         self._folder, self._about, self._weights, self._until = folder, about, weights, until
+        self._codes = codes
         self._last: DeltaRecord | None = None
         self._reason = ""
 
@@ -59,7 +75,8 @@ class Deltas:
         try:
             record = self._next_record()
             delta = None if record is None else read_delta(self._folder, record)
-            if delta is not None:
+            if record is not None and delta is not None:
+                delta = self._coded(record, delta)
                 self._check(record, delta)
         except (DeltaError, ValueError, OSError) as error:
             if self._reason != str(error):
@@ -106,9 +123,30 @@ class Deltas:
             )
         return left[0]
 
-    def _check(self, record: DeltaRecord | None, delta: Delta) -> None:
+    def _coded(self, record: DeltaRecord, delta: Delta) -> Delta:
+        """With rows as the package has them."""
+        if not self._codes.types:
+            return delta
+        from meshrec.modules import DataType
+        from meshrec.quant.precision import encoded
+
+        def coded(name: str, numbers: Tensor) -> Tensor:
+            if name not in self._codes.types or numbers.dtype == torch.uint8:
+                return numbers
+            if self._codes.rounding is None:
+                raise DeltaError(
+                    f"delta {record.number}: the package does not say how {name!r} was rounded. Export it "
+                    "with rounding=, or from a checkpoint of `meshrec quantize`."
+                )
+            return encoded(numbers, DataType[self._codes.types[name]], self._codes.rounding, name)  # type: ignore[arg-type]
+
+        return Delta(
+            {name: (ids, coded(name, rows)) for name, (ids, rows) in delta.rows.items()},
+            {name: coded(name, tensor) for name, tensor in delta.whole.items()},
+        )
+
+    def _check(self, record: DeltaRecord, delta: Delta) -> None:
         """A delta is put in place as a whole or not at all."""
-        assert record is not None
         for name, tensor in [*((n, r) for n, (_, r) in delta.rows.items()), *delta.whole.items()]:
             weight = self._weights.get(name)
             whole = name in delta.whole

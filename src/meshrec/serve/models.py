@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from meshrec.export import PackageError, Predictor
-from meshrec.serve.batching import Batcher, Limits, Scored
-from meshrec.serve.fresh import Deltas, Freshness, place
+from meshrec.serve.batching import Batcher, Limits, VersionedScores
+from meshrec.serve.fresh import Codes, Deltas, Freshness, place
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.requests import Floats, Request, RequestError, Signature
 from meshrec.serve.samples import read_samples
@@ -42,7 +42,14 @@ class Served:
         self, name: str, predictor: Predictor, limits: Limits, metrics: Metrics, deltas: Deltas | None
     ) -> None:
         self.name, self._package = name, predictor.version
-        self.signature = Signature(predictor.features, predictor.num_dense, predictor.rows)
+        self.signature = Signature(
+            predictor.features,
+            predictor.num_dense,
+            predictor.rows,
+            predictor.outputs,
+            predictor.shared,
+            predictor.raw,
+        )
         self.about = predictor.about
         self.is_compiled = predictor.is_compiled
         self._predictor, self._deltas = predictor, deltas
@@ -77,14 +84,15 @@ class Served:
                 await self.batcher.in_thread(torch.no_grad()(portion))
             _log.info("model %r: version %s", self.name, self.version)
 
-    def score(self, request: Request) -> Scored:
-        """Scores [B], in this thread."""
+    def score(self, request: Request) -> VersionedScores:
+        """Scores [B], or vectors [B, V], in this thread."""
         scores: Floats = self._predictor.run(
             torch.from_numpy(request.dense),
             [torch.from_numpy(values) for values in request.values],
             [torch.from_numpy(lengths) for lengths in request.lengths],
+            None if request.group is None else torch.from_numpy(request.group),
         ).numpy()
-        return Scored(scores, self.version)
+        return VersionedScores(scores, self.version)
 
 
 class Repository:
@@ -235,7 +243,8 @@ class Repository:
             return None
         if "run" not in predictor.about or "step" not in predictor.about:
             raise ValueError(f"the package of {name!r} does not say its run. Export it from a run.")
-        return Deltas(self._deltas[name], predictor.about, predictor.weights, until)
+        codes = Codes(predictor.quantised, predictor.rounding)
+        return Deltas(self._deltas[name], predictor.about, predictor.weights, until, codes)
 
     def _replace(self, name: str, served: Served | None) -> None:
         if (following := self._following.pop(name, None)) is not None:
@@ -252,6 +261,8 @@ class Repository:
     def _warm(self, served: Served) -> None:
         for request in self._warm_up_requests(served.signature):
             served.score(request)
+            if served.signature.shared and request.group is None:
+                served.score(request._replace(group=np.arange(request.num_samples)))
 
     def _warm_up_requests(self, signature: Signature) -> Sequence[Request]:
         if self._warm_up is not None:

@@ -40,11 +40,23 @@ def schema(repository: Repository) -> dict[str, Any]:
         for action in ("load", "unload"):
             paths[f"/v2/repository/models/{name}/{action}"] = {"post": _operation(f"{action}s the model.")}
         try:
-            sample = _sample(repository.get(name).signature)
+            signature = repository.get(name).signature
         except RequestError:
-            sample = {"type": "object"}
-        several = {"oneOf": [sample, {"type": "array", "items": sample}]}
-        paths[f"/predict/{name}"] = {"post": _operation("Scores of one sample, or of a list.", several)}
+            continue  # not ready: nothing is known of its samples
+        sample = _sample(signature)
+        parts = {key: {**part, "required": []} for key, part in (("shared", sample), ("sample", sample))}
+        common = {
+            "type": "object",
+            "properties": {
+                "shared": parts["shared"],
+                "samples": {"type": "array", "items": parts["sample"]},
+            },
+            "required": ["samples"],
+        }
+        several = {"oneOf": [sample, {"type": "array", "items": sample}, common]}
+        verb = "predict" if signature.outputs == "scores" else "embed"
+        said = f"{signature.outputs.capitalize()} of one sample, of a list, or of samples that share values."
+        paths[f"/{verb}/{name}"] = {"post": _operation(said, several)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "MeshRec", "version": version_of("meshrec")},
@@ -86,7 +98,12 @@ def _operation(summary: str, body: dict[str, Any] | None = None) -> dict[str, An
 
 def _sample(signature: Signature) -> dict[str, Any]:
     properties: dict[str, Any] = {}
-    if signature.num_dense:
+    if signature.raw is not None:
+        types = signature.raw.columns
+        properties = {
+            name: _value(kind, str(types[name]) == "bool") for name, kind in signature.raw.kinds.items()
+        }
+    elif signature.num_dense:
         size = signature.num_dense
         properties["dense"] = {
             "type": "array",
@@ -94,7 +111,7 @@ def _sample(signature: Signature) -> dict[str, Any]:
             "minItems": size,
             "maxItems": size,
         }
-    for feature in signature.features:
+    for feature in signature.features if signature.raw is None else ():
         one: dict[str, Any] = {"type": "integer", "minimum": 0}
         if feature in signature.rows:
             one["exclusiveMaximum"] = signature.rows[feature]
@@ -105,3 +122,11 @@ def _sample(signature: Signature) -> dict[str, Any]:
         "required": list(properties),
         "additionalProperties": False,
     }
+
+
+def _value(kind: str, is_boolean: bool) -> dict[str, Any]:
+    """Of a column."""
+    if kind.startswith("list of "):
+        return {"type": ["array", "null"], "items": _value(kind.removeprefix("list of "), is_boolean)}
+    names = {"integer": "boolean" if is_boolean else "integer", "number": "number"}
+    return {"type": [names.get(kind, "string"), "null"]}

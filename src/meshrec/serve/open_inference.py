@@ -6,19 +6,26 @@ as NVIDIA's Triton server extends it.
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrec.export.program import DENSE
+from meshrec.serve.columns import encoded_request, table_of
 from meshrec.serve.requests import Floats, Request, RequestError, Signature, as_array, checked
 from meshrec.serve.samples import read_json
 
-DENSE, SCORES = "dense", "scores"
+SCORES = "scores"
 VALUES, LENGTHS = ".values", ".lengths"
+RAW = "raw."
+"""What the names of raw inputs begin with."""
+TEXTS = "BYTES"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
     "INT64": np.dtype("<i8"),
     "INT32": np.dtype("<i4"),
 }
@@ -35,7 +42,7 @@ class InferRequest(NamedTuple):
 
 
 def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
-    """Datatype and shape of each input; -1 is any size."""
+    """Datatype and shape of each input of ids and dense values; -1 is any size."""
     inputs: dict[str, tuple[str, list[int]]] = {}
     if signature.num_dense:
         inputs[DENSE] = "FP32", [-1, signature.num_dense]
@@ -45,15 +52,33 @@ def inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
     return inputs
 
 
+def raw_inputs_of(signature: Signature) -> dict[str, tuple[str, list[int]]]:
+    """The same of raw values, which a request may have instead."""
+    inputs: dict[str, tuple[str, list[int]]] = {}
+    for name, kind in (signature.raw.kinds if signature.raw is not None else {}).items():
+        if kind.startswith("list"):
+            inputs[RAW + name + VALUES] = _datatype(kind), [-1]
+            inputs[RAW + name + LENGTHS] = "INT32", [-1]
+        else:
+            inputs[RAW + name] = _datatype(kind), [-1]
+    return inputs
+
+
+def _datatype(kind: str) -> str:
+    """Of the values of a column; times are texts."""
+    return {"integer": "INT64", "number": "FP64"}.get(kind.removeprefix("list of "), TEXTS)
+
+
 def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
-    """What ``GET /v2/models/NAME`` answers."""
-    inputs = inputs_of(signature).items()
+    """What ``GET /v2/models/NAME`` answers: inputs are raw values where the model takes them."""
+    inputs = (raw_inputs_of(signature) or inputs_of(signature)).items()
+    shape = [-1] if signature.outputs == SCORES else [-1, -1]
     return {
         "name": name,
         "versions": [version],
         "platform": "meshrec",
         "inputs": [{"name": n, "datatype": dtype, "shape": shape} for n, (dtype, shape) in inputs],
-        "outputs": [{"name": SCORES, "datatype": "FP32", "shape": [-1]}],
+        "outputs": [{"name": signature.outputs, "datatype": "FP32", "shape": shape}],
     }
 
 
@@ -87,28 +112,84 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
     if request_id is not None and not isinstance(request_id, str):
         raise RequestError(f"id must be a string, got {type(request_id).__name__}.")
     parameters = _parameters(given, "the request")
-    wants_scores, wants_binary = _read_outputs(given, _flag(parameters, "binary_data_output"))
-    features = signature.features
-    request = checked(
-        signature,
-        arrays.get(DENSE),
-        {f: arrays[f + VALUES] for f in features if f + VALUES in arrays},
-        {f: arrays[f + LENGTHS].astype(np.int64) for f in features if f + LENGTHS in arrays},
+    wants_scores, wants_binary = _read_outputs(
+        given, signature.outputs, _flag(parameters, "binary_data_output")
     )
+    shares = _flag(parameters, "shared")
+    if any(name.startswith(RAW) for name in arrays):
+        request = _raw_request(arrays, shares, signature)
+    else:
+        request = _request(arrays, shares, signature)
     return InferRequest(request, request_id, _timeout(parameters), wants_scores, wants_binary)
 
 
-def answer(infer: InferRequest, name: str, version: str, scores: Floats) -> tuple[bytes, dict[str, str]]:
-    """The body and the headers of an answer."""
+def _request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Signature) -> Request:
+    values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
+    lengths = {f: arrays[f + LENGTHS].astype(np.int64) for f in signature.features if f + LENGTHS in arrays}
+    sizes = {name: each.size for name, each in lengths.items()}
+    if DENSE in arrays:
+        sizes[DENSE] = len(arrays[DENSE]) if arrays[DENSE].ndim else 0
+    shared, num_samples = _common(sizes) if shares else (frozenset[str](), None)
+    return checked(signature, arrays.get(DENSE), values, lengths, shared=shared, num_samples=num_samples)
+
+
+def _common(sizes: Mapping[str, int]) -> tuple[frozenset[str], int | None]:
+    """Which inputs have one row for all samples, and how many samples the others have."""
+    several = [size for size in sizes.values() if size != 1]
+    if not several:
+        return frozenset(), None
+    return frozenset(name for name, size in sizes.items() if size == 1), several[0]
+
+
+def _raw_request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Signature) -> Request:
+    assert signature.raw is not None
+    if missing := sorted(raw_inputs_of(signature).keys() - arrays.keys()):
+        raise RequestError(f"the request has raw values, and lacks {missing}. Give all columns.")
+    columns = {}
+    for name, kind in signature.raw.kinds.items():
+        if kind.startswith("list"):
+            columns[name] = _lists(name, arrays[RAW + name + VALUES], arrays[RAW + name + LENGTHS])
+        else:
+            if arrays[RAW + name].ndim != 1:
+                raise RequestError(f"input {RAW + name!r} must have one dimension, the samples.")
+            columns[name] = arrays[RAW + name].tolist()
+    sizes = {name: len(values) for name, values in columns.items()}
+    shared, num_samples = _common(sizes) if shares else (frozenset[str](), None)
+    if num_samples is None:
+        num_samples = next(iter(sizes.values()))
+    for name, size in sizes.items():
+        if name not in shared and size != num_samples:
+            raise RequestError(
+                f"column {name!r} has {size} values for {num_samples} samples; give one for each."
+            )
+    own, common = (
+        table_of({n: v for n, v in columns.items() if (n in shared) == is_shared}, signature.raw)
+        for is_shared in (False, True)
+    )
+    return encoded_request(own, common, signature)
+
+
+def _lists(name: str, values: NDArray[Any], lengths: NDArray[Any]) -> list[Any]:
+    if lengths.ndim != 1 or values.ndim != 1 or (lengths < 0).any() or lengths.sum() != len(values):
+        raise RequestError(
+            f"column {name!r}: lengths of 0 or more must sum to the number of values, {values.size}."
+        )
+    return [part.tolist() for part in np.split(values, np.cumsum(lengths)[:-1])] if len(lengths) else []
+
+
+def answer(
+    infer: InferRequest, name: str, version: str, outputs: str, scores: Floats
+) -> tuple[bytes, dict[str, str]]:
+    """The body and the headers of an answer: the ``outputs`` of the model are ``scores``, or vectors."""
     said: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": []}
     if infer.id is not None:
         said["id"] = infer.id
     if not infer.wants_scores:
         return json.dumps(said).encode(), {"Content-Type": "application/json"}
-    output: dict[str, Any] = {"name": SCORES, "datatype": "FP32", "shape": [len(scores)]}
+    output: dict[str, Any] = {"name": outputs, "datatype": "FP32", "shape": list(scores.shape)}
     said["outputs"].append(output)
     if not infer.wants_binary:
-        output["data"] = scores.tolist()
+        output["data"] = scores.reshape(-1).tolist()
         return json.dumps(said).encode(), {"Content-Type": "application/json"}
     data = scores.astype("<f4", copy=False).tobytes()
     output["parameters"] = {"binary_data_size": len(data)}
@@ -121,7 +202,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
         raise RequestError(
             "the request has no list of inputs. Give the tensors that the model's metadata names."
         )
-    allowed = inputs_of(signature)
+    allowed = {**inputs_of(signature), **raw_inputs_of(signature)}
     found: dict[str, NDArray[Any]] = {}
     start = 0
     for given in inputs:
@@ -138,8 +219,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
         if size is None:
             if "data" not in given:
                 raise RequestError(f"input {name!r} has neither data nor binary_data_size. Give one.")
-            array = as_array(given["data"], _DTYPES[datatype], f"input {name!r}")
-            array = array.reshape(-1)
+            array = _array_of(given["data"], datatype, name)
         else:
             if binary is None or "data" in given:
                 raise RequestError(
@@ -150,16 +230,13 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
                     f"input {name!r}: binary_data_size is {str(size)[:40]}, but {len(binary) - start} bytes "
                     "are left; give as many as it says."
                 )
-            if size % _DTYPES[datatype].itemsize:
-                raise RequestError(
-                    f"input {name!r}: {size} bytes hold no whole number of {datatype}; give all of each."
-                )
-            # A copy: the tensor may stand at any byte.
-            array = np.frombuffer(binary[start : start + size], _DTYPES[datatype]).copy()
+            array = _from_bytes(binary[start : start + size], datatype, name)
             start += size
         if array.size != math.prod(shape):
             raise RequestError(f"input {name!r}: {array.size} values for the shape {shape}; they must agree.")
         found[name] = array.reshape(shape)
+    if any(name.startswith(RAW) for name in found) and not all(name.startswith(RAW) for name in found):
+        raise RequestError("the request has both ids and raw values. Give one kind.")
     if binary is not None and start != len(binary):
         raise RequestError(
             f"{len(binary) - start} bytes behind the last tensor belong to none; "
@@ -168,7 +245,40 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
     return found
 
 
-def _read_outputs(given: dict[str, Any], binary_by_default: bool) -> tuple[bool, bool]:
+def _array_of(data: Any, datatype: str, name: str) -> NDArray[Any]:
+    """Numbers or texts of JSON, laid flat."""
+    if datatype != TEXTS:
+        return as_array(data, _DTYPES[datatype], f"input {name!r}").reshape(-1)
+    if not isinstance(data, list) or not all(isinstance(each, str) for each in data):
+        raise RequestError(f"input {name!r} must be a flat list of texts.")
+    return np.array([*data, ""], object)[:-1]
+
+
+def _from_bytes(data: memoryview, datatype: str, name: str) -> NDArray[Any]:
+    """Numbers, or texts of four bytes with its length before each."""
+    if datatype != TEXTS:
+        if len(data) % _DTYPES[datatype].itemsize:
+            raise RequestError(
+                f"input {name!r}: {len(data)} bytes hold no whole number of {datatype}; give all of each."
+            )
+        # A copy: the tensor may stand at any byte.
+        return np.frombuffer(data, _DTYPES[datatype]).copy()
+    found: list[str] = []
+    at = 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 4], "little")
+        text = bytes(data[at + 4 : at + 4 + size])
+        at += 4 + size
+        if at > len(data) or len(text) != size:
+            raise RequestError(f"input {name!r}: text {len(found)} ends behind its bytes; give all of each.")
+        try:
+            found.append(text.decode())
+        except UnicodeDecodeError as error:
+            raise RequestError(f"input {name!r}: text {len(found)} is no UTF-8. Send UTF-8.") from error
+    return np.array([*found, ""], object)[:-1]
+
+
+def _read_outputs(given: dict[str, Any], known: str, binary_by_default: bool) -> tuple[bool, bool]:
     outputs = given.get("outputs")
     if outputs is None:
         return True, binary_by_default
@@ -177,9 +287,9 @@ def _read_outputs(given: dict[str, Any], binary_by_default: bool) -> tuple[bool,
     wants_binary = binary_by_default
     for output in outputs:
         name = output.get("name") if isinstance(output, dict) else None
-        if name != SCORES:
-            raise RequestError(f"there is no output {str(name)[:80]!r}; the model has {SCORES!r}.")
-        parameters = _parameters(output, f"output {SCORES!r}")
+        if name != known:
+            raise RequestError(f"there is no output {str(name)[:80]!r}; the model has {known!r}.")
+        parameters = _parameters(output, f"output {known!r}")
         if "binary_data" in parameters:
             wants_binary = _flag(parameters, "binary_data")
     return bool(outputs), wants_binary

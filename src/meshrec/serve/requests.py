@@ -1,13 +1,18 @@
 """A request as arrays, checked sample by sample before it joins a batch with those of others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrec.export.program import DENSE
+from meshrec.export.raw_values import RawValues
+
 # B samples, D dense columns, F features, N ids
 
+_MOST_REPEATED = 1 << 24
+"""Ids that a request may become where what it shares is repeated."""
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -22,28 +27,51 @@ class RequestError(ValueError):
 
 
 class Signature(NamedTuple):
-    """What a model's requests have: features in order, dense columns, and the rows that ids may name."""
+    """What a model's requests have, and what they are answered with.
+
+    Attributes:
+        features: in order.
+        num_dense: dense columns.
+        rows: that ids may name, by feature.
+        outputs: ``scores``, or ``vectors``.
+        shared: features (or "dense") that the model takes once for many samples.
+        raw: what makes ids and dense values of raw ones; None where requests have ids.
+    """
 
     features: list[str]
     num_dense: int
     rows: Mapping[str, int]
+    outputs: str = "scores"
+    shared: frozenset[str] = frozenset()
+    raw: RawValues | None = None
 
 
 class Request(NamedTuple):
-    """Samples: dense [B, D], and per feature ids [N] and lengths [B]."""
+    """Samples: dense [B, D], and per feature ids [N] and lengths [B].
+
+    With ``group`` [B], samples share rows: what is shared has as many rows (lengths, and dense if it is
+    shared) as there are numbers in it, and each sample says which is its own.
+    """
 
     dense: Floats
     values: list[Ints]
     lengths: list[Ints]
+    group: Ints | None = None
 
     @property
     def num_samples(self) -> int:
         """B."""
-        return len(self.dense)
+        return len(self.dense) if self.group is None else len(self.group)
 
 
 def checked(
-    signature: Signature, dense: Floats | None, values: Mapping[str, Ints], lengths: Mapping[str, Ints]
+    signature: Signature,
+    dense: Floats | None,
+    values: Mapping[str, Ints],
+    lengths: Mapping[str, Ints],
+    *,
+    shared: Set[str] = frozenset(),
+    num_samples: int | None = None,
 ) -> Request:
     """Puts the arrays of a request in order.
 
@@ -51,6 +79,8 @@ def checked(
         signature: of the model.
         dense: [B, D]; a model without dense columns needs none.
         values, lengths: per feature ids [N] and lengths [B].
+        shared: features (or "dense") that are given once for all samples: one length, one row.
+        num_samples: B, where all is shared or nothing tells it.
 
     Raises:
         RequestError: for what a model cannot score; it names the feature, the sample and the id.
@@ -61,15 +91,22 @@ def checked(
                 raise RequestError(
                     f"feature {feature!r} has no {what}. Give them, empty where there are none."
                 )
-    lengths_F = [lengths[feature] for feature in signature.features]
-    values_F = [values[feature] for feature in signature.features]
+    own = [feature for feature in signature.features if feature not in shared]
+    if dense is None and signature.num_dense:
+        raise RequestError(f"the dense values are missing. Give {signature.num_dense} for each sample.")
+    if num_samples is None:
+        if dense is not None and DENSE not in shared:
+            num_samples = len(dense) if dense.ndim else 0
+        else:
+            num_samples = len(lengths[own[0]]) if own and lengths[own[0]].ndim else 0
     if dense is None:
-        if signature.num_dense:
-            raise RequestError(f"the dense values are missing. Give {signature.num_dense} for each sample.")
-        dense = np.zeros((len(lengths_F[0]) if lengths_F else 0, 0), np.float32)
-    if dense.ndim != 2 or dense.shape[1] != signature.num_dense:
+        dense = np.zeros((1 if DENSE in shared else num_samples, 0), np.float32)
+    num_rows = 1 if DENSE in shared else num_samples
+    if dense.shape != (num_rows, signature.num_dense):
+        rows = "1" if DENSE in shared else "samples"
         raise RequestError(
-            f"dense must be of shape [samples, {signature.num_dense}], got {list(dense.shape)}."
+            f"dense must be of shape [{rows}, {signature.num_dense}], got {list(dense.shape)} for "
+            f"{num_samples} samples."
         )
     finite = np.isfinite(dense)
     if not finite.all():
@@ -77,9 +114,29 @@ def checked(
         raise RequestError(
             f"dense value {column} of sample {sample} is {dense[sample, column]}; it must be a finite number."
         )
-    _check_lengths(signature, len(dense), values_F, lengths_F)
+    _check_lengths(own, num_samples, values, lengths)
+    _check_lengths([feature for feature in signature.features if feature in shared], 1, values, lengths)
+    values_F = [values[feature] for feature in signature.features]
+    lengths_F = [lengths[feature] for feature in signature.features]
     _check_ids(signature, values_F, lengths_F)
-    return Request(dense, values_F, lengths_F)
+    if not shared:
+        return Request(dense, values_F, lengths_F)
+    # The model takes what it shares once, or else all of it sample by sample.
+    kept = signature.shared if signature.shared and signature.shared <= shared else frozenset[str]()
+    repeated = [f for f, feature in enumerate(signature.features) if feature in shared - kept]
+    if sum(len(values_F[f]) for f in repeated) * num_samples > _MOST_REPEATED:
+        raise RequestError(
+            f"what is shared has too many ids to repeat them for {num_samples} samples. Send fewer samples, "
+            "or export the model with these features as shared ones.",
+            413,
+        )
+    for f in repeated:
+        values_F[f] = np.tile(values_F[f], num_samples)
+        lengths_F[f] = np.repeat(lengths_F[f], num_samples)
+    if DENSE in shared - kept:
+        dense = np.repeat(dense, num_samples, axis=0)
+    group = np.zeros(num_samples, np.int64) if kept else None
+    return Request(dense, values_F, lengths_F, group)
 
 
 def joined(requests: Sequence[Request]) -> Request:
@@ -91,33 +148,47 @@ def joined(requests: Sequence[Request]) -> Request:
         np.concatenate([request.dense for request in requests]),
         [np.concatenate([request.values[f] for request in requests]) for f in features],
         [np.concatenate([request.lengths[f] for request in requests]) for f in features],
+        _joined_groups(requests),
     )
 
 
+def _joined_groups(requests: Sequence[Request]) -> Ints | None:
+    """A request that shares nothing has a row of its own for each sample."""
+    if all(request.group is None for request in requests):
+        return None
+    groups, num_rows = [], 0
+    for request in requests:
+        own = np.arange(request.num_samples) if request.group is None else request.group
+        groups.append(own + num_rows)
+        num_rows += request.num_samples if request.group is None else 1
+    return np.concatenate(groups)
+
+
 def _check_lengths(
-    signature: Signature, num_samples: int, values_F: Sequence[Ints], lengths_F: Sequence[Ints]
+    features: Sequence[str], num_samples: int, values: Mapping[str, Ints], lengths: Mapping[str, Ints]
 ) -> None:
-    for feature, lengths in zip(signature.features, lengths_F, strict=True):
-        if lengths.ndim != 1 or len(lengths) != num_samples:
+    for feature in features:
+        own = lengths[feature]
+        if own.ndim != 1 or len(own) != num_samples:
             raise RequestError(
-                f"feature {feature!r}: lengths of shape {list(lengths.shape)} for {num_samples} samples; "
+                f"feature {feature!r}: lengths of shape {list(own.shape)} for {num_samples} samples; "
                 "give one for each sample."
             )
-    if not lengths_F:
+    if not features:
         return
-    lengths_FB = np.stack(lengths_F)
+    lengths_FB = np.stack([lengths[feature] for feature in features])
     if lengths_FB.size and lengths_FB.min() < 0:
         f, sample = (int(each[0]) for each in np.nonzero(lengths_FB < 0))
         raise RequestError(
-            f"feature {signature.features[f]!r}: the length of sample {sample} is {lengths_FB[f, sample]}; "
+            f"feature {features[f]!r}: the length of sample {sample} is {lengths_FB[f, sample]}; "
             "it must be 0 or more."
         )
     sums = lengths_FB.sum(1).tolist()
-    for feature, values, total in zip(signature.features, values_F, sums, strict=True):
-        if values.ndim != 1 or len(values) != total:
+    for feature, total in zip(features, sums, strict=True):
+        if values[feature].ndim != 1 or len(values[feature]) != total:
             raise RequestError(
                 f"feature {feature!r}: the lengths sum to {total}, but the ids have shape "
-                f"{list(values.shape)}; give as many ids as the lengths say."
+                f"{list(values[feature].shape)}; give as many ids as the lengths say."
             )
 
 

@@ -1,13 +1,18 @@
-"""Samples as people write them: one JSON object each, with the name of each feature."""
+"""Samples as people write them: one JSON object each, with the name of each feature or column."""
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from meshrec.export.program import DENSE
+from meshrec.serve.columns import encoded_request, table_of
 from meshrec.serve.requests import Floats, Ints, Request, RequestError, Signature, as_array, checked
 
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+SAMPLES, SHARED = "samples", "shared"
+Sample = Mapping[str, Any]
 
 
 def read_json(body: bytes) -> Any:
@@ -25,39 +30,78 @@ def read_json(body: bytes) -> Any:
 def read_samples(body: bytes, signature: Signature) -> Request:
     """``{"dense": [0.5, 1], "user": 17, "seen": [3, 9]}``, or a list of such objects.
 
-    Every feature is there in each object: an id, or a list of ids, which may be empty.
+    Every feature is there in each object: an id, or a list of ids, which may be empty. A model that takes raw
+    values has the columns of the data instead; null is a missing value. ``{"shared": {...}, "samples":
+    [...]}`` gives once what all samples have in common.
 
     Raises:
         RequestError: for anything else; it names the sample and the feature.
     """
     given = read_json(body)
+    if signature.raw is not None:
+        known = list(signature.raw.columns)
+    else:
+        known = [*([DENSE] if signature.num_dense else []), *signature.features]
+    common: Sample = {}
     samples = given if isinstance(given, list) else [given]
-    dense: list[Floats] = []
-    ids: dict[str, list[Ints]] = {feature: [] for feature in signature.features}
+    if isinstance(given, dict) and SAMPLES in given and SAMPLES not in known:
+        if unknown := sorted(given.keys() - {SAMPLES, SHARED}):
+            raise RequestError(f"{unknown} beside {SAMPLES!r}; give {SHARED!r} and {SAMPLES!r}.")
+        common, samples = given.get(SHARED, {}), given[SAMPLES]
+        if not isinstance(common, dict) or not isinstance(samples, list):
+            raise RequestError(f"{SHARED!r} must be a JSON object and {SAMPLES!r} a list of them.")
+        if unknown := sorted(common.keys() - set(known)):
+            raise RequestError(f"{SHARED!r} has unknown {unknown}; there are {sorted(known)}.")
+        if len(common) == len(known):
+            raise RequestError(f"{SHARED!r} has all there is. Leave to samples what tells them apart.")
+    own = [name for name in known if name not in common]
     for number, sample in enumerate(samples):
         if not isinstance(sample, dict):
             raise RequestError(f"sample {number} must be a JSON object, got {type(sample).__name__}.")
-        known = {*signature.features, "dense"} if signature.num_dense else {*signature.features}
-        if unknown := sorted(sample.keys() - known):
-            raise RequestError(f"sample {number} has unknown {unknown}; there are {sorted(known)}.")
-        if missing := sorted(known - sample.keys()):
-            raise RequestError(f"sample {number} lacks {missing}. Give a list, empty where there are no ids.")
-        if signature.num_dense:
-            dense.append(_vector(sample["dense"], _FLOAT32, f"dense of sample {number}"))
-            if len(dense[-1]) != signature.num_dense:
-                raise RequestError(
-                    f"sample {number} has {len(dense[-1])} dense values; give {signature.num_dense}."
-                )
-        for feature in signature.features:
-            value = sample[feature]
-            one = value if isinstance(value, list) else [value]
-            ids[feature].append(_vector(one, _INT64, f"feature {feature!r} of sample {number}"))
+        if unknown := sorted(sample.keys() - set(own)):
+            raise RequestError(f"sample {number} has unknown {unknown}; there are {sorted(own)}.")
+        if missing := sorted(set(own) - sample.keys()):
+            empty = (
+                "null where a value is not known" if signature.raw else "a list, empty where there are no ids"
+            )
+            raise RequestError(f"sample {number} lacks {missing}. Give {empty}.")
+    if signature.raw is not None:
+        shared = table_of({name: [common[name]] for name in common}, signature.raw, f"{SHARED}, ")
+        columns = {name: [sample[name] for sample in samples] for name in own}
+        return encoded_request(table_of(columns, signature.raw), shared, signature)
+    jagged = {name: _ids(name, samples, "sample ") for name in own if name != DENSE}
+    jagged |= {name: _ids(name, [common], "") for name in common if name != DENSE}
+    dense = None
+    if signature.num_dense:
+        given_by = [common] if DENSE in common else samples
+        dense = _dense([sample[DENSE] for sample in given_by], signature.num_dense)
     return checked(
         signature,
-        np.stack(dense) if dense else np.zeros((len(samples), signature.num_dense), np.float32),
-        {f: np.concatenate([np.empty(0, np.int64), *own]) for f, own in ids.items()},
-        {f: np.array([len(each) for each in own], np.int64) for f, own in ids.items()},
+        dense,
+        {name: values for name, (values, _) in jagged.items()},
+        {name: lengths for name, (_, lengths) in jagged.items()},
+        shared=common.keys(),
+        num_samples=len(samples),
     )
+
+
+def _dense(rows: Sequence[Any], num_dense: int) -> Floats:
+    found = []
+    for number, row in enumerate(rows):
+        found.append(_vector(row, _FLOAT32, f"dense of sample {number}"))
+        if len(found[-1]) != num_dense:
+            raise RequestError(f"sample {number} has {len(found[-1])} dense values; give {num_dense}.")
+    return np.stack(found) if found else np.zeros((0, num_dense), np.float32)
+
+
+def _ids(name: str, samples: Sequence[Sample], sample_is: str) -> tuple[Ints, Ints]:
+    """Ids and lengths of a feature."""
+    found = [np.empty(0, np.int64)]
+    for number, sample in enumerate(samples):
+        one = sample[name] if isinstance(sample[name], list) else [sample[name]]
+        where = f"{sample_is}{number}" if sample_is else SHARED
+        found.append(_vector(one, _INT64, f"feature {name!r} of {where}"))
+    return np.concatenate(found), np.array([len(each) for each in found[1:]], np.int64)
 
 
 def _vector(data: Any, dtype: "np.dtype[Any]", what: str) -> Any:

@@ -49,9 +49,8 @@ def check_keys_and_strides(
             )
     elif stride * num_keys != num_bags:
         raise ValueError(
-            f"{_NAME}: {num_keys} keys with {stride} bags each need {stride * num_keys} bags, "
-            f"got {num_bags}; "
-            "pass stride_per_key where keys have different numbers of bags"
+            f"{_NAME}: {num_keys} keys with {stride} bags each need {stride * num_keys} bags, got "
+            f"{num_bags}; pass stride_per_key where keys have different numbers of bags"
         )
 
 

@@ -211,7 +211,7 @@ LookUp = Callable[[Sequence[Tensor], tbe.Lookups, int, torch.dtype, bool, Tensor
 def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
     """What looks up and pools rows of several tables in one kernel; ``storages``: of each of them."""
     bits = [storage.bits for storage in storages]
-    return functools.partial(_look_up_mixed, bits) if any(bits) else _look_up_dense
+    return functools.partial(nbit.forward, bits) if any(bits) else _look_up_dense
 
 
 def _look_up_dense(
@@ -223,15 +223,3 @@ def _look_up_dense(
     names: Tensor,
 ) -> Tensor:
     return _look_up(list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names)
-
-
-def _look_up_mixed(
-    bits: list[int],
-    weights: Sequence[Tensor],
-    lookups: tbe.Lookups,
-    out_size: int,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
-    return nbit.forward(list(weights), bits, *lookups, out_size, out_dtype, check_ids, names)

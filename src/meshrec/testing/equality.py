@@ -83,9 +83,8 @@ def compare(actual: Tensor, expected: Tensor, what: str, rtol: float, atol: floa
     if not bool(close.all()):
         worst = (actual - expected).abs().max().item()
         raise AssertionError(
-            f"{what} differs from the unsharded model's: {int((~close).sum())} of {close.numel()} "
-            f"values, by up "
-            f"to {worst:g}."
+            f"{what} differs from the unsharded model's: {int((~close).sum())} of {close.numel()} values, by "
+            f"up to {worst:g}."
         )
 
 

@@ -10,7 +10,7 @@ import inspect
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 
-class _Task(NamedTuple):
+class _Call(NamedTuple):
     module: str
     file: str
     name: str
@@ -32,6 +32,14 @@ class _Outcome(NamedTuple):
     num_groups: int = 0
 
 
+# What ranks find loaded already. torch loads its compiler at an optimizer's first step: most of a second.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "meshrec.distributed.sharded_tables",
+    "meshrec.checkpoint",
+)
 # Each gloo group has a thread that wakes 100 times a second: processes with more groups than this make room
 # for new ones. Destroying groups would not do, as torch's caches hold on to meshes.
 _MOST_GROUPS = 12
@@ -47,18 +55,26 @@ class RankPool:
     ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The
     function is found by its file and name, so that tests can hand over their own; arguments and results are
     pickled. Once functions have made many process groups, the next one finds new processes.
+
+    Args:
+        world_size: how many.
+        timeout_seconds: how long ``run`` waits for an answer; collectives wait half of it.
+        preload: further modules that ranks find loaded already, of the first pool of a process.
     """
 
-    def __init__(self, world_size: int, *, timeout_seconds: float = 60.0) -> None:
+    def __init__(
+        self, world_size: int, *, timeout_seconds: float = 60.0, preload: Sequence[str] = ()
+    ) -> None:
         self.world_size = world_size
         self._timeout = timeout_seconds
+        self._preload = [*PRELOADED, *preload]
         self._start()
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         # The server imports torch once; ranks fork from it before any thread exists.
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "meshrec.distributed.sharded_tables", "meshrec.checkpoint"])
+        context.set_forkserver_preload(self._preload)
         pairs = [context.Pipe() for _ in range(self.world_size)]
         self._pipes: list[Connection] = [mine for mine, _ in pairs]
         store = str(Path(self._folder.name) / "store")
@@ -80,7 +96,7 @@ class RankPool:
             RankError: when a rank raised, died, or did not answer in time. After the latter two the next
                 call begins with new processes, as an answer that comes late would be taken for another.
         """
-        task = _Task(function.__module__, inspect.getfile(function), function.__qualname__, args)
+        task = _Call(function.__module__, inspect.getfile(function), function.__qualname__, args)
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -162,7 +178,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
     dist.destroy_process_group()
 
 
-def _module(task: _Task, modules: dict[str, ModuleType]) -> ModuleType:
+def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
     """The module of a task: under its own name where that leads to its file, so that results of its classes
     can be sent back; else from the file alone."""
     if task.file not in modules:
@@ -170,7 +186,7 @@ def _module(task: _Task, modules: dict[str, ModuleType]) -> ModuleType:
     return modules[task.file]
 
 
-def _imported(task: _Task) -> ModuleType | None:
+def _imported(task: _Call) -> ModuleType | None:
     loaded = [m for m in sys.modules.values() if getattr(m, "__file__", None) == task.file]
     if loaded:
         return loaded[0]

@@ -98,6 +98,31 @@ class _SlowWork(dist._Work):  # type: ignore[name-defined,misc]
         return future
 
 
+class _Letter(dist._Work):  # type: ignore[name-defined,misc]
+    """A message to one rank, which another thread sends."""
+
+    def __init__(self, arrival: float, send: Callable[[], Any]) -> None:
+        super().__init__()
+        self._arrival, self._send = arrival, send
+        self._under_way: Any = torch.futures.Future()
+
+    def deliver(self) -> None:
+        """Sends it in its time."""
+        while (left := self._arrival - time.monotonic()) > 0:
+            time.sleep(left)
+        try:
+            self._under_way.set_result(self._send())
+        except RuntimeError as error:
+            self._under_way.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until it has been taken. ``timeout``: the group's counts."""
+        return bool(self._under_way.wait().wait())
+
+    def is_completed(self) -> bool:
+        return bool(self._under_way.done() and self._under_way.wait().is_completed())
+
+
 class _SlowGloo(dist.ProcessGroup):
     """See ``set_network``; all collectives go through a gloo group of the same ranks."""
 
@@ -109,6 +134,8 @@ class _SlowGloo(dist.ProcessGroup):
         self._name = options.group_id
         self._promises: queue.SimpleQueue[tuple[_SlowWork, Any, list[Tensor]]] = queue.SimpleQueue()
         self._keeper: threading.Thread | None = None
+        self._letters: queue.SimpleQueue[_Letter] = queue.SimpleQueue()
+        self._postman: threading.Thread | None = None
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -120,8 +147,17 @@ class _SlowGloo(dist.ProcessGroup):
     def barrier(self, *args: Any, **options: Any) -> _SlowWork:
         return _SlowWork(self, self._gloo.barrier(*args, **options), [], 0.0)
 
-    def send(self, tensors: list[Tensor], *place: int) -> _SlowWork:
-        return _SlowWork(self, self._gloo.send(tensors, *place), tensors, _num_bytes(tensors))
+    def send(self, tensors: list[Tensor], *place: int) -> Any:
+        arrival = _link.arrival(_num_bytes(tensors))
+        if arrival <= time.monotonic() and self._letters.empty():
+            return self._gloo.send(tensors, *place)
+        # Who receives must not have it earlier: it is sent when it is to arrive.
+        letter = _Letter(arrival, lambda: self._gloo.send(tensors, *place))
+        if self._postman is None:
+            self._postman = threading.Thread(target=_deliver, args=(self._letters,), daemon=True)
+            self._postman.start()
+        self._letters.put(letter)
+        return letter
 
     def recv(self, tensors: list[Tensor], *place: int) -> Any:
         return self._gloo.recv(tensors, *place)
@@ -152,6 +188,11 @@ def _keep(promises: "queue.SimpleQueue[tuple[_SlowWork, Any, list[Tensor]]]") ->
         else:
             future.set_result(result)
         del work, future, result
+
+
+def _deliver(letters: "queue.SimpleQueue[_Letter]") -> None:
+    while True:
+        letters.get().deliver()
 
 
 def _num_bytes(value: Any) -> int:

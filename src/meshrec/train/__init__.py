@@ -1,14 +1,18 @@
 """Training: recipes, the trainer, and the folder a run leaves behind."""
 
 from meshrec.train.architectures import (
+    ClickTowersConfig,
     DeepFMConfig,
+    DINConfig,
     DLRMConfig,
     DLRMDCNConfig,
     MultiTaskConfig,
+    SASRecConfig,
+    TwoTowerConfig,
     tables_on_meta,
 )
 from meshrec.train.evaluation import Scored, evaluate, score
-from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Task, Tasks
+from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import (
     DataSource,
@@ -23,15 +27,17 @@ from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import RunFolder, RunState, find_run
 from meshrec.train.saved_recipe import load_recipe
 from meshrec.train.schedule import Schedule
-from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, Parquet, SyntheticClicks
+from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, MovieLensSequences, Parquet, SyntheticClicks
 from meshrec.train.trainer import Trainer
 from meshrec.train.watch import LossError
 
 __all__ = [
     "RECIPES",
     "BinaryCrossEntropy",
+    "ClickTowersConfig",
     "Criteo",
     "Csv",
+    "DINConfig",
     "DLRMConfig",
     "DLRMDCNConfig",
     "DataSource",
@@ -44,13 +50,16 @@ __all__ = [
     "LossError",
     "ModelConfig",
     "MovieLens",
+    "MovieLensSequences",
     "MultiTaskConfig",
+    "NextItem",
     "Parquet",
     "Placement",
     "Ranks",
     "Recipe",
     "RunFolder",
     "RunState",
+    "SASRecConfig",
     "Schedule",
     "Scored",
     "SquaredError",
@@ -59,6 +68,7 @@ __all__ = [
     "Tasks",
     "Trainer",
     "Training",
+    "TwoTowerConfig",
     "evaluate",
     "find_run",
     "join",

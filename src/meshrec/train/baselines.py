@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.data import Batch
-from meshrec.metrics import area_under_curve, binary_metrics
+from meshrec.metrics import area_under_curve, binary_metrics, place_metrics
+from meshrec.models.next_item import ItemChunk, judge_targets, last_ids
 from meshrec.modules import PoolingType
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -42,15 +44,40 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
     Popularity is the item's mean label in training, smoothed with five samples of the global mean. Logistic
     regression has one weight per id and per dense value; its L2 penalty is the one of three that predicts a
     tenth of the training samples best from the others. All learn from the first `MAX_SAMPLES` training
-    samples, and are judged on the same samples as the model: all of the validation and of the test data.
+    samples, and are judged on the same samples as the model: all of the validation and of the test data. Of
+    several labels each has its own three; the first one's metrics have their plain names, too, as in `Tasks`.
     """
+    if not dataset.labels:
+        yield from _of_label(dataset, None, tell)
+        return
+    every = [_of_label(dataset, number, tell) for number in range(len(dataset.labels))]
+    for found in zip(*every, strict=True):
+        quality: dict[str, dict[str, float]] = {}
+        for label, each in zip(dataset.labels, found, strict=True):
+            for data, metrics in each.quality.items():
+                of_label = {f"{label}/{name}": value for name, value in metrics.items()}
+                quality[data] = {**(quality.get(data) or metrics), **of_label}
+        yield Baseline(found[0].name, quality)
+
+
+def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
+    """The three for one of several labels; None: there is one."""
+
+    def label(batches: Iterator[Batch]) -> Iterator[Batch]:
+        return (
+            batches if number is None else (replace(each, labels=each.labels[:, number]) for each in batches)
+        )
+
     found = {"validation": dataset.validation, "test": dataset.test}
     judged = {name: reader for name, reader in found.items() if reader is not None}
-    train = _whole(itertools.islice(dataset.train.batches(_BATCH), -(-MAX_SAMPLES // _BATCH)))
+    train = _whole(label(itertools.islice(dataset.train.batches(_BATCH), -(-MAX_SAMPLES // _BATCH))))
     mean = train.labels.mean().clamp(1e-6, 1 - 1e-6)
 
     def quality(logits: Callable[[Batch], Tensor]) -> dict[str, dict[str, float]]:
-        return {name: _judge(reader, logits, tell) for name, reader in judged.items()}
+        return {
+            name: _judge(label(reader.batches(_BATCH)), reader.num_samples, logits, tell)
+            for name, reader in judged.items()
+        }
 
     yield Baseline("global mean", quality(lambda batch: torch.logit(mean).expand(len(batch))))
     if dataset.item is not None:
@@ -59,10 +86,52 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
     yield Baseline("logistic regression", quality(lambda batch: _columns(dataset, batch).logits(weights)))
 
 
-def _judge(reader: "Reader", logits: Callable[[Batch], Tensor], tell: Tell) -> dict[str, float]:
+def ranking_baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
+    """Of next items: the most popular items of the training data, without those that a user has seen.
+
+    Judged on the same samples as the model, by the place of the item that followed among all items.
+
+    Raises:
+        ValueError: the dataset names no item.
+    """
+    item = dataset.item
+    if item is None:
+        raise ValueError(f"dataset {dataset.name!r} names no item to rank. Set Dataset.item.")
+    rows = next(each.num_embeddings for each in dataset.features if each.name == item)
+    counts = torch.zeros(rows, dtype=torch.float64)
+    for batch in dataset.train.batches(_BATCH):
+        ids = batch.sparse[item]
+        chosen = torch.repeat_interleave(batch.labels, ids.lengths())
+        counts += torch.bincount(ids.values(), chosen, minlength=rows)
+    # As vectors of one number each: an item's product is the log of its share.
+    popularity = torch.log(counts + 1e-3)[:, None]
+
+    def places(reader: "Reader") -> dict[str, float]:
+        found = []
+        for number, batch in enumerate(reader.batches(_BATCH)):
+            tell(min(1.0, number * _BATCH / reader.num_samples))
+            target = last_ids(batch.sparse[item])
+            seen = None if dataset.seen is None else batch.sparse[dataset.seen]
+            one = torch.ones(len(target), 1, dtype=torch.float64)
+            chunks = iter([ItemChunk(0, popularity)])
+            judged = judge_targets(one, popularity[target.clamp(min=0)], target, chunks, seen=seen)
+            found.append(judged[batch.labels > 0])
+        tell(1.0)
+        losses, each_place = torch.cat(found).unbind(1)
+        return place_metrics(losses, each_place, gather=False)
+
+    readers = {"validation": dataset.validation, "test": dataset.test}
+    yield Baseline(
+        "item popularity", {name: places(each) for name, each in readers.items() if each is not None}
+    )
+
+
+def _judge(
+    batches: Iterator[Batch], num_samples: int, logits: Callable[[Batch], Tensor], tell: Tell
+) -> dict[str, float]:
     found: list[tuple[Tensor, Tensor]] = []
-    for number, batch in enumerate(reader.batches(_BATCH)):
-        tell(min(1.0, number * _BATCH / reader.num_samples))
+    for number, batch in enumerate(batches):
+        tell(min(1.0, number * _BATCH / num_samples))
         found.append((logits(batch), batch.labels))
     tell(1.0)
     # Not collective: baselines are one rank's work.

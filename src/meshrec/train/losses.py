@@ -1,6 +1,7 @@
 """What a model is trained to do: a loss, the metrics that go with it, and how outputs become scores."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrec.metrics import binary_metrics, number_metrics
+from meshrec.metrics import binary_metrics, number_metrics, place_metrics
 
 # B samples, T tasks
 
@@ -28,7 +29,7 @@ class Loss(ABC):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Of all ranks' samples; ``auc`` or else ``loss`` chooses among weights.
+        """Of all ranks' samples; ``auc``, ``ndcg@k`` or else ``loss`` chooses among weights.
 
         Collective, unless other ranks' samples are not to ``gather``.
         """
@@ -120,6 +121,41 @@ class Huber(Loss):
         return outputs
 
 
+@dataclass(frozen=True, kw_only=True)
+class NextItem(Loss):
+    """Of models that say a loss and a place themselves: see `meshrec.models.next_item`.
+
+    Samples count by their labels: those with label 0 are no choice of a user, and nothing is learned of them.
+    """
+
+    ks: tuple[int, ...] = (10,)
+    """How many items count, for recall@k and NDCG@k; NDCG at the first chooses among weights."""
+
+    def __post_init__(self) -> None:
+        if not self.ks or min(self.ks) < 1:
+            raise ValueError(f"loss.ks is {list(self.ks)}; it must be one number or more, each at least 1.")
+
+    def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        """See `Loss`."""
+        if outputs.shape != (*labels.shape, 2):
+            raise ValueError(
+                f"the model says {list(outputs.shape)} of labels {list(labels.shape)}, and the loss NextItem "
+                "takes a loss and a place of each. Take a model for next items, such as SASRecConfig."
+            )
+        return _weighted(outputs[:, 0] * labels, weights)
+
+    def metrics(
+        self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
+    ) -> dict[str, float]:
+        """`meshrec.metrics.place_metrics`."""
+        chosen = outputs[labels > 0]
+        return place_metrics(chosen[:, 0], chosen[:, 1], ks=self.ks, group=group, gather=gather)
+
+    def scores(self, outputs: Tensor) -> Tensor:
+        """The place of the item among all, from 1."""
+        return outputs[:, 1]
+
+
 class Task(NamedTuple):
     """One of several labels: its name, its loss, and how much that counts."""
 
@@ -177,10 +213,16 @@ class Tasks(Loss):
 
 
 def quality(metrics: dict[str, float]) -> float | None:
-    """What is to be large: the AUC, or where there is none the loss with a minus."""
-    if "auc" in metrics:
-        return metrics["auc"]
+    """What is to be large: the AUC, the NDCG, or where there is none the loss with a minus."""
+    name = leading_metric(metrics)
+    if name is not None:
+        return metrics[name]
     return -metrics["loss"] if "loss" in metrics and "rmse" in metrics else None
+
+
+def leading_metric(metrics: Mapping[str, float]) -> str | None:
+    """The name of the metric that chooses among weights, where it is to be large: AUC or NDCG."""
+    return next((name for name in metrics if name == "auc" or name.startswith("ndcg@")), None)
 
 
 def _check_shapes(outputs: Tensor, labels: Tensor) -> None:

@@ -1,5 +1,6 @@
 """The recipes that come with MeshRec, by name; and how others are found."""
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -7,12 +8,23 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from meshrec.optim import Adam
-from meshrec.train.architectures import DLRMConfig
-from meshrec.train.recipe import DenseOptimizer, Placement, Recipe, Training
+from meshrec.train.architectures import (
+    DeepFMConfig,
+    DINConfig,
+    DLRMConfig,
+    DLRMDCNConfig,
+    MultiTaskConfig,
+    SASRecConfig,
+    TwoTowerConfig,
+)
+from meshrec.train.losses import BinaryCrossEntropy, NextItem, Task, Tasks
+from meshrec.train.published import avazu, criteo_kaggle, movielens_20m
+from meshrec.train.recipe import DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.schedule import Schedule
-from meshrec.train.sources import MovieLens, SyntheticClicks
+from meshrec.train.sources import MovieLens, MovieLensSequences, SyntheticClicks
 
 
 def movielens_dlrm() -> Recipe:
@@ -56,10 +68,80 @@ def dlrm_benchmark() -> Recipe:
     )
 
 
+def sasrec() -> Recipe:
+    """SASRec on the MovieLens ratings: which movie does a user rate next?"""
+    return Recipe(
+        name="sasrec",
+        data=MovieLensSequences(history=50),
+        model=SASRecConfig(embedding_dim=64, max_length=50, dropout=0.2, num_drawn=1024),
+        loss=NextItem(),
+        tables=Adam(lr=6e-3),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        schedule=Schedule(warmup_steps=50, decay="linear"),
+        training=Training(batch_size=16, epochs=16, evaluate_every=572, log_every=143),
+    )
+
+
+def two_tower() -> Recipe:
+    """Two towers on the MovieLens ratings: which movies, of all, does a user rate next?"""
+    return Recipe(
+        name="two_tower",
+        data=MovieLensSequences(history=20, windows=False),
+        model=TwoTowerConfig(embedding_dim=64, layers=(128, 64)),
+        loss=NextItem(),
+        tables=Adam(lr=2e-3),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        training=Training(batch_size=512, epochs=6, patience=2, log_every=48),
+    )
+
+
+def din() -> Recipe:
+    """DIN on the MovieLens ratings: will this user like this movie, given those rated before?"""
+    return _movielens("din", DINConfig(embedding_dim=64, attention=(64, 32), over=(128, 64)))
+
+
+def deepfm() -> Recipe:
+    """DeepFM on the MovieLens ratings: will this user like this movie?"""
+    return _movielens("deepfm", DeepFMConfig(embedding_dim=64, bottom=(32,), deep=(256, 128)))
+
+
+def dcn() -> Recipe:
+    """DCN-v2 (as DLRM-DCN) on the MovieLens ratings: will this user like this movie?"""
+    return _movielens("dcn", DLRMDCNConfig(embedding_dim=64, bottom=(32,), top=(256, 128), low_rank_dim=64))
+
+
+def mmoe() -> Recipe:
+    """MMoE on the MovieLens ratings: will this user like this movie, and will it have the best rating?"""
+    return dataclasses.replace(
+        _movielens("mmoe", MultiTaskConfig(mixture="mmoe", embedding_dim=64, expert=(128, 64))),
+        data=MovieLens(liked_from=(4.0, 5.0)),
+        loss=Tasks(tasks=(Task("from_4", BinaryCrossEntropy()), Task("from_5", BinaryCrossEntropy()))),
+    )
+
+
+def _movielens(name: str, model: ModelConfig) -> Recipe:
+    """What `movielens_dlrm` does, with another model."""
+    return dataclasses.replace(
+        movielens_dlrm(),
+        name=name,
+        model=model,
+        training=Training(batch_size=1024, epochs=4, evaluate_every=26, patience=3),
+    )
+
+
 RECIPES: Mapping[str, Callable[[], Recipe]] = {
     "movielens_dlrm": movielens_dlrm,
     "synthetic_clicks": synthetic_clicks,
     "dlrm_benchmark": dlrm_benchmark,
+    "sasrec": sasrec,
+    "two_tower": two_tower,
+    "din": din,
+    "deepfm": deepfm,
+    "dcn": dcn,
+    "mmoe": mmoe,
+    "criteo_kaggle": criteo_kaggle,
+    "avazu": avazu,
+    "movielens_20m": movielens_20m,
 }
 
 
@@ -71,30 +153,41 @@ def resolve(name: str) -> Recipe:
     """
     if name in RECIPES:
         return RECIPES[name]()
-    place, colon, function_name = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         known = ", ".join(RECIPES)
         raise ValueError(
             f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function or "
             "package.module:function."
         )
-    module = _from_file(Path(place)) if place.endswith(".py") else _imported(place, name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}. Name one it has.")
+    function = function_of(name)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ValueError(
-            f"recipe {name!r}: {function_name}() cannot be called without arguments ({error}); give all of "
-            "them defaults."
+            f"recipe {name!r}: {function.__name__}() cannot be called without arguments ({error}); give "
+            "all of them defaults."
         ) from error
     recipe = function()
     if not isinstance(recipe, Recipe):
         raise ValueError(
-            f"recipe {name!r}: {function_name}() gave {recipe!r}; it must return a meshrec.train.Recipe."
+            f"recipe {name!r}: {function.__name__}() gave {recipe!r}; it must return a meshrec.train.Recipe."
         )
     return recipe
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """A function by ``path/to/file.py:function``, or by ``package.module:function``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place, _, function_name = name.rpartition(":")
+    module = _from_file(Path(place)) if place.endswith(".py") else _imported(place, name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}. Name one it has.")
+    found: Callable[..., Any] = function
+    return found
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -76,7 +76,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
-        {name: line[name] for name in _CURVES if name in line}
+        {name: value for name, value in line.items() if name in _CURVES or name.startswith("ndcg@")}
         for kind in (train, *judged)
         for line in _thinned(kind)
     ]

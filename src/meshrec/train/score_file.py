@@ -54,7 +54,7 @@ def write_scores(
     titles = [f"score_{task.name}" for task in loss.tasks] if isinstance(loss, Tasks) else ["score"]
     if set(titles) & set(names):
         raise ValueError(f"--keep {' '.join(names)}: scores are named {titles}; rename the data's columns.")
-    columns = _Columns(reader, names)
+    columns = _ColumnReader(reader, names)
     num_empty = 0
     with _writer(out) as write:
         for scores in _whole(scored, reader.num_samples, loss, len(titles)):
@@ -82,7 +82,7 @@ def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) 
         yield [pa.nulls(num_rows - done, pa.float32())] * num_tasks
 
 
-class _Columns:
+class _ColumnReader:
     """Columns of the data, so many rows at a time."""
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:

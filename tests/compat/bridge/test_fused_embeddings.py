@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from meshrec.compat.bridge import embeddings, fused_embeddings
+from meshrec.compat.bridge.rowwise_adagrad import RowWiseAdagrad as Dense
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor
-from meshrec.optim.rowwise_adagrad import RowWiseAdagrad as Dense
 
 FEATURES = KeyedJaggedTensor(["a", "b"], torch.tensor([0, 0, 1, 1]), lengths=torch.tensor([1, 2, 0, 1]))
 

@@ -80,7 +80,7 @@ def test_memory_is_reserved(ebc):
         (lambda: planner.Topology(2, "cpu", pod_size=1), "MeshRec's topology has no pod_size"),
         (
             lambda: planner.ParameterConstraints(compute_kernels=["fused_uvm"]),
-            r"the compute kernels \['dense', 'fused'\], got \['fused_uvm'\]",
+            r"the compute kernels \['dense', 'fused', 'quant'\], got \['fused_uvm'\]",
         ),
         (lambda: planner.ParameterConstraints(enforce_hbm=True), "no constraint enforce_hbm"),
         (lambda: planner.ParameterConstraints(use_virtual_table=True), "no virtual tables"),

@@ -11,14 +11,14 @@ from meshrec.compat.bridge.plans import (
     to_own,
 )
 from meshrec.plan import builders as plan_builders
-from meshrec.plan.builders import Ranks
+from meshrec.plan.builders import WorldShape
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan as OwnModulePlan
 from meshrec.plan.sharding_plan import ShardingPlan as OwnPlan
 from meshrec.plan.sharding_plan import ShardingType, TableSize
 
 
 def own_plan(device="cpu"):
-    size, ranks = TableSize(8, 4), Ranks(4, 2, device)
+    size, ranks = TableSize(8, 4), WorldShape(4, 2, device)
     makers = {
         "rows": plan_builders.row_wise(),
         "columns": plan_builders.column_wise(ranks=[1, 0]),

@@ -5,7 +5,15 @@ from torch.ao.quantization import PlaceholderObserver
 
 from meshrec import DataType, KeyedJaggedTensor
 from meshrec.compat.bridge import embeddings, quant
+from meshrec.compat.bridge.inference import (
+    DEFAULT_SHARDERS,
+    PredictModule,
+    quantize_dense,
+    shard_quant_model,
+)
+from meshrec.compat.bridge.pruning import set_pruning_data
 from meshrec.compat.bridge.quant import QuantConfig
+from meshrec.compat.bridge.quant_sharders import QuantEmbeddingBagCollectionSharder
 
 
 def tables():
@@ -70,6 +78,57 @@ def test_models_in_place_and_not():
     assert quant.quantize_inference_model(model, quantization_dtype=torch.int8) is model
     assert types_of(model.ebc) == [DataType.INT8] * 2
     assert torch.allclose(model(batch()), expected, atol=0.01)
+
+
+def test_a_model_is_sharded_over_devices_of_one_process():
+    model = quant.quantize_inference_model(Model())
+    expected = model(batch())
+    made, plan = shard_quant_model(model, world_size=2, compute_device="cpu", sharding_device="cpu")
+    assert made is model
+    assert {placed.compute_kernel for placed in plan.plan["ebc"].values()} <= {"fused", "quant"}
+    assert {placed.sharding_type for placed in plan.plan["ebc"].values()} == {"table_wise"}
+    assert torch.equal(made(batch()), expected)
+    again, _ = shard_quant_model(
+        quant.quantize_inference_model(Model()), 2, "cpu", sharding_plan=plan, sharders=DEFAULT_SHARDERS
+    )
+    assert again(batch()).shape == expected.shape
+    with pytest.raises(ValueError, match="devices of type 'cuda' are asked for"):
+        shard_quant_model(model, world_size=1000)
+
+
+def test_sharders_take_no_optimizer():
+    sharder = QuantEmbeddingBagCollectionSharder({"register_tbes": True})
+    assert sharder.compute_kernels("table_wise", "cpu") == ["quant"]
+    with pytest.raises(ValueError, match="fused_params name an optimizer"):
+        QuantEmbeddingBagCollectionSharder({"optimizer": "sgd"})
+    with pytest.raises(ValueError, match="Leave shardable_params out"):
+        QuantEmbeddingBagCollectionSharder(shardable_params={"t0"})
+
+
+def test_pruned_tables():
+    model = Model()
+    assert set_pruning_data(model, {"t1": 9}) is model
+    made = quant.quantize_embeddings(model, torch.int8, inplace=False)
+    assert [config.num_embeddings for config in made.ebc.embedding_bag_configs()] == [20, 9]
+    assert [config.num_embeddings for config in model.ebc.embedding_bag_configs()] == [20, 20]
+    assert torch.allclose(made(batch()), model(batch()), atol=0.03)
+    with pytest.raises(ValueError, match="table 't1' has 20 rows, of which 21 are to be kept"):
+        quant.quantize_embeddings(set_pruning_data(model, {"t1": 21}), torch.int8, inplace=False)
+
+
+class Predict(PredictModule):
+    def predict_forward(self, batch):
+        return self.predict_module(batch["x"])
+
+
+def test_dense_layers_in_fp16():
+    made = quantize_dense(Predict(nn.Sequential(nn.Linear(3, 2))), torch.half)
+    found = made({"x": torch.rand(2, 3)})
+    assert found.dtype == torch.half
+    assert not found.requires_grad
+    assert list(made.state_dict()) == ["0.weight", "0.bias"]
+    with pytest.raises(ValueError, match="dense layers are kept in fp16 here"):
+        quantize_dense(made, torch.int8)
 
 
 def test_constructors_and_refusals():

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from meshrec.compat.bridge.sharding_env import ShardingEnv
+from meshrec.compat.bridge.sharding_env import ShardingEnv, local_devices
 from meshrec.plan import mesh
 
 
@@ -9,8 +9,11 @@ def test_one_process():
     env = ShardingEnv.from_local(world_size=1, rank=0)
     assert (env.world_size, env.rank, env.process_group) == (1, 0, None)
     assert isinstance(env, mesh.ShardingEnv)
-    with pytest.raises(ValueError, match="world_size 2 needs as many processes in a group"):
-        ShardingEnv.from_local(2, 0)
+    assert len(ShardingEnv.from_local(2, 0).devices) == ShardingEnv.from_local(2, 0).world_size == 2
+    with pytest.raises(ValueError, match="got rank 1 of 2"):
+        ShardingEnv.from_local(2, 1)
+    with pytest.raises(ValueError, match="Pass compute_device='cpu'"):
+        local_devices(1000, "cuda")
 
 
 def tell_numbers():

@@ -18,34 +18,51 @@ import pytest
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parents[2] / "src"), "OMP_NUM_THREADS": "1"}
-PROGRAMS = pytest.mark.parametrize(
-    ("program", "arguments"),
-    [
-        ("in_backward", []),
-        ("jagged", []),
-        ("keyed", []),
-        ("lookups", []),
-        ("models", []),
-        ("planning", []),
-        ("sharded", ["1"]),
-        ("sharded", ["2"]),
-    ],
-    ids=lambda value: "".join(value),
-)
+# These leave their process as they found it, and run in one, one after another.
+PROGRAMS = ["in_backward", "jagged", "keyed", "lookups", "models", "planning"]
+ALL_OF_THEM = """
+import runpy, sys
+from pathlib import Path
+programs, out, *names = sys.argv[1:]
+for name in names:
+    sys.argv = [name, str(Path(out) / f"{name}.json")]
+    runpy.run_path(str(Path(programs) / f"{name}.py"), run_name="__main__")
+"""
+BRIDGED, ORIGINAL = ["-m", "meshrec.compat.torchrec", "--force"], ["-W", "ignore"]
 
 
-def run(command: list[str], program: str, arguments: list[str], folder: Path) -> Any:
-    out = folder / "found.json"
-    script = str(HERE / "programs" / f"{program}.py")
+def run(command: list[str], *arguments: object) -> None:
     done = subprocess.run(
-        [sys.executable, *command, script, str(out), *arguments],
+        [sys.executable, *command, *map(str, arguments)],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(out.read_text())
+
+
+def run_all(command: list[str], folder: Path) -> Path:
+    script = folder / "all_of_them.py"
+    script.write_text(ALL_OF_THEM)
+    run(command, script, HERE / "programs", folder, *PROGRAMS)
+    return folder
+
+
+def run_sharded(command: list[str], world_size: int, folder: Path) -> Any:
+    run(command, HERE / "programs" / "sharded.py", folder / "found.json", world_size)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_all(BRIDGED, tmp_path_factory.mktemp("bridged"))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torchrec", reason="`make parity` installs it")
+    return run_all(ORIGINAL, tmp_path_factory.mktemp("original"))
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -71,26 +88,39 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def recording(program: str, arguments: list[str]) -> Path:
-    return HERE / "recorded" / f"{'-'.join([program, *arguments])}.json"
+def recorded(name: str) -> Any:
+    return json.loads((HERE / "recorded" / f"{name}.json").read_text())
 
 
-@PROGRAMS
-def test_programs_give_what_torchrec_gave(program: str, arguments: list[str], tmp_path: Path) -> None:
-    found = run(["-m", "meshrec.compat.torchrec", "--force"], program, arguments, tmp_path)
-    recorded = json.loads(recording(program, arguments).read_text())
-    assert list(differences(found, recorded)) == []
+def check_recording(name: str, found: Any) -> None:
+    if os.environ.get("MESHREC_RECORD"):
+        (HERE / "recorded" / f"{name}.json").write_text(json.dumps(found))
+    assert list(differences(found, recorded(name))) == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_give_what_torchrec_gave(program: str, ours: Path) -> None:
+    found = json.loads((ours / f"{program}.json").read_text())
+    assert list(differences(found, recorded(program))) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharded_programs_give_what_torchrec_gave(world_size: int, tmp_path: Path) -> None:
+    found = run_sharded(BRIDGED, world_size, tmp_path)
+    assert list(differences(found, recorded(f"sharded-{world_size}"))) == []
 
 
 @pytest.mark.peers
-@PROGRAMS
-def test_torchrec_gives_what_is_recorded(program: str, arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_torchrec_gives_what_is_recorded(program: str, theirs: Path) -> None:
+    check_recording(program, json.loads((theirs / f"{program}.json").read_text()))
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torchrec_gives_what_is_recorded_of_ranks(world_size: int, tmp_path: Path) -> None:
     pytest.importorskip("torchrec", reason="`make parity` installs it")
-    found = run(["-W", "ignore"], program, arguments, tmp_path)
-    path = recording(program, arguments)
-    if os.environ.get("MESHREC_RECORD"):
-        path.write_text(json.dumps(found))
-    assert list(differences(found, json.loads(path.read_text()))) == []
+    check_recording(f"sharded-{world_size}", run_sharded(ORIGINAL, world_size, tmp_path))
 
 
 def test_differences_are_seen() -> None:

@@ -3,15 +3,15 @@ import torch
 
 from meshrec.distributed import EmbeddingModuleShardingPlan, TableSize, row_wise
 from meshrec.distributed.pieces import as_tensor, pieces_of, rank_spans
-from meshrec.plan.builders import Ranks
-from meshrec.distributed.routing import Table, compile_plan
+from meshrec.plan.builders import WorldShape
+from meshrec.distributed.routing import RoutedTable, compile_plan
 
 OPS = torch.ops.meshrec
 
 
 def case():
-    table = Table("t0", 10, 3, ("a",))
-    plan = EmbeddingModuleShardingPlan({"t0": row_wise()("t0", TableSize(10, 3), Ranks(2, 2))})
+    table = RoutedTable("t0", 10, 3, ("a",))
+    plan = EmbeddingModuleShardingPlan({"t0": row_wise()("t0", TableSize(10, 3), WorldShape(2, 2))})
     routing = compile_plan([table], plan, num_ranks=2)
     bags = torch.tensor([0, 1, 3]), None, 1, [0]
     return routing, torch.tensor([1, 7, 2]), bags

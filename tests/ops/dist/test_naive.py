@@ -9,16 +9,16 @@ import torch
 
 from meshrec import distributed as md
 from meshrec.distributed.pieces import as_tensor, local_spans, pieces_of, rank_spans
-from meshrec.plan.builders import Ranks
-from meshrec.distributed.routing import Table, compile_plan
+from meshrec.plan.builders import WorldShape
+from meshrec.distributed.routing import RoutedTable, compile_plan
 from meshrec.ops.dist import naive
 
 COMPILED = torch.ops.meshrec
 TABLES = [
-    Table("t0", 10, 8, ("a", "b")),
-    Table("t1", 7, 5, ("b",), True),
-    Table("t2", 30, 4, ("c",)),
-    Table("t3", 9, 6, ("a",)),
+    RoutedTable("t0", 10, 8, ("a", "b")),
+    RoutedTable("t1", 7, 5, ("b",), True),
+    RoutedTable("t2", 30, 4, ("c",)),
+    RoutedTable("t3", 9, 6, ("a",)),
 ]
 BUILDERS = [md.grid_shard(), md.row_wise(), md.column_wise(ranks=[1, 1, 0]), md.data_parallel()]
 NUM_RANKS, NUM_KEYS = 4, 3
@@ -26,7 +26,7 @@ NUM_RANKS, NUM_KEYS = 4, 3
 
 def make_routing(builders=BUILDERS):
     plan = {
-        table.name: build(table.name, md.TableSize(table.num_rows, table.dim), Ranks(NUM_RANKS, 2))
+        table.name: build(table.name, md.TableSize(table.num_rows, table.dim), WorldShape(NUM_RANKS, 2))
         for table, build in zip(TABLES, builders, strict=True)
     }
     return compile_plan(TABLES, md.EmbeddingModuleShardingPlan(plan), num_ranks=NUM_RANKS)

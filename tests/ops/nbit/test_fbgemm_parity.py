@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from meshrec.ops import nbit
+from meshrec.ops.tbe import Lookups
 
 pytestmark = pytest.mark.peers
 
@@ -68,7 +69,7 @@ def test_lookups(fbgemm, bits, weighted):
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     sample_weights = torch.randn(len(ids)) if weighted else None
     theirs = op(ids.int(), offsets.int(), sample_weights)
-    lookups = (ids, offsets, sample_weights, None, 1, [0], [0], [0], False, [dim])
+    lookups = Lookups(ids, offsets, sample_weights, None, 1, [0], [0], [0], False, [dim])
     names = torch.empty(0, dtype=torch.uint8)
-    ours = nbit.forward([rows], [bits], *lookups, BATCH, torch.float32, True, names)
+    ours = nbit.forward([bits], [rows], lookups, BATCH, torch.float32, True, names)
     assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))

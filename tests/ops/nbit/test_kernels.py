@@ -63,6 +63,53 @@ def test_every_width(make_case, width, bits):
         assert torch.equal(OPS.nbit_forward(*arguments(case, (bits,) * 3)), of_numbers(case, (bits,) * 3))
 
 
+def drawn(make_case, seed):
+    """Tables, features, blocks and bags of any number, width, type and pooling."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high, count=1):
+        return torch.randint(low, high + 1, [count], generator=generator).tolist()
+
+    num_keys, num_tables = draw(1, 4)[0], draw(1, 4)[0]
+    flat, num_features, longest = draw(0, 1)[0] == 1, draw(1, 4)[0], draw(0, 12)[0]
+    blocks = [draw(0, 9, num_keys if flat else 1) for _ in range(draw(1, 3)[0])]
+    sequence = flat and draw(0, 2)[0] == 0
+    case = make_case(
+        rows=tuple(draw(1, 60, num_tables)),
+        dims=tuple(draw(1, 9 if seed % 2 else 200, num_tables)),
+        keys=tuple(draw(0, num_keys - 1, num_features)),
+        tables=tuple(draw(0, num_tables - 1, num_features)),
+        pooling=(NONE,) * num_features if sequence else tuple(draw(SUM, MEAN, num_features)),
+        num_bags=tuple(tuple(b if flat else b * num_keys) for b in blocks),
+        flat=flat,
+        weighted=not sequence and draw(0, 1)[0] == 1,
+        longest=longest,
+        id_dtype=(torch.int32, torch.int64)[draw(0, 1)[0]],
+        offset_dtype=(torch.int32, torch.int64)[draw(0, 1)[0]],
+        seed=seed,
+    )
+    return case, [(0, 8, 4, 2)[which] for which in draw(0, 3, num_tables)]
+
+
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_drawn_cases(make_case, first):
+    for seed in range(first, first + 20):
+        case, bits = drawn(make_case, seed)
+        args = arguments(case, bits)
+        found = OPS.nbit_forward(*args)
+        assert_close(found, naive.nbit_forward(*args))
+        assert torch.equal(found, of_numbers(case, bits)), seed
+
+
+def test_a_table_without_rows_refuses_every_id(one_table):
+    none = [torch.empty(0, 12)]
+    case = one_table([[], []], 1, 12)._replace(weights=none)
+    assert OPS.nbit_forward(*arguments(case, (4,))).tolist() == [[0.0] * 12] * 2
+    case = one_table([[0]], 1, 12)._replace(weights=none)
+    with pytest.raises(ValueError, match=r"id 0 of .* is outside \[0, 0\)"):
+        OPS.nbit_forward(*arguments(case, (4,)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_output_is_rounded_once(make_case, dtype):
     case = make_case(longest=20)

@@ -54,8 +54,17 @@ def test_kernels_quantise_like_naive(bits, dtype, dim):
     assert torch.equal(OPS.nbit_dequantize(rows, bits, dim), naive.nbit_dequantize(rows, bits, dim))
     params = rows[:, :4].contiguous().view(torch.float16)
     assert torch.equal(OPS.nbit_quantize(weight, bits, params), rows)
-    other = params * 0.5
+    other = params * torch.tensor([0.5, 0.25], dtype=torch.float16)
+    other[other[:, 0] == 0, 0] = 1
     assert torch.equal(OPS.nbit_quantize(weight, bits, other), naive.nbit_quantize(weight, bits, other))
+
+
+@ALL
+@BITS
+def test_no_rows(ops, bits):
+    rows = ops.nbit_quantize(torch.empty(0, 5), bits, None)
+    assert rows.shape == (0, nbit.row_bytes(5, bits))
+    assert ops.nbit_dequantize(rows, bits, 5).shape == (0, 5)
 
 
 @BITS
@@ -87,10 +96,17 @@ def test_refusals(ops):
         ops.nbit_quantize(weight, 3, None)
     with pytest.raises(ValueError, match="scale and an fp16 bias for each of the 4 rows"):
         ops.nbit_quantize(weight, 4, torch.ones(4, 2))
+    for bad in ([0.0, 1.0], [float("nan"), 0.0], [1.0, float("inf")]):
+        params = torch.tensor([[1.0, 0.0]] * 2 + [bad] + [[1.0, 0.0]], dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"row 2 has .* or was given a scale of 0"):
+            ops.nbit_quantize(weight, 4, params)
     with pytest.raises(ValueError, match="column"):
         ops.nbit_quantize(weight[:, :0], 4, None)
     with pytest.raises(ValueError, match=r"rows of 8 (bytes|uint8)"):
         ops.nbit_dequantize(torch.zeros(4, 12, dtype=torch.uint8), 4, 6)
+    for dim in (0, -1):
+        with pytest.raises(ValueError, match=f"at least one number, got dim {dim}"):
+            ops.nbit_dequantize(torch.zeros(4, 4, dtype=torch.uint8), 8, dim)
 
 
 def test_ops_pass_opcheck(make_case):

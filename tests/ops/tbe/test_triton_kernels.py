@@ -36,7 +36,9 @@ def compiled(kernel, **constants):
 compiled(kernels.check, WEIGHTED=True)
 compiled(kernels.list_entries, WEIGHTED=False, sample_weights=None)
 for dtype in (tl.float32, tl.float16, tl.bfloat16):
-    compiled(kernels.look_up, WEIGHT=dtype, WEIGHTED=True, BLOCK=64)
+    compiled(kernels.look_up, WEIGHT=dtype, BITS=0, WEIGHTED=True, BLOCK=64)
+for bits in (8, 4, 2):
+    compiled(kernels.look_up, WEIGHT=tl.uint8, BITS=bits, WEIGHTED=True, BLOCK=64)
 for dense in (False, True):
     compiled(kernels.sum_runs, DENSE=dense, BLOCK=128)
 for optimizer, dtype in itertools.product(range(len(FORMULAS)), (tl.float32, tl.float16, tl.bfloat16)):

@@ -3,7 +3,10 @@ import torch
 
 import meshrec
 from meshrec.models.dlrm import DLRM
-from meshrec.pipeline.stages.layouts import layouts
+from meshrec.pipeline.stages.choosing import UnitCost
+from meshrec.pipeline.stages.layouts import layouts, simulated
+from meshrec.pipeline.stages.programs import at_cuts, names_of
+from meshrec.pipeline.stages.tracing import trace
 from meshrec.planner import Link
 
 BATCH = 32
@@ -37,6 +40,28 @@ def test_many_parameters_over_a_slow_link_want_stages():
     copies = next(layout for layout in found if "DDP" in layout.name)
     assert copies.exchange == pytest.approx(1e-6 + 1.5 * num_bytes / 1e6, rel=1e-6)
     assert all(layout.seconds >= layout.compute > 0 for layout in found)
+    assert copies.seconds < copies.compute + copies.exchange  # the first bucket leaves before the end
+    for layout in found:
+        num_cuts = next((n - 1 for n in (2, 4) if layout.name.startswith(f"{n} stages")), 0)
+        assert len(layout.cuts) in (0, num_cuts)  # names cannot tell every cut of branches
+        assert (layout.split_size is not None) == (num_cuts > 0)
+
+
+def test_cuts_have_names_where_names_tell_them():
+    chain = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    traced = trace(chain)
+    for stage_of in ([0, 0, 1, 1], [0, 1, 1, 2]):
+        names = names_of(traced, stage_of)
+        assert len(names) == max(stage_of)
+        assert at_cuts(traced, names) == stage_of
+
+
+def test_the_way_through_the_schedule():
+    stages = [UnitCost(1.0, 2.0)] * 2
+    assert simulated(stages, [0.0], 0.0, num_splits=4) == pytest.approx(15.0)  # 2 * 3 and 3 more splits
+    assert simulated(stages, [0.5], 0.25, num_splits=1) == pytest.approx(7.5)
+    # The second split's gradients leave at 7.75, after forward and backward of the first one.
+    assert simulated(stages, [0.5], 0.25, num_splits=2) == pytest.approx(10.5)
 
 
 def test_a_fast_link_costs_its_latency():

@@ -1,8 +1,10 @@
 """Tables and their collections with TorchRec's arguments, and TorchRec's draws of the first weights."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,9 @@ from meshrec.modules import embedding_configs, embedding_modules
 from meshrec.modules.embedding_configs import DataType, PoolingType
 
 torch.fx.wrap("concatenated_bags")
+
+_logger = logging.getLogger("meshrec")
+_C = TypeVar("_C", bound=embedding_configs.BaseEmbeddingConfig)
 
 # TorchScript reads every attribute of a module, unless it stands here and in the class itself.
 _PYTHON_ONLY = tuple(
@@ -90,6 +95,17 @@ def _skip_draws(
         torch.empty(shape, dtype=config.data_type.dtype, device=device).normal_()
 
 
+def _of_numbers(tables: Sequence[_C]) -> list[_C]:
+    """As TorchRec's collections that are trained have them: tables of 8 bits and less in fp16."""
+    if quantised := [config.name for config in tables if config.data_type.bits]:
+        _logger.warning(
+            "the tables %s have quantised data types, and are in fp16 until they are quantised.", quantised
+        )
+    return [
+        replace(config, data_type=DataType.FP16) if config.data_type.bits else config for config in tables
+    ]
+
+
 EmbeddingBagConfig = Adapted(embedding_configs.EmbeddingBagConfig, _bag_config)
 EmbeddingConfig = Adapted(embedding_configs.EmbeddingConfig, _sequence_config)
 
@@ -120,6 +136,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
+        tables = _of_numbers(tables)
         if tables:
             _skip_draws(tables, device)
             super().__init__(tables, is_weighted, device)
@@ -136,7 +153,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         """Looks up and pools: ``[B, sum of D]``, one block of columns per feature; see MeshRec's."""
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
-                return _keyed(super().forward(maybe_td_to_kjt(features)))
+                return keyed(super().forward(maybe_td_to_kjt(features)))
         pooled: list[Tensor] = []
         names: list[str] = []
         bags = features.to_dict()
@@ -181,6 +198,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         use_gather_select: bool = False,
         use_gather_select_per_sharding: dict[str, bool] | None = None,
     ) -> None:
+        tables = _of_numbers(tables)
         if tables:
             super().__init__(tables, torch.device("meta"))
             where = torch.get_default_device() if device is None else torch.device(device)
@@ -274,7 +292,8 @@ def concatenated_bags(
     return torch.cat(pooled, dim=1)
 
 
-def _keyed(kt: sparse.KeyedTensor) -> KeyedTensor:
+def keyed(kt: sparse.KeyedTensor) -> KeyedTensor:
+    """MeshRec's as TorchRec's."""
     return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values(), kt.key_dim())
 
 

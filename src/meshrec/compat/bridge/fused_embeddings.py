@@ -17,10 +17,10 @@ _Optimizer = type[torch.optim.Optimizer]
 _PLACES = ("DEVICE", "HOST")  # where tables are anyway
 
 
-class FusedOptimizer(tables.FusedOptimizer):
+class CallableFusedOptimizer(tables.FusedOptimizer):
     """MeshRec's, which TorchRec's programs ask for with a call: ``collection.fused_optimizer()``."""
 
-    def __call__(self) -> "FusedOptimizer":
+    def __call__(self) -> "CallableFusedOptimizer":
         """Itself."""
         return self
 
@@ -150,8 +150,7 @@ def _fuse(
     if location is not None and getattr(location, "name", location) not in _PLACES:
         raise ValueError(
             f"location {location!r} is not to be had: tables are where device says. Leave it out, or pass "
-            "one "
-            f"of {list(_PLACES)}."
+            f"one of {list(_PLACES)}."
         )
     modules.fuse(collection, optimizer=spec_of({"optimizer": optimizer_type, **optimizer_kwargs}))
-    collection.fused_optimizer.__class__ = FusedOptimizer
+    collection.fused_optimizer.__class__ = CallableFusedOptimizer

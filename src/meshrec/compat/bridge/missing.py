@@ -2,7 +2,9 @@
 it."""
 
 _LOOP = "Nearest: TrainPipelineSparseDist."
-_QUANT = "quantized collections are sharded as others are. Nearest: EmbeddingBagCollectionSharder."
+_QUANT = (
+    "a feature-processed collection needs no sharder of its own. Nearest: QuantEmbeddingBagCollectionSharder."
+)
 _PLANNER = "the planner searches by itself. Nearest: ParameterConstraints."
 _TIMES = "the planner has its own model of time. Nearest: `meshrec calibrate`, which measures this machine."
 _REMAP = "ids are not remapped while training. Nearest: hash the ids beforehand."

@@ -65,7 +65,7 @@ _WARMUP = {
     **_of("meshrec.optim.warmup", "WarmupPolicy"),
     **_of(f"{_C}.keyed", "WarmupOptimizer WarmupStage"),
 }
-_ROWWISE = _of("meshrec.optim.rowwise_adagrad", "RowWiseAdagrad")
+_ROWWISE = _of(f"{_C}.rowwise_adagrad", "RowWiseAdagrad")
 _PIPELINES = _of(
     f"{_C}.train_pipeline",
     "EvalPipelineSparseDist PrefetchTrainPipelineSparseDist TrainPipelineBase TrainPipelineSparseDist",
@@ -120,7 +120,14 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.modules.tensor_pool": _of(f"{_C}.pools", "TensorPool"),
     "torchrec.modules.regroup": _of(f"{_C}.regroup", "KTRegroupAsDict"),
     "torchrec.inference": {},
-    "torchrec.inference.modules": _QUANTIZE,
+    "torchrec.inference.modules": {
+        **_QUANTIZE,
+        **_of(f"{_C}.pruning", "set_pruning_data"),
+        **_of(
+            f"{_C}.inference",
+            "DEFAULT_SHARDERS PredictModule quantize_dense quantize_feature shard_quant_model",
+        ),
+    },
     "torchrec.models": {},
     "torchrec.models.deepfm": _of(
         f"{_C}.deepfm", "DenseArch FMInteractionArch OverArch SimpleDeepFMNN SimpleDeepFMNNWrapper SparseArch"
@@ -136,7 +143,15 @@ MODULES: dict[str, dict[str, str]] = {
         ),
     },
     "torchrec.quant": {"EmbeddingBagCollection": _QUANT["EmbeddingBagCollection"]},
-    "torchrec.quant.embedding_modules": _QUANT,
+    "torchrec.quant.embedding_modules": {
+        **_QUANT,
+        **_of(
+            f"{_C}.quant",
+            "quant_prep_enable_quant_state_dict_split_scale_bias "
+            "quant_prep_enable_quant_state_dict_split_scale_bias_for_types",
+        ),
+    },
+    "torchrec.quant.utils": _of(f"{_C}.quant", "meta_to_cpu_placement"),
     "torchrec.distributed": {
         **_PARALLEL,
         **_COMM,
@@ -171,6 +186,16 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.distributed.embedding": {
         **_of(f"{_C}.sharders", "EmbeddingCollectionSharder"),
         **_of("meshrec.distributed.embedding_modules", "ShardedEmbeddingCollection"),
+    },
+    "torchrec.distributed.quant_embedding": {
+        **_of(f"{_C}.quant_sharders", "QuantEmbeddingCollectionSharder"),
+        "ShardedQuantEmbeddingCollection": "meshrec.distributed.embedding_modules:ShardedEmbeddingCollection",
+    },
+    "torchrec.distributed.quant_embeddingbag": {
+        **_of(f"{_C}.quant_sharders", "QuantEmbeddingBagCollectionSharder"),
+        "ShardedQuantEmbeddingBagCollection": (
+            "meshrec.distributed.embedding_modules:ShardedEmbeddingBagCollection"
+        ),
     },
     "torchrec.distributed.model_parallel": {
         **_PARALLEL,

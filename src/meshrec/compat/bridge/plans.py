@@ -141,7 +141,7 @@ def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size
     )
 
 
-def _placement(placement: own.Placement, local_size: int) -> str:
+def _placement(placement: own.RemoteDevice, local_size: int) -> str:
     device = placement.device
     where = device if device == "cpu" else f"{device}:{placement.rank % local_size}"
     return f"rank:{placement.rank}/{where}"
@@ -177,7 +177,7 @@ def _shard_to_own(shard: ShardMetadata) -> own.ShardMetadata:
     return own.ShardMetadata(
         shard_offsets=(r0, c0),
         shard_sizes=(rows, columns),
-        placement=own.Placement(rank=rank, device=device.type),
+        placement=own.RemoteDevice(rank=rank, device=device.type),
     )
 
 

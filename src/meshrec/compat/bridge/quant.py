@@ -4,13 +4,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import Proxy
 from typing_extensions import Self
 
+from meshrec.compat.bridge import embeddings
+from meshrec.compat.bridge.pruning import pruned
+from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
 from meshrec.modules import embedding_modules
-from meshrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from meshrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant import quantize
+
+torch.fx.wrap("bag_rows")
+torch.fx.wrap("id_rows")
 
 _DATA_TYPES = {
     torch.int8: DataType.INT8,
@@ -66,6 +74,29 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
     ) -> None:
         super().__init__(tables, is_weighted, device, output_dtype=data_type_of(output_dtype))
 
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
+        """``[B, sum of D]``; torch.fx sees one lookup after the other."""
+        if not isinstance(features, Proxy):
+            return embeddings.keyed(super().forward(maybe_td_to_kjt(features)))
+        bags = features.to_dict()
+        pooled = []
+        for config, weight in self.tables().values():
+            for name in config.feature_names:
+                bag, mean = bags[name], config.pooling is PoolingType.MEAN
+                arguments = (bag.values(), bag.offsets(), bag.weights() if self.is_weighted() else None)
+                kind = (config.data_type.bits, config.embedding_dim, int(mean), _dtype_of(self))
+                pooled.append(bag_rows(weight, *arguments, *kind))
+        return KeyedTensor(
+            keys=self.embedding_names(),
+            length_per_key=[c.embedding_dim for c, _ in self.tables().values() for _ in c.feature_names],
+            values=torch.cat(pooled, dim=1),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return next(self.parameters()).device
+
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
         """From a collection with a ``qconfig``, which is a ``QuantConfig``."""
@@ -86,11 +117,120 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     ) -> None:
         super().__init__(tables, device, output_dtype=data_type_of(output_dtype))
 
+    def forward(  # type: ignore[override]
+        self, features: KeyedJaggedTensor
+    ) -> dict[str, JaggedTensor]:
+        """By feature ``[n, D]``; torch.fx sees one lookup after the other."""
+        if not isinstance(features, Proxy):
+            return {
+                name: JaggedTensor.unchecked(rows.values(), None, rows.lengths(), rows.offsets())
+                for name, rows in super().forward(maybe_td_to_kjt(features)).items()
+            }
+        bags = features.to_dict()
+        names = iter(self.embedding_names())
+        result = {}
+        for config, weight in self.tables().values():
+            for name in config.feature_names:
+                bag = bags[name]
+                kind = (config.data_type.bits, config.embedding_dim, _dtype_of(self))
+                rows = id_rows(weight, bag.values(), bag.offsets(), *kind)
+                result[next(names)] = JaggedTensor(values=rows, lengths=bag.lengths())
+        return result
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return next(self.parameters()).device
+
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
         """From a collection with a ``qconfig``, which is a ``QuantConfig``."""
         made: Self = _from_float(cls, module)
         return made
+
+
+def bag_rows(
+    weight: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    bits: int,
+    dim: int,
+    pooling: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``[B, D]``: the bags of one feature in one table; see ``ops.nbit``."""
+    nameless = torch.empty(0, dtype=torch.uint8)
+    num_bags = offsets.numel() - 1
+    return torch.ops.meshrec.nbit_forward(  # type: ignore[no-any-return]
+        [weight],
+        [bits],
+        values,
+        offsets,
+        sample_weights,
+        None,
+        1,
+        [0],
+        [0],
+        [pooling],
+        False,
+        [dim],
+        num_bags,
+        dtype,
+        True,
+        nameless,
+    )
+
+
+def id_rows(
+    weight: Tensor, values: Tensor, offsets: Tensor, bits: int, dim: int, dtype: torch.dtype
+) -> Tensor:
+    """``[n, D]``: the row of each id of one feature in one table."""
+    nameless = torch.empty(0, dtype=torch.uint8)
+    rows = torch.ops.meshrec.nbit_forward(
+        [weight],
+        [bits],
+        values,
+        offsets,
+        None,
+        None,
+        1,
+        [0],
+        [0],
+        [2],
+        True,
+        [dim],
+        values.numel() * dim,
+        dtype,
+        True,
+        nameless,
+    )
+    return rows.view(-1, dim)  # type: ignore[no-any-return]
+
+
+def _dtype_of(collection: TableCollection) -> torch.dtype:
+    return torch.float32 if collection.output_dtype is None else collection.output_dtype.dtype
+
+
+def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
+    """Nothing: state dicts always have scales and biases as tensors of their own."""
+
+
+def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
+    module: nn.Module, module_types: Sequence[type[nn.Module]]
+) -> None:
+    """Nothing: state dicts always have scales and biases as tensors of their own."""
+
+
+def meta_to_cpu_placement(module: nn.Module) -> None:
+    """Moves quantised collections that are on ``meta`` to the CPU, in place, with rows of no value."""
+    for child in module.modules():
+        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
+            _, holders = child.table_holders()
+            for config, weight in child.tables().values():
+                if weight.is_meta:
+                    rows = torch.zeros_like(weight, device="cpu")
+                    holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
 
 
 def quantize_embeddings(
@@ -145,7 +285,9 @@ def _quantized(
         for config, _ in child.tables().values()
     }
     chosen = {name: data_type_of(own) for name, own in (per_table or {}).items() if name in names}
-    return quantize(module, data_type_of(dtype), per_table=chosen, output_dtype=data_type_of(output_dtype))
+    return quantize(
+        pruned(module), data_type_of(dtype), per_table=chosen, output_dtype=data_type_of(output_dtype)
+    )
 
 
 def _from_float(cls: Any, module: nn.Module) -> Any:

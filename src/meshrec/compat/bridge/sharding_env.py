@@ -1,5 +1,6 @@
 """The ranks that share a model, with TorchRec's names for their numbers."""
 
+import torch
 import torch.distributed as dist
 
 from meshrec.plan import mesh
@@ -10,8 +11,8 @@ class ShardingEnv(mesh.ShardingEnv):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.world.size
+        """How many ranks there are; in one process, devices."""
+        return len(self.devices) or self.world.size
 
     @property
     def rank(self) -> int:
@@ -24,15 +25,36 @@ class ShardingEnv(mesh.ShardingEnv):
         return self.world.group
 
     @classmethod
-    def from_local(cls, world_size: int, rank: int) -> "ShardingEnv":
-        """One process without a group.
+    def from_local(cls, world_size: int, rank: int) -> "ShardingEnv":  # type: ignore[override]
+        """One process without a group: alone, or for inference with so many devices, GPUs where there are
+        as many.
 
         Raises:
-            ValueError: for more than one rank: MeshRec's ranks are processes.
+            ValueError: for another rank than 0: it would be another process.
         """
-        if world_size != 1 or rank != 0:
+        if world_size < 1 or rank != 0:
             raise ValueError(
-                f"world_size {world_size} needs as many processes in a group. Use "
-                "ShardingEnv.from_process_group."
+                f"one process is rank 0 of at least one device, got rank {rank} of {world_size}. For "
+                "several processes use ShardingEnv.from_process_group."
             )
-        return cls()
+        if world_size == 1:
+            return cls()
+        there = torch.cuda.device_count() >= world_size
+        devices = local_devices(world_size, "cuda" if there else "cpu")
+        return cls(shard=mesh.Axis(size=world_size), devices=tuple(devices))
+
+
+def local_devices(number: int, kind: str) -> list[torch.device]:
+    """So many devices of this host: GPUs, or the CPU each time.
+
+    Raises:
+        ValueError: for GPUs that are not there.
+    """
+    if kind == "cpu":
+        return [torch.device("cpu")] * number
+    if torch.cuda.device_count() < number:
+        raise ValueError(
+            f"{number} devices of type {kind!r} are asked for, and {torch.cuda.device_count()} are here. "
+            "Pass compute_device='cpu', or fewer devices."
+        )
+    return [torch.device(kind, index) for index in range(number)]

@@ -17,7 +17,7 @@ from meshrec.plan import builders as own
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EnumerableShardingSpec,
-    Placement,
+    RemoteDevice,
     ShardingType,
     ShardMetadata,
     TableSize,
@@ -35,7 +35,7 @@ def _generator(
     ) -> ParameterSharding:
         size = TableSize(param.shape[0], param.shape[1])
         own_generator = make(**arguments, compute_kernel=_kernel(kernel, param))
-        placed = own_generator("of this parameter", size, own.Ranks(world_size, local_size, device_type))
+        placed = own_generator("of this parameter", size, own.WorldShape(world_size, local_size, device_type))
         return table_from_own(placed, world_size=world_size, local_size=local_size)
 
     return generate
@@ -141,7 +141,7 @@ def construct_module_sharding_plan(
 
 
 def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own.ShardingGenerator:
-    def generate(table: str, size: TableSize, ranks: own.Ranks) -> OwnSharding:
+    def generate(table: str, size: TableSize, ranks: own.WorldShape) -> OwnSharding:
         if sum(sizes) != size.embedding_dim:
             raise ValueError(
                 f"size_per_rank {sizes} makes {sum(sizes)} columns, but the table has {size.embedding_dim}. "
@@ -152,7 +152,7 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own
             ShardMetadata(
                 shard_offsets=(0, start),
                 shard_sizes=(size.num_embeddings, columns),
-                placement=Placement(rank=rank, device=ranks.device),
+                placement=RemoteDevice(rank=rank, device=ranks.device),
             )
             for rank, (start, columns) in enumerate(zip(starts, sizes, strict=True))
             if columns

@@ -17,6 +17,7 @@ from meshrec.data.features.values import (
     Kind,
     TimeUnit,
     Values,
+    array_of,
     hashes_of,
     is_missing,
     kind_of,
@@ -87,7 +88,7 @@ class Cross(IdFeature):
             )
         return int(
             self.rows_of(
-                pa.StructArray.from_arrays([pa.array([each]) for each in value], self.columns_crossed)
+                pa.StructArray.from_arrays([array_of([each]) for each in value], self.columns_crossed)
             )[0]
         )
 

@@ -167,6 +167,15 @@ class Features(Encoding):
         names += [column for each in self.features for column in each.columns() if column not in joined]
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
+    def fitted_kinds(self) -> Mapping[str, str]:
+        """What the columns of features held that are fitted."""
+        joined = {column for join in self.joins for column in join.columns}
+        return {
+            each.source: each.found
+            for each in self.features
+            if each.found is not None and each.source not in joined
+        }
+
     def wrong_columns(self, found: pa.Schema) -> list[str]:
         """What is missing or of a kind that cannot be read; empty if nothing is."""
         missing = [name for name in self.columns() if found.get_field_index(name) < 0]

@@ -15,6 +15,7 @@ from meshrec.data.features.column_feature import need_fitted, wrong_kind
 from meshrec.data.features.values import (
     Kind,
     Values,
+    array_of,
     hashes_and_missing,
     integers_of,
     is_missing,
@@ -88,7 +89,7 @@ class IdFeature(ABC):
         """The row of one value: in training, in predictions and in serving."""
         need_fitted(self)
         null = pa.string() if "text" in self.allowed else pa.int64()
-        array = pa.array([value], null if value is None else None)
+        array = pa.nulls(1, null) if value is None else array_of([value])
         wrong = self.wrong({self.source: _with_list(kind_of(array.type), self.found)})
         if wrong is not None and value is not None:
             raise ValueError(f"{wrong}; got the value {value!r}.")

@@ -1,5 +1,6 @@
 """Arrow columns as what features need: plain values, the ids of rows, numbers, parts of dates."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +50,12 @@ def kind_of(kind: pa.DataType) -> Kind:
     return "time" if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) else "other"
 
 
+def array_of(values: Sequence[Any]) -> Any:
+    """An Arrow array of Python values; of integers beyond int64 it is one of uint64."""
+    large = any(isinstance(each, int) and each >= 1 << 63 for each in values)
+    return pa.array(values, pa.uint64() if large else None)
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Lists of variable and of fixed size."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -74,8 +81,9 @@ def values_of(chunks: Any) -> Values:
 def hashes_of(array: Any) -> UInt64s:
     """64 bits of each value: equal numbers have equal hashes whatever their width, equal texts too.
 
-    Of integers and dates: `mix` of the number. Of texts and binaries: `hash_bytes` of their UTF-8. Of other
-    numbers: `mix` of the bits of the float64. Nulls have the hash of 0 or of the empty text.
+    Of integers: `mix` of the number. Of dates and times: `mix` of the microseconds since 1970, UTC, or since
+    midnight. Of texts and binaries: `hash_bytes` of their UTF-8. Of other numbers: `mix` of the bits of the
+    float64. Nulls have the hash of 0 or of the empty text.
     """
     return hashes_and_missing(array)[0]
 
@@ -111,13 +119,14 @@ def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def integers_of(array: Any) -> Ints:
-    """Whole numbers as int64, floats as their bits (-0.0 as 0.0); null is 0."""
+    """Whole numbers as int64, times as microseconds, floats as their bits (-0.0 as 0.0); null is 0."""
     kind = array.type
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         floats = pc.fill_null(array.cast(pa.float64()), 0).to_numpy(zero_copy_only=False) + 0.0
         return floats.view(np.int64)  # type: ignore[no-any-return]
-    if pa.types.is_temporal(kind):
-        array = array.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+    if pa.types.is_temporal(kind):  # whatever its unit, so that files may differ in it
+        whole_times = pa.time64("us") if pa.types.is_time(kind) else pa.timestamp("us")
+        array = array.cast(whole_times, safe=False).cast(pa.int64())
     elif pa.types.is_boolean(kind):
         array = array.cast(pa.int8())
     filled = pc.fill_null(array, 0) if array.null_count else array
@@ -157,9 +166,11 @@ def parts_of(array: Any, part: DatePartName, unit: TimeUnit) -> Any:
 
 def _times(array: Any, unit: TimeUnit) -> Any:
     if pa.types.is_timestamp(array.type):
-        return array.cast(pa.timestamp("us", tz=array.type.tz), safe=False)
+        return array.cast(pa.timestamp("us"), safe=False)  # without a zone: parts are of UTC
     if pa.types.is_date(array.type):
         return array.cast(pa.timestamp("us"))
+    if pa.types.is_time(array.type):  # of day
+        return array.cast(pa.time64("us"), safe=False).cast(pa.int64()).cast(pa.timestamp("us"))
     if pa.types.is_floating(array.type):
         array = pc.floor(array)
     return array.cast(pa.int64(), safe=False).cast(pa.timestamp(unit)).cast(pa.timestamp("us"), safe=False)

@@ -13,6 +13,7 @@ from meshrec.data.features.ids import IdFeature
 from meshrec.data.features.sketches import Counts
 from meshrec.data.features.values import (
     Kind,
+    array_of,
     hashes_and_missing,
     hashes_of,
 )
@@ -51,7 +52,7 @@ class Vocabulary(IdFeature):
                 f"{self.min_count} and {self.num_unseen}."
             )
         if self.vocabulary is not None and not isinstance(self.vocabulary, pa.Array):
-            object.__setattr__(self, "vocabulary", pa.array(self.vocabulary))
+            object.__setattr__(self, "vocabulary", array_of(self.vocabulary))
 
     @property
     def rows(self) -> int:
@@ -67,9 +68,17 @@ class Vocabulary(IdFeature):
         """With the values of the training data.
 
         Raises:
-            DataError: they are more than the table has rows.
+            DataError: they are more than the table has rows, or bytes that are no text.
         """
         ordered = counts.by_count()
+        if pa.types.is_binary(ordered.values.type) or pa.types.is_large_binary(ordered.values.type):
+            try:
+                ordered = Counts(ordered.values.cast(pa.large_string()), ordered.counts)
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"feature {self.name!r}: column {self.source!r} has bytes that are no UTF-8: "
+                    f"{error}. Hash it."
+                ) from error
         enough = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
         size = enough if self.max_size is None else min(enough, self.max_size)
         if self.num_embeddings is not None and self._first + size > self.num_embeddings:

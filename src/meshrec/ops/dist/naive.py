@@ -358,8 +358,7 @@ def _check(
         if what == "outside":
             raise ValueError(
                 f"table '{table}': id {one} of feature '{feature}' (sample {sample}) is outside [0, "
-                f"{num_rows}). "
-                "Raise num_embeddings, or hash the ids."
+                f"{num_rows}). Raise num_embeddings, or hash the ids."
             )
         raise ValueError(
             f"table '{table}': the weight of id {one} of feature '{feature}' (sample {sample}) is nan. "

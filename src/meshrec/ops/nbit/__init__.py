@@ -1,12 +1,16 @@
 """Rows of 8, 4 or 2 bits a number: made from numbers, turned back, and looked up beside tables of numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from meshrec.ops.nbit import autograd  # noqa: F401 - registers shapes for tracing, and the refusal to train
+from meshrec.ops.nbit import (
+    autograd,  # noqa: F401 - registers shapes for tracing, and the refusal to train
+    triton,  # noqa: F401 - registers the lookup for GPUs
+)
 from meshrec.ops.nbit.naive import BITS, PARAM_BYTES, code_bytes, params_of, row_bytes
+from meshrec.ops.tbe import Lookups
 
 __all__ = [
     "BITS",
@@ -21,8 +25,24 @@ __all__ = [
     "to_fbgemm_bytes",
 ]
 
-forward: Callable[..., Tensor] = torch.ops.meshrec.nbit_forward.default
-"""``torch.ops.meshrec.nbit_forward``; see ``naive.nbit_forward``."""
+# As the lookup of numbers, found once.
+_forward: Callable[..., Tensor] = torch.ops.meshrec.nbit_forward.default
+
+
+def forward(
+    bits: list[int],
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+    names: Tensor,
+) -> Tensor:
+    """Looks up in tables of which some are quantised; ``bits``: of each table, 0 for those that are not.
+
+    The rest, and what is raised: see ``ops.tbe.forward``. A gradient is refused.
+    """
+    return _forward(list(weights), bits, *lookups, out_size, out_dtype, check_ids, names)
 
 
 def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import SymInt, Tensor
 
 from meshrec.ops.nbit import naive
+from meshrec.ops.tbe import Lookups
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -27,25 +28,10 @@ def _dequantize_fake(rows: Tensor, bits: int, dim: int | SymInt) -> Tensor:
 
 
 @_register_fake("meshrec::nbit_forward")
-def _forward_fake(
-    weights: list[Tensor],
-    bits: list[int],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    out_size: int | SymInt,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
-    return values.new_empty([out_size] if flat else [out_size, sum(dims)], dtype=out_dtype)
+def _forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+    lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
+    shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
+    return lookups.values.new_empty(shape, dtype=out_dtype)
 
 
 def _refuse(ctx: Any, grad: Tensor) -> NoReturn:

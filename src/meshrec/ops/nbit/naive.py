@@ -10,10 +10,13 @@ fp16, the scale fp16 of ``(greatest - bias) / (2^bits - 1)``, 1 where that is 0;
 scale)``, clamped and rounded to the nearest, halves to even.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.tbe import Lookups
 from meshrec.ops.tbe import naive as tbe
 
 # D width, T tables
@@ -50,15 +53,16 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     bad = ~numbers.isfinite().all(1)
     if params is None:
         params = params_of(numbers.amin(1), numbers.amax(1), bits)
-        bad |= ~params.isfinite().all(1)
     elif params.dtype != torch.float16 or params.shape != (len(weight), 2):
         raise ValueError(
             f"params must hold an fp16 scale and an fp16 bias for each of the {len(weight)} rows."
         )
+    bad |= ~params.isfinite().all(1) | (params[:, 0] == 0)
     if bool(bad.any()):
         raise ValueError(
             f"row {int(bad.nonzero()[0])} has a number that is NaN, infinite, or outside fp16's range "
-            "(65504), which its scale and bias are kept in. Mend the row, or keep the table in fp32."
+            "(65504), which its scale and bias are kept in, or was given a scale of 0. Mend the row, or keep "
+            "the table in fp32."
         )
     scale, bias = params.float().unbind(1)
     codes = ((numbers - bias[:, None]) * (1 / scale)[:, None]).clamp(0, top).round().to(torch.uint8)
@@ -76,44 +80,51 @@ def params_of(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
 
 def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
     """fp32 ``[rows, D]``."""
+    if dim < 1:
+        raise ValueError(f"rows have at least one number, got dim {dim}. Give the width they were made with.")
     check_rows(rows, bits, dim)
     codes, params = split_rows(rows, bits, dim)
     scale, bias = params.float().unbind(1)
     return codes.float() * scale[:, None] + bias[:, None]
 
 
-def nbit_forward(
-    weights: list[Tensor],
-    bits: list[int],
-    values: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    tables: list[int],
-    pooling: list[int],
-    flat: bool,
-    dims: list[int],
-    out_size: int,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
-    """``tbe_forward`` of tables of which some are quantised; ``bits``: 0 for those that are not.
+def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+    """``tbe_forward`` of tables of which some are quantised.
+
+    ``bits``: of each table, 0 for those that are not. ``arguments``: those of ``Lookups``, and what
+    ``tbe_forward`` takes behind them.
 
     Raises:
         ValueError: as ``tbe_forward``, and for rows of another length than ``dims`` and ``bits`` give.
     """
-    if len(bits) != len(weights):
-        raise ValueError(f"bits must have a number for each of the {len(weights)} weights, got {len(bits)}.")
-    widths = dict(zip(tables, dims, strict=True))
+    lookups, options = Lookups.split(arguments)
+    check_tables(weights, bits, lookups)
+    widths = dict(zip(lookups.tables, lookups.dims, strict=True))
     numbers = [
         rows if own == 0 or table not in widths else nbit_dequantize(rows, own, widths[table])
         for table, (rows, own) in enumerate(zip(weights, bits, strict=True))
     ]
-    lookups = (values, offsets, per_sample_weights, segments, num_keys, keys, tables, pooling, flat)
-    return tbe.tbe_forward(numbers, *lookups, out_size, out_dtype, check_ids, names)
+    return tbe.tbe_forward(numbers, *lookups[:-1], *options)
+
+
+def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> None:
+    """Raises ValueError unless every table that is read has rows of the widths that its features have."""
+    if len(bits) != len(weights):
+        raise ValueError(f"bits must have a number for each of the {len(weights)} weights, got {len(bits)}.")
+    if len(lookups.dims) != len(lookups.tables):
+        raise ValueError(
+            f"dims and tables must have one entry per feature, got {len(lookups.dims)} and "
+            f"{len(lookups.tables)}."
+        )
+    for feature, (table, dim) in enumerate(zip(lookups.tables, lookups.dims, strict=True)):
+        if not 0 <= table < len(weights):
+            raise ValueError(f"a feature reads table {table} of {len(weights)}.")
+        if bits[table]:
+            check_rows(weights[table], bits[table], dim)
+        elif weights[table].shape[1] != dim:
+            raise ValueError(
+                f"feature {feature} is {dim} wide but table {table} is not. Give dims as in the forward."
+            )
 
 
 def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +143,7 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
     rows = codes.new_zeros(num_rows, row_bytes(dim, bits))
     rows[:, :PARAM_BYTES] = params.contiguous().view(torch.uint8)
     spread = codes.new_zeros(num_rows, code_bytes(dim, bits), per_byte)
-    spread.view(num_rows, -1)[:, :dim] = codes
+    spread.flatten(1)[:, :dim] = codes
     for place in range(per_byte):
         rows[:, PARAM_BYTES : PARAM_BYTES + spread.shape[1]] |= spread[:, :, place] << (bits * place)
     return rows

@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class Lookups(NamedTuple):
     dims: list[int]
     """[F]: widths."""
 
+    @classmethod
+    def split(cls, arguments: Sequence[Any]) -> tuple["Lookups", Sequence[Any]]:
+        """From the arguments of an op: those that all share, and the op's own behind them."""
+        shared = len(cls._fields)
+        return cls._make(arguments[:shared]), arguments[shared:]
+
     def of_tables(self, chosen: Sequence[int]) -> "Lookups":
         """The same batch for some of the tables, counted anew in their order; the others are skipped."""
         if len(chosen) > max(self.tables, default=-1) and all(map(operator.eq, chosen, itertools.count())):
@@ -50,7 +56,7 @@ class Lookups(NamedTuple):
         return self._replace(tables=[index.get(table, -1) for table in self.tables])
 
 
-class Piece(NamedTuple):
+class FeaturePiece(NamedTuple):
     """One feature's part of one block."""
 
     feature: int
@@ -76,10 +82,10 @@ class Piece(NamedTuple):
         return output[self.rows, self.columns]
 
 
-class Layout(NamedTuple):
+class OutputLayout(NamedTuple):
     """All pieces in the order of the flat output, and the number of rows (2-D) or elements (1-D) in total."""
 
-    pieces: list[Piece]
+    pieces: list[FeaturePiece]
     out_size: int
 
 
@@ -130,7 +136,7 @@ def make_layout(
     dims: list[int],
     pooling: list[int],
     flat: bool,
-) -> Layout:
+) -> OutputLayout:
     """Lays out every feature of every block.
 
     Raises:
@@ -143,7 +149,7 @@ def make_layout(
         if dim < 1:
             raise ValueError(f"feature {feature} is {dim} wide; every width is at least 1.")
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
-    pieces: list[Piece] = []
+    pieces: list[FeaturePiece] = []
     first_row = first_element = 0
     for first_segment in range(0, len(bounds) - 1, num_keys):
         block_rows = bounds[first_segment + 1] - bounds[first_segment]
@@ -160,7 +166,7 @@ def make_layout(
             num_rows = ids.stop - ids.start if pooling[feature] == NONE else high - low
             end_element = first_element + num_rows * dim
             pieces.append(
-                Piece(
+                FeaturePiece(
                     feature=feature,
                     ids=ids,
                     lengths_B=offsets_B1.diff(),
@@ -171,4 +177,4 @@ def make_layout(
             )
             column, first_element = column + dim, end_element
         first_row += block_rows
-    return Layout(pieces, first_element if flat else first_row)
+    return OutputLayout(pieces, first_element if flat else first_row)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
 from meshrec.ops.tbe.formulas import Hyper, formula_of
-from meshrec.ops.tbe.layout import MEAN, NONE, Layout, Piece, check_offsets, make_layout
+from meshrec.ops.tbe.layout import MEAN, NONE, FeaturePiece, OutputLayout, check_offsets, make_layout
 from meshrec.ops.tbe.naive_update import update_rows
 
 
@@ -275,7 +275,7 @@ def clamp_ids(
     return clamped, counts_F
 
 
-def _pooled(rows_nD: Tensor, piece: Piece, mode: int) -> Tensor:
+def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
     num_bags = piece.lengths_B.numel()
     pooled = rows_nD.new_zeros(num_bags, rows_nD.shape[1]).index_add_(0, piece.bag_of_id(), rows_nD)
     return pooled / piece.lengths_B.clamp(min=1)[:, None] if mode == MEAN else pooled
@@ -291,7 +291,7 @@ class _Gradient(NamedTuple):
 
 
 def _id_gradients(
-    layout: Layout,
+    layout: OutputLayout,
     grad: Tensor,
     values: Tensor,
     per_sample_weights: Tensor | None,
@@ -361,7 +361,11 @@ def _check_pooled(pooling: Sequence[int]) -> None:
 
 
 def _check_ids(
-    layout: Layout, values: Tensor, per_sample_weights: Tensor | None, num_rows_F: list[int], names: Tensor
+    layout: OutputLayout,
+    values: Tensor,
+    per_sample_weights: Tensor | None,
+    num_rows_F: list[int],
+    names: Tensor,
 ) -> None:
     for piece in layout.pieces:
         ids = values[piece.ids]
@@ -377,7 +381,7 @@ def _check_ids(
             )
 
 
-def _check_rows(piece: Piece, ids_n: Tensor, num_rows: int, table: str, feature: str) -> None:
+def _check_rows(piece: FeaturePiece, ids_n: Tensor, num_rows: int, table: str, feature: str) -> None:
     if (at := _first(_outside(ids_n, num_rows))) is not None:
         raise ValueError(
             f"table '{table}': id {int(ids_n[at])} of feature '{feature}' "

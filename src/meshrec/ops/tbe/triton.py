@@ -9,7 +9,7 @@ Triton comes with PyTorch's builds for GPUs; where it is missing, the plain torc
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -98,28 +98,43 @@ def _placed(batch: Lookups) -> _Placed:
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     """See ``naive.tbe_forward``."""
-    from meshrec.ops.tbe import triton_kernels
-
     *shared, out_size, out_dtype, check_ids, _ = arguments
     batch = Lookups._make([*shared, [weights[table].shape[1] for table in shared[-3]]])
+    out = look_up(weights, [0] * len(weights), batch, out_size, out_dtype, check_ids)
+    return naive.tbe_forward(weights, *arguments) if out is None else out  # it says what is wrong where
+
+
+def look_up(
+    weights: list[Tensor],
+    bits: list[int],
+    batch: Lookups,
+    out_size: int,
+    out_dtype: torch.dtype,
+    check_ids: bool,
+) -> Tensor | None:
+    """The lookup in tables of numbers (``bits`` 0) and of codes; None where offsets or ids are wrong."""
+    from meshrec.ops.tbe import triton_kernels
+
     lookups, values = _placed(batch), batch.values
     if lookups.shape[0] != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {lookups.shape[0]}.")
     if check_ids and _is_bad(lookups, weights, batch):
-        return naive.tbe_forward(weights, *arguments)  # it says what is wrong where
+        return None
     out = torch.empty(lookups.shape, dtype=out_dtype, device=values.device)
-    for wanted in _by_dtype(weights):
+    addresses = _on_device([weight.data_ptr() for weight in weights], values.device)
+    for (dtype, num_bits), wanted in _by_kind(weights, bits).items():
         some = lookups.of_tables(wanted)
         if 0 in some.grid:
             continue
         triton_kernels.look_up[some.grid](
             some.fields,
-            _on_device([weight.data_ptr() for weight in weights], values.device),
+            addresses,
             *batch[:3],
             out,
-            WEIGHT=_element(weights[min(wanted)].dtype),
+            WEIGHT=_element(dtype),
+            BITS=num_bits,
             WEIGHTED=batch.per_sample_weights is not None,
-            BLOCK=_block(weights[table].shape[1] for table in wanted),
+            BLOCK=_block(batch.dims[feature] for feature in some.features),
         )
     return out
 
@@ -211,7 +226,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     """See ``naive.tbe_update``."""
     from meshrec.ops.tbe import triton_kernels
 
-    batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = _split(arguments)
+    batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
     if any(each is not None for each in sorted_runs):
         raise ValueError("runs and mean_squares are for the CPU; on GPUs pass row_stats of summed rows.")
     device, num_ids = batch.values.device, batch.values.numel()
@@ -236,7 +251,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         origins,
         device,
     )
-    for wanted in _by_dtype(weights):
+    for (dtype, _), wanted in _by_kind(weights, [0] * num_tables).items():
         some = lookups.of_tables(wanted)
         entries = _entries(grad, some, batch, fields, num_rows)
         num_entries = entries.rows.numel()
@@ -256,14 +271,14 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
             DECAY=h.decay_mode,
             STATS=stats is not None,
             STOCHASTIC=h.seed != 0,
-            WEIGHT=_element(weights[min(wanted)].dtype),
+            WEIGHT=_element(dtype),
             BLOCK=_block(weights[table].shape[1] for table in wanted),
         )
 
 
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
     """See ``naive.tbe_sparse_grad``."""
-    batch, (num_rows,) = _split(arguments)
+    batch, (num_rows,) = Lookups.split(arguments)
     device, num_tables = batch.values.device, len(num_rows)
     lookups = _placed(batch)
     width_of = dict(zip(batch.tables, batch.dims, strict=True))
@@ -304,12 +319,6 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
 
-def _split(arguments: Sequence[Any]) -> tuple[Lookups, Sequence[Any]]:
-    """The arguments that the ops share, and the op's own."""
-    shared = len(Lookups._fields)
-    return Lookups(*arguments[:shared]), arguments[shared:]
-
-
 def _sum_runs(entries: _Entries, fields: Tensor, numbers: Tensor, widths: list[int], *, dense: bool) -> None:
     from meshrec.ops.tbe import triton_kernels
 
@@ -342,10 +351,12 @@ def _table_fields(
     return torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
 
 
-def _by_dtype(weights: list[Tensor]) -> Iterator[set[int]]:
+def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:
     """The tables of each type: they have kernels of their own."""
-    for dtype in dict.fromkeys(weight.dtype for weight in weights):
-        yield {table for table, weight in enumerate(weights) if weight.dtype == dtype}
+    tables: dict[tuple[torch.dtype, int], set[int]] = {}
+    for table, (weight, own) in enumerate(zip(weights, bits, strict=True)):
+        tables.setdefault((weight.dtype, own), set()).add(table)
+    return tables
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -360,7 +371,12 @@ def _block(widths: Any) -> int:
 def _element(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+    return {
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+        torch.uint8: tl.uint8,
+    }[dtype]
 
 
 def _register() -> torch.library.Library:

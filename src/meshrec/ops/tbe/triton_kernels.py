@@ -79,6 +79,21 @@ def check(lookups, num_rows, ids, offsets, sample_weights, is_bad, WEIGHTED: tl.
 
 
 @triton.jit
+def _row(address, row, width, columns, inside, WEIGHT: tl.constexpr, BITS: tl.constexpr):
+    """A row in fp32: of numbers (BITS 0), or of codes behind their scale and bias, see ``ops.nbit.naive``."""
+    if BITS == 0:
+        at = address.to(tl.pointer_type(WEIGHT)) + row * width
+        return tl.load(at + columns, inside, 0.0).to(tl.float32)
+    at = address + row * (4 + ((width * BITS + 7) // 8 + 3) // 4 * 4)
+    params = at.to(tl.pointer_type(tl.float16))
+    scale, bias = tl.load(params).to(tl.float32), tl.load(params + 1).to(tl.float32)
+    codes = (at + 4).to(tl.pointer_type(tl.uint8))
+    code = tl.load(codes + columns * BITS // 8, inside, 0).to(tl.int32)
+    code = (code >> (columns * BITS % 8)) & ((1 << BITS) - 1)
+    return tl.where(inside, scale * code.to(tl.float32) + bias, 0.0)
+
+
+@triton.jit
 def look_up(
     lookups,
     addresses,
@@ -87,6 +102,7 @@ def look_up(
     sample_weights,
     out,
     WEIGHT: tl.constexpr,
+    BITS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -97,7 +113,7 @@ def look_up(
         return
     width, stride, pooling = tl.load(fields + 1), tl.load(fields + 5), tl.load(fields + 6)
     first_bag = tl.load(fields + 2)
-    table = tl.load(addresses + tl.load(fields)).to(tl.pointer_type(WEIGHT))
+    table = tl.load(addresses + tl.load(fields))
     target = out + tl.load(fields + 4)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -105,15 +121,13 @@ def look_up(
     if pooling == _NONE:
         first_id = tl.load(offsets + first_bag)
         for i in range(begin, end):
-            row = table + tl.load(ids + i).to(tl.int64) * width
-            x = tl.load(row + columns, inside).to(tl.float32)
+            x = _row(table, tl.load(ids + i).to(tl.int64), width, columns, inside, WEIGHT, BITS)
             place = target + (i - first_id).to(tl.int64) * stride
             tl.store(place + columns, x.to(out.dtype.element_ty), inside)
     else:
         total = tl.zeros([BLOCK], tl.float32)
         for i in range(begin, end):
-            row = table + tl.load(ids + i).to(tl.int64) * width
-            x = tl.load(row + columns, inside, 0.0).to(tl.float32)
+            x = _row(table, tl.load(ids + i).to(tl.int64), width, columns, inside, WEIGHT, BITS)
             if WEIGHTED:
                 x *= tl.load(sample_weights + i)
             total += x

@@ -1,7 +1,7 @@
 """Model parallelism in stages: a model cut into parts that work on different splits of the batch."""
 
-from meshrec.pipeline.stages.choosing import Choice
-from meshrec.pipeline.stages.links import DeviceLink, Link
+from meshrec.pipeline.stages.choosing import StageChoice
+from meshrec.pipeline.stages.links import DeviceLink, StageLink
 from meshrec.pipeline.stages.ranks import StagedOverRanks, StepResult
 from meshrec.pipeline.stages.report import write_report
 from meshrec.pipeline.stages.running import StageError, split_seed
@@ -9,11 +9,11 @@ from meshrec.pipeline.stages.staged import Staged
 from meshrec.pipeline.stages.timeline import Event, Timeline
 
 __all__ = [
-    "Choice",
     "DeviceLink",
     "Event",
-    "Link",
+    "StageChoice",
     "StageError",
+    "StageLink",
     "Staged",
     "StagedOverRanks",
     "StepResult",

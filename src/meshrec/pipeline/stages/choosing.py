@@ -27,7 +27,7 @@ class UnitCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class StageChoice:
     """What was chosen.
 
     ``stage_of``: for each unit its stage. ``seconds``: the predicted step. ``bound``: no cut into as many
@@ -46,7 +46,7 @@ class Choice:
         return self.seconds / self.bound - 1.0
 
 
-class Cut(NamedTuple):
+class StageCut(NamedTuple):
     """An assignment of units to stages, and its seconds. ``is_best``: all others were looked at."""
 
     stage_of: list[int]
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
     is_best: bool
 
 
-class _Part(NamedTuple):
+class _Prefix(NamedTuple):
     """The slowest stage and link so far, and the links' sum; ``places``: where stages ended."""
 
     forward: float
@@ -69,7 +69,7 @@ def best_cut(
     num_stages: int,
     num_splits: int,
     links: "dict[int, float] | None" = None,
-) -> Cut:
+) -> StageCut:
     """The fastest of all assignments of units to stages in which no unit needs a later stage.
 
     A place to cut is a set of units that need nothing outside it (as bits). Dynamic programming over places
@@ -91,10 +91,10 @@ def best_cut(
     forward = {place: sum(costs[u].forward for u in _units(place)) for place in places}
     backward = {place: sum(costs[u].backward for u in _units(place)) for place in places}
     everything = places[-1]
-    parts: dict[int, list[_Part]] = {0: [_Part(0.0, 0.0, 0.0, ())]}
+    parts: dict[int, list[_Prefix]] = {0: [_Prefix(0.0, 0.0, 0.0, ())]}
     for stage in range(num_stages):
         last = stage == num_stages - 1
-        found: dict[int, list[_Part]] = {}
+        found: dict[int, list[_Prefix]] = {}
         for before, known in parts.items():
             for place in [everything] if last else places:
                 # A stage has a unit at least, and leaves one for each stage after it.
@@ -105,7 +105,7 @@ def best_cut(
                 link = 0.0 if last else links.get(place, 0.0)
                 f, b = forward[place] - forward[before], backward[place] - backward[before]
                 found.setdefault(place, []).extend(
-                    _Part(
+                    _Prefix(
                         max(p.forward, f, link), max(p.backward, b, link), p.links + link, (*p.places, place)
                     )
                     for p in known
@@ -113,15 +113,15 @@ def best_cut(
         parts = {place: _unbeaten(own) for place, own in found.items()}
     total = forward[everything] + backward[everything]
 
-    def seconds(part: _Part) -> float:
+    def seconds(part: _Prefix) -> float:
         return total + 2 * part.links + (num_splits - 1) * (part.forward + part.backward)
 
     best = min(parts[everything], key=seconds)
     stage_of = [next(s for s, place in enumerate(best.places) if place >> u & 1) for u in range(len(costs))]
-    return Cut(stage_of, seconds(best), is_all)
+    return StageCut(stage_of, seconds(best), is_all)
 
 
-def bound(cut: Cut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
+def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
     """No cut takes less than that: ``cut``, of ``best_cut``, where it is the best of all; else what the
     slowest stage takes at least, which has its share of the work and some unit as large as the largest."""
     if cut.is_best:
@@ -134,8 +134,8 @@ def bound(cut: Cut, costs: Sequence[UnitCost], num_stages: int, num_splits: int)
     return sum(forward) + sum(backward) + (num_splits - 1) * (slowest(forward) + slowest(backward))
 
 
-def _unbeaten(parts: Sequence[_Part]) -> list[_Part]:
-    kept: list[_Part] = []
+def _unbeaten(parts: Sequence[_Prefix]) -> list[_Prefix]:
+    kept: list[_Prefix] = []
     for part in sorted(parts):
         if not any(k.backward <= part.backward and k.links <= part.links for k in kept):
             kept.append(part)

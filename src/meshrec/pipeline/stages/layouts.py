@@ -1,11 +1,12 @@
 """Which parallelism for the dense part: copies on all ranks, parameters split over them, or stages.
 
 Compute is measured on this machine, at the sizes that a rank would see; an exchange is latency plus bytes
-over the bandwidth of a link of the hardware's profile, and nothing is taken to overlap. Tables are the
-planner's concern and count nothing here.
+over the bandwidth of a link of the hardware's profile. What DistributedDataParallel hides behind the backward
+pass, and stages behind each other, is found by going through the step. Tables are the planner's concern and
+count nothing here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,21 +18,32 @@ from torch.utils import _pytree as pytree
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.pipeline.stages.choosing import UnitCost, best_cut, places_of
 from meshrec.pipeline.stages.profiling import CANDIDATES, measured
-from meshrec.pipeline.stages.programs import program
+from meshrec.pipeline.stages.programs import names_of, program
+from meshrec.pipeline.stages.ranks import schedule
 from meshrec.pipeline.stages.samples import split
-from meshrec.pipeline.stages.tracing import Program, Traced, trace
+from meshrec.pipeline.stages.tracing import PartProgram, Traced, trace
 from meshrec.planner import Link
 from meshrec.sparse import KeyedJaggedTensor
 
+_STEPS = ("forward", "backward")
+MESSAGE_SECONDS = 5e-4
+"""What a split costs a stage on a rank, each way, to send and to take a message: processor time of its
+thread, seen with splits that hold next to nothing."""
+# Of DistributedDataParallel, which sends the first bucket early.
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
-class Layout(NamedTuple):
-    """A way to run the dense part. ``seconds``: of a step, of which the busiest rank computes ``compute`` and
-    exchanges take ``exchange``; what is left is waiting for other stages."""
+
+class DenseLayout(NamedTuple):
+    """A way to run the dense part. ``seconds``: of a step, in which the busiest rank computes for ``compute``
+    and exchanges take ``exchange``, partly at the same time. ``cuts``, ``split_size``: of stages, as
+    `StagedOverRanks` takes them; no cuts where names of submodules cannot tell them."""
 
     name: str
     compute: float
     exchange: float
     seconds: float
+    cuts: Sequence[str] = ()
+    split_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class _Problem:
     """A model and what runs it. ``parameters``: bytes by unit; ``values``: bytes of a sample's values."""
 
     traced: Traced
-    programs: list[Program]
+    programs: list[PartProgram]
     taken: Mapping[str, Any]
     batch: int
     world_size: int
@@ -50,7 +62,7 @@ class _Problem:
 
 def layouts(
     model: nn.Module, dense: Tensor, sparse: KeyedJaggedTensor, *, world_size: int, link: Link
-) -> list[Layout]:
+) -> list[DenseLayout]:
     """All layouts of a model called as ``model(dense, sparse)``, the fastest first.
 
     Args:
@@ -100,19 +112,40 @@ def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Lin
     return _Problem(traced, programs, taken, batch, world_size, link, parameters, sizes)
 
 
-def _unstaged(problem: _Problem) -> list[Layout]:
-    compute = sum(map(sum, _costs(problem, problem.batch // problem.world_size, 1)))
+def _unstaged(problem: _Problem) -> list[DenseLayout]:
+    costs = _costs(problem, problem.batch // problem.world_size, 1)
+    compute = sum(map(sum, costs))
     num_bytes, ranks, link = sum(problem.parameters), problem.world_size, problem.link
-    reduced = _all_reduce(num_bytes, ranks, link)
-    # Parameters are gathered forward and again backward, and gradients scattered.
-    gathered = 3 * (link.latency + num_bytes * (ranks - 1) / ranks / link.reduce_scatter)
+    # Parameters are gathered before the forward pass and kept, and gradients scattered.
+    gathered = 2 * (link.latency + num_bytes * (ranks - 1) / ranks / link.reduce_scatter)
     return [
-        Layout("data-parallel (DDP)", compute, reduced, compute + reduced),
-        Layout("sharded (FSDP2)", compute, gathered, compute + gathered),
+        DenseLayout(
+            "data-parallel (DDP)",
+            compute,
+            _all_reduce(num_bytes, ranks, link),
+            compute + _left_over(problem, costs),
+        ),
+        DenseLayout("sharded (FSDP2)", compute, gathered, compute + gathered),
     ]
 
 
-def _staged(problem: _Problem, num_stages: int) -> Layout:
+def _left_over(problem: _Problem, costs: Sequence[UnitCost]) -> float:
+    """What DistributedDataParallel's buckets, which leave as they are full, take after the backward pass."""
+    ranks, link = problem.world_size, problem.link
+    now = free = arrival = filled = 0.0
+    most = _FIRST_BUCKET
+    for left, cost, num_bytes in zip(
+        range(len(costs) - 1, -1, -1), costs[::-1], problem.parameters[::-1], strict=True
+    ):
+        now += cost.backward
+        filled += num_bytes
+        if filled >= most or (left == 0 and filled):
+            free = max(free, now) + _all_reduce(filled, ranks, link) - link.latency
+            arrival, filled, most = free + link.latency, 0.0, _BUCKET
+    return max(0.0, arrival - now)
+
+
+def _staged(problem: _Problem, num_stages: int) -> DenseLayout:
     """The best number of splits and the best cut for it."""
     lanes = problem.world_size // num_stages
     own = problem.batch // lanes
@@ -120,26 +153,70 @@ def _staged(problem: _Problem, num_stages: int) -> Layout:
     return min(found, key=lambda layout: layout.seconds)
 
 
-def _cut(problem: _Problem, num_stages: int, num_splits: int, own: int, lanes: int) -> Layout:
+def _cut(problem: _Problem, num_stages: int, num_splits: int, own: int, lanes: int) -> DenseLayout:
     needs = [unit.needs for unit in problem.traced.units]
     costs = _costs(problem, own, num_splits)
     per_byte = own / num_splits / problem.link.all_to_all
-    links = {
-        place: problem.link.latency + per_byte * _crossing(problem, place) for place in places_of(needs)[0]
-    }
+    transfers = {place: per_byte * _crossing(problem, place) for place in places_of(needs)[0]}
+    links = {place: problem.link.latency + seconds for place, seconds in transfers.items()}
     cut = best_cut(costs, needs, num_stages, num_splits, links)
     members = [[u for u, s in enumerate(cut.stage_of) if s == stage] for stage in range(num_stages)]
     ends = [sum(1 << u for stage in members[: end + 1] for u in stage) for end in range(num_stages - 1)]
     largest = max(sum(problem.parameters[unit] for unit in stage) for stage in members)
     reduced = _all_reduce(largest, lanes, problem.link)
-    compute = num_splits * max(sum(sum(costs[unit]) for unit in stage) for stage in members)
+    stages = [
+        UnitCost(*(sum(costs[u][way] for u in own_units) + MESSAGE_SECONDS for way in (0, 1)))
+        for own_units in members
+    ]
+    seconds = simulated(stages, [transfers[end] for end in ends], problem.link.latency, num_splits)
+    # After a step all stages learn the loss, and that nobody failed.
+    told = (2 if lanes == 1 else 3) * problem.link.latency
     beside = "" if lanes == 1 else f" x {lanes} copies"
-    return Layout(
+    return DenseLayout(
         f"{num_stages} stages{beside}, {num_splits} splits",
-        compute,
+        num_splits * max(map(sum, stages)),
         reduced + 2 * sum(links[end] for end in ends),
-        cut.seconds + reduced,
+        seconds + reduced + told,
+        names_of(problem.traced, cut.stage_of),
+        -(-own // num_splits),
     )
+
+
+def simulated(
+    stages: Sequence[UnitCost], transfers: Sequence[float], latency: float, num_splits: int
+) -> float:
+    """Seconds from the first split's forward pass to the last one's backward, by going through `schedule`.
+
+    Args:
+        stages: seconds of each for a split.
+        transfers: seconds that a split takes a link, each way, from each stage to the next.
+        latency: of the links, beside that.
+        num_splits: K.
+    """
+    count = len(stages)
+    waiting = [
+        [each for each in schedule(s, count, num_splits, train=True) if each[0] in _STEPS]
+        for s in range(count)
+    ]
+    arrived: dict[tuple[str, int, int], float] = {}
+    clocks = [0.0] * count
+    free = {(s, step): 0.0 for s in range(count) for step in _STEPS}
+    while any(waiting):
+        for stage, cost in enumerate(stages):
+            while waiting[stage]:
+                step, k = waiting[stage][0]
+                forward = step == "forward"
+                source, destination = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+                ready = arrived.get((step, stage, k)) if 0 <= source < count else 0.0
+                if ready is None:
+                    break
+                waiting[stage].pop(0)
+                clocks[stage] = max(clocks[stage], ready) + (cost.forward if forward else cost.backward)
+                if 0 <= destination < count:
+                    sent = max(clocks[stage], free[stage, step]) + transfers[min(stage, destination)]
+                    free[stage, step] = sent
+                    arrived[step, destination, k] = sent + latency
+    return max(clocks)
 
 
 def _costs(problem: _Problem, own: int, num_splits: int) -> list[UnitCost]:
@@ -167,7 +244,7 @@ def _crossing(problem: _Problem, place: int) -> float:
     return sum(problem.values[name] for name in made & taken)
 
 
-def _all_reduce(num_bytes: int, ranks: int, link: Link) -> float:
+def _all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
     """2 (n - 1) / n times the bytes, as `Link.all_reduce` counts."""
     return 0.0 if ranks == 1 else link.latency + 2 * (ranks - 1) / ranks * num_bytes / link.all_reduce
 

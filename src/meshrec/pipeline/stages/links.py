@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class Link(ABC):
+class StageLink(ABC):
     """Carries values between stages; each pair of stages has a carrier for each direction, which works beside
     the stages."""
 
@@ -22,7 +22,7 @@ class Link(ABC):
         """Called by the carrier. Gives what the stage at the other end calls to have the value."""
 
 
-class DeviceLink(Link):
+class DeviceLink(StageLink):
     """Copies to another device: on CUDA on a stream of its own, so that kernels go on meanwhile."""
 
     def __init__(self) -> None:

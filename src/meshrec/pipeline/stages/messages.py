@@ -35,7 +35,7 @@ class _Header(NamedTuple):
     leaves: list[Any]
 
 
-class _Form(NamedTuple):
+class _TensorForm(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_gradient: bool
@@ -111,7 +111,9 @@ class RankExchange(Exchange):
         flat, spec = pytree.tree_flatten(value)
         tensors = [leaf.detach().contiguous() for leaf in flat if isinstance(leaf, Tensor)]
         forms = [
-            _Form(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            _TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
             for leaf in flat
         ]
         self._send_header(_Header(None, spec, forms), peer, message)
@@ -127,7 +129,7 @@ class RankExchange(Exchange):
             raise ElsewhereError(header.error)
         flat = []
         for leaf in header.leaves:
-            if isinstance(leaf, _Form):
+            if isinstance(leaf, _TensorForm):
                 tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
                 if tensor.numel():
                     self._receive(tensor, peer, message)

@@ -1,6 +1,7 @@
 """Measures the units of a model at several split sizes, and chooses cuts and split size by what it saw."""
 
 import statistics
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from meshrec.distributed.awaitable import LazyAwaitable
-from meshrec.pipeline.stages.choosing import Choice, Cut, UnitCost, best_cut, bound
-from meshrec.pipeline.stages.programs import Staging, program
+from meshrec.pipeline.stages.choosing import StageChoice, StageCut, UnitCost, best_cut, bound
+from meshrec.pipeline.stages.programs import Staging, program, stage_programs
 from meshrec.pipeline.stages.samples import split, split_sizes
-from meshrec.pipeline.stages.tracing import Program, Traced
+from meshrec.pipeline.stages.tracing import PartProgram, Traced
 
 CANDIDATES = (2, 4, 8, 16, 32, 64)
 """Numbers of splits that are tried: more than 64 leave a bubble of a 64th at most, less than noise."""
 _REPEATS = 3
+_IN_FLIGHT = 4
+"""Splits whose results are kept while a stage is measured: no split finds the memory of the one before."""
 EXCHANGE_SECONDS = 1e-4
 """What a split costs a stage beside its operations (futures, detached tensors): seen on several machines; it
 decides only where splits are of this size."""
@@ -33,7 +36,7 @@ def choose_for(
     staging: Staging | None,
     split_size: int | Literal["auto"],
     num_threads: int,
-) -> Choice:
+) -> StageChoice:
     """Measures the units on a batch, and chooses what is not given: the stages, the number of splits.
 
     The model's buffers and torch's random numbers are as before; tables are looked up, not updated.
@@ -47,7 +50,7 @@ def choose_for(
     programs = [program(traced, unit.nodes, final) for unit in traced.units]
     before = [buffer.clone() for buffer in traced.model.buffers()]
     threads = torch.get_num_threads()
-    choices: dict[int, tuple[Cut, float]] = {}
+    choices: dict[int, _Measured] = {}
     try:
         torch.set_num_threads(num_threads)
         with torch.random.fork_rng(devices=[]):
@@ -57,22 +60,32 @@ def choose_for(
                 cut = best_cut(costs, needs, num_stages, count)
                 least = bound(cut, costs, num_stages, count)
                 if fixed is not None:
-                    cut = Cut(fixed, seconds_of(costs, fixed, count), False)
-                choices[count] = cut, least
+                    cut = StageCut(fixed, seconds_of(costs, fixed, count), False)
+                # The stages as they will run: what units take one by one says which cut is best, and no more.
+                stages = measured_stages(stage_programs(traced, cut.stage_of), taken, batch, count)
+                seconds = seconds_of(stages, range(num_stages), count)
+                choices[count] = _Measured(cut.stage_of, seconds, least * seconds / cut.seconds)
     finally:
         torch.set_num_threads(threads)
         with torch.no_grad():
             for buffer, value in zip(traced.model.buffers(), before, strict=True):
                 buffer.copy_(value)
-    count = min(choices, key=lambda k: choices[k][0].seconds)
-    cut, least = choices[count]
-    predicted = {k: each[0].seconds for k, each in choices.items()}
-    return Choice(cut.stage_of, count, cut.seconds, least, predicted)
+    count = min(choices, key=lambda k: choices[k].seconds)
+    predicted = {k: each.seconds for k, each in choices.items()}
+    return StageChoice(choices[count].stage_of, count, predicted[count], choices[count].bound, predicted)
+
+
+class _Measured(NamedTuple):
+    """The best cut for a number of splits; ``bound``: no cut takes less."""
+
+    stage_of: list[int]
+    seconds: float
+    bound: float
 
 
 def measured(
     traced: Traced,
-    programs: Sequence[Program],
+    programs: Sequence[PartProgram],
     taken: Mapping[str, Any],
     batch: int,
     num_splits: int,
@@ -94,13 +107,86 @@ def measured(
     ]
 
 
-class _Timed(NamedTuple):
+def measured_stages(
+    staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int
+) -> list[UnitCost]:
+    """Seconds of each stage for one of ``num_splits``, all stages at work at once."""
+    sizes = split_sizes(batch, -(-batch // num_splits))
+    values: dict[str, Any] = {}
+    whole = [UnitCost(0.0, 0.0)] * len(staging.stages)
+    arguments = []
+    for stage in staging.stages:
+        if stage.whole is not None:
+            whole[stage.index] = _measure_whole(stage.whole, taken, sizes, values)
+        own = _arguments(stage.split, taken, sizes, values)
+        arguments.append(own)
+        with torch.enable_grad():
+            values.update(zip(stage.split.gives, stage.split.module(*_inputs(own)), strict=True))
+    together = threading.Barrier(len(arguments))
+
+    def rounds(index: int) -> UnitCost:
+        together.wait()
+        program, depth = staging.stages[index].split, min(num_splits, _IN_FLIGHT)
+        found = [_measure_part(program, arguments[index], depth) for _ in range(_REPEATS + 1)][1:]
+        return UnitCost(*(statistics.median(numbers) for numbers in zip(*found, strict=True)))
+
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        split_costs = list(pool.map(rounds, range(len(arguments))))
+    return [
+        UnitCost(*(a + b + EXCHANGE_SECONDS for a, b in zip(one, other, strict=True)))
+        for one, other in zip(whole, split_costs, strict=True)
+    ]
+
+
+def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) -> UnitCost:
+    """The mean of ``depth`` splits: forward one after the other, backward the last first."""
+    kept = []
+    forward = backward = 0.0
+    for _ in range(depth):
+        inputs = _inputs(arguments)
+        with torch.enable_grad():
+            results, seconds = _timed(program.module, *inputs)
+        forward += seconds
+        kept.append((inputs, results))
+    while kept:
+        backward += _measure_backward(program, *kept.pop())
+    return UnitCost(forward / depth, backward / depth)
+
+
+def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequence[Any]) -> float:
+    ends = [e for e in pytree.tree_leaves(results) if isinstance(e, Tensor) and e.requires_grad]
+    leaves = [e for e in pytree.tree_leaves(inputs) if isinstance(e, Tensor) and e.requires_grad]
+    parameters = [p for p in program.module.parameters() if p.requires_grad]
+    if not ends or not (leaves or parameters):
+        return 0.0
+    ones = [torch.ones_like(end) for end in ends]
+    wanted = [*leaves, *parameters]
+    found, seconds = _timed(torch.autograd.grad, ends, wanted, ones, allow_unused=True)
+    return seconds + _timed(_add, found[len(leaves) :]).seconds
+
+
+def _arguments(
+    program: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
+) -> list[Any]:
+    """Of the first split: from the batch, or what the parts before made of theirs."""
+    return [
+        values[name] if name in values else split(taken[name], sizes, f"the input {name!r}")[0]
+        for name in program.takes
+    ]
+
+
+def _inputs(arguments: Sequence[Any]) -> list[Any]:
+    """StageCut off from what made them."""
+    return [pytree.tree_map(_as_input, argument) for argument in arguments]
+
+
+class _TimedResult(NamedTuple):
     result: Any
     seconds: float
 
 
 def _measure(
-    traced: Traced, programs: Sequence[Program], taken: Mapping[str, Any], sizes: Sequence[int]
+    traced: Traced, programs: Sequence[PartProgram], taken: Mapping[str, Any], sizes: Sequence[int]
 ) -> list[UnitCost]:
     values: dict[str, Any] = {}
     costs = []
@@ -108,26 +194,11 @@ def _measure(
         if unit.whole:
             costs.append(_measure_whole(own, taken, sizes, values))
             continue
-        # From the batch the first split; the parts before made it of theirs.
-        arguments = [
-            values[name] if name in values else split(taken[name], sizes, f"the input {name!r}")[0]
-            for name in own.takes
-        ]
-        flat, spec = pytree.tree_flatten(arguments)
-        flat = [_as_input(leaf) for leaf in flat]
+        inputs = _inputs(_arguments(own, taken, sizes, values))
         with torch.enable_grad():
-            results, forward = _timed(own.module, *pytree.tree_unflatten(flat, spec))
+            results, forward = _timed(own.module, *inputs)
         values.update(zip(own.gives, results, strict=True))
-        ends = [e for e in pytree.tree_leaves(results) if isinstance(e, Tensor) and e.requires_grad]
-        wanted = [e for e in [*flat, *own.module.parameters()] if isinstance(e, Tensor) and e.requires_grad]
-        backward = 0.0
-        if ends and wanted:
-            ones = [torch.ones_like(end) for end in ends]
-            found, backward = _timed(torch.autograd.grad, ends, wanted, ones, allow_unused=True)
-            backward += _timed(
-                _add, found[sum(isinstance(e, Tensor) and e.requires_grad for e in flat) :]
-            ).seconds
-        costs.append(UnitCost(forward, backward))
+        costs.append(UnitCost(forward, _measure_backward(own, inputs, results)))
     share = EXCHANGE_SECONDS / len(costs)
     return [UnitCost(c.forward + share, c.backward + share) for c in costs]
 
@@ -140,7 +211,7 @@ def _add(gradients: Sequence[Tensor | None]) -> None:
 
 
 def _measure_whole(
-    own: Program, taken: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
+    own: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: dict[str, Any]
 ) -> UnitCost:
     with torch.no_grad():
         results, seconds = _timed(own.module, *(taken[name] for name in own.takes))
@@ -160,10 +231,10 @@ def _as_input(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _timed(function: Any, *args: Any, **kwargs: Any) -> _Timed:
+def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
     start = time.perf_counter()
     result = function(*args, **kwargs)
-    return _Timed(result, time.perf_counter() - start)
+    return _TimedResult(result, time.perf_counter() - start)
 
 
 def seconds_of(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits: int) -> float:

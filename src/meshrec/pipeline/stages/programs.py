@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, fx, nn
 
-from meshrec.pipeline.stages.tracing import Program, Traced, path_of
+from meshrec.pipeline.stages.tracing import PartProgram, Traced, path_of
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class StageProgram:
 
     index: int
     name: str
-    whole: Program | None
-    split: Program
+    whole: PartProgram | None
+    split: PartProgram
 
 
 class Staging(NamedTuple):
@@ -75,6 +75,16 @@ def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
     return [next(s for s, bound in enumerate(bounds) if unit.index < bound) for unit in traced.units]
 
 
+def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
+    """The cuts that `at_cuts` turns into these stages; none where no names do."""
+    firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
+    cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
+    try:
+        return cuts if at_cuts(traced, cuts) == list(stage_of) else []
+    except ValueError:
+        return []
+
+
 def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
     """The programs of an assignment of units to stages: no unit may read what a later stage makes.
 
@@ -106,7 +116,7 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
     return Staging(stages, list(stage_of), traced.output)
 
 
-def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Program:
+def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> PartProgram:
     """The nodes as a program of their own; ``final``: those that the model returns."""
     own = set(nodes)
     graph = fx.Graph()
@@ -124,7 +134,7 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pr
         copies[node] = graph.node_copy(node, copies.__getitem__)
     gives = [node for node in nodes if node in final or any(user not in own for user in node.users)]
     graph.output(tuple(copies[node] for node in gives))
-    return Program(fx.GraphModule(traced.model, graph), takes, [node.name for node in gives])
+    return PartProgram(fx.GraphModule(traced.model, graph), takes, [node.name for node in gives])
 
 
 def _check_not_shared(traced: Traced, stage_of: Sequence[int]) -> None:

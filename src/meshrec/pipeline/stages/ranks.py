@@ -26,7 +26,7 @@ from meshrec.pipeline.stages.running import (
 from meshrec.pipeline.stages.samples import join, num_samples, split, split_sizes
 from meshrec.pipeline.stages.staged import take_apart
 from meshrec.pipeline.stages.timeline import Timeline
-from meshrec.pipeline.stages.tracing import Program, trace
+from meshrec.pipeline.stages.tracing import PartProgram, trace
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import ShardingPlan
 
@@ -375,7 +375,7 @@ class StagePart(nn.Module):
 
     def __init__(self, model: nn.Module, stage: StageProgram) -> None:
         super().__init__()
-        self._programs: dict[str, Program] = {"split": stage.split}
+        self._programs: dict[str, PartProgram] = {"split": stage.split}
         if stage.whole is not None:
             self._programs["whole"] = stage.whole
         self.holds_tables = stage.whole is not None

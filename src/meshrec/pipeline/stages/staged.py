@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshrec.pipeline.stages.batch_norm import batch_norms, deferred_statistics
-from meshrec.pipeline.stages.choosing import Choice
-from meshrec.pipeline.stages.links import DeviceLink, Link
+from meshrec.pipeline.stages.choosing import StageChoice
+from meshrec.pipeline.stages.links import DeviceLink, StageLink
 from meshrec.pipeline.stages.profiling import choose_for
 from meshrec.pipeline.stages.programs import Staging, at_cuts, stage_programs
 from meshrec.pipeline.stages.running import Inputs, Mode
 from meshrec.pipeline.stages.samples import join_leaves, num_samples, split, split_sizes
 from meshrec.pipeline.stages.threads import ThreadedBatch, Workers
 from meshrec.pipeline.stages.timeline import Timeline
-from meshrec.pipeline.stages.tracing import Program, Traced, trace
+from meshrec.pipeline.stages.tracing import PartProgram, Traced, trace
 
 
 class Staged(nn.Module):
@@ -64,7 +64,7 @@ class Staged(nn.Module):
         num_stages: int | None = None,
         split_size: int | Literal["auto"] = "auto",
         devices: Sequence[torch.device | str] | None = None,
-        link: Link | None = None,
+        link: StageLink | None = None,
         deferred_batch_norm: bool = False,
         num_workers: int | None = None,
         num_threads: int = 1,
@@ -88,7 +88,7 @@ class Staged(nn.Module):
         self._staging: Staging | None = None
         self._draws: bool | None = None  # not known before the first batch
         self.timeline = Timeline()
-        self.choice: Choice | None = None
+        self.choice: StageChoice | None = None
         self.seed: int | None = None
         """Of the last batch's random numbers; None where it drew none."""
         if cuts != "auto":
@@ -221,7 +221,7 @@ class Staged(nn.Module):
         return {**self.__dict__, "_workers": None}
 
 
-def take_apart(taking: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def take_apart(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """By name what the stages read of the model's arguments.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from meshrec.pipeline.stages.links import Link
+from meshrec.pipeline.stages.links import StageLink
 from meshrec.pipeline.stages.programs import StageProgram, Staging
 from meshrec.pipeline.stages.running import Caller, Exchange, Gradients, Inputs, Mode, StageError, StageRun
 from meshrec.pipeline.stages.timeline import Timeline
@@ -70,7 +70,7 @@ class ThreadExchange(Exchange):
     """Values in futures; over a link they are carried by a thread of their own."""
 
     def __init__(
-        self, workers: Workers, devices: Sequence[torch.device], link: Link | None, timeline: Timeline
+        self, workers: Workers, devices: Sequence[torch.device], link: StageLink | None, timeline: Timeline
     ) -> None:
         self._workers, self._devices, self._link, self._timeline = workers, devices, link, timeline
         self._futures: dict[tuple[str, int, int, int, str], Future[Callable[[], Any]]] = {}
@@ -164,7 +164,7 @@ class ThreadedBatch:
         inputs: Inputs,
         mode: Mode,
         devices: Sequence[torch.device],
-        link: Link | None,
+        link: StageLink | None,
     ) -> None:
         self._workers, self._sizes = workers, inputs.sizes
         self.timeline = Timeline()

@@ -29,7 +29,7 @@ class Unit:
     """The units whose results it reads."""
 
 
-class Program(NamedTuple):
+class PartProgram(NamedTuple):
     """A part of the model: called with the values of ``takes`` it gives a tuple with those of ``gives``."""
 
     module: fx.GraphModule
@@ -44,7 +44,7 @@ class Traced:
     """
 
     model: nn.Module
-    taking: Program
+    taking: PartProgram
     units: list[Unit]
     output: fx.Node
 
@@ -111,7 +111,7 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
     return list(found)
 
 
-def _taking(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> Program:
+def _taking(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> PartProgram:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -120,7 +120,7 @@ def _taking(model: nn.Module, inputs: Sequence[fx.Node], output: fx.Node) -> Pro
     wanted = [node for node in inputs if any(user is output or user not in copies for user in node.users)]
     graph.output(tuple(copies[node] for node in wanted))
     arguments = [str(node.target) for node in inputs if node.op == "placeholder"]
-    return Program(fx.GraphModule(model, graph), arguments, [node.name for node in wanted])
+    return PartProgram(fx.GraphModule(model, graph), arguments, [node.name for node in wanted])
 
 
 def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> list[Unit]:

@@ -13,7 +13,7 @@ from meshrec.compat.bridge.sparse.keyed import KeyedTensor, regrouped
 from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
 
 
-class KeyedContext(NamedTuple):
+class KJTContext(NamedTuple):
     """What a flattened KeyedJaggedTensor keeps beside its tensors."""
 
     keys: list[str]
@@ -21,7 +21,7 @@ class KeyedContext(NamedTuple):
     stride: int | None  # without keys, where no shape tells it
 
 
-class DenseContext(NamedTuple):
+class KTContext(NamedTuple):
     """What a flattened KeyedTensor keeps beside its tensor."""
 
     keys: list[str]
@@ -37,15 +37,15 @@ def _unflatten_jagged(leaves: Iterable[Any], context: None) -> JaggedTensor:
     return JaggedTensor.unchecked(*leaves)
 
 
-def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KeyedContext]:
+def _flatten_keyed_jagged(kjt: KeyedJaggedTensor) -> tuple[list[Any], KJTContext]:
     inverse = kjt._inverse_indices
     leaves = [getattr(kjt, name) for name in KeyedJaggedTensor._fields[:-1]]
     keys = None if inverse is None else inverse[0]
-    context = KeyedContext(kjt._keys, keys, None if kjt._keys else kjt._stride)
+    context = KJTContext(kjt._keys, keys, None if kjt._keys else kjt._stride)
     return [*leaves, None if inverse is None else inverse[1]], context
 
 
-def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> KeyedJaggedTensor:
+def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KJTContext) -> KeyedJaggedTensor:
     parts = list(leaves)
     size = len(KeyedJaggedTensor._fields)
     if len(parts) > size:
@@ -65,11 +65,11 @@ def _unflatten_keyed_jagged(leaves: Iterable[Any], context: KeyedContext) -> Key
     )
 
 
-def _flatten_keyed(kt: KeyedTensor) -> tuple[list[Any], DenseContext]:
-    return [kt._values], DenseContext(kt._keys, kt._length_per_key, kt._key_dim)
+def _flatten_keyed(kt: KeyedTensor) -> tuple[list[Any], KTContext]:
+    return [kt._values], KTContext(kt._keys, kt._length_per_key, kt._key_dim)
 
 
-def _unflatten_keyed(leaves: Iterable[Any], context: DenseContext) -> KeyedTensor:
+def _unflatten_keyed(leaves: Iterable[Any], context: KTContext) -> KeyedTensor:
     (values,) = leaves
     return KeyedTensor.unchecked(context.keys, context.length_per_key, values, context.key_dim)
 
@@ -80,14 +80,14 @@ def _flatten_keyed_as(kt: KeyedTensor, spec: pytree.TreeSpec) -> list[Any]:
     return [kt._values] if keys == kt._keys else regrouped([kt], [keys])
 
 
-def flatten_kjt_list(kjts: Sequence[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[KeyedContext]]:
+def flatten_kjt_list(kjts: Sequence[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[KJTContext]]:
     """The tensors of all, one after another, and what else each of them has."""
     flat = [_flatten_keyed_jagged(kjt) for kjt in kjts]
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
 
 
 def unflatten_kjt_list(
-    values: Sequence[Tensor | None], contexts: Sequence[KeyedContext]
+    values: Sequence[Tensor | None], contexts: Sequence[KJTContext]
 ) -> list[KeyedJaggedTensor]:
     """The reverse of :func:`flatten_kjt_list`."""
     size = len(KeyedJaggedTensor._fields)
@@ -131,6 +131,6 @@ _register(
     _flatten_keyed_jagged,
     _unflatten_keyed_jagged,
     lambda kjt, _: _flatten_keyed_jagged(kjt)[0],
-    KeyedContext,
+    KJTContext,
 )
-_register(KeyedTensor, ["_values"], _flatten_keyed, _unflatten_keyed, _flatten_keyed_as, DenseContext)
+_register(KeyedTensor, ["_values"], _flatten_keyed, _unflatten_keyed, _flatten_keyed_as, KTContext)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse, optim
+from meshrec.compat.bridge.rowwise_adagrad import RowWiseAdagrad
 from meshrec.optim import apply_optimizer_in_backward
-from meshrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's package uses what torch has deprecated

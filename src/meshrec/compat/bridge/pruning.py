@@ -1,0 +1,69 @@
+"""Tables of which quantisation takes the first rows only, with TorchRec's words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.modules.embedding_modules import TableCollection
+from meshrec.quant.quantize import copied_but_for
+
+_NUM_ROWS = "_rows_after_pruning"
+
+
+def set_pruning_data(
+    model: nn.Module,
+    tables_to_rows_post_pruning: Mapping[str, int],
+    module_types: Sequence[type[nn.Module]] | None = None,
+) -> nn.Module:
+    """Of the tables named here, quantisation takes the first so many rows only.
+
+    ``module_types``: the types of modules that are meant; default: every EmbeddingBagCollection.
+    """
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection if module_types is None else tuple(module_types)):
+            setattr(module, _NUM_ROWS, dict(tables_to_rows_post_pruning))
+    return model
+
+
+def pruned(module: nn.Module) -> nn.Module:
+    """``module`` as it is; after ``set_pruning_data`` a copy whose tables are the first rows of its own."""
+    replaced: dict[int, nn.Module] = {}
+    for child in module.modules():
+        if isinstance(child, TableCollection):
+            replaced[id(child)] = _first_rows(child, getattr(child, _NUM_ROWS, {}))
+    if all(id(made) == found for found, made in replaced.items()):
+        return module
+    return replaced.get(id(module)) or copied_but_for(module, replaced)
+
+
+def _first_rows(collection: TableCollection, num_rows: Mapping[str, int]) -> TableCollection:
+    configs = [config for config, _ in collection.tables().values()]
+    if not any(config.name in num_rows for config in configs):
+        return collection
+    for config in configs:
+        kept = num_rows.get(config.name, config.num_embeddings)
+        if not 0 < kept <= config.num_embeddings:
+            raise ValueError(
+                f"table {config.name!r} has {config.num_embeddings} rows, of which {kept} are to be kept. "
+                "Keep at least one, and not more than there are."
+            )
+    fewer = [
+        replace(config, num_embeddings=num_rows.get(config.name, config.num_embeddings)) for config in configs
+    ]
+    made = _like(collection, fewer)
+    _, holders = made.table_holders()
+    for config, (_, weight) in zip(fewer, collection.tables().values(), strict=True):
+        rows = weight.detach()[: config.num_embeddings]
+        holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
+    return made
+
+
+def _like(collection: TableCollection, configs: list[Any]) -> TableCollection:
+    device = torch.device("meta")
+    if isinstance(collection, EmbeddingBagCollection):
+        return EmbeddingBagCollection(configs, is_weighted=collection.is_weighted(), device=device)
+    return EmbeddingCollection(configs, device=device)

@@ -1,0 +1,84 @@
+"""Sharders of quantised collections with TorchRec's arguments."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from meshrec.compat.bridge.plans import module_to_own
+from meshrec.compat.bridge.sharders import SharderAnswers
+from meshrec.distributed import sharders as own
+from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.plan.mesh import ShardingEnv
+from meshrec.plan.sharding_plan import EmbeddingComputeKernel
+
+
+class QuantEmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAnswers):
+    """MeshRec's sharder, for quantised collections.
+
+    Args:
+        fused_params: TorchRec's options of its kernels; they change nothing here. No optimizer.
+        shardable_params: must be None: all tables are sharded.
+    """
+
+    def __init__(
+        self, fused_params: Mapping[str, Any] | None = None, shardable_params: object | None = None
+    ) -> None:
+        _check(fused_params, shardable_params)
+        super().__init__()
+        self.fused_params = fused_params
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """``quant``."""
+        return [EmbeddingComputeKernel.QUANT.value]
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: Mapping[str, Any],
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingBagCollection:
+        """The sharded module, by a plan of either library's form. Collective."""
+        return own.EmbeddingBagCollectionSharder().shard(module, module_to_own(params), env, device)
+
+
+class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
+    """MeshRec's sharder, for quantised collections; see ``QuantEmbeddingBagCollectionSharder``."""
+
+    def __init__(
+        self, fused_params: Mapping[str, Any] | None = None, shardable_params: object | None = None
+    ) -> None:
+        _check(fused_params, shardable_params)
+        super().__init__()
+        self.fused_params = fused_params
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """``quant``."""
+        return [EmbeddingComputeKernel.QUANT.value]
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: Mapping[str, Any],
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection:
+        """The sharded module, by a plan of either library's form. Collective."""
+        return own.EmbeddingCollectionSharder().shard(module, module_to_own(params), env, device)
+
+
+def _check(fused_params: Mapping[str, Any] | None, shardable_params: object | None) -> None:
+    if fused_params and "optimizer" in fused_params:
+        raise ValueError(
+            "quantised tables are not trained, but fused_params name an optimizer. Leave it out, or use "
+            "EmbeddingBagCollectionSharder for the model as it was."
+        )
+    if shardable_params is not None:
+        raise ValueError(
+            "all tables of a collection are sharded. Leave shardable_params out; a table that is to be on "
+            "every rank has the sharding type data_parallel."
+        )

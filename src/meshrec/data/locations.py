@@ -1,0 +1,100 @@
+"""Where data lies: paths, folders and patterns, on this machine or in a store that pyarrow reaches."""
+
+import fnmatch
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshrec.data.dataset import Paths
+from meshrec.data.faults import DataError, needs
+
+File = Path | str
+"""A file of this machine, or its address (URI) in a store: ``s3://bucket/clicks.parquet``."""
+
+
+def expand(paths: Paths, pattern: str) -> list[File]:
+    """The files that paths, folders and patterns stand for; those of stores as addresses.
+
+    Stores are those of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf, file; their keys come from
+    where each store's own tools take them.
+
+    Raises:
+        DataError: one of them stands for none, or cannot be reached.
+    """
+    files: list[File] = []
+    for each in [paths] if isinstance(paths, str | Path) else paths:
+        found = _stored(each, pattern) if is_address(each) else _local(each, pattern)
+        if not found:
+            place = "there" if is_address(each) else f"in {Path.cwd()}"
+            raise DataError(f"{each} stands for no file {place}; folders are searched for {pattern}.")
+        files += found
+    if not files:
+        raise DataError("no paths were given.")
+    return files
+
+
+def is_address(path: str | Path) -> bool:
+    """Whether it lies in a store."""
+    return isinstance(path, str) and "://" in path
+
+
+def opened(file: File) -> Any:
+    """What pyarrow reads a file from; the caller closes it.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    if not is_address(file):
+        return Path(file).open("rb")
+    filesystem, path = needs("pyarrow.fs", "data").FileSystem.from_uri(str(file))
+    return filesystem.open_input_file(path)
+
+
+def _local(each: str | Path, pattern: str) -> list[File]:
+    path = Path(each)
+    if path.is_dir():
+        return sorted(path.glob(pattern))
+    return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(each)))]
+
+
+def _stored(address: str | Path, pattern: str) -> list[File]:
+    pa, fs = needs("pyarrow", "data"), needs("pyarrow.fs", "data")
+    plain, question, options = str(address).partition("?")
+    try:
+        filesystem, path = fs.FileSystem.from_uri(str(address))
+        folder, wanted = path, pattern
+        if any(sign in path for sign in "*["):
+            folder, _, wanted = path.rpartition("/")
+        elif filesystem.get_file_info(path).type == fs.FileType.File:
+            return [str(address)]
+        every = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+    except (pa.ArrowException, OSError, ImportError) as error:
+        raise DataError(
+            f"{address} cannot be reached: {error}. Check the address and the store's keys."
+        ) from error
+    store = plain.removesuffix(path)
+    return [
+        f"{store}{each.path}{question}{options}"
+        for each in sorted(every, key=lambda each: str(each.path))
+        if each.type == fs.FileType.File and fnmatch.fnmatch(each.base_name, wanted)
+    ]
+
+
+def suffix_of(file: File) -> str:
+    """Such as ``.parquet``."""
+    return Path(str(file).partition("?")[0]).suffix
+
+
+def as_local(files: Sequence[File], what: str) -> list[Path]:
+    """Files that must lie on this machine.
+
+    Raises:
+        DataError: one of them does not.
+    """
+    for each in files:
+        if is_address(each):
+            raise DataError(
+                f"{each}: {what} are read from this machine only. Copy it here, or make it Parquet."
+            )
+    return [Path(each) for each in files]

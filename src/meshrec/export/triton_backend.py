@@ -1,0 +1,41 @@
+"""What Triton's Python backend calls; it is imported there only, where ``triton_python_backend_utils`` is."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as utils  # type: ignore[import-not-found]
+
+from meshrec.export.predictor import Predictor
+from meshrec.export.triton import PACKAGE
+
+
+class TritonPythonModel:
+    """Answers requests with a package's scores, each on its own."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Opens the package beside ``model.py``."""
+        folder = Path(args["model_repository"]) / args["model_version"] / PACKAGE
+        self._predictor = Predictor(folder)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response for each request; what is wrong with a request is its own error."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        def tensor(name: str) -> torch.Tensor:
+            return torch.from_numpy(utils.get_input_tensor_by_name(request, name).as_numpy())
+
+        predictor = self._predictor
+        try:
+            values = {feature: tensor(f"{feature}.values") for feature in predictor.features}
+            lengths = {feature: tensor(f"{feature}.lengths").long() for feature in predictor.features}
+            num_samples = len(lengths[predictor.features[0]])
+            dense = tensor("dense") if predictor.num_dense else torch.empty(num_samples, 0)
+            found = predictor(dense, values, lengths).numpy()
+        except ValueError as error:
+            return utils.InferenceResponse(output_tensors=[], error=utils.TritonError(str(error)))
+        output = utils.Tensor(predictor.outputs, found.astype(np.float32, copy=False))
+        return utils.InferenceResponse(output_tensors=[output])

@@ -1,0 +1,108 @@
+"""DIN: how much each item of a history counts depends on the item that is offered.
+
+Zhou et al.: "Deep interest network for click-through rate prediction" (2018).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.models.dlrm import OverArch
+from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
+
+# B samples, N items of all histories, D embedding width
+
+
+class InterestPooling(nn.Module):
+    """The sum of a history's vectors, each times what a small MLP says of it beside the offered item.
+
+    The weights are not made to sum to 1: their sum says how strong the interest is. Nothing is padded.
+
+    Args:
+        width: D.
+        layer_sizes: hidden layers of the MLP over history vector, offered vector, difference and product.
+        device: of the MLP.
+    """
+
+    def __init__(self, width: int, layer_sizes: Sequence[int], device: torch.device | None = None) -> None:
+        super().__init__()
+        self.weigh = OverArch(4 * width, [*layer_sizes, 1], device)
+
+    def forward(self, history: JaggedTensor, offered_BD: Tensor) -> Tensor:
+        """B bags of vectors, and a vector for each -> [B, D]."""
+        values_ND, lengths_B = history.values(), history.lengths()
+        of_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
+        offered_ND = offered_BD[of_N]
+        both = [values_ND, offered_ND, values_ND - offered_ND, values_ND * offered_ND]
+        weighted = values_ND * self.weigh(torch.cat(both, dim=1))
+        pooled: Tensor = weighted.new_zeros(len(lengths_B), values_ND.shape[1]).index_add(0, of_N, weighted)
+        return pooled
+
+
+class DIN(nn.Module):
+    """Logits of clicks from a history, an offered item, other ids, and dense values.
+
+    Args:
+        embedding_collection: one table, which is read by the features ``history`` and ``item``.
+        embedding_bag_collection: the tables of all other ids; None: there are none.
+        history: the feature with the items before.
+        item: the feature with the item that is offered; of several ids the last one counts.
+        dense_in_features: columns of the dense input.
+        attention: hidden layers of the MLP that weighs the history.
+        over: layers of the MLP over all vectors; the last one has the width 1.
+        device: of the MLPs.
+
+    Raises:
+        ValueError: history and item do not share a table.
+    """
+
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollection,
+        embedding_bag_collection: EmbeddingBagCollection | None,
+        *,
+        history: str,
+        item: str,
+        dense_in_features: int = 0,
+        attention: Sequence[int] = (64, 32),
+        over: Sequence[int] = (128, 64, 1),
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        (table, *more) = embedding_collection.embedding_configs()
+        if more or not {history, item} <= {*table.feature_names}:
+            raise ValueError(
+                f"the features {history!r} and {item!r} must share the one table of the collection, which "
+                f"has {[each.name for each in (table, *more)]}. Give the features one table (Feature.table)."
+            )
+        self.embedding_collection = embedding_collection
+        self.embedding_bag_collection = embedding_bag_collection
+        self._history, self._item = history, item
+        self.pooling = InterestPooling(table.embedding_dim, attention, device)
+        others = 0
+        if embedding_bag_collection is not None:
+            configs = embedding_bag_collection.embedding_bag_configs()
+            others = sum(each.embedding_dim * len(each.feature_names) for each in configs)
+        self.over = OverArch(3 * table.embedding_dim + others + dense_in_features, over, device)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Dense [B, dense_in_features] and the ids of all features -> logits [B, 1]."""
+        found = self.embedding_collection(sparse_features)
+        history, items = found[self._history], found[self._item]
+        item_BD = _last_rows(items)
+        interest_BD = self.pooling(history, item_BD)
+        parts = [interest_BD, item_BD, interest_BD * item_BD, dense_features]
+        if self.embedding_bag_collection is not None:
+            parts.append(self.embedding_bag_collection(sparse_features).values())
+        logits: Tensor = self.over(torch.cat(parts, dim=1))
+        return logits
+
+
+def _last_rows(bags: JaggedTensor) -> Tensor:
+    """The last row of each bag, [B, D]; zeros where it is empty."""
+    lengths, rows = bags.lengths(), bags.values()
+    has_any = lengths > 0
+    last = (bags.offsets()[1:] - 1)[has_any]
+    return rows.new_zeros(len(lengths), rows.shape[1]).index_copy(0, has_any.nonzero()[:, 0], rows[last])

@@ -1,0 +1,241 @@
+"""SASRec: self-attention over the items that a user had, to say which one comes next.
+
+Kang, McAuley: "Self-attentive sequential recommendation" (2018). With its causal attention, learned
+positions and shared item table; each position learns by a softmax over drawn items (Klenitskiy, Vasilev:
+"Turning dross into gold loss: is BERT4Rec really better than SASRec?", 2023), where the paper compares with
+one other item.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.models.next_item import CHUNK, ItemChunk, judge_targets, last_ids, sampled_softmax
+from meshrec.modules import EmbeddingCollection
+from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
+
+# B samples, L positions, T targets, D embedding width
+
+_BLOCK = 256
+
+
+class AttentionBlock(nn.Module):
+    """Causal self-attention and a small MLP, each after a layer norm and beside a shortcut.
+
+    Args:
+        width: D.
+        num_heads: of the attention; divides D.
+        dropout: share of values that training drops.
+    """
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+        self._dropout = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.projections = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, width)
+        )
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, values_BLD: Tensor) -> Tensor:
+        """[B, L, D] -> [B, L, D]; a position sees itself and those before it."""
+        heads = self.projections(self.attention_norm(values_BLD)).unflatten(-1, (3, self._num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self._dropout if self.training else 0.0, is_causal=True
+        )
+        values_BLD = values_BLD + self.drop(self.output(attended.transpose(1, 2).flatten(2)))
+        mixed: Tensor = values_BLD + self.drop(self.mlp(self.mlp_norm(values_BLD)))
+        return mixed
+
+
+class SASRec(nn.Module):
+    """Scores items by the product of their vector with what attention makes of a user's history.
+
+    Histories are padded for attention: torch's nested tensors have no causal attention on the CPU. Padding
+    stands at the end, where causal attention does not look; positions are counted from a history's end.
+
+    Args:
+        embedding_collection: one table, which is read by the features ``history`` and ``item``.
+        history: the feature with a user's items, the oldest first.
+        item: the feature with what followed: while training the items that followed the last ones of the
+            history, one for each; otherwise one.
+        seen: the feature with items that are not to be recommended again; None: all items are judged.
+        max_length: the most items of a history.
+        num_blocks, num_heads, dropout: of the attention.
+        num_drawn: items that training draws for each step and rank, all items alike; all targets of the step
+            are compared with them.
+        device: of everything but the table.
+
+    Raises:
+        ValueError: the features have no table, or several; or sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        embedding_collection: EmbeddingCollection,
+        *,
+        history: str,
+        item: str,
+        seen: str | None = None,
+        max_length: int = 50,
+        num_blocks: int = 2,
+        num_heads: int = 1,
+        dropout: float = 0.2,
+        num_drawn: int = 512,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        tables = [
+            each
+            for each in embedding_collection.embedding_configs()
+            if {history, item} <= {*each.feature_names}
+        ]
+        if len(tables) != 1:
+            raise ValueError(
+                f"the features {history!r} and {item!r} must share one table: {len(tables)} have both. Give "
+                "the features one table (Feature.table)."
+            )
+        width = tables[0].embedding_dim
+        if width % num_heads or min(max_length, num_blocks, num_drawn) < 1:
+            raise ValueError(
+                f"num_heads {num_heads} must divide the table's width {width}, and max_length {max_length}, "
+                f"num_blocks {num_blocks} and num_drawn {num_drawn} must be at least 1."
+            )
+        self.embedding_collection = embedding_collection
+        self._history, self._item, self._seen = history, item, seen
+        self._num_items = tables[0].num_embeddings
+        self._max_length, self._num_drawn = max_length, num_drawn
+        self.start = nn.Parameter(torch.zeros(width, device=device))
+        self.positions = nn.Embedding(max_length + 1, width, device=device)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(AttentionBlock(width, num_heads, dropout) for _ in range(num_blocks)))
+        self.norm = nn.LayerNorm(width, device=device)
+        if device is not None:
+            self.blocks.to(device)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Loss and place of what followed, [B, 2]; see `meshrec.models.next_item`. No dense value counts."""
+        items = sparse_features[self._item]
+        return self._losses(sparse_features, items) if self.training else self._places(sparse_features, items)
+
+    def query_vectors(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """What is sought after each history, [B, D]: to be compared with `item_vectors` by their products."""
+        return self._last(self._look_up(sparse_features[self._history], None)[0])
+
+    def item_vectors(self) -> Tensor:
+        """Of all items, [I, D]."""
+        return torch.cat([each.vectors_CD for each in self._chunks(self.start.device)])
+
+    def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
+        counts_B, targets_T = items.lengths(), items.values().long()
+        num_samples, device = len(counts_B), targets_T.device
+        if not len(targets_T):
+            # The ranks that have targets look up, too.
+            history, _ = self._look_up(features[self._history], None)
+            return self._encode(history).sum() * history.values().new_zeros(num_samples, 2)
+        drawn_N = torch.randint(self._num_items, (self._num_drawn,), device=device)
+        history, vectors = self._look_up(features[self._history], items, drawn_N)
+        sample_T = torch.repeat_interleave(torch.arange(num_samples, device=device), counts_B)
+        # Before the first item of a history stands the start; the last target follows the last item.
+        place_T = (history.lengths() - counts_B + 1)[sample_T]
+        place_T = place_T + torch.arange(len(sample_T), device=device) - items.offsets()[sample_T]
+        if int(place_T.min()) < 0:
+            sample = int(sample_T[place_T.argmin()])
+            raise ValueError(
+                f"sample {sample} has {int(counts_B[sample])} ids in feature {self._item!r} and a history of "
+                f"{int(history.lengths()[sample])}: each id must follow an item of the history, or be its "
+                "first one. Give fewer ids."
+            )
+        losses_T = sampled_softmax(
+            self._encode(history)[sample_T, place_T],
+            vectors[: len(targets_T)],
+            vectors[len(targets_T) :],
+            target_T=targets_T,
+            drawn_N=drawn_N,
+            log_expected_N=math.log(self._num_drawn / self._num_items),
+        )
+        sums_B = losses_T.new_zeros(num_samples).index_add(0, sample_T, losses_T)
+        return torch.stack([sums_B / counts_B.clamp(min=1), torch.zeros_like(sums_B)], dim=1)
+
+    def _places(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
+        target_B = last_ids(items)
+        history, vectors = self._look_up(features[self._history], items)
+        target_BD = vectors.new_zeros(len(target_B), vectors.shape[1])
+        found = target_B >= 0
+        target_BD[found] = vectors[items.offsets()[1:][found] - 1]
+        seen = None if self._seen is None else features[self._seen]
+        # What is added at the end to fill a batch costs nothing; whole blocks, whose sums have one order.
+        last = int(found.nonzero()[-1]) + 1 if bool(found.any()) else 0
+        size = min(-(-last // _BLOCK) * _BLOCK, len(target_B))
+        places = judge_targets(
+            self._last(_first_bags(history, size)),
+            target_BD[:size],
+            target_B[:size],
+            self._chunks(target_B.device),
+            seen=None if seen is None else _first_bags(seen, size),
+        )
+        return nn.functional.pad(places, (0, 0, 0, len(target_B) - size))
+
+    def _last(self, history: JaggedTensor) -> Tensor:
+        """[B, D] at the end of each history."""
+        lengths = history.lengths()
+        return self._encode(history)[torch.arange(len(lengths), device=lengths.device), lengths]
+
+    def _encode(self, history: JaggedTensor) -> Tensor:
+        """[B, 1 + L, D]: at the start, and after each item."""
+        lengths = history.lengths()
+        longest = int(lengths.max()) if len(lengths) else 0
+        if longest > self._max_length:
+            raise ValueError(
+                f"sample {int(lengths.argmax())} has a history of {longest} items, and max_length is "
+                f"{self._max_length}. Cut histories where they are read, or raise max_length."
+            )
+        padded = history.to_padded_dense(longest)
+        whole = torch.cat([self.start.expand(len(lengths), 1, -1), padded], dim=1)
+        from_end = lengths[:, None] - torch.arange(longest + 1, device=lengths.device)
+        whole = self.drop(whole + self.positions(from_end.clamp(min=0)))
+        encoded: Tensor = self.norm(self.blocks(whole))
+        return encoded
+
+    def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
+        """All items; every rank looks them up in step with the others."""
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        for first in range(0, self._num_items, CHUNK):
+            ids = torch.arange(first, min(first + CHUNK, self._num_items), device=device)
+            lengths = torch.cat([none, none + len(ids)])
+            features = KeyedJaggedTensor([self._history, self._item], ids, lengths=lengths, stride=1)
+            yield ItemChunk(first, self.embedding_collection(features)[self._item].values())
+
+    def _look_up(
+        self, history: JaggedTensor, items: JaggedTensor | None, drawn_N: Tensor | None = None
+    ) -> tuple[JaggedTensor, Tensor]:
+        """The rows of histories; those of items, and after them those of drawn ones, which the last bag of
+        the items takes in."""
+        ids, lengths = history.values(), history.lengths()
+        more = torch.zeros_like(lengths) if items is None else items.lengths()
+        values = [ids] if items is None else [ids, items.values()]
+        if drawn_N is not None:
+            more = more.clone()
+            more[-1] += len(drawn_N)
+            values.append(drawn_N.to(ids.dtype))
+        features = KeyedJaggedTensor(
+            [self._history, self._item],
+            torch.cat(values),
+            lengths=torch.cat([lengths, more.to(lengths.dtype)]),
+            stride=len(lengths),
+        )
+        found = self.embedding_collection(features)
+        return found[self._history], found[self._item].values()
+
+
+def _first_bags(bags: JaggedTensor, size: int) -> JaggedTensor:
+    """The first ``size`` bags."""
+    return JaggedTensor(bags.values()[: int(bags.offsets()[size])], lengths=bags.lengths()[:size])

@@ -1,0 +1,82 @@
+"""Two towers that a trainer can train and judge: by the items of a batch, and among all items."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshrec.models.item_frequency import ItemFrequency
+from meshrec.models.next_item import CHUNK, ItemChunk, judge_targets, last_ids
+from meshrec.models.two_tower import TwoTower, in_batch_losses
+from meshrec.sparse import KeyedJaggedTensor
+
+# B samples, V vector width
+
+
+class TowerRanking(nn.Module):
+    """Says of each sample the loss among the items of its batch, and the place of its item among all.
+
+    The loss is corrected for how often items are in batches, see `TwoTowerTrain`.
+
+    Args:
+        two_tower: the towers.
+        item: the feature with the one item of a sample.
+        catalogue: one sample for each item, with all features of the item tower.
+        seen: the feature with items that are not to be recommended again; None: all items are judged.
+        temperature: products are divided by it.
+
+    Raises:
+        ValueError: the catalogue lacks a feature of the item tower.
+    """
+
+    def __init__(
+        self,
+        two_tower: TwoTower,
+        *,
+        item: str,
+        catalogue: KeyedJaggedTensor,
+        seen: str | None = None,
+        temperature: float = 0.05,
+    ) -> None:
+        super().__init__()
+        missing = sorted({*two_tower.item_features} - {*catalogue.keys()})
+        if missing:
+            raise ValueError(
+                f"the catalogue has {catalogue.keys()} and lacks {missing}, which the item tower sees. Add "
+                "them, or leave them out of item_features."
+            )
+        self.model = two_tower
+        self._item, self._seen, self._temperature = item, seen, temperature
+        self._catalogue = catalogue
+        self.frequency = ItemFrequency(catalogue.stride())
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Loss and place of each sample's item, [B, 2]; see `meshrec.models.next_item`."""
+        query, item = self.model(dense_features, sparse_features)
+        ids = last_ids(sparse_features[self._item])
+        if self.training:
+            losses = in_batch_losses(
+                query, item, temperature=self._temperature, item_ids_B=ids, log_q_B=self.frequency(ids)
+            )
+            return torch.stack([losses, torch.zeros_like(losses)], dim=1)
+        seen = None if self._seen is None else sparse_features[self._seen]
+        return judge_targets(
+            query, item, ids, self._chunks(ids.device), seen=seen, temperature=self._temperature
+        )
+
+    def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
+        for first in range(0, self._catalogue.stride(), CHUNK):
+            features = _samples(self._catalogue, first, first + CHUNK).to(device)
+            yield ItemChunk(first, self.model.embed_items(features))
+
+
+def _samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
+    """The samples ``[first, last)``."""
+    parts = [(features[key].offsets(), features[key]) for key in features.keys()]  # noqa: SIM118
+    last = min(last, features.stride())
+    return KeyedJaggedTensor(
+        list(features.keys()),
+        torch.cat([each.values()[int(offsets[first]) : int(offsets[last])] for offsets, each in parts]),
+        lengths=torch.cat([each.lengths()[first:last] for _, each in parts]),
+        stride=last - first,
+    )

@@ -1,0 +1,27 @@
+"""The lookup of quantised rows on GPUs, by the kernel that looks up rows of numbers: see ``ops.tbe.triton``.
+
+Quantising and its inverse are the plain torch operations of ``naive.py`` there.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.nbit import naive
+from meshrec.ops.tbe import Lookups, triton
+
+
+def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
+    """See ``naive.nbit_forward``."""
+    lookups, (out_size, out_dtype, check_ids, _) = Lookups.split(arguments)
+    naive.check_tables(weights, bits, lookups)
+    out = triton.look_up(weights, bits, lookups, out_size, out_dtype, check_ids)
+    # It says what is wrong where.
+    return naive.nbit_forward(weights, bits, *arguments) if out is None else out
+
+
+_registration = torch.library.Library("meshrec", "IMPL")
+if importlib.util.find_spec("triton") is not None:
+    _registration.impl("nbit_forward", nbit_forward, "CUDA")

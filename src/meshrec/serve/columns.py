@@ -1,0 +1,98 @@
+"""Raw values of a request: columns of the data, made ids and dense values as in training."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshrec.data.faults import REMEDY, DataError, needs
+from meshrec.export.raw_values import RawValues
+from meshrec.serve.requests import Request, RequestError, Signature, checked
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+_TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "integer": ("a whole number", (int,)),
+    "number": ("a number", (int, float)),
+    "text": ("a text", (str,)),
+    "time": ("a time such as '2030-01-31T12:00:00'", (str, int)),
+}
+"""What JSON says of a kind: in words, and as Python types."""
+
+
+def table_of(columns: Mapping[str, Sequence[Any]], raw: RawValues, where: str = "") -> "Table":
+    """Values of JSON as columns of the types that the data has.
+
+    Raises:
+        RequestError: for a value of another type; it names the column and the sample.
+    """
+    pa = needs("pyarrow", "data")
+    return pa.table(
+        {name: _array(name, values, raw.columns[name], where) for name, values in columns.items()}
+    )
+
+
+def encoded_request(own: "Table", shared: "Table", signature: Signature) -> Request:
+    """The request that raw values stand for.
+
+    Args:
+        own: the columns that each sample has.
+        shared: one row of those that all have in common; no columns, where there are none.
+        signature: of a model that takes raw values.
+
+    Raises:
+        RequestError: for values that were damage in training, too.
+    """
+    assert signature.raw is not None
+    try:
+        encoded = signature.raw.encode(own, shared if shared.num_columns else None)
+    except DataError as error:
+        raise RequestError(f"{str(error).removesuffix(REMEDY)}. Send other values.") from error
+    return checked(
+        signature,
+        encoded.dense,
+        encoded.values,
+        encoded.lengths,
+        shared=encoded.shared,
+        num_samples=own.num_rows,
+    )
+
+
+def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
+    pa = needs("pyarrow", "data")
+    if not pa.types.is_list(kind):
+        return _flat(name, values, kind, lambda at: f"{where}sample {at}")
+    lengths, flat = [0], []
+    for number, value in enumerate(values):
+        if value is not None and not isinstance(value, list):
+            raise RequestError(
+                f"column {name!r} of {where}sample {number} must be a list, got {_shown(value)}."
+            )
+        flat += value or []
+        lengths.append(len(flat))
+    sample_of = [number for number, value in enumerate(values) for _ in value or []]
+    inner = _flat(name, flat, kind.value_type, lambda at: f"{where}sample {sample_of[at]}")
+    return pa.ListArray.from_arrays(pa.array(lengths, pa.int32()), inner)
+
+
+def _flat(name: str, values: Sequence[Any], kind: Any, sample: Any) -> Any:
+    from meshrec.data.features.values import kind_of
+
+    pa = needs("pyarrow", "data")
+    words, types = _TAKES.get(kind_of(kind), ("of a known kind", ()))
+    for at, value in enumerate(values):
+        # JSON's true is no number, except where the data has true and false.
+        is_boolean = isinstance(value, bool)
+        wrong = not pa.types.is_boolean(kind) if is_boolean else not isinstance(value, types)
+        if value is not None and wrong:
+            raise RequestError(f"column {name!r} of {sample(at)} must be {words}, got {_shown(value)}.")
+    try:
+        if kind_of(kind) == "time" and any(isinstance(value, str) for value in values):
+            return pa.array(values, pa.string()).cast(kind)
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise RequestError(f"column {name!r} must fit {kind}: {error}. Send other values.") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,138 @@
+"""Recipes with published settings, for data that must be fetched: they run where its files are.
+
+After BARS (Zhu et al.: "BARS: towards open benchmarking for recommender systems", 2022; "Open benchmarking
+for click-through rate prediction", 2021), whose figures each recipe names as what to reach. What differs from
+theirs is said there, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from meshrec.optim import Adam
+from meshrec.train.architectures import DeepFMConfig, DLRMDCNConfig
+from meshrec.train.recipe import DenseOptimizer, Recipe, Training
+from meshrec.train.schedule import Schedule
+from meshrec.train.sources import MovieLens, Parquet
+
+if TYPE_CHECKING:
+    from meshrec.data.features import Features
+
+CRITEO_COLUMNS = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
+"""Of ``train.txt`` of Criteo's Kaggle challenge, which has no header."""
+
+_AVAZU_IDS = (
+    *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
+    *("device_id", "device_ip", "device_model", "device_type", "device_conn_type"),
+    *(f"C{n}" for n in range(14, 22)),
+)
+
+
+def csv_to_parquet(
+    source: Path | str,
+    out: Path | str,
+    *,
+    columns: Sequence[str] = (),
+    delimiter: str = ",",
+    texts: Sequence[str] = (),
+    times: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """A text file of any size as Parquet, block by block; the number of its rows.
+
+    Args:
+        source: the file, plain or compressed.
+        out: the file to write.
+        columns: names, where the file has no header.
+        delimiter: between values.
+        texts: columns that stay texts, whatever they look like.
+        times: columns of times, with their form: ``{"hour": "%y%m%d%H"}``.
+
+    Raises:
+        ArrowInvalid: a line that cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.csv as csv
+    import pyarrow.parquet as pq
+
+    types = dict.fromkeys(texts, pa.string()) | dict.fromkeys(times, pa.timestamp("s"))
+    convert = csv.ConvertOptions(
+        column_types=types, timestamp_parsers=list(times.values()), strings_can_be_null=True
+    )
+    rows = 0
+    with (
+        csv.open_csv(
+            source,
+            csv.ReadOptions(column_names=list(columns) or None),
+            csv.ParseOptions(delimiter=delimiter),
+            convert,
+        ) as reader,
+        pq.ParquetWriter(out, reader.schema) as writer,
+    ):
+        for block in reader:
+            writer.write_batch(block)
+            rows += block.num_rows
+    return rows
+
+
+def criteo_kaggle() -> Recipe:
+    """DeepFM on Criteo's Kaggle data, criteo_kaggle/train.parquet. To reach: AUC 0.8143 (BARS, Criteo_x4)."""
+    from meshrec.data.features import Buckets, Features, Label, Number, Vocabulary
+
+    counts, names = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
+    features = Features(
+        labels=(Label(column="label"),),
+        features=(
+            Number(name="first", column="I1", log=True, missing=0.0),
+            *(Buckets(name=name, num_buckets=64) for name in counts),
+            *(Vocabulary(name=name, min_count=10) for name in names),
+        ),
+    )
+    model = DeepFMConfig(embedding_dim=16, bottom=(16,), deep=(1000,) * 5)
+    return _clicks("criteo_kaggle", features, model, weight_decay=1e-5)
+
+
+def avazu() -> Recipe:
+    """DeepFM on Avazu's Kaggle data, avazu/train.parquet. To reach: AUC 0.7930 (BARS, Avazu_x4)."""
+    from meshrec.data.features import DatePart, Features, Label, Number, Vocabulary
+
+    features = Features(
+        labels=(Label(column="click"),),
+        features=(
+            Number(name="weekday_number", column="hour", part="weekday"),
+            DatePart(name="hour_of_day", column="hour", part="hour"),
+            DatePart(name="weekday", column="hour", part="weekday"),
+            *(Vocabulary(name=name, min_count=2) for name in _AVAZU_IDS),
+        ),
+    )
+    return _clicks("avazu", features, DeepFMConfig(embedding_dim=16, bottom=(16,), deep=(2000,) * 4))
+
+
+def movielens_20m() -> Recipe:
+    """DCN-v2 on ml-20m: will this user like this movie? BARS has no figure for it.
+
+    Its nearest one is of tags, not ratings: DCN-v2 reaches AUC 0.9606 on MovielensLatest_x1.
+    """
+    return Recipe(
+        name="movielens_20m",
+        data=MovieLens(path=Path("ml-20m")),
+        model=DLRMDCNConfig(
+            embedding_dim=16, bottom=(16,), top=(500, 500, 500), num_crosses=3, low_rank_dim=32
+        ),
+        tables=Adam(lr=1e-3),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        training=Training(batch_size=4096, epochs=3, evaluate_every=1000, patience=2),
+    )
+
+
+def _clicks(name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0) -> Recipe:
+    """Eight tenths train, one chooses, one judges, all random; batches of 10,000; Adam at 0.001."""
+    return Recipe(
+        name=name,
+        data=Parquet(train=(f"{name}/train.parquet",), split_by="random", features=features),
+        model=model,
+        tables=Adam(lr=1e-3, weight_decay=weight_decay),
+        dense=DenseOptimizer(kind="adam", lr=1e-3),
+        schedule=Schedule(decay="linear"),
+        training=Training(batch_size=10_000, epochs=2, evaluate_every=1500, patience=3),
+    )

@@ -1,0 +1,169 @@
+"""Features of tables drawn at random: what a row becomes depends on its values alone, not on how Arrow has
+laid them out, in which units, nor on the rows beside it."""
+
+import datetime
+import itertools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from meshrec.data import DataError
+from meshrec.data.columns import Place
+from meshrec.data.faults import Faults
+from meshrec.data.features import (
+    Buckets,
+    Cross,
+    DatePart,
+    Features,
+    Hashed,
+    Label,
+    Number,
+    Vocabulary,
+    hashes_of,
+)
+
+EPOCH = datetime.datetime(1970, 1, 1)
+TEXTS = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+TIMES = [pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("ns", "Europe/Berlin")]
+LABEL = (Label(column="y"),)
+
+
+def drawn(rng: np.random.Generator) -> pa.Table:
+    num = int(rng.integers(5, 60))
+
+    def some(values: list) -> list:
+        """With nulls, or without."""
+        null = rng.random(num) < rng.choice([0.0, 0.2])
+        null[0] = False
+        return [None if is_null else value for is_null, value in zip(null, values, strict=True)]
+
+    def lists(value) -> list:
+        return some([[value(x) for x in rng.integers(0, 40, length)] for length in rng.integers(0, 6, num)])
+
+    items = lists(int)
+    seconds = rng.integers(-(10**9), 2 * 10**9, num)
+    times = pa.array(
+        some([EPOCH + datetime.timedelta(seconds=int(each)) for each in seconds]), "timestamp[us]"
+    )
+    text = pa.array(some([f"ä{each}" if each else "" for each in rng.integers(0, 30, num)]))
+    weights = [None if each is None else rng.random(len(each)).tolist() for each in items]
+    return pa.table(
+        {
+            "y": rng.integers(0, 2, num),
+            "text": text.cast(TEXTS[rng.integers(0, 3)]),
+            "whole": pa.array(
+                some(rng.integers(0, 100, num).tolist()), rng.choice(["int8", "int32", "uint64"])
+            ),
+            "number": pa.array(some((rng.normal(size=num) * 10.0 ** rng.integers(-3, 4)).tolist())),
+            "time": times.cast(TIMES[rng.integers(0, 3)]),
+            "items": pa.array(items, [pa.list_(pa.int64()), pa.large_list(pa.int64())][rng.integers(0, 2)]),
+            "weights": pa.array(weights, pa.list_(pa.float32())),
+            "tags": pa.array(lists("t{}".format), pa.list_(pa.string())),
+        }
+    )
+
+
+def laid_out_anew(rng: np.random.Generator, data: pa.Table) -> pa.Table:
+    """The same rows: a slice of more, or in several chunks."""
+    num = data.num_rows
+    more = data.take(pa.array(rng.integers(0, num, 5)))
+    if rng.random() < 0.5:
+        return pa.concat_tables([more, data, more]).combine_chunks().slice(5, num)
+    cuts = [0, *sorted(rng.integers(0, num + 1, 3).tolist()), num]
+    return pa.concat_tables([data.slice(a, b - a) for a, b in itertools.pairwise(cuts)])
+
+
+def drawn_features(rng: np.random.Generator) -> Features:
+    most = int(rng.integers(1, 4))
+    return Features(
+        labels=LABEL,
+        features=(
+            Hashed(name="text", num_embeddings=int(rng.integers(2, 50)), seed=int(rng.integers(0, 3))),
+            Hashed(name="time", num_embeddings=1000),
+            Hashed(name="last_tags", column="tags", num_embeddings=20, max_length=most),
+            Hashed(name="first_tags", column="tags", num_embeddings=20, max_length=most, keep="first"),
+            Vocabulary(name="known", column="text", min_count=2, num_unseen=2),
+            Vocabulary(name="whole"),
+            Vocabulary(name="items", weights="weights", max_length=most),
+            Cross(name="both", columns_crossed=("text", "whole"), num_embeddings=1000),
+            DatePart(
+                name="part", column="time", part=str(rng.choice(["hour", "weekday", "month", "minute"]))
+            ),
+            Buckets(name="bucket", column="number", num_buckets=5),
+            Number(name="number", missing=0.5, standardize=bool(rng.integers(0, 2)), clip=(0.1, 0.9)),
+            Number(name="year", column="time", part="year", missing=0.0),
+        ),
+    )
+
+
+def rows_of(features: Features, data: pa.Table) -> list:
+    """Each row's values, as plain lists."""
+    found = features.encode(data, Place("memory", 0), Faults("raise"))
+    ids = [
+        [
+            (part.values[a:b].tolist(), None if part.weights is None else part.weights[a:b].tolist())
+            for a, b in zip(part.offsets, part.offsets[1:], strict=False)
+        ]
+        for part in found.ids
+    ]
+    return list(zip(found.dense.tolist(), found.labels.tolist(), *ids, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_become_the_same_however_they_are_laid_out(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    data, plain = drawn(rng), drawn_features(rng)
+    fitted = plain.fit([data])
+    assert plain.fit([laid_out_anew(rng, data)]).to_json() == fitted.to_json()
+    expected = rows_of(fitted, data)
+    loaded = Features.from_json(json.loads(json.dumps(fitted.to_json())))
+    assert rows_of(loaded, laid_out_anew(rng, data)) == expected
+    for row in rng.integers(0, data.num_rows, 3).tolist():
+        assert rows_of(loaded, data.slice(row, 1)) == [expected[row]]
+        for at, name in enumerate(loaded.keys):
+            if name in ("text", "known", "whole", "time"):
+                value = data[loaded[name].source][row].as_py()
+                assert [loaded[name].row_of(value)] == expected[row][2 + at][0]
+
+
+def test_times_have_the_same_rows_and_parts_in_any_unit_and_zone() -> None:
+    times = [EPOCH + datetime.timedelta(days=200 * each, hours=7 * each) for each in range(-5, 20)]
+    features = (DatePart(name="hour", column="t"), Hashed(name="t", num_embeddings=10**6))
+    features = Features(labels=LABEL, features=features)
+    units = [pa.timestamp("s"), pa.timestamp("ms", "UTC"), pa.timestamp("ns", "Asia/Tokyo")]
+    tables = [
+        pa.table({"y": [0.0] * len(times), "t": pa.array(times, "timestamp[us]").cast(u)}) for u in units
+    ]
+    fitted = features.fit(tables[:1])
+    assert rows_of(fitted, tables[0]) == rows_of(fitted, tables[1]) == rows_of(fitted, tables[2])
+    for unit in (pa.time32("s"), pa.time64("ns")):
+        times_of_day = pa.array([datetime.time(7), datetime.time(23)], pa.time64("us")).cast(unit)
+        assert DatePart(name="hour").rows_of(times_of_day).tolist() == [8, 24]
+    noon = pa.array([datetime.time(12)])
+    assert hashes_of(noon.cast(pa.time32("s"))) == hashes_of(noon.cast(pa.time64("ns")))
+    assert hashes_of(pa.array([datetime.date(2020, 5, 1)])) == hashes_of(
+        pa.array([datetime.datetime(2020, 5, 1)])
+    )
+
+
+def test_ids_of_64_bits_are_kept(tmp_path) -> None:
+    large = 2**63 + 5
+    data = pa.table({"y": [0, 1, 1], "user": pa.array([large, 7, large], pa.uint64())})
+    fitted = Features(labels=LABEL, features=(Vocabulary(name="user"),)).fit([data])
+    fitted.save(tmp_path / "features.json")
+    loaded = Features.load(tmp_path / "features.json")
+    assert rows_of(loaded, data) == rows_of(fitted, data)
+    assert loaded["user"].row_of(large) == 2 != loaded["user"].row_of(7)
+
+
+def test_texts_that_are_saved_as_bytes_are_texts(tmp_path) -> None:
+    texts = pa.table({"y": [0, 1, 1], "user": ["ä", "b", "ä"]})
+    in_bytes = texts.set_column(1, "user", texts["user"].cast(pa.binary()))
+    fitted = Features(labels=LABEL, features=(Vocabulary(name="user"),)).fit([in_bytes])
+    fitted.save(tmp_path / "features.json")
+    assert rows_of(Features.load(tmp_path / "features.json"), texts) == rows_of(fitted, in_bytes)
+    broken = pa.table({"y": [0], "user": [b"\xff"]})
+    with pytest.raises(DataError, match=r"'user' has bytes that are no UTF-8.*Hash it"):
+        Features(labels=LABEL, features=(Vocabulary(name="user"),)).fit([broken])

@@ -1,0 +1,134 @@
+"""Recipes that rank items, and those on histories, on made-up movies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshrec.train import (
+    MovieLensSequences,
+    NextItem,
+    Placement,
+    SASRecConfig,
+    Trainer,
+    TwoTowerConfig,
+    join,
+    resolve,
+)
+from meshrec.train.baselines import baselines, ranking_baselines
+from meshrec.train.losses import quality
+
+NUM_USERS = 30
+PLAIN = Placement(sharded=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tests.train.movies import write_movies  # ranks, which run functions of this file, have no tests
+
+    return write_movies(tmp_path_factory.mktemp("ml-circle"))
+
+
+def small(name, folder, placement=PLAIN, **training):
+    recipe = resolve(name)
+    steps = {"batch_size": 32, "epochs": 1, "max_steps": 3, "evaluate_every": None, "patience": None}
+    return replace(
+        recipe,
+        data=replace(recipe.data, path=folder),
+        model=replace(recipe.model, embedding_dim=8),
+        placement=placement,
+        training=replace(recipe.training, **{**steps, **training}),
+    )
+
+
+def trained(recipe):
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["din", "deepfm", "dcn", "mmoe", "movielens_dlrm"])
+def test_recipes_of_clicks_train(name, folder):
+    trainer = trained(small(name, folder))
+    assert 0 < trainer.test["auc"] < 1
+    assert trainer.progress.step == 3
+
+
+@pytest.mark.parametrize("name", ["sasrec", "two_tower"])
+def test_recipes_of_next_items_train_and_rank_all_items(name, folder):
+    trainer = trained(small(name, folder))
+    assert set(trainer.test) == {"loss", "recall@10", "ndcg@10", "mrr"}
+    assert quality(trainer.test) == trainer.test["ndcg@10"]
+
+
+def places(recipe):
+    """What an untrained model, the same on any ranks, says of validation data."""
+    trainer = Trainer(recipe, recipe.data.load(), join("cpu"))
+    return trainer.evaluate(trainer.dataset.validation), list(trainer.predict(trainer.dataset.validation))
+
+
+@pytest.mark.parametrize("name", ["sasrec", "two_tower"])
+def test_sharded_models_say_the_same(name, folder, ranks):
+    recipe = small(name, folder)
+    expected, _ = places(recipe)
+    sharded = replace(recipe, placement=Placement(sharding_types=("row_wise",)))
+    for found, scored in ranks(2).run(places, sharded):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert sum(len(each.logits_B) for each in scored) == NUM_USERS // 2
+
+
+def check_training(recipes):
+    for recipe in recipes:
+        found = []
+        for pipeline in (True, False):
+            each = replace(recipe, training=replace(recipe.training, pipeline=pipeline))
+            found.append(trained(each).validation)
+        assert found[0] == found[1]
+
+
+def test_training_on_two_ranks_is_the_same_with_and_without_pipeline(folder, ranks):
+    placement = Placement(sharding_types=("row_wise", "data_parallel"))
+    recipes = [small(name, folder, placement) for name in ("sasrec", "two_tower", "din")]
+    ranks(2).run(check_training, recipes)
+
+
+def test_popularity_ranks_by_count_without_what_was_seen(folder):
+    dataset = MovieLensSequences(path=folder).load()
+    (found,) = ranking_baselines(dataset)
+    (train,) = dataset.train.batches(1000)
+    counts = torch.bincount(train.sparse["movie"].values(), minlength=24)
+    (test,) = dataset.test.batches(1000)
+    hits = 0.0
+    for target, seen in zip(test.sparse["movie"].values(), test.sparse["seen"].to_dense(), strict=True):
+        left = [item for item in range(24) if item not in seen and item != target]
+        above, equal = (counts[left] > counts[target]).sum(), (counts[left] == counts[target]).sum()
+        hits += float(1 + above + equal / 2 <= 10)
+    assert found.quality["test"]["recall@10"] == pytest.approx(hits / NUM_USERS)
+
+
+def test_several_labels_have_their_own_baselines(folder):
+    recipe = small("mmoe", folder)
+    found = {each.name: each.quality["test"] for each in baselines(recipe.data.load())}
+    each_alone = small("movielens_dlrm", folder).data
+    for label, threshold in (("from_4", 4.0), ("from_5", 5.0)):
+        alone = {
+            each.name: each.quality["test"]
+            for each in baselines(replace(each_alone, liked_from=(threshold,)).load())
+        }
+        for name, metrics in alone.items():
+            assert found[name][f"{label}/auc"] == metrics["auc"]
+
+
+def test_what_does_not_fit(folder):
+    recipe = small("sasrec", folder)
+    with pytest.raises(ValueError, match=r"loss NextItem takes a loss and a place of each. Take a model"):
+        NextItem().sum(torch.zeros(3), torch.ones(3), None)
+    with pytest.raises(ValueError, match="has no catalogue of its items, among which the towers are judged"):
+        TwoTowerConfig().build(recipe.data.load())
+    dataset = recipe.data.load()
+    with pytest.raises(ValueError, match=r"must name its item and have one history .* are \[\]. Set"):
+        SASRecConfig().build(replace(dataset, features=dataset.features[1:]))
+    with pytest.raises(ValueError, match="names no item to rank"):
+        next(ranking_baselines(replace(recipe.data.load(), item=None)))
+    with pytest.raises(ValueError, match=r"loss.ks is \[0\]; it must be one number or more"):
+        NextItem(ks=(0,))
