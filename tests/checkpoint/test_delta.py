@@ -13,7 +13,7 @@ _spec.loader.exec_module(models)
 
 
 def tables(model):
-    return {n: models.whole(v) for n, v in model.state_dict().items() if n.startswith("ebc")}
+    return models.whole({n: v for n, v in model.state_dict().items() if n.startswith("ebc")})
 
 
 def changes(kind, folder):

@@ -13,7 +13,7 @@ _spec.loader.exec_module(models)
 
 
 def state(model):
-    return {name: models.whole(value) for name, value in model.state_dict().items()}
+    return models.whole(model.state_dict())
 
 
 def published(folder):

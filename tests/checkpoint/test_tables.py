@@ -20,7 +20,7 @@ def saved(kind, folder):
     model, optimizer = models.make(kind)
     models.train(model, optimizer, range(2))
     save(folder / kind, models.state_of(model, optimizer))
-    return {name: models.whole(value) for name, value in model.state_dict().items()}
+    return models.whole(model.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["cw", "grid", "mix"])
@@ -36,14 +36,14 @@ def test_whole_tables_go_out_and_in(ranks, tmp_path, monkeypatch, kind):
 
 def import_into(folder, source):
     model, optimizer = models.make("cw")
-    before = {name: models.whole(value) for name, value in model.state_dict().items()}
+    before = models.whole(model.state_dict())
     if models.default_env().world.rank == 0:
         rename = [(r"^(t\d)\.weight$", r"ebc.embedding_bags.\1.weight")]
         import_weights(source, folder / "imported", rename=rename)
     torch.distributed.barrier()
     load(folder / "imported", {"model": model}, partial=True)
     models.train(model, optimizer, range(0))
-    return before, {name: models.whole(value) for name, value in model.state_dict().items()}
+    return before, models.whole(model.state_dict())
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])

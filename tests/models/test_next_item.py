@@ -78,6 +78,12 @@ def test_equal_products_share_their_mean_place():
     assert found[0, 1] == 5
 
 
+def test_products_that_are_no_numbers_come_last():
+    items = torch.randn(9, 2)
+    found = judge_targets(torch.full((1, 2), float("nan")), items[:1], torch.tensor([0]), chunks(items, 4))
+    assert found[0, 1] >= 9
+
+
 def test_last_ids():
     bags = JaggedTensor(torch.tensor([4, 5, 6]), lengths=torch.tensor([2, 0, 1]))
     assert last_ids(bags).tolist() == [5, -1, 6]

@@ -68,13 +68,25 @@ class Wandb:
         self.finished = True
 
 
-def test_wandb_is_told(folder, small, monkeypatch):
+def test_a_run_keeps_its_own_id_in_wandb(folder, small, monkeypatch, tmp_path):
     wandb = Wandb()
-    module = SimpleNamespace(init=wandb.init)
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=wandb.init))
+    tell(WandbObserver(folder), small(), folder)
+    assert wandb.begun["name"] == "small-001"
+    first = wandb.begun["id"]
+    tell(WandbObserver(folder), small(), folder, 3)  # resumed
+    assert wandb.begun["id"] == first
+    folder = RunFolder(tmp_path / "elsewhere" / "small-001")
+    folder.path.mkdir(parents=True)
+    tell(WandbObserver(folder), small(), folder)
+    assert wandb.begun["id"] != first
+
+
+def test_wandb_is_told_options_and_metrics(folder, small, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=wandb.init))
     tell(WandbObserver(folder), small(), folder)
     assert wandb.begun["project"] == "small"
-    assert wandb.begun["id"] == "small-001"
     assert wandb.begun["config"]["training.batch_size"] == 100
     assert [each["trained_step"] for each in wandb.logged] == [3, 2]
     assert wandb.logged[1]["test/auc"] == 0.7
@@ -87,7 +99,7 @@ def test_wandb_offline(folder, small, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     tell(WandbObserver(folder), small(), folder)
-    assert list((folder.path.parent / "wandb").glob("offline-run-*small-001"))
+    assert list((folder.path.parent / "wandb").glob("offline-run-*"))
 
 
 MINE = """

@@ -231,20 +231,35 @@ class SplitTensor(DTensor):
         return f"SplitTensor({list(self.shape)}, {self.dtype}, here: {_places(self.local._rectangles)})"
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Before torch 2.12, what follows is done in C++ for DTensors of every class, and not as below."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _OF_RECTANGLES:
+                return func(*args, **kwargs or {})
+            if func is Tensor.copy_ and not isinstance(args[0], SplitTensor):
+                raise _refusal(func)
+            return _wrapped(func(*map(_plain, args), **kwargs or {}), args[0])
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         first = args[0] if args else None
         if func is _aten.copy_.default and not isinstance(first, SplitTensor):
             raise _refusal(func)
-        plain = [_plain(arg) for arg in args]
-        result = LocalRectangles.__torch_dispatch__(func, types, plain, kwargs)
-        if func is _aten.copy_.default:
-            return first
-        if isinstance(result, LocalRectangles):
-            assert isinstance(first, SplitTensor)
-            return SplitTensor.of(result, first._holders, first.device_mesh)
-        return result
+        return _wrapped(LocalRectangles.__torch_dispatch__(func, types, [*map(_plain, args)], kwargs), first)
+
+
+_OF_RECTANGLES = (
+    Tensor.copy_,
+    *(Tensor.detach, torch.detach),
+    *(Tensor.clone, torch.clone),
+    *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    *(torch.empty_like, torch.zeros_like),
+    *(Tensor.equal, torch.equal),
+)
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
@@ -257,6 +272,13 @@ def _plain(arg: Any) -> Any:
     if isinstance(arg, SplitTensor):
         return arg.local
     return arg.full_tensor() if isinstance(arg, DTensor) else arg
+
+
+def _wrapped(result: Any, first: Any) -> Any:
+    """What an operation on `first`'s rectangles gave, as a table of the same rectangles."""
+    if not isinstance(result, LocalRectangles):
+        return result
+    return first if result is first.local else SplitTensor.of(result, first._holders, first.device_mesh)
 
 
 def _refusal(func: object) -> ValueError:

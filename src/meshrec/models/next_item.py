@@ -87,7 +87,8 @@ def judge_targets(
         if seen is not None:
             of = torch.repeat_interleave(torch.arange(len(target_B), device=target_B.device), seen.lengths())
             _hide(products_BC, first, of, seen.values())
-        above, equal = products_BC > own_B[:, None], products_BC == own_B[:, None]
+        equal = products_BC == own_B[:, None]
+        above = ~(products_BC <= own_B[:, None])  # what is not a number stands behind all others
         place_B = place_B + above.sum(1) + 0.5 * equal.sum(1)
         log_sum_B = torch.logaddexp(log_sum_B, (products_BC / temperature).logsumexp(1))
     found = torch.stack([log_sum_B - own_B / temperature, place_B], dim=1)

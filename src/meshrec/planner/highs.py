@@ -99,6 +99,15 @@ class ProgramRows:
         return LinearProgram(cost, lower, upper, matrix, row_lower, row_upper)
 
 
+class _SilentHighs(highspy.Highs):
+    """HiGHS that says nothing, also not its name while it is made, as version 1.16 does."""
+
+    def enableCallbacks(self) -> None:
+        """What its constructor ends with, and what speaks there."""
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
 class Solver:
     """One linear program whose bounds and cost may change; each solve starts from the last basis.
 
@@ -114,9 +123,8 @@ class Solver:
         self._count = len(program.cost) + program.matrix.num_rows
         self._size = self._count**0.7
         self._last_row = program.matrix.num_rows - 1
-        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._highs = _SilentHighs()  # type: ignore[no-untyped-call]
         for option, value in (
-            ("output_flag", False),
             ("threads", 1),
             ("random_seed", 0),
             ("presolve", "choose"),

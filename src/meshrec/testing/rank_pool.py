@@ -54,7 +54,8 @@ class RankPool:
 
     ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The
     function is found by its file and name, so that tests can hand over their own; arguments and results are
-    pickled. Once functions have made many process groups, the next one finds new processes.
+    pickled. Once functions have made many process groups, or destroyed the default one, the next one finds
+    new processes.
 
     Args:
         world_size: how many.
@@ -118,7 +119,8 @@ class RankPool:
                     self._processes[rank].join(1.0)
                     code = self._processes[rank].exitcode
                     outcomes[rank] = _Outcome(None, f"the process ended with exit code {code}")
-        if lost or max(outcome.num_groups for outcome in outcomes.values()) > _MOST_GROUPS:
+        groups = [outcome.num_groups for outcome in outcomes.values()]
+        if lost or min(groups) == 0 or max(groups) > _MOST_GROUPS:
             self._kill()
         errors = [
             f"rank {rank}:\n{outcomes[rank].error}" for rank in sorted(outcomes) if outcomes[rank].error
@@ -175,7 +177,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
             except BaseException:  # checkpoint errors are no Exceptions
                 result, error = None, traceback.format_exc()
             pipe.send(_Outcome(result, error, len(dist.distributed_c10d._world.pg_map)))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:

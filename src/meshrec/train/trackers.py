@@ -3,6 +3,8 @@
 import logging
 import math
 import os
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ class MLflowObserver:
             case Logged(line) | Evaluated(line, _):
                 metrics = [
                     self._entities.Metric(
-                        name.replace("@", "_at_"), value, int(1000 * line.get("seconds", 0)), line["step"]
+                        name.replace("@", "_at_"), value, int(1000 * time.time()), line["step"]
                     )
                     for name, value in named_metrics(line).items()
                 ]
@@ -95,15 +97,21 @@ class WandbObserver:
         self._folder = folder
         self._run: Any = None
 
+    def _id(self) -> str:
+        """Of the run in their project, where other folders' runs have the same name; resumes keep it."""
+        kept = self._folder.path / "wandb_id.txt"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex)
+        return kept.read_text()
+
     def __call__(self, event: Event) -> None:
         """Tells it."""
         match event:
             case Started():
-                name = self._folder.path.name
                 self._run = self._wandb.init(
                     project=event.recipe.name,
-                    name=name,
-                    id=name,
+                    name=self._folder.path.name,
+                    id=self._id(),
                     dir=str(self._folder.path.parent),
                     config=dict(flat(to_json(event.recipe))),
                     resume="allow",
