@@ -9,7 +9,7 @@ import meshrec
 from meshrec.export import PackageError, Predictor, compile_anew, export
 from meshrec.export.archive import load_exported
 from meshrec.train.losses import SquaredError
-from tests.export.conftest import FEATURES, NUM_DENSE, SHARED, torchs_own_warnings
+from tests.export.conftest import FEATURES, NUM_DENSE, NUM_ROWS, SHARED, torchs_own_warnings
 
 
 def scores_of(model, dense, values, lengths):
@@ -224,6 +224,37 @@ def test_shared_features_give_what_repeating_them_gives(small_package, requests,
     predictor = Predictor(small_package)
     (*shared, group), repeated = grouped(requests, num_rows, batch)
     torch.testing.assert_close(predictor(*shared, group=group), predictor(*repeated), rtol=1e-6, atol=1e-7)
+
+
+class Histories(nn.Module):
+    """Its tables give a vector for each id."""
+
+    def __init__(self):
+        super().__init__()
+        tables = [
+            meshrec.EmbeddingConfig(
+                name=f"t{i}", embedding_dim=8, num_embeddings=NUM_ROWS, feature_names=[feature]
+            )
+            for i, feature in enumerate(FEATURES)
+        ]
+        self.tables = meshrec.EmbeddingCollection(tables)
+        self.over = nn.Linear(NUM_DENSE + 8 * len(FEATURES), 1)
+
+    def forward(self, dense, sparse):
+        vectors = self.tables(sparse)
+        sums = [vectors[feature].to_padded_dense(4).sum(1) for feature in FEATURES]
+        return self.over(torch.cat([dense, *sums], dim=1))
+
+
+def test_histories_are_shared_too(requests, tmp_path):
+    with torchs_own_warnings():
+        package = export(
+            Histories(), tmp_path / "p", features=FEATURES, num_dense=NUM_DENSE, shared=SHARED, compile=False
+        )
+        predictor = Predictor(package)
+    for num_rows, batch in ((1, 1), (3, 7), (2, 0)):
+        (*shared, group), repeated = grouped(requests, num_rows, batch)
+        torch.testing.assert_close(predictor(*shared, group=group), predictor(*repeated))
 
 
 def test_layers_over_what_is_shared_run_once_a_row(small_package):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshrec.modules import EmbeddingCollection
 from meshrec.sparse import KeyedJaggedTensor
 
 DENSE = "dense"
@@ -22,7 +23,8 @@ class Program(nn.Module):
 
     With ``shared`` features there is one more argument, ``group`` [B]: of each sample the row of what is
     shared, whose lengths are [R] (and dense [R, num_dense], if it is shared). Shared features are looked up
-    once a row, not once a sample.
+    once a row, not once a sample; those of an EmbeddingCollection, whose ids each have a vector, are repeated
+    before.
 
     Args:
         model: called as ``model(dense, sparse)`` it gives logits, [B] or [B, 1].
@@ -45,6 +47,7 @@ class Program(nn.Module):
         self._model = [model]
         self._names, self._features = list(names), list(features)
         self._scores, self._shared = scores, frozenset(shared)
+        self._repeated = self._shared & _unpooled(model)
 
     def forward(
         self,
@@ -59,18 +62,23 @@ class Program(nn.Module):
         Raises:
             ValueError: the model gives several outputs for each sample.
         """
-        all_values, all_lengths = torch.cat(values), torch.cat(lengths)
         if group is None:
             sparse = KeyedJaggedTensor(
-                self._features, values=all_values, lengths=all_lengths, stride=dense.shape[0]
+                self._features, values=torch.cat(values), lengths=torch.cat(lengths), stride=dense.shape[0]
             )
         else:
             own = torch.arange(group.shape[0])
-            rows_FB = torch.stack([group if name in self._shared else own for name in self._features])
+            once = self._shared - self._repeated
+            rows_FB = torch.stack([group if name in once else own for name in self._features])
+            bags = [
+                _repeated(ids, counts, group) if name in self._repeated else (ids, counts)
+                for name, ids, counts in zip(self._features, values, lengths, strict=True)
+            ]
+            values, lengths = map(list, zip(*bags, strict=True))
             sparse = KeyedJaggedTensor(
                 self._features,
-                values=all_values,
-                lengths=all_lengths,
+                values=torch.cat(values),
+                lengths=torch.cat(lengths),
                 stride_per_key_per_rank=[[each.shape[0]] for each in lengths],
                 inverse_indices=(self._features, rows_FB),
             )
@@ -91,6 +99,26 @@ class Program(nn.Module):
                 "one score. Export a module that returns one of them"
             )
         return self._scores(outputs.reshape(-1).float())
+
+
+def _unpooled(model: nn.Module) -> set[str]:
+    """The features whose ids are looked up without pooling."""
+    return {
+        feature
+        for module in model.modules()
+        if isinstance(module, EmbeddingCollection)
+        for config in module.embedding_configs()
+        for feature in config.feature_names
+    }
+
+
+def _repeated(ids: Tensor, lengths_R: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sample the bag of its row."""
+    firsts_R = lengths_R.cumsum(0) - lengths_R
+    lengths_B = lengths_R.index_select(0, group_B)
+    shift_B = firsts_R.index_select(0, group_B) - (lengths_B.cumsum(0) - lengths_B)
+    shift_N = torch.repeat_interleave(shift_B, lengths_B)
+    return ids.index_select(0, torch.arange(shift_N.shape[0]) + shift_N), lengths_B
 
 
 def exported(
