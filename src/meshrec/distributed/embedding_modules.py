@@ -39,7 +39,8 @@ class _ShardedCollection(nn.Module):
         self._tables, self.plan, self.built = built.tables, built.plan, built
         self._names, self._dims = built.names, built.dims
         self._has_started = False
-        self._output_dtype = built.options.output_dtype
+        output = built.options.output_dtype
+        self._dtype = None if output is None else output.dtype
         self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
         """Is asked first by ``forward``: the result for this very object, if it is under way, else None."""
         self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix=holder)
@@ -91,9 +92,6 @@ class _ShardedCollection(nn.Module):
             self._has_started = True
         return self._tables.start(features)
 
-    def _typed(self, values: Tensor) -> Tensor:
-        return values if self._output_dtype is None else values.to(self._output_dtype.dtype)
-
     def exchange(self, started: SizesInFlight) -> Exchanging:
         """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
         return self._tables.exchange(started)
@@ -140,7 +138,7 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
         return self.look_up(self._tables.exchange(self.start(features)))
 
     def _keyed(self, results: Results) -> KeyedTensor:
-        values = self._typed(results.wait())
+        values = results.wait().to(dtype=self._dtype)
         return KeyedTensor(self._names, self._dims, values, offset_per_key=self._offsets)
 
 
@@ -182,7 +180,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
             offsets.append(source.offsets[bounds[key] : bounds[key + 1] + 1])
             rows.append(int(offsets[-1][-1] - offsets[-1][0]))
             sizes.append(rows[-1] * dim)
-        parts = self._typed(results.wait()).split(list(map(sizes.__getitem__, order)))
+        parts = results.wait().to(dtype=self._dtype).split(list(map(sizes.__getitem__, order)))
         values: list[Tensor] = [torch.empty(0)] * len(rows)
         for use, part in zip(order, parts, strict=True):
             values[use] = part.view(rows[use], self._dims[use])

@@ -7,7 +7,9 @@ methods by which torch.distributed.checkpoint (DCP) asks which pieces are here. 
 them.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -131,7 +133,12 @@ class SplitTensor(DTensor):
 
     @staticmethod
     def of(local: LocalRectangles, holders: Sequence[Sequence[Rectangle]], mesh: DeviceMesh) -> "SplitTensor":
-        """``holders``: the rectangles of the table on each rank of the mesh, which has one axis."""
+        """``holders``: the rectangles of the table on each rank of the mesh, which has one axis.
+
+        State per row lies in parts that are cut at the same rows everywhere: DCP takes no overlapping ones.
+        """
+        if local.dim() == 1:
+            local, holders = _cut_at_common_rows(local, holders)
         stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
         spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(local.shape, stride, local.dtype))
         made: SplitTensor = SplitTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -260,6 +267,25 @@ _OF_RECTANGLES = (
     *(torch.empty_like, torch.zeros_like),
     *(Tensor.equal, torch.equal),
 )
+
+
+def _cut_at_common_rows(
+    local: LocalRectangles, holders: Sequence[Sequence[Rectangle]]
+) -> tuple[LocalRectangles, list[list[Rectangle]]]:
+    """State per row and its rectangles, each cut where any other begins or ends."""
+    edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
+
+    def bands(of: Rectangle) -> list[Rectangle]:
+        inside = edges[bisect_left(edges, of.r0) : bisect_right(edges, of.r1)]
+        return [of._replace(r0=first, r1=last) for first, last in pairwise(inside)]
+
+    cut = [
+        (band, part[band.r0 - whole.r0 : band.r1 - whole.r0])
+        for whole, part in zip(local._rectangles, local._parts, strict=True)
+        for band in bands(whole)
+    ]
+    made = LocalRectangles([part for _, part in cut], [band for band, _ in cut], local, local.shape)
+    return made, [[band for rectangle in held for band in bands(rectangle)] for held in holders]
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:

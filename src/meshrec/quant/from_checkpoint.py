@@ -49,7 +49,8 @@ def quantize_checkpoint(
     configs = [config for m in collections.values() for config, _ in m.tables().values()]
     types = checked_types(configs, weights, per_table)
     memo: dict[int, nn.Module] = {
-        id(m): empty_like(m, types, m.bounds_check, output_dtype) for m in collections.values()
+        id(m): empty_like(m, types, m.bounds_check, output_dtype or DataType.FP32)
+        for m in collections.values()
     }
     result = memo.get(id(model)) or copied_but_for(model, memo)
     tables: set[str] = set()

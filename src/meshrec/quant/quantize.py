@@ -46,6 +46,7 @@ def quantize(
             unknown data type, and a row with a NaN or an infinity: names table and row.
     """
     check_rounding(rounding)
+    output_dtype = output_dtype or DataType.FP32
     if dense not in (None, DataType.BF16):
         raise ValueError(f"dense must be DataType.BF16 or None, got {dense!r}.")
     if isinstance(model, DistributedModelParallel):
