@@ -339,3 +339,15 @@ def go_on(case, folder):
     values = whole(case, model)
     outputs = train(case, model, env, range(before, before + after))
     return values, outputs, whole(case, model)
+
+
+def publish(case, folder):
+    """Deltas of training under the first plan, in two halves; the weights before and after."""
+    before, after = case["steps"]
+    model, env = make(case, 0)
+    outputs = [whole(case, model)]
+    publisher = checkpoint.DeltaPublisher(model, folder, run="r", step=0)
+    for steps in (range(before), range(before, before + after)):
+        train(case, model, env, steps)
+        publisher.publish(steps.stop)
+    return [*outputs, whole(case, model)]

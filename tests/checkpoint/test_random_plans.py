@@ -14,6 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from meshrec.checkpoint import verify_deltas
+from meshrec.checkpoint.publishing import read_delta
+
 _spec = importlib.util.spec_from_file_location("random_plans", Path(__file__).parent / "random_plans.py")
 random_plans = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(random_plans)
@@ -79,3 +82,26 @@ def test_what_is_learned_moved_and_loaded_is_what_plain_torch_learns(ranks, rng)
     check_values(case, [each[3] for each in begun], moved, "in the end, moved")
     check_steps(case, loaded, [each[1] for each in gone_on], rest, worlds[1], "after loading")
     check_values(case, [each[2] for each in gone_on], loaded, "in the end, loaded")
+
+
+@DRAWS
+@seed(int(SEED or 0))
+@given(rng=st.randoms(use_true_random=False))
+def test_deltas_bring_the_weights_of_before_up_to_date(ranks, rng):
+    case = random_plans.draw_case(rng)
+    with tempfile.TemporaryDirectory() as folder:
+        copy, after = ranks(random_plans.MESHES[case["meshes"][0]][0]).run(
+            random_plans.publish, case, folder
+        )[0]
+        for record in verify_deltas(folder):
+            delta = read_delta(folder, record)
+            for table in case["tables"]:
+                name, weight = random_plans.weight_name(table), copy[table["name"]]["weight"]
+                if name in delta.whole:
+                    weight.copy_(delta.whole[name])
+                if name in delta.rows:
+                    ids, rows = delta.rows[name]
+                    weight[ids] = rows
+    for table in case["tables"]:
+        name = table["name"]
+        assert torch.equal(copy[name]["weight"], after[name]["weight"]), name

@@ -41,9 +41,9 @@ class TouchedRows:
                 self._set(part, marks, i, rows.rows)
             if gradient.looked_up is None:
                 continue
-            ids = gradient.looked_up.ids
-            for route, values in enumerate(_by_route(ids, len(part.work.routes))):
-                for lookup in part.work.lookups:
+            tables, _, ids = gradient.looked_up  # these may be fewer tables, with fewer routes
+            for route, values in enumerate(_by_route(ids, len(tables.work.routes))):
+                for lookup in tables.work.lookups:
                     if lookup.route == route and lookup.rectangle not in gradient.rows:
                         self._set(part, marks, lookup.rectangle, values)
 
