@@ -20,7 +20,7 @@ _spec.loader.exec_module(random_sharding)
 
 SEED = os.environ.get("MESHREC_SEED")
 DRAWS = settings(
-    max_examples=int(os.environ.get("MESHREC_DRAWS", "15")),
+    max_examples=int(os.environ.get("MESHREC_DRAWS", "10")),
     derandomize=SEED is None,
     suppress_health_check=list(HealthCheck),
     database=None,
