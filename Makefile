@@ -3,6 +3,7 @@ PYTHON ?= python3
 CXX ?= c++
 VENV ?= .venv
 VENV_PEERS ?= .venv-peers
+VENV_MLSERVER ?= .venv-mlserver
 BIN := $(VENV)/bin
 PEERS := $(VENV_PEERS)/bin
 STAMP := $(VENV)/.installed
@@ -27,7 +28,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo demo-serve mutations test lint format build wheel wheel-test bench sanitize races peers parity kills example docs clean
+.PHONY: demo demo-serve mutations test lint format build wheel wheel-test bench sanitize races peers mlserver parity kills example docs clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -97,6 +98,11 @@ $(STAMP_PEERS): pyproject.toml constraints.txt
 	$(PEERS)/$(PIP_INSTALL) --no-deps torchrec==1.8.0
 	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli,serve]"
 	touch $@
+
+# A server to compare with, whose starlette is older than ours: it has an environment of its own.
+mlserver: build
+	test -x $(VENV_MLSERVER)/bin/python || $(PYTHON) -m venv $(VENV_MLSERVER)
+	$(VENV_MLSERVER)/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints.txt)" "mlserver==1.7.*"
 
 parity: peers
 	$(PEERS)/python -m pytest -m peers $$(grep -rl mark.peers tests)

@@ -16,6 +16,8 @@ from benchmarks import (
     quant_auc,
     reading,
     serve,
+    serve_changes,
+    serve_mlserver,
     stages,
     tbe,
     train_pipeline,
@@ -86,6 +88,14 @@ def run_serve(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve.run(effort, tiny=arguments.tiny)
 
 
+def run_serve_changes(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve_changes.run(effort, tiny=arguments.tiny)
+
+
+def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve_mlserver.run(effort, tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
@@ -102,6 +112,8 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "train_pipeline": run_train_pipeline,
     "early_bags": run_early_bags,
     "serve": run_serve,
+    "serve_changes": run_serve_changes,
+    "serve_mlserver": run_serve_mlserver,
 }
 
 

@@ -1,4 +1,4 @@
-"""The server beside a bare call of its package: throughput, batching, latency, overload, reloads.
+"""The server beside a bare call of its package: throughput, batching, latency, overload, reloads, sharing.
 
 The load comes from this process, on the same cores; server and bare call have one thread each.
 """
@@ -17,9 +17,9 @@ import tempfile
 import time
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
 
 DEADLINE_MS = 200
 _REFUSED_MS = 10
-_INFER = "/v2/models/model/infer"
+INFER = "/v2/models/model/infer"
 
 
 class Shape(NamedTuple):
@@ -47,9 +47,10 @@ class Shape(NamedTuple):
     seconds: float = 4.0
     compile: bool = True
     batch: int = 512
+    items: int = 500
 
 
-TINY = Shape(3, 100, 8, 2, (8, 8), (8, 1), 0.3, False, 16)
+TINY = Shape(3, 100, 8, 2, (8, 8), (8, 1), 0.3, False, 16, 20)
 Inputs = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 
 
@@ -66,10 +67,10 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
 
 
 def _measure(shape: Shape, folder: Path) -> Result:
-    first = _package(shape, folder / "first")
+    first = package_of(shape, folder / "first")
     packages = [first, _with_other_weights(first, folder / "second")]
     predictor = Predictor(packages[0])
-    large, one, middle = (_inputs(shape, predictor.features, n) for n in (shape.batch, 1, 64))
+    large, one, middle = (inputs_of(shape, predictor.features, n) for n in (shape.batch, 1, 64))
     bare = _seconds(lambda: predictor(*one), shape.seconds)
     started = time.process_time()
     calls = len(_seconds(lambda: predictor(*large), shape.seconds))
@@ -78,17 +79,19 @@ def _measure(shape: Shape, folder: Path) -> Result:
     with serving(packages[0]) as server:
         _verify(server, predictor, large)
         before = server.cpu_seconds()
-        done = server.load(large, clients=2, seconds=shape.seconds)
+        done = server.load(request_of(large), clients=2, seconds=shape.seconds)
         server_rate = done.statuses[200] * shape.batch / (server.cpu_seconds() - before)
         figures["throughput per CPU second over the bare call's"] = server_rate / bare_rate
-        alone = server.load(one, clients=1, seconds=shape.seconds).seconds[200]
+        alone = server.load(request_of(one), clients=1, seconds=shape.seconds).seconds[200]
         for percent in (50, 99):
             figures[f"p{percent} at concurrency 1 over the bare call's"] = 1e3 * (
-                _percentile(alone, percent) - _percentile(bare, percent)
+                percentile(alone, percent) - percentile(bare, percent)
             )
-        batched = server.load(one, clients=64, seconds=shape.seconds).statuses[200]
-        capacity = server.load(middle, clients=16, seconds=shape.seconds).statuses[200] / shape.seconds
-        request = _request(middle, {"X-Timeout-Ms": str(DEADLINE_MS)})
+        batched = server.load(request_of(one), clients=64, seconds=shape.seconds).statuses[200]
+        capacity = (
+            server.load(request_of(middle), clients=16, seconds=shape.seconds).statuses[200] / shape.seconds
+        )
+        request = request_of(middle, {"X-Timeout-Ms": str(DEADLINE_MS)})
         flood = asyncio.run(open_loop(server.port, request, rate=2 * capacity, seconds=shape.seconds))
         in_time = sum(1e3 * s <= DEADLINE_MS for s in flood.seconds.get(200, []))
         figures["answered in time at 2x overload, of capacity"] = in_time / (capacity * shape.seconds)
@@ -96,12 +99,13 @@ def _measure(shape: Shape, folder: Path) -> Result:
         figures[f"refused within {_REFUSED_MS} ms at 2x overload"] = statistics.mean(
             1e3 * s <= _REFUSED_MS for s in refused
         )
-        figures["p95 of a refusal, ms"] = 1e3 * _percentile(refused, 95)
+        figures["p95 of a refusal, ms"] = 1e3 * percentile(refused, 95)
         overload = dict(flood.statuses)
     with serving(packages[0], "--max-batch", "1") as server:
-        single = server.load(one, clients=64, seconds=shape.seconds).statuses[200]
+        single = server.load(request_of(one), clients=64, seconds=shape.seconds).statuses[200]
     figures["64 clients of one sample, batching on over off"] = batched / single
     figures["lost over 20 reloads"] = _lost_over_reloads(packages, one, folder)
+    figures[f"1 user x {shape.items} items, plain over shared"] = _plain_over_shared(shape, folder)
     print(table(["measured", ""], [[name, f"{value:.2f}"] for name, value in figures.items()]))
     rates = {"bare_samples_per_cpu_second": bare_rate, "server_samples_per_cpu_second": server_rate}
     asked = {
@@ -112,6 +116,7 @@ def _measure(shape: Shape, folder: Path) -> Result:
         "answered in time at 2x overload, of capacity": (0.9, "x", False),
         "p95 of a refusal, ms": (float(_REFUSED_MS), " ms", True),
         "lost over 20 reloads": (0.0, "", True),
+        f"1 user x {shape.items} items, plain over shared": (3.0, "x", False),
     }
     bars = [
         Bar(name=name, figure=figures[name], asked=bar, unit=unit, at_most=at_most)
@@ -130,8 +135,14 @@ class Running(NamedTuple):
         words = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
-    def load(self, inputs: Inputs, *, clients: int, seconds: float) -> Outcome:
-        outcome = asyncio.run(closed(self.port, _request(inputs), clients=clients, seconds=seconds))
+    def ask(self, request: bytes) -> bytes:
+        outcome = asyncio.run(closed(self.port, request, clients=1, seconds=0.01, keep_bodies=True))
+        if set(outcome.statuses) != {200}:
+            raise AssertionError(f"the server answered with {outcome.bodies[0]!r}")
+        return outcome.bodies[0]
+
+    def load(self, request: bytes, *, clients: int, seconds: float) -> Outcome:
+        outcome = asyncio.run(closed(self.port, request, clients=clients, seconds=seconds))
         if set(outcome.statuses) != {200}:
             raise AssertionError(f"the server answered with {outcome.statuses}")
         return outcome
@@ -139,22 +150,23 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def serving(package: Path, *options: str) -> Iterator[Running]:
+    port = free_port()
+    module = [sys.executable, "-W", "ignore", "-m", "meshrec"]
+    command = [*module, "serve", f"model={package}", "--port", str(port), *options]
+    with started(command, port) as server:
+        yield server
+
+
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "meshrec",
-        "serve",
-        f"model={package}",
-        "--port",
-        str(port),
-    ]
-    process = subprocess.Popen(
-        [*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
-    )
+        return int(bound.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """A server of the Open Inference Protocol with one thread, ready; stopped at the end."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while True:
             with contextlib.suppress(OSError):
@@ -178,7 +190,7 @@ def _lost_over_reloads(packages: list[Path], inputs: Inputs, folder: Path) -> fl
 
         async def reload() -> Outcome:
             work = asyncio.create_task(
-                closed(server.port, _request(inputs), clients=8, seconds=4.0, keep_bodies=True)
+                closed(server.port, request_of(inputs), clients=8, seconds=4.0, keep_bodies=True)
             )
             for turn in range(1, 21):
                 (folder / "next").symlink_to(packages[turn % 2])
@@ -198,6 +210,39 @@ def _lost_over_reloads(packages: list[Path], inputs: Inputs, folder: Path) -> fl
     return float(wrong)
 
 
+def _plain_over_shared(shape: Shape, folder: Path) -> float:
+    """Latency of ranking items for one user with everything repeated, over that with shared features.
+
+    A quarter of the features are the item's; of the user's, which the dense values belong to, a sixth of all
+    are histories of 100 ids, and the others have one.
+    """
+    features = [f"f{number}" for number in range(shape.num_features)]
+    user = features[max(1, len(features) // 4) :]
+    histories = dict.fromkeys(features[-max(1, len(features) // 6) :], 100)
+    package = package_of(shape, folder / "shared", shared=[*user, "dense"])
+    _, values, lengths = inputs_of(shape, features, shape.items)
+    dense, user_values, user_lengths = inputs_of(shape, features, 1, histories)
+    shared = (
+        dense,
+        {f: user_values[f] if f in user else values[f] for f in features},
+        {f: user_lengths[f] if f in user else lengths[f] for f in features},
+    )
+    plain = (
+        dense.expand(shape.items, -1).contiguous(),
+        {f: user_values[f].repeat(shape.items) if f in user else values[f] for f in features},
+        {f: user_lengths[f].repeat(shape.items) if f in user else lengths[f] for f in features},
+    )
+    requests = [request_of(plain), request_of(shared, parameters={"shared": True})]
+    seconds: list[list[float]] = [[], []]
+    with serving(package) as server:
+        scores = [server.ask(request)[-4 * shape.items :] for request in requests]
+        np.testing.assert_allclose(*(np.frombuffer(each, np.float32) for each in scores), rtol=1e-5)
+        for _ in range(4):  # in turn, so that a slow moment meets both
+            for each, request in zip(seconds, requests, strict=True):
+                each += server.load(request, clients=1, seconds=shape.seconds / 4).seconds[200]
+    return statistics.median(seconds[0]) / statistics.median(seconds[1])
+
+
 def _with_other_weights(package: Path, folder: Path) -> Path:
     """Another version of a package, which need not be compiled."""
     shutil.copytree(package, folder)
@@ -210,7 +255,8 @@ def _with_other_weights(package: Path, folder: Path) -> Path:
     return folder
 
 
-def _package(shape: Shape, folder: Path) -> Path:
+def package_of(shape: Shape, folder: Path, *, is_zero: bool = False, **options: Any) -> Path:
+    """A DLRM. Tables of zeros take no memory here, however large they are."""
     torch.manual_seed(0)
     features = [f"f{number}" for number in range(shape.num_features)]
     tables = [
@@ -219,20 +265,33 @@ def _package(shape: Shape, folder: Path) -> Path:
         )
         for f in features
     ]
-    model = DLRM(EmbeddingBagCollection(tables), shape.num_dense, list(shape.bottom), list(shape.top))
+    if is_zero:
+        sparse = EmbeddingBagCollection(tables, device="meta")
+        zeros = {name: torch.zeros(t.shape) for name, t in sparse.state_dict().items()}
+        sparse.load_state_dict(zeros, assign=True)
+    else:
+        sparse = EmbeddingBagCollection(tables)
+    model = DLRM(sparse, shape.num_dense, list(shape.bottom), list(shape.top))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return export(model, folder, features=features, num_dense=shape.num_dense, compile=shape.compile)
+        return export(
+            model, folder, features=features, num_dense=shape.num_dense, compile=shape.compile, **options
+        )
 
 
-def _inputs(shape: Shape, features: list[str], batch: int) -> Inputs:
+def inputs_of(shape: Shape, features: list[str], batch: int, bags: Mapping[str, int] | None = None) -> Inputs:
+    """Samples with one id of each feature, or as many as ``bags`` says."""
     generator = torch.Generator().manual_seed(batch)
-    lengths = {f: torch.ones(batch, dtype=torch.int64) for f in features}
-    values = {f: torch.randint(0, shape.num_rows, (batch,), generator=generator) for f in features}
+    sizes = dict.fromkeys(features, 1) | dict(bags or {})
+    lengths = {f: torch.full((batch,), sizes[f]) for f in features}
+    values = {f: torch.randint(0, shape.num_rows, (batch * sizes[f],), generator=generator) for f in features}
     return torch.randn(batch, shape.num_dense, generator=generator), values, lengths
 
 
-def _request(inputs: Inputs, headers: dict[str, str] | None = None) -> bytes:
+def request_of(
+    inputs: Inputs, headers: Mapping[str, str] | None = None, parameters: Mapping[str, Any] | None = None
+) -> bytes:
+    """Over the Open Inference Protocol, in binary."""
     dense, values, lengths = inputs
     arrays = {"dense": ("FP32", dense.numpy())}
     for f in values:
@@ -240,7 +299,7 @@ def _request(inputs: Inputs, headers: dict[str, str] | None = None) -> bytes:
         arrays[f"{f}.lengths"] = "INT32", lengths[f].numpy().astype(np.int32)
     head = json.dumps(
         {
-            "parameters": {"binary_data_output": True},
+            "parameters": {"binary_data_output": True, **(parameters or {})},
             "inputs": [
                 {
                     "name": name,
@@ -253,13 +312,14 @@ def _request(inputs: Inputs, headers: dict[str, str] | None = None) -> bytes:
         }
     ).encode()
     body = b"".join([head, *(array.tobytes() for _, array in arrays.values())])
-    return http(_INFER, body, {"Inference-Header-Content-Length": str(len(head)), **(headers or {})})
+    return http(INFER, body, {"Inference-Header-Content-Length": str(len(head)), **(headers or {})})
 
 
 def _verify(server: Running, predictor: Predictor, inputs: Inputs) -> None:
-    outcome = asyncio.run(closed(server.port, _request(inputs), clients=1, seconds=0.01, keep_bodies=True))
     scores = predictor(*inputs)
-    found = torch.frombuffer(bytearray(outcome.bodies[0][-4 * len(scores) :]), dtype=torch.float32)
+    found = torch.frombuffer(
+        bytearray(server.ask(request_of(inputs))[-4 * len(scores) :]), dtype=torch.float32
+    )
     torch.testing.assert_close(found, scores, rtol=1e-6, atol=0)
 
 
@@ -273,5 +333,5 @@ def _seconds(call: Callable[[], object], seconds: float) -> list[float]:
     return found
 
 
-def _percentile(seconds: list[float], percent: int) -> float:
+def percentile(seconds: list[float], percent: int) -> float:
     return float(np.percentile(seconds, percent))

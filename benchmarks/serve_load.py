@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -49,7 +50,13 @@ class Connection:
 
 
 async def closed(
-    port: int, request: bytes, *, clients: int, seconds: float, keep_bodies: bool = False
+    port: int,
+    request: bytes,
+    *,
+    clients: int,
+    seconds: float,
+    keep_bodies: bool = False,
+    on_body: Callable[[bytes], None] | None = None,
 ) -> Outcome:
     """Each client asks again as soon as it has its answer."""
     outcome, end = Outcome(), time.perf_counter() + seconds
@@ -64,13 +71,22 @@ async def closed(
             outcome.add(status, time.perf_counter() - start)
             if keep_bodies:
                 outcome.bodies.append(body)
+            if on_body is not None and status == 200:
+                on_body(body)
         connection.close()
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return outcome
 
 
-async def open_loop(port: int, request: bytes, *, rate: float, seconds: float) -> Outcome:
+async def open_loop(
+    port: int,
+    request: bytes,
+    *,
+    rate: float,
+    seconds: float,
+    on_body: Callable[[bytes], None] | None = None,
+) -> Outcome:
     """Requests at times of their own, however long answers take; latencies count from these times."""
     outcome, free, tasks = Outcome(), [], set()
     start = time.perf_counter()
@@ -78,11 +94,13 @@ async def open_loop(port: int, request: bytes, *, rate: float, seconds: float) -
     async def one(due: float) -> None:
         connection = free.pop() if free else Connection(port)
         try:
-            status, _ = await connection.ask(request)
+            status, body = await connection.ask(request)
             free.append(connection)
         except (OSError, asyncio.IncompleteReadError):
-            status = 0
+            status, body = 0, b""
         outcome.add(status, time.perf_counter() - due)
+        if on_body is not None and status == 200:
+            on_body(body)
 
     for number in range(int(rate * seconds)):
         due = start + number / rate
