@@ -10,6 +10,7 @@ from benchmarks import (
     dlrm_step,
     early_bags,
     import_time,
+    inspect_auc,
     layouts,
     nbit,
     planner,
@@ -36,6 +37,10 @@ def run_nbit(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_quant_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
     return quant_auc.run(tiny=arguments.tiny)
+
+
+def run_inspect_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return inspect_auc.run(tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -100,6 +105,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
     "quant_auc": run_quant_auc,
+    "inspect_auc": run_inspect_auc,
     "import": run_import,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,

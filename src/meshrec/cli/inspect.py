@@ -124,7 +124,8 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
             lines += [] if number else [f"        # {choice.reason}"]
             lines.append(f"        {_call(feature)},")
     label = _call(features.labels[0])
-    batch = 2 ** round(math.log2(min(max(num_rows / 150, 128), 8192)))
+    # Few rows need many steps, or the tables, which begin near zero, have learned nothing when it ends.
+    batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 4)
     split = 'split_by="random"'
     if options.time is not None:
@@ -163,7 +164,7 @@ def recipe() -> Recipe:
         tables=Adam(lr=2e-3, weight_decay=2.0, decoupled_weight_decay=True),
         dense=DenseOptimizer(kind="adamw", lr=1e-3, weight_decay=0.1),
         schedule=Schedule(decay="linear"),
-        training=Training(batch_size={batch}, epochs=4, evaluate_every={every}, patience=4),
+        training=Training(batch_size={batch}, epochs=4, evaluate_every={every}, patience=8),
     )
 '''
 
