@@ -267,7 +267,11 @@ def package_of(shape: Shape, folder: Path, *, is_zero: bool = False, **options: 
     ]
     if is_zero:
         sparse = EmbeddingBagCollection(tables, device="meta")
-        zeros = {name: torch.zeros(t.shape) for name, t in sparse.state_dict().items()}
+        # NumPy's zeros are pages that the kernel has not given yet; torch writes its own.
+        zeros = {
+            name: torch.from_numpy(np.zeros(tuple(t.shape), np.float32))
+            for name, t in sparse.state_dict().items()
+        }
         sparse.load_state_dict(zeros, assign=True)
     else:
         sparse = EmbeddingBagCollection(tables)
