@@ -1,6 +1,6 @@
 // One row's step for each optimizer, in fp32: kernels.inl includes this file, and refuses to compile where an
-// optimizer of formulas.inc has no step_row. The formulas and their sources are in
-// meshrec/optim/optimizers.py.
+// optimizer of formulas.inc has no step_row. The formulas in plain torch are in meshrec/ops/tbe/formulas.py,
+// their sources in meshrec/optim/optimizers.py.
 
 template <int kOptimizer>
 struct Code {};

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshrec.cli.__main__ import main
-from meshrec.cli.train import recipe_at
+from meshrec.cli.train import recipe_at, table_optimizer
+from meshrec.optim.optimizers import SGD, SPECS
 
 SMALL = "tests/train/small.py:small"
 ROOT = Path(__file__).parents[2]
@@ -165,6 +166,11 @@ def test_unknown_recipes_and_help(train):
         "--placement.memory-gib",
     ):
         assert option in output
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_fused_optimizer_can_be_chosen(spec):
+    assert table_optimizer(spec.__name__, SGD(lr=0.3)) == spec(lr=0.3)
 
 
 @pytest.mark.parametrize(

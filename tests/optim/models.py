@@ -10,20 +10,10 @@ from meshrec import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
-    optim,
 )
+from meshrec.optim.optimizers import SPECS
 
-KINDS = [
-    optim.SGD,
-    optim.Adagrad,
-    optim.RowWiseAdagrad,
-    optim.Adam,
-    optim.PartialRowWiseAdam,
-    optim.LAMB,
-    optim.PartialRowWiseLAMB,
-    optim.LARS,
-    optim.FTRL,
-]
+KINDS = SPECS
 TABLES = {"t0": (12, 5, ["a", "b"]), "t1": (7, 16, ["b"])}
 UPDATES = pytest.mark.parametrize("update", ["in_backward", "on_step"])
 

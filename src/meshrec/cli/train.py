@@ -14,7 +14,7 @@ import tyro
 
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.screen import make_screen
-from meshrec.optim import FTRL, LAMB, LARS, SGD, Adagrad, Adam, OptimizerSpec, RowWiseAdagrad
+from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.train.launch import launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
@@ -250,7 +250,7 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
     Raises:
         ValueError: there is none.
     """
-    kinds = {kind.__name__: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam, FTRL, LAMB, LARS)}
+    kinds = {kind.__name__: kind for kind in SPECS}
     wanted = name.replace("-", "").replace("_", "").lower()
     for known, kind in kinds.items():
         if known.lower() == wanted:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshrec.distributed.routing import RoutedTable
 from meshrec.tables.holdings import Held
 from meshrec.tables.packing import Rectangle
-from meshrec.tables.storage import RowStorage, check_codes, copy_rectangle
+from meshrec.tables.storage import RowStorage, check_loadable, copy_rectangle
 
 
 class SpreadTable(nn.Module):
@@ -57,8 +57,7 @@ class SpreadTable(nn.Module):
         Raises:
             ValueError: when a value is missing, or its size or type differs; nothing is copied then.
         """
-        if self.storage.bits:
-            check_codes(values["weight"], prefix + "weight", self.storage.bits)
+        check_loadable(values["weight"], prefix + "weight", self.storage)
         rows = self._allocated()
         for part, whole in zip(
             self.storage.row_parts, self.storage.parts(rows, self._table.dim), strict=True

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrec.distributed.routing import RoutedTable
 from meshrec.tables.holdings import Held
 from meshrec.tables.packing import Rectangle
-from meshrec.tables.storage import RowStorage, check_codes
+from meshrec.tables.storage import RowStorage, check_loadable
 
 
 class TableShards(nn.Module):
@@ -93,8 +93,7 @@ class TableShards(nn.Module):
         Raises:
             ValueError: when a size or a type differs, or a value holds other rectangles.
         """
-        if self.storage.bits:
-            check_codes(values["weight"], prefix + "weight", self.storage.bits)
+        check_loadable(values["weight"], prefix + "weight", self.storage)
         wholes = self.whole_parts()
         for name, whole in wholes.items():
             value = values.get(name)

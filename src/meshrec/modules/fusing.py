@@ -6,12 +6,12 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from meshrec.modules.embedding_modules import TableCollection
+from meshrec.modules.table_lookup import storage_of
 from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.tables.fused import FusedOptimizer, TrainedTable, UpdateMode
-from meshrec.tables.storage import DenseRows
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -79,15 +79,17 @@ def _fused_tables(path: str, child: TableCollection, optimizer: OptimizerSpec | 
         raise ValueError(f"{where} is fused already. A collection takes one fused optimizer.")
     if child.device.type == "meta":
         raise ValueError(f"{where} is on meta. Allocate it first: to_empty(device=...), reset_parameters().")
-    for config, _ in child.tables().values():
-        if config.data_type.bits:
+    tables = child.tables()
+    storages = {name: storage_of(config, weight) for name, (config, weight) in tables.items()}
+    for name, (config, _) in tables.items():
+        if not storages[name].is_trainable:
             raise ValueError(
                 f"table {config.name!r} is quantised ({config.data_type}) and cannot be trained. Fuse the "
                 "model as it was before meshrec.quant.quantize."
             )
     return [
-        TrainedTable(name, weight, in_backward_spec(weight) or optimizer, DenseRows(weight.dtype))
-        for name, (_, weight) in child.tables().items()
+        TrainedTable(name, weight, in_backward_spec(weight) or optimizer, storages[name])
+        for name, (_, weight) in tables.items()
     ]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshrec.tables.storage import RowStorage, check_codes
+from meshrec.tables.storage import RowStorage, check_loadable
 
 
 class QuantisedTable(nn.Module):
@@ -64,7 +64,7 @@ def _take_parts(
     state_dict[name] = module.weight.detach()
     parts = module.parts()
     try:
-        check_codes(found["weight"], name, module._storage.bits)
+        check_loadable(found["weight"], name, module._storage)
     except ValueError as error:
         error_msgs.append(str(error))
         return

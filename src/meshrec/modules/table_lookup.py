@@ -64,8 +64,9 @@ class TableLookup:
         self.dims = [tables[index].embedding_dim for index in self.tables]
         self.is_weighted = is_weighted
         self.output_dtype = output_dtype
-        self._quantised = [table.data_type.bits > 0 for table in tables]
-        self._look_up = lookup_of([storage_of(table) for table in tables])
+        storages = [storage_of(table) for table in tables]
+        self._quantised = any(not storage.is_trainable for storage in storages)
+        self._look_up = lookup_of(storages)
         self.bounds_check = bounds_check
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
@@ -119,7 +120,7 @@ class TableLookup:
     ) -> Tensor:
         """Looks up: ``[B, sum of D]``, or flat."""
         dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype
-        if self.output_dtype is None and not any(self._quantised):
+        if self.output_dtype is None and not self._quantised:
             dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
         options = (out_size, dtype, self._checks_ids, self._names)
         if updater is not None and torch.is_grad_enabled():
@@ -165,9 +166,8 @@ def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
     """How a table's rows lie; ``weight`` tells its type where a module was cast since it was configured."""
-    if config.data_type.bits or weight is None:
-        return storage_for(config.data_type)
-    return DenseRows(weight.dtype)
+    storage = storage_for(config.data_type)
+    return DenseRows(weight.dtype) if storage.is_trainable and weight is not None else storage
 
 
 def storage_for(data_type: DataType) -> RowStorage:

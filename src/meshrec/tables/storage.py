@@ -195,12 +195,15 @@ def copy_rectangle(
         to.copy_(whole[r0:r1] if part.per_row else whole[r0:r1, first:last])
 
 
-def check_codes(value: Tensor, name: str, bits: int) -> None:
-    """Raises ValueError unless a state dict's ``weight`` of a quantised table can be codes."""
-    if value.dtype != torch.uint8:
+def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
+    """Raises ValueError where a state dict's ``weight`` would have to be encoded.
+
+    Read-only rows take their own type alone, others any numbers.
+    """
+    if not storage.is_trainable and value.dtype != storage.dtype:
         raise ValueError(
-            f"{name}: the table is quantised to {bits} bits, and the state dict has {value.dtype}. Load "
-            "numbers into the model as it was, and quantise it with meshrec.quant.quantize."
+            f"{name}: the table is quantised to {storage.bits} bits, and the state dict has {value.dtype}. "
+            "Load numbers into the model as it was, and quantise it with meshrec.quant.quantize."
         )
 
 
