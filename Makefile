@@ -96,7 +96,7 @@ $(STAMP_PEERS): pyproject.toml constraints.txt
 	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest hypothesis numpy \
 		fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 	$(PEERS)/$(PIP_INSTALL) --no-deps torchrec==1.8.0
-	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli,serve]"
+	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli,serve,movielens]" scikit-learn
 	touch $@
 
 # A server to compare with, whose starlette is older than ours: it has an environment of its own.

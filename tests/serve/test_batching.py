@@ -107,6 +107,22 @@ def test_what_is_past_its_deadline_is_not_computed():
     assert batches == [1]
 
 
+def test_no_batch_of_several_requests_takes_long():
+    async def test(batcher, scorer):
+        first = asyncio.create_task(ask(batcher, samples(1)))
+        await asyncio.to_thread(scorer.began.wait)
+        batcher._computing_per_sample = 1e-3
+        waiting = [asyncio.create_task(ask(batcher, samples(2))) for _ in range(4)]
+        await asyncio.sleep(0)
+        scorer.go.set()
+        await asyncio.gather(first, *waiting)
+        return scorer.batches
+
+    batches, _ = in_loop(test)
+    assert batches[0] == 1
+    assert max(batches) <= 4  # 2 ms a sample at most after the first
+
+
 def test_too_many_requests_and_those_that_would_be_late_are_told_to_come_back():
     async def test(batcher, scorer):
         scorer.go.set()
@@ -116,8 +132,10 @@ def test_too_many_requests_and_those_that_would_be_late_are_told_to_come_back():
         scorer.began.clear()
         first = asyncio.create_task(ask(batcher, samples(2)))
         await asyncio.to_thread(scorer.began.wait)
-        with pytest.raises(RequestError, match="would take about 2000 ms, past") as late:
+        with pytest.raises(RequestError, match="would take about 3000 ms, past") as late:
             await ask(batcher, samples(1), time.monotonic() + 1)
+        with pytest.raises(RequestError, match="would take about 2000 ms, past"):
+            batcher.check(time.monotonic() + 1)  # before its body is read
         waiting = [asyncio.create_task(ask(batcher, samples(1))) for _ in range(5)]
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match=r"6 requests are waiting already. Try again") as full, batcher:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,7 @@ def test_sound_requests_are_put_in_order_and_joined():
 def test_what_is_shared_is_kept_or_repeated():
     dense, values, lengths = arrays(samples(3, 1))
     once = dense[:1], {**values, "user": np.array([4, 5])}, {**lengths, "user": np.array([2])}
-    kept = SIGNATURE._replace(shared=frozenset({"user", "dense"}))
+    kept = dataclasses.replace(SIGNATURE, shared=frozenset({"user", "dense"}))
     found = checked(kept, *once, shared={"user", "dense"}, num_samples=3)
     assert found.num_samples == 3
     assert found.group.tolist() == [0, 0, 0]

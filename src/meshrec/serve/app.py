@@ -68,7 +68,17 @@ class Routes:
         """The application without what `Guard` adds."""
         get, post = ["GET"], ["POST"]
         model = "/v2/models/{model}"
+        infer = [
+            # The first that fits is taken: those that are asked most stand first.
+            Route(prefix + "/infer", self._infer, methods=post)
+            for prefix in (model, model + "/versions/{version}")
+        ]
         routes = [
+            *infer,
+            Route("/predict", self._predict, methods=post),
+            Route("/predict/{model}", self._predict, methods=post),
+            Route("/embed", self._embed, methods=post),
+            Route("/embed/{model}", self._embed, methods=post),
             Route("/v2", self._server, methods=get),
             Route("/v2/health/live", self._live, methods=get),
             Route("/v2/health/ready", self._ready, methods=get),
@@ -76,10 +86,6 @@ class Routes:
             Route("/v2/repository/models/{model}/load", self._load, methods=post),
             Route("/v2/repository/models/{model}/unload", self._unload, methods=post),
             Route("/v2/repository/models/{model}/rollback/{delta:int}", self._rollback, methods=post),
-            Route("/predict", self._predict, methods=post),
-            Route("/predict/{model}", self._predict, methods=post),
-            Route("/embed", self._embed, methods=post),
-            Route("/embed/{model}", self._embed, methods=post),
             Route("/metrics", self._figures, methods=get),
             Route("/openapi.json", self._schema, methods=get),
             Route("/", self._page, methods=get),
@@ -89,7 +95,6 @@ class Routes:
                 Route(prefix, self._metadata, methods=get),
                 Route(prefix + "/ready", self._model_ready, methods=get),
                 Route(prefix + "/freshness", self._freshness, methods=get),
-                Route(prefix + "/infer", self._infer, methods=post),
             ]
         handlers: dict[Any, Any] = {
             RequestError: _refused,
@@ -177,6 +182,7 @@ class Routes:
 
     async def _answer_infer(self, http: HttpRequest, served: Served, began: float) -> Response:
         deadline = _deadline(http, began)
+        served.batcher.check(deadline)
         body = await _body(http, self._max_body)
         infer = read_infer(body, http.headers.get(HEADER_LENGTH), served.signature)
         scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
@@ -195,6 +201,7 @@ class Routes:
                 f"Ask {ask}/{served.name}."
             )
         deadline = _deadline(http, began)
+        served.batcher.check(deadline)
         request = read_samples(await _body(http, self._max_body), served.signature)
         scored = await served.batcher(request, deadline)
         scores = _numbers(scored.scores).tolist()

@@ -11,6 +11,12 @@ from typing import NamedTuple
 
 from meshrec.serve.requests import Floats, Request, RequestError, joined
 
+_LONGEST = 5e-3
+"""Seconds that a batch of several requests should take: Python stands still while a compiled program runs,
+and no request is read, answered or refused."""
+_MARGIN = 1.5
+"""Of a wait, against deadlines: what comes later may take longer, and answers have a way to go."""
+
 
 class VersionedScores(NamedTuple):
     """Scores [B], and the version of the model that gave them."""
@@ -74,8 +80,10 @@ class Batcher:
         self._num_waiting = 0
         self._num_running = 0
         self._num_admitted = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         self._seconds_per_sample = 0.0
+        self._computing_per_sample = 0.0
+        self._finished = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -108,16 +116,28 @@ class Batcher:
                 for what the model does not take.
         """
         now = time.monotonic()
-        wait = (self._num_waiting + self._num_running) * self._seconds_per_sample
-        if deadline <= now:
-            raise expired()
-        if now + wait > deadline:
-            raise self._busy(f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline")
+        self.check(deadline, request.num_samples)
         work = _Work(request, deadline, now, asyncio.get_running_loop().create_future())
         self._waiting.append(work)
         self._num_waiting += request.num_samples
-        self._start()
+        if self._timer is None and not self._num_running:
+            # Not at once: requests that were read with this one join its batch.
+            self._timer = asyncio.get_running_loop().call_soon(self._on_timer)
         return await work.answer
+
+    def check(self, deadline: float, num_samples: int = 0) -> None:
+        """Whether samples that come now have scores before their deadline. Asked before a body is read, too:
+        what is refused should cost little.
+
+        Raises:
+            RequestError: 503 where the queue is too long for the deadline, 504 where it has passed.
+        """
+        now = time.monotonic()
+        if deadline <= now:
+            raise expired()
+        wait = (self._num_waiting + self._num_running + num_samples) * self._seconds_per_sample
+        if now + _MARGIN * wait > deadline and self._num_waiting + self._num_running:
+            raise self._busy(f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline")
 
     async def drain(self) -> None:
         """Waits until every admitted request has its answer, and ends the thread."""
@@ -159,7 +179,10 @@ class Batcher:
         while self._waiting:
             work = self._waiting[0]
             wanted = work.deadline > now and not work.answer.done()
-            if wanted and batch and num_samples + work.request.num_samples > self._limits.max_batch:
+            together = num_samples + work.request.num_samples
+            if wanted and batch and together > self._limits.max_batch:
+                break
+            if wanted and batch and together * self._computing_per_sample > _LONGEST:
                 break
             self._waiting.popleft()
             self._num_waiting -= work.request.num_samples
@@ -189,8 +212,16 @@ class Batcher:
     def _finish(
         self, batch: Sequence[_Work], began: float, done: "asyncio.Future[list[VersionedScores | Exception]]"
     ) -> None:
-        pace = (time.monotonic() - began) / self._num_running
+        now = time.monotonic()
+        # Where requests wait all the time, reading and answering them takes its share as well.
+        since = max(self._finished, min(work.since for work in batch))
+        self._finished = now
+        pace = (now - since) / self._num_running
         self._seconds_per_sample += 0.2 * (pace - self._seconds_per_sample)
+        computing = (now - began) / self._num_running
+        if self._computing_per_sample:
+            computing = min(computing, 2 * self._computing_per_sample)  # one hiccup says little
+        self._computing_per_sample += 0.2 * (computing - self._computing_per_sample)
         num_samples, self._num_running = self._num_running, 0
         self._start()
         for work, found in zip(batch, done.result(), strict=True):

@@ -4,6 +4,7 @@ https://github.com/kserve/open-inference-protocol; binary tensors and the parame
 as NVIDIA's Triton server extends it.
 """
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -202,7 +203,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
         raise RequestError(
             "the request has no list of inputs. Give the tensors that the model's metadata names."
         )
-    allowed = {**inputs_of(signature), **raw_inputs_of(signature)}
+    allowed = _allowed(signature)
     found: dict[str, NDArray[Any]] = {}
     start = 0
     for given in inputs:
@@ -211,11 +212,11 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
             raise RequestError(f"there is no input {str(name)[:80]!r}; the model has {list(allowed)}.")
         if name in found:
             raise RequestError(f"input {name!r} is there twice. Give it once.")
-        datatype = allowed[name][0]
+        datatype = allowed[name]
         if given.get("datatype") != datatype:
             raise RequestError(f"input {name!r} must be {datatype}, got {str(given.get('datatype'))[:40]!r}.")
         shape = _shape(given.get("shape"), name)
-        size = _parameters(given, f"input {name!r}").get("binary_data_size")
+        size = _parameters(given, "input", name).get("binary_data_size")
         if size is None:
             if "data" not in given:
                 raise RequestError(f"input {name!r} has neither data nor binary_data_size. Give one.")
@@ -234,7 +235,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
             start += size
         if array.size != math.prod(shape):
             raise RequestError(f"input {name!r}: {array.size} values for the shape {shape}; they must agree.")
-        found[name] = array.reshape(shape)
+        found[name] = array if len(shape) == 1 else array.reshape(shape)
     if any(name.startswith(RAW) for name in found) and not all(name.startswith(RAW) for name in found):
         raise RequestError("the request has both ids and raw values. Give one kind.")
     if binary is not None and start != len(binary):
@@ -243,6 +244,13 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
             "give each binary tensor its binary_data_size."
         )
     return found
+
+
+@functools.lru_cache(16)
+def _allowed(signature: Signature) -> dict[str, str]:
+    """Inputs and their datatypes."""
+    inputs = {**inputs_of(signature), **raw_inputs_of(signature)}
+    return {name: datatype for name, (datatype, _) in inputs.items()}
 
 
 def _array_of(data: Any, datatype: str, name: str) -> NDArray[Any]:
@@ -257,12 +265,13 @@ def _array_of(data: Any, datatype: str, name: str) -> NDArray[Any]:
 def _from_bytes(data: memoryview, datatype: str, name: str) -> NDArray[Any]:
     """Numbers, or texts of four bytes with its length before each."""
     if datatype != TEXTS:
-        if len(data) % _DTYPES[datatype].itemsize:
+        dtype = _DTYPES[datatype]
+        if len(data) % dtype.itemsize:
             raise RequestError(
                 f"input {name!r}: {len(data)} bytes hold no whole number of {datatype}; give all of each."
             )
         # A copy: the tensor may stand at any byte.
-        return np.frombuffer(data, _DTYPES[datatype]).copy()
+        return np.frombuffer(data, dtype).copy()
     found: list[str] = []
     at = 0
     while at < len(data):
@@ -289,17 +298,19 @@ def _read_outputs(given: dict[str, Any], known: str, binary_by_default: bool) ->
         name = output.get("name") if isinstance(output, dict) else None
         if name != known:
             raise RequestError(f"there is no output {str(name)[:80]!r}; the model has {known!r}.")
-        parameters = _parameters(output, f"output {known!r}")
+        parameters = _parameters(output, "output", known)
         if "binary_data" in parameters:
             wants_binary = _flag(parameters, "binary_data")
     return bool(outputs), wants_binary
 
 
-def _parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
+def _parameters(given: dict[str, Any], what: str, name: str | None = None) -> dict[str, Any]:
     parameters = given.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise RequestError(f"the parameters of {what} must be an object, got {type(parameters).__name__}.")
-    return parameters
+    if isinstance(parameters, dict):
+        return parameters
+    if name is not None:
+        what = f"{what} {name!r}"
+    raise RequestError(f"the parameters of {what} must be an object, got {type(parameters).__name__}.")
 
 
 def _flag(parameters: dict[str, Any], name: str) -> bool:
@@ -322,10 +333,14 @@ def _timeout(parameters: dict[str, Any]) -> float:
 
 
 def _shape(shape: Any, name: str) -> list[int]:
-    if not isinstance(shape, list) or not all(_is_whole(dim) and dim < 1 << 40 for dim in shape):
-        raise RequestError(f"input {name!r}: shape must be a list of sizes, got {str(shape)[:60]}.")
-    return shape
+    if isinstance(shape, list):
+        for dim in shape:
+            if not _is_whole(dim) or dim >= 1 << 40:
+                break
+        else:
+            return shape
+    raise RequestError(f"input {name!r}: shape must be a list of sizes, got {str(shape)[:60]}.")
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < 1 << 62  # true is an int, and no number

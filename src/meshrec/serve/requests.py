@@ -1,6 +1,7 @@
 """A request as arrays, checked sample by sample before it joins a batch with those of others."""
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ class RequestError(ValueError):
         self.headers = dict(headers or {})
 
 
-class Signature(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Signature:
     """What a model's requests have, and what they are answered with.
 
     Attributes:

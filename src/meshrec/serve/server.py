@@ -71,7 +71,7 @@ class Server:
         Args:
             on_start: called in the event loop, before models are loaded.
         """
-        loop = asyncio.new_event_loop()
+        loop = _new_event_loop()
         try:
             loop.run_until_complete(self._serve(on_start))
             loop.run_until_complete(loop.shutdown_default_executor())
@@ -106,6 +106,15 @@ class Server:
             self.reload()
             await self._uvicorn.serve([self._bound])
             self.repository.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, which takes half the time, where it is installed."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
 
 
 class _Graceful(uvicorn.Server):
