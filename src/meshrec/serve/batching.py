@@ -80,6 +80,7 @@ class Batcher:
         self._num_waiting = 0
         self._num_running = 0
         self._num_admitted = 0
+        self._usual_samples = 0.0
         self._timer: asyncio.Handle | None = None
         self._seconds_per_sample = 0.0
         self._computing_per_sample = 0.0
@@ -117,6 +118,7 @@ class Batcher:
         """
         now = time.monotonic()
         self.check(deadline, request.num_samples)
+        self._usual_samples += 0.1 * (request.num_samples - self._usual_samples)
         work = _Work(request, deadline, now, asyncio.get_running_loop().create_future())
         self._waiting.append(work)
         self._num_waiting += request.num_samples
@@ -125,9 +127,9 @@ class Batcher:
             self._timer = asyncio.get_running_loop().call_soon(self._on_timer)
         return await work.answer
 
-    def check(self, deadline: float, num_samples: int = 0) -> None:
-        """Whether samples that come now have scores before their deadline. Asked before a body is read, too:
-        what is refused should cost little.
+    def check(self, deadline: float, num_samples: int | None = None) -> None:
+        """Whether samples (as many as usual) that come now have scores before their deadline. Asked before a
+        body is read, too: what is refused should cost little.
 
         Raises:
             RequestError: 503 where the queue is too long for the deadline, 504 where it has passed.
@@ -135,6 +137,8 @@ class Batcher:
         now = time.monotonic()
         if deadline <= now:
             raise expired()
+        if num_samples is None:
+            num_samples = round(self._usual_samples)
         wait = (self._num_waiting + self._num_running + num_samples) * self._seconds_per_sample
         if now + _MARGIN * wait > deadline and self._num_waiting + self._num_running:
             raise self._busy(f"an answer would take about {1e3 * wait:.0f} ms, past the request's deadline")
