@@ -264,15 +264,12 @@ def _report(found: Found) -> Result:
     for name, phases in found.phases.items():
         rows = [_phase_row(each) for each in phases]
         print(table([name, "predicted ms", "measured ms", "error"], rows), "\n")
-        bars.append(
-            Bar(
-                name=f"{name}: prediction's error",
-                figure=abs(phases[-1].error),
-                asked=0.25,
-                unit="",
-                at_most=True,
-            )
-        )
+        longer = [abs(each.error) for each in phases[:-1] if each.measured > 1e-3]
+        for what, error, asked in (
+            ("prediction's error", abs(phases[-1].error), 0.15),
+            ("that of phases above 1 ms", max(longer, default=0.0), 0.30),
+        ):
+            bars.append(Bar(name=f"{name}: {what}", figure=error, asked=asked, unit="", at_most=True))
     return Result(figures, bars)
 
 
