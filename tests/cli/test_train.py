@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,11 @@ def started(*arguments, **options):
 
 
 @pytest.fixture
-def train(monkeypatch, capsys):
-    """``train(*arguments)``: the command in this process; its exit code, output and errors."""
+def train(monkeypatch, capfd):
+    """``train(*arguments)``: here, in this process; its exit code, output and errors, the ranks' too."""
     monkeypatch.chdir(ROOT)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["meshrec", "train", *map(str, arguments)])
@@ -61,9 +64,16 @@ def train(monkeypatch, capsys):
             code = main()
         except SystemExit as ended:
             code = ended.code
-        return code, *capsys.readouterr()
+        return code, *capfd.readouterr()
 
     return call
+
+
+@pytest.fixture
+def launching(train):
+    """``train`` in a thread, a future: ranks can be disturbed meanwhile, and no handlers of signals stay."""
+    with ThreadPoolExecutor(1) as thread:
+        yield lambda *arguments: thread.submit(train, *arguments)
 
 
 def summary(folder):
@@ -117,13 +127,14 @@ def test_ctrl_c_stops_all_ranks(train, tmp_path):
     assert summary(tmp_path / "small-001")["step"] == stopped + 5
 
 
-def test_a_mistake_that_ranks_find_ends_with_one_line(tmp_path):
-    done = run("--nproc", "2", "--placement.memory-gib", "1e-6", "--runs", str(tmp_path))
-    assert done.returncode == 1
-    assert "no plan fits" in done.stderr
-    assert done.stderr.startswith("meshrec: ")
-    assert done.stderr.count("meshrec: ") == 1
-    assert "Traceback" not in done.stderr
+def test_a_mistake_that_ranks_find_ends_with_one_line(launching, tmp_path):
+    options = ("--placement.memory-gib", "1e-6", "--runs", tmp_path)
+    code, _, errors = launching(SMALL, "--nproc", 2, *options).result(timeout=300)
+    assert code == 1
+    assert "no plan fits" in errors
+    assert errors.startswith("meshrec: ")
+    assert errors.count("meshrec: ") == 1
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -225,17 +236,17 @@ def test_a_resumed_run_keeps_its_configuration(train, tmp_path):
         (signal.SIGSTOP, "rank 1 did not answer any more"),
     ],
 )
-def test_a_rank_that_is_lost_is_named(tmp_path, number, message):
-    options = ("--runs", str(tmp_path), "--name", "mine", "--training.checkpoint-every", "20")
-    endless = ("--nproc", "2", *options, "--training.epochs", "100000", "--rank-timeout", "8")
-    with started(*endless, stderr=subprocess.PIPE) as process:
-        folder = tmp_path / "mine"
-        deadline = time.monotonic() + 240
-        while not list(folder.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.kill(int((folder / ".process_rank1").read_text()), number)
-        _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1
+def test_a_rank_that_is_lost_is_named(launching, tmp_path, number, message):
+    options = ("--runs", tmp_path, "--name", "mine", "--training.checkpoint-every", "20")
+    run = launching(SMALL, "--nproc", 2, *options, "--training.epochs", "100000", "--rank-timeout", "8")
+    folder = tmp_path / "mine"
+    deadline = time.monotonic() + 240
+    while not list(folder.glob("checkpoints/*/manifest.json")) and time.monotonic() < deadline:
+        assert not run.done(), run.result()
+        time.sleep(0.1)
+    os.kill(int((folder / ".process_rank1").read_text()), number)
+    code, _, errors = run.result(timeout=100)
+    assert code == 1
     assert message in errors
     assert f"Its log is {folder / 'log_rank1.txt'}" in errors
     assert f"meshrec train --resume --name mine --runs {tmp_path}" in errors
