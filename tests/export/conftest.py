@@ -1,4 +1,7 @@
 import contextlib
+import fcntl
+import os
+import shutil
 import warnings
 
 import pytest
@@ -35,11 +38,35 @@ def torchs_own_warnings():
 
 
 @pytest.fixture(scope="session")
-def package(model, tmp_path_factory):
-    """Compiled once for all tests of a worker."""
-    folder = tmp_path_factory.mktemp("packages") / "compiled"
-    with torchs_own_warnings():
-        return export(model, folder, features=FEATURES, num_dense=NUM_DENSE, about={"step": 7})
+def made_once(tmp_path_factory):
+    """``made_once(name, make)``: the folder that ``make(folder)`` fills, one for all workers of a session.
+
+    The first that comes by makes it, and the others wait: to compile takes half a minute.
+    """
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+
+    def once(name, make):
+        folder, done = common / name, common / f"{name}.made"
+        with open(common / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                make(folder)
+                done.touch()
+        return folder
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def package(model, made_once):
+    def make(folder):
+        with torchs_own_warnings():
+            export(model, folder, features=FEATURES, num_dense=NUM_DENSE, about={"step": 7})
+
+    return made_once("compiled", make)
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +86,15 @@ SHARED = ["f0", "f2", "dense"]
 
 
 @pytest.fixture(scope="session")
-def small_package(small, tmp_path_factory):
+def small_package(small, made_once):
     """Compiled, quantised, and with shared features."""
-    folder = tmp_path_factory.mktemp("packages") / "small"
-    with torchs_own_warnings():
-        return export(small, folder, features=FEATURES, num_dense=NUM_DENSE, shared=SHARED, rounding="minmax")
+    options = {"features": FEATURES, "num_dense": NUM_DENSE, "shared": SHARED, "rounding": "minmax"}
+
+    def make(folder):
+        with torchs_own_warnings():
+            export(small, folder, **options)
+
+    return made_once("small", make)
 
 
 @pytest.fixture

@@ -19,14 +19,16 @@ def call(*command, **options):
 
 
 @pytest.fixture(scope="session")
-def program(tmp_path_factory):
+def program(made_once):
     """meshrec-predict, built and installed as its CMakeLists.txt says, and a program of a user's own."""
-    folder = tmp_path_factory.mktemp("runtime")
     options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", f"-DMESHREC_LIBRARY={library_path()}"]
-    call("cmake", "-S", SOURCE, "-B", folder / "build", *options, check=True)
-    call("cmake", "--build", folder / "build", check=True)
-    call("cmake", "--install", folder / "build", "--prefix", folder / "place", check=True)
-    return folder / "place" / "bin" / "meshrec-predict"
+
+    def make(folder):
+        call("cmake", "-S", SOURCE, "-B", folder / "build", *options, check=True)
+        call("cmake", "--build", folder / "build", check=True)
+        call("cmake", "--install", folder / "build", "--prefix", folder / "place", check=True)
+
+    return made_once("runtime", make) / "place" / "bin" / "meshrec-predict"
 
 
 def lines_of(dense, values, lengths):
