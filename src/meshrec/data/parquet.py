@@ -116,7 +116,7 @@ class ParquetSource(Source, Tables):
             self._faults.found(f"{file} cannot be read as Parquet: {error}", 0, str(file))
             return []
         for wrong in self._schema.wrong_columns(found):
-            if wrong.startswith("there is no column"):  # no damage that rows could be skipped for
+            if wrong.startswith("there is no column"):  # skipping rows would not help
                 raise DataError(f"{file}: {wrong}. Name a column that it has, or leave the file out.")
             self._faults.found(f"{file}: {wrong}", metadata.num_rows, str(file))
             return []
@@ -149,7 +149,7 @@ class ParquetSource(Source, Tables):
                 )
                 for batch in batches:
                     if row + batch.num_rows <= skip:
-                        yield void_samples(batch.num_rows, self.shape)  # passed over
+                        yield void_samples(batch.num_rows, self.shape)  # the caller asked for later rows
                     else:
                         table = pa.Table.from_batches([batch])
                         place = Place(name, group.first_row + row, str(group.file))

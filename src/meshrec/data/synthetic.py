@@ -114,7 +114,7 @@ class ClickSource(Source):
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """One, which is nowhere."""
+        """A name to count rows by; there is no such file."""
         return [FileRows("synthetic_clicks", 0, self._num_samples)]
 
     @property

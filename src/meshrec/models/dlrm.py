@@ -67,7 +67,7 @@ class DenseArch(nn.Module):
     ) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            # Of data without numbers: the first layer is its bias.
+            # Without dense values the first layer has no inputs, only a bias, and torch warns of it.
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             self.model = MLP(in_features, layer_sizes, device=device)
 

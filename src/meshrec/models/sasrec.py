@@ -138,13 +138,13 @@ class SASRec(nn.Module):
         counts_B, targets_T = items.lengths(), items.values().long()
         num_samples, device = len(counts_B), targets_T.device
         if not len(targets_T):
-            # The ranks that have targets look up, too.
+            # Lookups are collective: ranks that have targets wait for this one.
             history, _ = self._look_up(features[self._history], None)
             return self._encode(history).sum() * history.values().new_zeros(num_samples, 2)
         drawn_N = torch.randint(self._num_items, (self._num_drawn,), device=device)
         history, vectors = self._look_up(features[self._history], items, drawn_N)
         sample_T = torch.repeat_interleave(torch.arange(num_samples, device=device), counts_B)
-        # Before the first item of a history stands the start; the last target follows the last item.
+        # Place 0 is the start, before the first item; the last target follows the last item.
         place_T = (history.lengths() - counts_B + 1)[sample_T]
         place_T = place_T + torch.arange(len(sample_T), device=device) - items.offsets()[sample_T]
         if int(place_T.min()) < 0:
@@ -172,7 +172,8 @@ class SASRec(nn.Module):
         found = target_B >= 0
         target_BD[found] = vectors[items.offsets()[1:][found] - 1]
         seen = None if self._seen is None else features[self._seen]
-        # What is added at the end to fill a batch costs nothing; whole blocks, whose sums have one order.
+        # Samples without a target, which fill up the last batch, are left out. What remains is rounded up to
+        # whole blocks: sums over a block have one order, whatever the batch.
         last = int(found.nonzero()[-1]) + 1 if bool(found.any()) else 0
         size = min(-(-last // _BLOCK) * _BLOCK, len(target_B))
         places = judge_targets(

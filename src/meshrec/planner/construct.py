@@ -37,8 +37,9 @@ def _of_each_type(problem: Problem) -> list[Ints]:
 
 
 def round_choice(problem: Problem, share_C: Floats) -> Ints:
-    """A candidate for each table: as many tables of a type per candidate as the relaxation has, largest
-    rests up."""
+    """A candidate for each table: the relaxation's numbers of tables per candidate, the largest fractions
+    rounded up.
+    """
     choice_T = np.zeros(len(problem.type_T), np.int64)
     for kind, candidates in enumerate(_of_each_type(problem)):
         tables = np.flatnonzero(problem.type_T == kind)
@@ -113,7 +114,10 @@ def most_even_plan(
 
 
 def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
-    """Candidates that take about as little memory as any with pieces of that part of the cap at most."""
+    """Which candidates take about as little memory as any of their type whose pieces are small.
+
+    Small are pieces of at most ``part`` of the cap; where a type has none, its smallest.
+    """
     piece_C, mean_C = problem.piece_bytes_C(), problem.mean_bytes_C()
     num_types = int(problem.type_C[-1]) + 1
     least_Y, thrifty_Y = np.full(num_types, np.inf), np.full(num_types, np.inf)
@@ -134,7 +138,7 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
 
 
 def _anneal_spread(state: State, candidates_Y: list[Ints], cap: float, deadline: float) -> None:
-    """Spreads more evenly what lacks little."""
+    """Anneals a plan that is a little over the cap, so that its memory is spread more evenly."""
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()
         if not cap < state.seconds < _NEAR * cap or seconds <= 0 or not Annealer.serves(state.problem):

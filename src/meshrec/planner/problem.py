@@ -41,8 +41,8 @@ class Layout(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """T tables, Y types, C candidates, P groups of equal pieces, K phases (those in one proportion are
-    merged).
+    """T tables, Y types, C candidates, P groups of equal pieces, K phases (those whose loads are
+    proportional are merged).
 
     Candidates are sorted by type, pieces by candidate.
     """

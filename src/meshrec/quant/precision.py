@@ -42,7 +42,7 @@ def chosen_types(
 
 
 def check_rounding(rounding: Rounding) -> None:
-    """Raises ValueError for another word."""
+    """Raises ValueError for a rounding that is neither of the two."""
     if rounding not in ("minmax", "search"):
         raise ValueError(f"rounding must be 'minmax' or 'search', got {rounding!r}.")
 

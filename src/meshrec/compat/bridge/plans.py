@@ -1,7 +1,6 @@
-"""Sharding plans in TorchRec's form: strings, lists and torch's own metadata of shards; and from and to
-MeshRec's.
+"""Sharding plans in TorchRec's form: strings, lists and torch's metadata of shards; printed as TorchRec does.
 
-They print as TorchRec's do.
+``to_own`` makes MeshRec's plans of them, ``from_own`` the other way round.
 """
 
 from collections.abc import Mapping, Sequence

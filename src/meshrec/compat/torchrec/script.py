@@ -1,5 +1,4 @@
-"""The user's script as a module that can be imported by name; ``python -m meshrec.compat.torchrec`` runs
-it."""
+"""The script that ``python -m meshrec.compat.torchrec`` runs, as a module that can be imported by name."""
 
 import os
 from pathlib import Path

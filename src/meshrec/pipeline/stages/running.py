@@ -238,7 +238,8 @@ class StageRun:
             elif index in self._ours:
                 own += gradient
             else:
-                # The first one may be another parameter's as well: from the second on the sum is ours.
+                # Autograd may have given the first gradient to another parameter too: nothing is added to it
+                # in place. The sum of the first two is a new tensor, which is ours.
                 self._sums[index] = own + gradient
                 self._ours.add(index)
 
@@ -361,7 +362,7 @@ def _gradients(
 
 
 class _Deliver(torch.autograd.Function):
-    """Ready gradients, as if they came of an operation."""
+    """An operation whose backward pass gives gradients that were computed before."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:
