@@ -5,23 +5,34 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from meshrec.checkpoint import CheckpointManager, read_manifest
+from meshrec.cli.train import main
 from meshrec.train.worker import Job, work
 
 ROOT = Path(__file__).parents[2]
 
 
+RECIPE = "tests/train/small.py:small"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
+
+
+def arguments(folder, *options):
+    options = ["--training.checkpoint-every", "10", *options]
+    return [RECIPE, "--nproc", "2", "--runs", str(folder), "--name", "mine", "--quiet", *options]
+
+
 def start(folder, *options):
-    command = [sys.executable, "-m", "meshrec", "train", "tests/train/small.py:small", "--nproc", "2"]
-    command += ["--runs", str(folder), "--name", "mine", "--quiet"]
-    command += ["--training.epochs", "20", "--training.checkpoint-every", "10", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "meshrec", "train", *arguments(folder, *options)],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -30,8 +41,8 @@ def undisturbed(folder, recipe):
     work(Job(recipe=recipe, name="mine", runs=folder, device="cpu"), lambda _: lambda _: None)
 
 
-def ranks_of(process):
-    """The processes that the launcher has started."""
+def ranks_of(launcher):
+    """The processes that it has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -39,14 +50,9 @@ def ranks_of(process):
             command = (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == process.pid and b"train" in command:
+        if parent == launcher and RECIPE.encode() in command:
             found.append(int(path.parent.name))
     return found
-
-
-def finished(process):
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output.decode()
 
 
 def checksums(folder):
@@ -70,7 +76,7 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path):
     process = start(tmp_path, "--training.epochs", "100000")
     checkpoints = CheckpointManager(tmp_path / "mine" / "checkpoints")
     until(checkpoints.steps)
-    before, ranks = checkpoints.steps()[-1], ranks_of(process)
+    before, ranks = checkpoints.steps()[-1], ranks_of(process.pid)
     assert len(ranks) == 2
     process.kill()
     process.communicate(timeout=240)  # until nobody holds its output: the ranks are gone
@@ -78,14 +84,19 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_killed_rank_does_not_change_the_result(tmp_path, ranks, small):
+def test_a_killed_rank_does_not_change_the_result(tmp_path, ranks, small, monkeypatch):
     ranks(2).run(undisturbed, tmp_path / "undisturbed", small(epochs=20, checkpoint_every=10))
-    process = start(tmp_path / "disturbed", "--max-restarts", "2")
-    checkpoints = CheckpointManager(tmp_path / "disturbed" / "mine" / "checkpoints")
-    until(checkpoints.steps)
-    started = ranks_of(process)
-    assert len(started) == 2
-    os.kill(started[1], signal.SIGKILL)
-    finished(process)
+    monkeypatch.chdir(ROOT)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    options = ("--training.epochs", "20", "--max-restarts", "2")
+    with ThreadPoolExecutor(1) as thread:  # where the launcher takes over no signals
+        run = thread.submit(main, arguments(tmp_path / "disturbed", *options))
+        checkpoints = CheckpointManager(tmp_path / "disturbed" / "mine" / "checkpoints")
+        until(lambda: checkpoints.steps() or run.done())
+        started = ranks_of(os.getpid())
+        assert len(started) == 2
+        os.kill(started[1], signal.SIGKILL)
+        assert run.result(timeout=300) == 0
     assert checksums(tmp_path / "disturbed") == checksums(tmp_path / "undisturbed")
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
