@@ -8,7 +8,9 @@ import ctypes
 import logging
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,6 +51,23 @@ _library = _load()
 
 has_kernels: bool = _library is None
 """Whether the compiled CPU kernels serve; otherwise the naive ones do."""
+
+
+# Kept alive, too.
+_implementations: list[torch.library.Library] = []
+
+
+def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAutograd") -> None:
+    """Has functions serve the ops of their names.
+
+    Args:
+        ops: the functions.
+        key: the dispatch key; by default every backend that has no kernel of its own.
+    """
+    library = torch.library.Library("meshrec", "IMPL")
+    for op in ops:
+        library.impl(op.__name__, op, key)
+    _implementations.append(library)
 
 
 def c_entry_points() -> ctypes.CDLL | None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.library import implement
 from meshrec.ops.tbe.layout import check_offsets, segment_bounds
 
 
@@ -366,21 +366,4 @@ def _check(
         )
 
 
-def _register() -> torch.library.Library:
-    """Serves every backend that has no kernel of its own."""
-    registration = torch.library.Library("meshrec", "IMPL")
-    ops = [
-        route_ids,
-        unpack_ids,
-        gather_pooled,
-        scatter_pooled,
-        gather_sequence,
-        scatter_sequence,
-        gather_weight_grads,
-    ]
-    for op in ops:
-        registration.impl(op.__name__, op, "CompositeExplicitAutograd")
-    return registration
-
-
-_registration = _register()
+implement([route_ids, unpack_ids, gather_pooled, scatter_pooled, gather_sequence, scatter_sequence, gather_weight_grads])

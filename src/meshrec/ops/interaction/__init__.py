@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrec.ops import library  # noqa: F401  declares the ops that get their implementations here
 from meshrec.ops.interaction import naive
+from meshrec.ops.library import implement
 
 __all__ = ["dot_interaction"]
 
@@ -38,8 +38,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return of_dense, of_sparse
 
 
-_naive = torch.library.Library("meshrec", "IMPL")
+implement([naive.dot_interaction, naive.dot_interaction_grad])
 for _name, _fake_of in (("dot_interaction", _fake), ("dot_interaction_grad", _fake_grad)):
-    _naive.impl(_name, getattr(naive, _name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshrec::{_name}", _fake_of)
 torch.library.register_autograd("meshrec::dot_interaction", _backward, setup_context=_context)

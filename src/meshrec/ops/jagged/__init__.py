@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshrec.ops import library  # noqa: F401  declares the ops that get their implementations here
 from meshrec.ops.jagged import naive
+from meshrec.ops.library import implement
 
 __all__ = ["Bucketized", "Permuted", "bucketize_jagged", "lengths_to_offsets", "permute_jagged"]
 
@@ -161,13 +161,12 @@ def _bucketize_backward(
     return None, None, grad_weights[positions], None, None
 
 
-_naive = torch.library.Library("meshrec", "IMPL")
+implement([naive.lengths_to_offsets, naive.permute_jagged, naive.bucketize_jagged])
 for _name, _fake in (
     ("lengths_to_offsets", _fake_lengths_to_offsets),
     ("permute_jagged", _fake_permute_jagged),
     ("bucketize_jagged", _fake_bucketize_jagged),
 ):
-    _naive.impl(_name, getattr(naive, _name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshrec::{_name}", _fake)
 torch.library.register_autograd("meshrec::permute_jagged", _permute_backward, setup_context=_permute_context)
 torch.library.register_autograd(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.library import implement
 from meshrec.ops.tbe import Lookups
 from meshrec.ops.tbe import naive as tbe
 
@@ -164,12 +164,4 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"rows are quantised to 8, 4 or 2 bits, got {bits}.")
 
 
-def _register() -> torch.library.Library:
-    """Serves every backend that has no kernel of its own."""
-    registration = torch.library.Library("meshrec", "IMPL")
-    for op in (nbit_quantize, nbit_dequantize, nbit_forward):
-        registration.impl(op.__name__, op, "CompositeExplicitAutograd")
-    return registration
-
-
-_registration = _register()
+implement([nbit_quantize, nbit_dequantize, nbit_forward])

@@ -6,9 +6,9 @@ Quantising and its inverse are the plain torch operations of ``naive.py`` there.
 import importlib.util
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from meshrec.ops.library import implement
 from meshrec.ops.nbit import naive
 from meshrec.ops.tbe import Lookups, triton
 
@@ -22,6 +22,5 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     return naive.nbit_forward(weights, bits, *arguments) if out is None else out
 
 
-_registration = torch.library.Library("meshrec", "IMPL")
 if importlib.util.find_spec("triton") is not None:
-    _registration.impl("nbit_forward", nbit_forward, "CUDA")
+    implement([nbit_forward], "CUDA")

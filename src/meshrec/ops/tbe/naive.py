@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.library import implement
 from meshrec.ops.tbe.formulas import Hyper, formula_of
 from meshrec.ops.tbe.layout import MEAN, NONE, FeaturePiece, OutputLayout, check_offsets, make_layout
 from meshrec.ops.tbe.naive_update import update_rows
@@ -399,10 +399,8 @@ def _names(names: Tensor, feature: int) -> tuple[str, str]:
     return table, name
 
 
-def _register() -> torch.library.Library:
-    """Serves every backend that has no kernel of its own."""
-    registration = torch.library.Library("meshrec", "IMPL")
-    ops = [
+implement(
+    [
         tbe_forward,
         tbe_update,
         tbe_sparse_grad,
@@ -411,9 +409,4 @@ def _register() -> torch.library.Library:
         tbe_sample_weight_grad,
         clamp_ids,
     ]
-    for op in ops:
-        registration.impl(op.__name__, op, "CompositeExplicitAutograd")
-    return registration
-
-
-_registration = _register()
+)

@@ -9,14 +9,14 @@ Triton comes with PyTorch's builds for GPUs; where it is missing, the plain torc
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import meshrec.ops.library  # noqa: F401 - the ops must exist before they are implemented
+from meshrec.ops.library import implement
 from meshrec.ops.tbe import naive
 from meshrec.ops.tbe.formulas import Hyper, formula_of
 from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
@@ -379,24 +379,10 @@ def _element(dtype: torch.dtype) -> Any:
     }[dtype]
 
 
-def _register() -> torch.library.Library:
-    registration = torch.library.Library("meshrec", "IMPL")
-    plain: list[Callable[..., Any]] = [
-        naive.tbe_forward,
-        naive.tbe_update,
-        naive.tbe_sparse_grad,
-        naive.tbe_dense_grad,
-    ]
-    if importlib.util.find_spec("triton") is None:
-        if torch.version.cuda is not None:
-            _logger.warning(
-                "Triton is not installed: on GPUs the plain torch kernels serve, at a fraction of the speed. "
-                "Install triton to get them."
-            )
-        return registration
-    for op in plain:
-        registration.impl(op.__name__, globals()[op.__name__], "CUDA")
-    return registration
-
-
-_registration = _register()
+if importlib.util.find_spec("triton") is not None:
+    implement([tbe_forward, tbe_update, tbe_sparse_grad, tbe_dense_grad], "CUDA")
+elif torch.version.cuda is not None:
+    _logger.warning(
+        "Triton is not installed: on GPUs the plain torch kernels serve, at a fraction of the speed. "
+        "Install triton to get them."
+    )
