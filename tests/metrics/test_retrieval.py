@@ -1,5 +1,3 @@
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -76,10 +74,3 @@ def test_wrong_arguments():
         RetrievalMetrics((21,)).update(ranked, bags)
     with pytest.raises(ValueError, match=r"got \[29, 20\] and 30 bags"):
         RetrievalMetrics((5,)).update(ranked[1:], bags)
-
-
-def test_without_torchmetrics_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchmetrics.retrieval", None)
-    _, _, ranked, bags = queries()
-    with pytest.raises(ModuleNotFoundError, match=r"needs torchmetrics: pip install \"meshrec\[metrics\]\""):
-        RetrievalMetrics((2,)).update(ranked, bags)

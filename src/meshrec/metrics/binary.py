@@ -1,8 +1,8 @@
 """Metrics of click models.
 
-All but AUC follow from a few sums over samples, which is what ranks exchange; the exact AUC takes the samples
-themselves. They are not those of torchmetrics, which knows no weights of samples, takes the AUC in float32,
-and loads scipy: a second in every process that trains.
+AUC is that of torchmetrics where all samples are at hand and count alike; torchmetrics has no weights for it,
+nor for accuracy, and neither log loss, normalized entropy nor calibration as a ratio. These follow from a few
+sums over samples, which is what ranks exchange.
 """
 
 import math
@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from meshrec.data.faults import needs
 
 # n samples, H bins
 
@@ -72,6 +74,13 @@ def area_under_curve(scores: Tensor, labels: Tensor, weights: Tensor | None = No
     """
     labels = labels.double()
     distinct, place = torch.unique(scores, return_inverse=True)
+    if weights is None and bool(((labels == 0) | (labels == 1)).all()):
+        if not 0 < float(labels.sum()) < len(labels):
+            return None
+        # Places in (0, 1) instead of scores, of which torchmetrics would take the sigmoid: in float32 that is
+        # 1 for all logits above 17, and their order is lost.
+        functional = needs("torchmetrics.functional.classification", "metrics")
+        return float(functional.binary_auroc((place + 1) / (len(distinct) + 1.0), labels.long()))
     weights = torch.ones_like(labels) if weights is None else weights.double()
     positive = torch.bincount(place, weights * labels, minlength=len(distinct))
     negative = torch.bincount(place, weights * (1 - labels), minlength=len(distinct))
@@ -100,28 +109,12 @@ def binary_metrics(
         ValueError: shapes differ.
     """
     columns = checked(logits, labels, weights)
-    if gather:
-        columns = of_all_ranks(columns, group)
+    if gather and dist.is_available() and dist.is_initialized():
+        distributed = needs("torchmetrics.utilities.distributed", "metrics")
+        columns = torch.cat(distributed.gather_all_tensors(columns, group), dim=1)
     found = metrics_of(BinarySums(*binary_sums(*columns).tolist()))
     auc = area_under_curve(columns[0], columns[1], None if weights is None else columns[2])
     return found if auc is None else {"auc": auc, **found}
-
-
-def of_all_ranks(columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``[k, n]`` of every rank beside each other, in the order of ranks; n may differ. Collective where a
-    process group is initialized.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return columns
-    num = columns.new_tensor([columns.shape[1]], dtype=torch.int64)
-    nums = [torch.empty_like(num) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(nums, num, group=group)
-    widths = [int(each) for each in nums]
-    padded = columns.new_zeros(len(columns), max(widths))
-    padded[:, : columns.shape[1]] = columns
-    everywhere = [torch.empty_like(padded) for _ in widths]
-    dist.all_gather(everywhere, padded, group=group)
-    return torch.cat([each[:, :width] for each, width in zip(everywhere, widths, strict=True)], dim=1)
 
 
 def checked(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,9 +1,11 @@
 """Metrics of models that say numbers."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrec.metrics.binary import checked, of_all_ranks
+from meshrec.data.faults import needs
+from meshrec.metrics.binary import checked
 
 
 def number_metrics(
@@ -23,8 +25,9 @@ def number_metrics(
         ValueError: shapes differ.
     """
     columns = checked(values, labels, None)
-    if gather:
-        columns = of_all_ranks(columns, group)
+    if gather and dist.is_available() and dist.is_initialized():
+        distributed = needs("torchmetrics.utilities.distributed", "metrics")
+        columns = torch.cat(distributed.gather_all_tensors(columns, group), dim=1)
     said, truth = columns[0], columns[1]
     if not len(truth):
         return {}
