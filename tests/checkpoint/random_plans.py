@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import (
+    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -50,8 +51,10 @@ OPTIMIZERS = [
     "LAMB",
     "PartialRowWiseLAMB",
     "LARS",
+    "FTRL",
 ]
 BRIDGE = ((bridge.EmbeddingBagCollectionSharder, "ebc"), (bridge.EmbeddingCollectionSharder, "ec"))
+DATA_TYPES = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
 OF_TORCH = ["SGD", "Adagrad", "Adam"]
 ORIGINS = ["sharder", "parameters", "torch", "fuse"]
 """Where tables get their optimizers from."""
@@ -69,10 +72,16 @@ def draw_case(rng):
         "was_sharded": rng.random() < 0.5,
         "on_step": origin != "fuse" and rng.random() < 0.3,
         "int32": rng.random() < 0.5,
+        "longest": rng.choice([3, 3, 40]),
+        "even": rng.random() < 0.5,
+        "schedule": rng.random() < 0.5,
+        "clip": rng.choice([None, 0.5, 5.0]),
         "steps": (rng.randint(1, 3), rng.randint(1, 3)),
         "meshes": (rng.choice(sorted(MESHES)), rng.choice(sorted(MESHES))),
     }
     case["on_step"] &= not case["bridge"]
+    if not case["on_step"]:
+        case["clip"] = None
     common = _draw_optimizer(rng, OPTIMIZERS)
     names = OF_TORCH if origin == "torch" else OPTIMIZERS
     case["tables"] = [
@@ -82,6 +91,7 @@ def draw_case(rng):
             "collection": "ec" if number == 3 else "ebc",
             "rows": rng.randint(1, 24),
             "dim": rng.choice([1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33, 64]),
+            "dtype": rng.choice(["float32"] * 4 + ["float16", "bfloat16"]),
             "mean": rng.random() < 0.5,
             "features": [f"f{number}_{i}" for i in range(rng.randint(1, 2))],
             "optimizer": common if origin == "sharder" else _draw_optimizer(rng, names, origin == "torch"),
@@ -100,12 +110,16 @@ def draw_case(rng):
 
 
 def _draw_optimizer(rng, names, of_torch=False):
-    decay = rng.choice([0.0, 0.05])
+    name, decay = rng.choice(names), rng.choice([0.0, 0.05])
     return {
-        "name": rng.choice(names),
+        "name": name,
         "lr": rng.choice([0.01, 0.1]),
         "weight_decay": decay,
-        "decoupled": not of_torch and bool(decay) and rng.random() < 0.5,
+        "decoupled": not of_torch and name != "FTRL" and bool(decay) and rng.random() < 0.5,
+        "betas": rng.choice([(0.9, 0.999), (0.5, 0.8)]),
+        "momentum": rng.choice([0.9, 0.3]),
+        "initial": rng.choice([0.0, 0.25]),
+        "ftrl": {"beta": rng.choice([1.0, 0.5]), "l1": rng.choice([0.0, 0.01]), "l2": rng.choice([0.0, 0.1])},
     }
 
 
@@ -174,6 +188,7 @@ class Model(nn.Module):
                 "num_embeddings": table["rows"],
                 "embedding_dim": table["dim"],
                 "feature_names": table["features"],
+                "data_type": DATA_TYPES[table["dtype"]],
             }
             if table["collection"] == "ec":
                 configs["ec"].append(EmbeddingConfig(**common))
@@ -201,10 +216,17 @@ def spec_of(optimizer):
         "weight_decay": optimizer["weight_decay"],
         "decoupled_weight_decay": optimizer["decoupled"],
     }
-    if optimizer["name"] != "SGD":
+    name = optimizer["name"]
+    if name not in ("SGD", "FTRL"):
         numbers["eps"] = reference.EPS
-    if optimizer["name"] == "LARS":
-        numbers["trust_coefficient"] = reference.TRUST
+    if name == "LARS":
+        numbers |= {"trust_coefficient": reference.TRUST, "momentum": optimizer["momentum"]}
+    if "Adam" in name or "LAMB" in name:
+        numbers["betas"] = optimizer["betas"]
+    if "Adagrad" in name or name == "FTRL":
+        numbers["initial_accumulator_value"] = optimizer["initial"]
+    if name == "FTRL":
+        numbers |= optimizer["ftrl"]
     return kind, numbers
 
 
@@ -215,6 +237,10 @@ def choose_of_torch(weight, optimizer):
     numbers = {"lr": optimizer["lr"], "weight_decay": optimizer["weight_decay"]}
     if optimizer["name"] != "SGD":
         numbers["eps"] = reference.EPS
+    if optimizer["name"] == "Adam":
+        numbers["betas"] = optimizer["betas"]
+    if optimizer["name"] == "Adagrad":
+        numbers["initial_accumulator_value"] = optimizer["initial"]
     _apply_optimizer_in_backward(getattr(torch.optim, optimizer["name"]), [weight], numbers)
 
 
@@ -257,14 +283,34 @@ def make(case, number, *, fresh=False):
     return DistributedModelParallel(model, env, plan=whole_plan(case, number), sharders=sharders), env
 
 
+def of_rank(case, env, step):
+    """The samples of a step that are this rank's."""
+    return slice(*reference.shares(case, step, env.world.size)[env.world.rank])
+
+
+def set_rates(case, optimizer, step):
+    """The learning rates of a step, as a scheduler sets them."""
+    first = {weight_name(table): table["optimizer"]["lr"] for table in case["tables"]}
+    names = {parameter: name for name, parameter in optimizer.params.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"][:1]:
+            group["lr"] = first[names[parameter]] * reference.rate_factor(case, step)
+
+
 def train(case, model, env, steps):
-    """This rank's outputs of each step, by (table, feature)."""
-    share = reference.BATCH // env.world.size
-    mine = slice(env.world.rank * share, (env.world.rank + 1) * share)
+    """This rank's outputs of each step, by (table, feature), and gradients of weights of ids, by feature."""
+    optimizer = model.fused_optimizer
+    if case["clip"] is not None:
+        optimizer = optim.GradientClippingOptimizer(optimizer, optim.GradientClipping.NORM, case["clip"])
     found = []
     for step in steps:
+        mine = of_rank(case, env, step)
+        set_rates(case, model.fused_optimizer, step)
         bags, gradients = reference.inputs(case, step)
-        outputs = by_use(case, model(*(features(case, bags, name, mine) for name in ("ebc", "ec"))))
+        inputs = [features(case, bags, name, mine) for name in ("ebc", "ec")]
+        if case["weighted"]:
+            inputs[0].weights().requires_grad_()
+        outputs = by_use(case, model(*inputs))
         loss = torch.zeros(())
         for table in case["tables"]:
             for feature in table["features"]:
@@ -272,25 +318,34 @@ def train(case, model, env, steps):
                 if table["collection"] == "ebc":
                     own = gradients[use][mine]
                 else:
-                    own = torch.cat(gradients[use].split([len(ids) for ids, _ in bags[feature]])[mine])
+                    own = torch.cat(
+                        [torch.empty(0, table["dim"])]
+                        + list(gradients[use].split([len(ids) for ids, _ in bags[feature]]))[mine]
+                    )
                 loss = loss + (outputs[use] * own).sum()
         loss.backward()
-        model.fused_optimizer.step()
-        model.fused_optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         found.append({use: output.detach() for use, output in outputs.items()})
+        if case["weighted"]:
+            found[-1] |= gradients_of_weights(inputs[0])
     return found
+
+
+def gradients_of_weights(kjt):
+    return dict(zip(kjt.keys(), kjt.weights().grad.split(kjt.length_per_key()), strict=True))
 
 
 def features(case, bags, collection, mine):
     names = sorted({f for t in case["tables"] if t["collection"] == collection for f in t["features"]})
     own = [bag for name in names for bag in bags[name][mine]]
-    ids = torch.cat([ids for ids, _ in own])
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for ids, _ in own)])
     is_weighted = case["weighted"] and collection == "ebc"
     return KeyedJaggedTensor(
         names,
         ids.int() if case["int32"] else ids,
-        weights=torch.cat([weights for _, weights in own]) if is_weighted else None,
-        lengths=torch.tensor([len(ids) for ids, _ in own]),
+        weights=torch.cat([torch.empty(0), *(weights for _, weights in own)]) if is_weighted else None,
+        lengths=torch.tensor([len(ids) for ids, _ in own], dtype=torch.int64),
     )
 
 

@@ -30,8 +30,7 @@ STEPS = 7
 
 
 def of_rank(case, env, step):
-    share = plans.reference.BATCH // env.world.size
-    mine = slice(env.world.rank * share, (env.world.rank + 1) * share)
+    mine = plans.of_rank(case, env, step)
     bags, _ = plans.reference.inputs(case, step)
     return tuple(plans.features(case, bags, collection, mine) for collection in ("ebc", "ec"))
 
@@ -41,7 +40,7 @@ def loss_by(case, model):
 
     def forward(batch):
         outputs = plans.by_use(case, model(*batch)).values()
-        loss = sum((number * output).square().sum() for number, output in enumerate(outputs, start=1))
+        loss = sum((number * output).sin().sum() for number, output in enumerate(outputs, start=1))
         return loss, loss.detach()
 
     return forward

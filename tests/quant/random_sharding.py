@@ -18,6 +18,8 @@ TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.BF
 def draw_case(rng):
     """A case of random plans, a data type for each table, and of the results."""
     case = plans.draw_case(rng)
+    for table in case["tables"]:
+        table["dtype"] = "float32"
     case["types"] = {table["name"]: _draw_type(rng, case, table["name"]).name for table in case["tables"]}
     case["output"] = rng.choice([None, None, "FP16", "BF16"])
     return case

@@ -186,12 +186,11 @@ def assemble(
         here = TableShards(table, storages[t], held.of_table(t), nothing, holders[t], mesh)
         shards[table.name] = here
         mark_sharded(here.weight)
+        if env.shard.group is not None and not routing.replicated[t]:
+            mark_part(here.weight, env.shard.group, counts=True)  # also of nothing: norms are collective
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
             fused[table.name] = _fused_table(here, rule, held.state_of_table(t), steps[t])
-    if env.shard.group is not None:
-        for parameter in split.parameters:
-            mark_part(parameter, env.shard.group, counts=True)
     input_dist = InputDist(
         routing,
         env,

@@ -112,7 +112,9 @@ class ShardedFusedOptimizer(KeyedOptimizer):
 
 
 def _whole_state(table: FusedTable) -> dict[str, Tensor]:
-    return {name: table.shards.whole(slot.parts, per_row=slot.per_row) for name, slot in table.slots.items()}
+    return {
+        name: table.shards.whole_state(slot.parts, per_row=slot.per_row) for name, slot in table.slots.items()
+    }
 
 
 def _check_loaded(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -61,11 +61,9 @@ class TableShards(nn.Module):
             return []
         return [self.weight] if len(self.rectangles) == 1 else self._packing.views(self.weight.detach())
 
-    def whole(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
-        """A state of the table, or the table where its rows are numbers, from what of it is here; without a
-        copy.
-        """
-        like = parts[0] if parts else self.weight.detach()
+    def whole_state(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
+        """A state of the table, fp32 whatever its rows are, from what of it is here; without a copy."""
+        like = torch.empty(0, device=self.weight.device)  # the type is known also where nothing is
         size = (self._table.num_rows,) if per_row else (self._table.num_rows, self._table.dim)
         return self._joined([part.detach() for part in parts], like, size, lambda column: column)
 

@@ -37,9 +37,9 @@ class GradientClippingOptimizer(KeyedOptimizer):
         max_gradient: the limit.
         norm_type: the p of the p-norm, ``inf`` and ``"inf"`` included.
 
-    Raises: ValueError: for a limit or norm that is not above 0, and if ``optimizer`` updates parameters
-        during backward,
-            where no one sees all gradients together.
+    Raises:
+        ValueError: for a limit or norm that is not above 0, and if ``optimizer`` updates parameters during
+            backward, where no one sees all gradients together.
     """
 
     def __init__(

@@ -22,13 +22,15 @@ def apply_optimizer_in_backward(
 ) -> None:
     """Records on parameters which optimizer is to update them in the backward pass; ``fuse`` reads it.
 
-    Args: optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec of
-        ``meshrec.optim``. params: embedding tables, before they are fused or sharded. optimizer_kwargs: the
-        arguments of the class, such as ``{"lr": 0.02}``; see ``from_torch``.
+    Args:
+        optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec of
+            ``meshrec.optim``.
+        params: embedding tables, before they are fused or sharded.
+        optimizer_kwargs: the arguments of the class, such as ``{"lr": 0.02}``; see ``from_torch``.
 
-    Raises: ValueError: for an optimizer without a fused form, and for a parameter that has an optimizer
-        already; no
-            parameter is changed then.
+    Raises:
+        ValueError: for an optimizer without a fused form, and for a parameter that has an optimizer already;
+            no parameter is changed then.
     """
     if isinstance(params, Tensor):
         raise ValueError("params must be an iterable of parameters, got one parameter. Wrap it in a list.")

@@ -199,8 +199,10 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 class KeyedOptimizerWrapper(KeyedOptimizer):
     """Any torch optimizer, keyed by names.
 
-    Args: params: the parameters by name. optim_factory: makes the optimizer from a list of parameters, such
-        as ``lambda p: torch.optim.Adam(p, lr=0.1)``.
+    Args:
+        params: the parameters by name.
+        optim_factory: makes the optimizer from a list of parameters, such as
+            ``lambda p: torch.optim.Adam(p, lr=0.1)``.
     """
 
     def __init__(
