@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
+from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec.optim import (
     SGD,
     Adam,
@@ -243,3 +243,22 @@ def test_a_dense_optimizer_never_meets_the_collected_gradients():
     fused = fuse(model.ebc, optimizer=SGD(lr=0.1), update="on_step").fused_optimizer
     assert [group["params"] for group in fused.param_groups] == [list(model.ebc.parameters())]
     assert fused.updates_in_backward is False
+
+
+@pytest.mark.parametrize("data_type", ["FP16", "BF16"])
+def test_gradients_of_half_precision_tables_accumulate(data_type):
+    config = EmbeddingBagConfig(
+        name="t",
+        num_embeddings=4,
+        embedding_dim=2,
+        feature_names=["f"],
+        data_type=DataType(data_type),
+    )
+    ebc = fuse(EmbeddingBagCollection([config]), optimizer=SGD(lr=0.5), update="on_step")
+    (weight,) = ebc.parameters()
+    weight.detach().zero_()
+    kjt = KeyedJaggedTensor(["f"], torch.tensor([0, 1, 0]), lengths=torch.tensor([2, 1]))
+    for _ in range(3):
+        ebc(kjt).values().sum().backward()
+    ebc.fused_optimizer.step()
+    assert weight[:, 0].tolist() == [-3.0, -1.5, 0.0, 0.0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.optim.optimizers import OptimizerSpec
-from meshrec.tables.packing import Packing, Rectangle, RowGradients
+from meshrec.tables.packing import Packing, Rectangle, RowGradients, sum_of_rows
 from meshrec.tables.storage import RowStorage
 
 
@@ -87,7 +87,7 @@ class Holdings:
         for own, packing, parameter in zip(self._rectangles(), self.packings, self.parameters, strict=True):
             if own[0] in parts:
                 new = packing.pack_rows([parts[i] for i in own], parameter.dtype)
-                parameter.grad = new if parameter.grad is None else (parameter.grad + new).coalesce()
+                parameter.grad = new if parameter.grad is None else sum_of_rows(parameter.grad, new)
                 finite &= bool(parameter.grad._values().isfinite().all())
         return finite
 

@@ -99,6 +99,16 @@ class Packing:
         ]
 
 
+def sum_of_rows(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two sparse gradients, coalesced; torch's own addition has none for fp16."""
+    return torch.sparse_coo_tensor(
+        torch.cat([one._indices(), other._indices()], 1),
+        torch.cat([one._values(), other._values()]),
+        one.shape,
+        check_invariants=False,
+    ).coalesce()
+
+
 def _stretched(rows: Tensor, n: int) -> Tensor:
     """Each row as the ``n`` packed rows that it takes."""
     return rows if n == 1 else (rows[:, None] * n + torch.arange(n, device=rows.device)).view(-1)
