@@ -183,7 +183,10 @@ def test_what_is_not_there_is_404(client):
         status, _, said = client(method, path, b"" if method == "POST" else None)
         assert status == 404
         assert said["error"]
-    assert client("GET", "/predict")[0] == 405
+    for path in ("/predict", "/v2/models/clicks/infer", "/v2/models/clicks/versions/1/infer"):
+        status, headers, said = client("GET", path)
+        assert (status, headers["allow"]) == (405, "POST")
+        assert "asked for by POST" in said["error"]
     assert "has no version '9'" in client("GET", "/v2/models/clicks/versions/9")[2]["error"]
 
 
@@ -337,6 +340,31 @@ def test_recorded_requests_warm_up(packages, tmp_path):
         status, headers, said = client("POST", "/predict", samples(1))
         assert (status, headers["Retry-After"]) == (503, "1")
         assert "is not ready: sample 0" in said["error"]
+        client.close()
+
+
+def test_a_full_server_refuses_by_the_headers_and_keeps_the_connection(packages, predictors):
+    given = samples(2)
+    body = json.dumps(given).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with running({"clicks": packages[0]}, limits=Limits(max_queue=1)) as server:
+        client = Client(server.url)
+        with socket.create_connection((client.connection.host, client.connection.port)) as slow:
+            slow.sendall(head)  # is admitted, and its body does not come yet
+            while (refused := client("POST", "/predict", b"?" * (1 << 20)))[0] != 503:
+                assert refused[0] == 400
+            for path in ("/predict/clicks", "/v2/models/clicks/infer"):
+                for large in (b"", b"?" * (1 << 20)):
+                    status, headers, said = client("POST", path, large)
+                    assert (status, headers["Retry-After"]) == (503, "1")
+                    assert "1 requests are waiting already" in said["error"]
+                    assert "connection" not in headers
+            slow.sendall(body)
+            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        said = client("POST", "/predict", given)[2]  # over the connection that was refused
+        np.testing.assert_allclose(said["scores"], scores_of(predictors[0], given), rtol=1e-5)
+        figures = client("GET", "/metrics")[2].decode()
+        assert re.search(r'meshrec_requests_total{model="clicks",outcome="overloaded"} [5-9]\.0', figures)
         client.close()
 
 

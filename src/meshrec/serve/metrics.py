@@ -1,5 +1,6 @@
 """What Prometheus reads: how many requests came to which end, and how long they took."""
 
+import functools
 import os
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -42,17 +43,22 @@ class Metrics:
             buckets=_SAMPLES,
             registry=self._registry,
         )
+        # Its children by label are looked up under a lock, and labels made into text each time.
+        self._count = functools.cache(self._requests.labels)
+        self._latency_of = functools.cache(self._latency.labels)
+        self._queue_of = functools.cache(self._queue.labels)
+        self._batches_of = functools.cache(self._batches.labels)
 
     def finished(self, model: str, outcome: str, seconds: float) -> None:
         """A request came to its end."""
-        self._requests.labels(model, outcome).inc()
+        self._count(model, outcome).inc()
         if outcome == "ok":
-            self._latency.labels(model).observe(seconds)
+            self._latency_of(model).observe(seconds)
 
     def batched(self, model: str, batch: Batched) -> None:
         """A batch was computed."""
-        self._batches.labels(model).observe(batch.num_samples)
-        queue = self._queue.labels(model)
+        self._batches_of(model).observe(batch.num_samples)
+        queue = self._queue_of(model)
         for wait in batch.waits:
             queue.observe(wait)
 

@@ -15,6 +15,7 @@ from meshrec.serve.app import Everywhere, Guard, Routes
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Wish
 from meshrec.serve.options import ServerOptions
+from meshrec.serve.scoring import Scoring
 
 
 class Server:
@@ -39,8 +40,9 @@ class Server:
         self._options, self._bound = options, bound
         metrics = Metrics()
         self.repository = Repository(models, options.limits, metrics, options.warm_up, options.deltas, wishes)
-        routes = Routes(self.repository, metrics, everywhere or self.change, options.max_body)
-        self._guard = Guard(routes.app(), options.token)
+        scoring = Scoring(self.repository, metrics, options.max_body)
+        routes = Routes(self.repository, metrics, everywhere or self.change)
+        self._guard = Guard(scoring, routes.app(), options.token)
         config = uvicorn.Config(
             self._guard,
             http="httptools",
