@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshrec.export.sharing import compute_once
 from meshrec.modules import EmbeddingCollection
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -23,8 +24,8 @@ class Program(nn.Module):
 
     With ``shared`` features there is one more argument, ``group`` [B]: of each sample the row of what is
     shared, whose lengths are [R] (and dense [R, num_dense], if it is shared). Shared features are looked up
-    once a row, not once a sample; those of an EmbeddingCollection, whose ids each have a vector, are repeated
-    before.
+    once a row, not once a sample, and `exported` has what depends on them alone computed once as well; those
+    of an EmbeddingCollection, whose ids each have a vector, are repeated before.
 
     Args:
         model: called as ``model(dense, sparse)`` it gives logits, [B] or [B, 1].
@@ -142,7 +143,9 @@ def exported(
     with torch.no_grad():
         program(*inputs)
         found = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
-        _repeat_late(found.graph)
+        if shared:
+            group = next(node for node in found.graph.nodes if node.name == "group")
+            compute_once(found.graph, group)
     return found
 
 
@@ -160,37 +163,3 @@ def example_inputs(
     dense = torch.zeros(rows if DENSE in shared else batch, num_dense)
     inputs = (list(weights), dense, values, lengths)
     return (*inputs, torch.arange(batch) % rows) if shared else inputs
-
-
-_BY_ROW = {
-    torch.ops.aten.linear.default,
-    torch.ops.aten.relu.default,
-    torch.ops.aten.gelu.default,
-    torch.ops.aten.silu.default,
-    torch.ops.aten.sigmoid.default,
-    torch.ops.aten.tanh.default,
-    torch.ops.aten.layer_norm.default,
-}
-"""What has the rows of its first argument in its result, each on its own."""
-_SELECT = torch.ops.aten.index_select.default
-
-
-def _repeat_late(graph: torch.fx.Graph) -> None:
-    """What is done to each of some rows that were repeated is done before they are: ``f(x[group])`` becomes
-    ``f(x)[group]``, so that the layers over shared dense values run once a request.
-    """
-    for node in list(graph.nodes):
-        repeated = node.args[0] if node.target in _BY_ROW else None
-        if not isinstance(repeated, torch.fx.Node) or repeated.target is not _SELECT or repeated.args[1] != 0:
-            continue
-        rows, _, group = repeated.args
-        values = torch.fx.map_arg((rows, *node.args[1:]), lambda each: each.meta["val"])
-        with graph.inserting_before(node), torch.no_grad():
-            early = graph.call_function(node.target, (rows, *node.args[1:]), node.kwargs)
-            early.meta = {**node.meta, "val": node.target(*values, **node.kwargs)}
-            late = graph.call_function(_SELECT, (early, 0, group))
-            late.meta = {**repeated.meta, "val": node.meta["val"]}
-        node.replace_all_uses_with(late)
-        graph.erase_node(node)
-        if not repeated.users:
-            graph.erase_node(repeated)

@@ -109,6 +109,7 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
     else:
         binary = memoryview(body)[end:]
     arrays = _read_inputs(given.get("inputs"), binary, signature)
+    is_raw = next(iter(arrays), "").startswith(RAW)  # they are all of one kind
     request_id = given.get("id")
     if request_id is not None and not isinstance(request_id, str):
         raise RequestError(f"id must be a string, got {type(request_id).__name__}.")
@@ -117,16 +118,13 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
         given, signature.outputs, _flag(parameters, "binary_data_output")
     )
     shares = _flag(parameters, "shared")
-    if any(name.startswith(RAW) for name in arrays):
-        request = _raw_request(arrays, shares, signature)
-    else:
-        request = _request(arrays, shares, signature)
+    request = _raw_request(arrays, shares, signature) if is_raw else _request(arrays, shares, signature)
     return InferRequest(request, request_id, _timeout(parameters), wants_scores, wants_binary)
 
 
 def _request(arrays: Mapping[str, NDArray[Any]], shares: bool, signature: Signature) -> Request:
     values = {f: arrays[f + VALUES] for f in signature.features if f + VALUES in arrays}
-    lengths = {f: arrays[f + LENGTHS].astype(np.int64) for f in signature.features if f + LENGTHS in arrays}
+    lengths = {f: arrays[f + LENGTHS] for f in signature.features if f + LENGTHS in arrays}
     sizes = {name: each.size for name, each in lengths.items()}
     if DENSE in arrays:
         sizes[DENSE] = len(arrays[DENSE]) if arrays[DENSE].ndim else 0
@@ -205,22 +203,27 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
         )
     allowed = _allowed(signature)
     found: dict[str, NDArray[Any]] = {}
-    start = 0
+    start = num_raw = 0
+    # A request has two tensors a feature; so what is looked at for each counts.
     for given in inputs:
         name = given.get("name") if isinstance(given, dict) else None
-        if not isinstance(name, str) or name not in allowed:
+        if not isinstance(name, str) or (expected := allowed.get(name)) is None:
             raise RequestError(f"there is no input {str(name)[:80]!r}; the model has {list(allowed)}.")
         if name in found:
             raise RequestError(f"input {name!r} is there twice. Give it once.")
-        datatype = allowed[name]
-        if given.get("datatype") != datatype:
-            raise RequestError(f"input {name!r} must be {datatype}, got {str(given.get('datatype'))[:40]!r}.")
+        if given.get("datatype") != expected.datatype:
+            raise RequestError(
+                f"input {name!r} must be {expected.datatype}, got {str(given.get('datatype'))[:40]!r}."
+            )
         shape = _shape(given.get("shape"), name)
-        size = _parameters(given, "input", name).get("binary_data_size")
+        parameters = given.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            parameters = _parameters(given, "input", name)
+        size = None if parameters is None else parameters.get("binary_data_size")
         if size is None:
             if "data" not in given:
                 raise RequestError(f"input {name!r} has neither data nor binary_data_size. Give one.")
-            array = _array_of(given["data"], datatype, name)
+            array = _array_of(given["data"], expected, name)
         else:
             if binary is None or "data" in given:
                 raise RequestError(
@@ -231,12 +234,14 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
                     f"input {name!r}: binary_data_size is {str(size)[:40]}, but {len(binary) - start} bytes "
                     "are left; give as many as it says."
                 )
-            array = _from_bytes(binary[start : start + size], datatype, name)
+            array = _from_bytes(binary[start : start + size], expected, name)
             start += size
-        if array.size != math.prod(shape):
+        num_values = shape[0] if len(shape) == 1 else math.prod(shape)
+        if array.size != num_values:
             raise RequestError(f"input {name!r}: {array.size} values for the shape {shape}; they must agree.")
         found[name] = array if len(shape) == 1 else array.reshape(shape)
-    if any(name.startswith(RAW) for name in found) and not all(name.startswith(RAW) for name in found):
+        num_raw += expected.is_raw
+    if num_raw and num_raw != len(found):
         raise RequestError("the request has both ids and raw values. Give one kind.")
     if binary is not None and start != len(binary):
         raise RequestError(
@@ -246,32 +251,48 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
     return found
 
 
+class _Input(NamedTuple):
+    """What an input has, and the dtype that a request keeps it in (None: texts)."""
+
+    datatype: str
+    sent: np.dtype[Any] | None
+    kept: np.dtype[Any] | None
+    is_raw: bool
+
+
 @functools.lru_cache(16)
-def _allowed(signature: Signature) -> dict[str, str]:
-    """Inputs and their datatypes."""
-    inputs = {**inputs_of(signature), **raw_inputs_of(signature)}
-    return {name: datatype for name, (datatype, _) in inputs.items()}
+def _allowed(signature: Signature) -> dict[str, _Input]:
+    """By name."""
+    found = {}
+    for is_raw, inputs in ((False, inputs_of(signature)), (True, raw_inputs_of(signature))):
+        for name, (datatype, _) in inputs.items():
+            sent = _DTYPES.get(datatype)
+            # Lengths are sent in 32 bits, and the model takes 64.
+            kept = _DTYPES["INT64"] if name.endswith(LENGTHS) and not is_raw else sent
+            found[name] = _Input(datatype, sent, kept, is_raw)
+    return found
 
 
-def _array_of(data: Any, datatype: str, name: str) -> NDArray[Any]:
+def _array_of(data: Any, expected: _Input, name: str) -> NDArray[Any]:
     """Numbers or texts of JSON, laid flat."""
-    if datatype != TEXTS:
-        return as_array(data, _DTYPES[datatype], f"input {name!r}").reshape(-1)
+    if expected.sent is not None:
+        array = as_array(data, expected.sent, f"input {name!r}").reshape(-1)
+        return array.astype(expected.kept, copy=False)
     if not isinstance(data, list) or not all(isinstance(each, str) for each in data):
         raise RequestError(f"input {name!r} must be a flat list of texts.")
     return np.array([*data, ""], object)[:-1]
 
 
-def _from_bytes(data: memoryview, datatype: str, name: str) -> NDArray[Any]:
+def _from_bytes(data: memoryview, expected: _Input, name: str) -> NDArray[Any]:
     """Numbers, or texts of four bytes with its length before each."""
-    if datatype != TEXTS:
-        dtype = _DTYPES[datatype]
-        if len(data) % dtype.itemsize:
+    if (sent := expected.sent) is not None:
+        if len(data) % sent.itemsize:
             raise RequestError(
-                f"input {name!r}: {len(data)} bytes hold no whole number of {datatype}; give all of each."
+                f"input {name!r}: {len(data)} bytes hold no whole number of {expected.datatype}; "
+                "give all of each."
             )
         # A copy: the tensor may stand at any byte.
-        return np.frombuffer(data, dtype).copy()
+        return np.frombuffer(data, sent).astype(expected.kept)
     found: list[str] = []
     at = 0
     while at < len(data):
