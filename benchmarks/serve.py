@@ -48,25 +48,28 @@ class Shape(NamedTuple):
     compile: bool = True
     batch: int = 512
     items: int = 500
+    history: int = 100
 
 
-TINY = Shape(3, 100, 8, 2, (8, 8), (8, 1), 0.3, False, 16, 20)
+TINY = Shape(3, 100, 8, 2, (8, 8), (8, 1), 0.3, False, 16, 20, 10)
 Inputs = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
     """Verify that the server's scores are those of the bare call, then time both."""
     shape = TINY if tiny else Shape()
+    # Much is known of the user, and a small network ranks the items.
+    heavy = TINY if tiny else Shape(num_dense=256, bottom=(1024, 512, 64), top=(128, 64, 1), history=300)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return _measure(shape, Path(folder))
+            return _measure(shape, heavy, Path(folder))
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure(shape: Shape, folder: Path) -> Result:
+def _measure(shape: Shape, heavy: Shape, folder: Path) -> Result:
     first = package_of(shape, folder / "first")
     packages = [first, _with_other_weights(first, folder / "second")]
     predictor = Predictor(packages[0])
@@ -105,7 +108,9 @@ def _measure(shape: Shape, folder: Path) -> Result:
         single = server.load(request_of(one), clients=64, seconds=shape.seconds).statuses[200]
     figures["64 clients of one sample, batching on over off"] = batched / single
     figures["lost over 20 reloads"] = _lost_over_reloads(packages, one, folder)
-    figures[f"1 user x {shape.items} items, plain over shared"] = _plain_over_shared(shape, folder)
+    ranking = f"1 user x {shape.items} items, plain over shared"
+    figures[ranking] = _plain_over_shared(shape, folder / "shared")
+    figures[f"{ranking}, heavy user"] = _plain_over_shared(heavy, folder / "heavy")
     print(table(["measured", ""], [[name, f"{value:.2f}"] for name, value in figures.items()]))
     rates = {"bare_samples_per_cpu_second": bare_rate, "server_samples_per_cpu_second": server_rate}
     asked = {
@@ -116,7 +121,8 @@ def _measure(shape: Shape, folder: Path) -> Result:
         "answered in time at 2x overload, of capacity": (0.9, "x", False),
         "p95 of a refusal, ms": (float(_REFUSED_MS), " ms", True),
         "lost over 20 reloads": (0.0, "", True),
-        f"1 user x {shape.items} items, plain over shared": (3.0, "x", False),
+        ranking: (3.0, "x", False),
+        f"{ranking}, heavy user": (3.0, "x", False),
     }
     bars = [
         Bar(name=name, figure=figures[name], asked=bar, unit=unit, at_most=at_most)
@@ -214,12 +220,12 @@ def _plain_over_shared(shape: Shape, folder: Path) -> float:
     """Latency of ranking items for one user with everything repeated, over that with shared features.
 
     A quarter of the features are the item's; of the user's, which the dense values belong to, a sixth of all
-    are histories of 100 ids, and the others have one.
+    are histories of ``shape.history`` ids, and the others have one.
     """
     features = [f"f{number}" for number in range(shape.num_features)]
     user = features[max(1, len(features) // 4) :]
-    histories = dict.fromkeys(features[-max(1, len(features) // 6) :], 100)
-    package = package_of(shape, folder / "shared", shared=[*user, "dense"])
+    histories = dict.fromkeys(features[-max(1, len(features) // 6) :], shape.history)
+    package = package_of(shape, folder, shared=[*user, "dense"])
     _, values, lengths = inputs_of(shape, features, shape.items)
     dense, user_values, user_lengths = inputs_of(shape, features, 1, histories)
     shared = (

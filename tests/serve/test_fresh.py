@@ -182,6 +182,8 @@ def test_a_server_follows_goes_back_and_goes_on(packages, tmp_path):
         status, _, said = client("POST", "/v2/repository/models/clicks/rollback/9")
         assert status == 400
         assert "delta 9 cannot be reached; the last that can is 5" in said["error"]
+        said = client("POST", "/v2/repository/models/clicks/rollback/1")[2]
+        assert "no delta up to it comes after the package, which is of step 10" in said["error"]
         assert freshness()["delta"] == 3
         assert client("POST", "/v2/repository/models/clicks/load")[0] == 200
         assert freshness()["delta"] == 5

@@ -198,9 +198,7 @@ class Repository:
                 served = Served(name, predictor, self._limits, self._metrics, deltas)
                 await asyncio.to_thread(served.catch_up)
                 if until is not None and served.freshness.delta != until:
-                    raise ValueError(
-                        f"delta {until} cannot be reached; the last that can is {served.freshness.delta}."
-                    )
+                    raise _unreached(until, served)
                 await served.batcher.in_thread(lambda: self._warm(served))
             except (PackageError, ValueError, RuntimeError, OSError) as error:
                 self._reasons[name] = str(error)
@@ -268,6 +266,15 @@ class Repository:
         if self._warm_up is not None:
             return [read_samples(line, signature) for line in self._warm_up.read_bytes().splitlines() if line]
         return [_made_up(signature, size) for size in (1, self._limits.max_batch)]
+
+
+def _unreached(until: int, served: Served) -> ValueError:
+    delta, _, reason = served.freshness
+    if delta is not None:
+        can = f"the last that can is {delta}"
+    else:
+        can = f"no delta up to it comes after the package, which is of step {served.about['step']}"
+    return ValueError(f"delta {until} cannot be reached; {can}.{reason and f' {reason}'}")
 
 
 def _made_up(signature: Signature, num_samples: int) -> Request:
