@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "planner/plan_moves.h"
+#include "planner/plan_state.h"
 #include "stable_abi.h"
 
 namespace meshrec {
@@ -23,16 +23,29 @@ constexpr int kLevels = 64;        // temperatures
 constexpr int kMostDoublings = 4;  // of the norm's exponent as it cools
 constexpr int kMostFirst = 64;     // exponent to begin with
 constexpr int kMostExponent = 256;
-constexpr int kMostRemoved = 5;  // tables that are placed anew together
+constexpr int kMostRemoved = 5;      // tables that are placed anew together
+constexpr double kSwapShare = 0.05;  // of moves by which two tables take each other's places
+constexpr double kLargestLog = 37.0;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-class Annealer : public PlanMoves {
+class Annealer : public PlanState {
  public:
   Annealer(const Problem& problem, int64_t num_ranks, int64_t node_size, double memory_cap,
-           double place_share, double several_share, uint64_t seed)
-      : PlanMoves(problem, num_ranks, node_size, memory_cap, seed),
-        place_share_(place_share),
-        several_share_(several_share) {}
+           double place_share, uint64_t seed)
+      : PlanState(problem, num_ranks, node_size), cap_(memory_cap), random_(seed), place_share_(place_share) {
+    for (int64_t candidate = 0; candidate < p_.shape.tensor.numel(); ++candidate)
+      num_shapes_ = std::max(num_shapes_, p_.shape[candidate] + 1);
+    const int64_t types = p_.choice_start.tensor.numel() - 1;
+    shaped_.assign(types * num_shapes_, -1);
+    for (int64_t type = 0; type < types; ++type)
+      for (int64_t choice = p_.choice_start[type]; choice < p_.choice_start[type + 1]; ++choice)
+        shaped_[type * num_shapes_ + p_.shape[p_.choices[choice]]] = p_.choices[choice];
+    for (size_t table = 0; table < tables_.size(); ++table) {
+      const size_t columns = p_.columns[p_.type[table]];
+      if (of_columns_.size() <= columns) of_columns_.resize(columns + 1);
+      of_columns_[columns].push_back(table);
+    }
+  }
 
   // Returns the work done: ranks whose load was computed.
   int64_t run(int64_t max_work, double seconds, double hot, double cold, int exponent) {
@@ -70,7 +83,7 @@ class Annealer : public PlanMoves {
   }
 
   void move() {
-    if (several_share_ > 0 && random_.uniform() < several_share_) return move_several();
+    if (random_.uniform() < kSwapShare) return swap_roles();
     const int64_t kind = random_.below(16);
     if (kind == 0 && place_work_ < place_share_ * work_) {
       place_work_ -= work_;
@@ -80,6 +93,33 @@ class Annealer : public PlanMoves {
       transfer();
     else
       exchange(kind <= 7);
+  }
+
+  bool accepts(double change) {
+    if (change < 0 || !(temperature_ > 0)) return change < 0;
+    const double left = 1.0 - random_.uniform();  // 2^-53 at least
+    return change < kLargestLog * temperature_ && change < -temperature_ * std::log(left);
+  }
+
+  // Any rank, or the slowest one in some phase, as it was a while ago.
+  int64_t some_rank() {
+    if (random_.below(2) == 0) return random_.below(num_ranks_);
+    const int64_t phase = random_.below(p_.num_phases);
+    if (hot_age_[phase]-- <= 0) {
+      hot_age_[phase] = num_ranks_ / 64;
+      int64_t hottest = 0;
+      for (int64_t rank = 1; rank < num_ranks_; ++rank)
+        if (load_[rank][phase] > load_[hottest][phase]) hottest = rank;
+      hot_[phase] = hottest;
+    }
+    return hot_[phase];
+  }
+
+  Unit* some_unit(int64_t rank) {
+    const auto& entries = on_rank_[rank];
+    if (entries.empty()) return nullptr;
+    const Entry& entry = entries[random_.below(entries.size())];
+    return &tables_[entry.first].units[entry.second];
   }
 
   // Moves a piece to another place; or exchanges it with one there.
@@ -207,6 +247,86 @@ class Annealer : public PlanMoves {
     return true;
   }
 
+  // Two tables of as many columns take each other's shape and places. Where ranks are nearly full in one
+  // phase single pieces hardly move any more, but this leaves the largest loads as they are.
+  void swap_roles() {
+    int64_t rank = some_rank();
+    if (random_.below(2)) rank -= rank % node_size_;  // Pieces of whole nodes are listed there.
+    const Unit* const unit = some_unit(rank);
+    work_ += 1;
+    if (unit == nullptr) return;
+    const int64_t one = unit->table;
+    const auto& others = of_columns_[p_.columns[p_.type[one]]];
+    const int64_t other = others[random_.below(others.size())];
+    const int64_t next_one = shaped(one, other), next_other = shaped(other, one);
+    if (one == other || tables_[one].candidate == next_one || next_one < 0 || next_other < 0) return;
+    const Placed role_of_one = tables_[one], role_of_other = tables_[other];
+    removed_.clear();
+    const double before = smooth();
+    remove(one);
+    remove(other);
+    work_ += 2 * (role_of_one.amounts.size() + role_of_other.amounts.size());
+    if (!cast(one, next_one, role_of_other) || !cast(other, next_other, role_of_one) ||
+        !accepts(smooth() - before))
+      restore();
+  }
+
+  // The candidate of a table that has the shape of another's; -1 for none.
+  int64_t shaped(int64_t table, int64_t other) const {
+    return shaped_[p_.type[table] * num_shapes_ + p_.shape[tables_[other].candidate]];
+  }
+
+  // Puts a table into another's places; false where it cannot be.
+  bool cast(int64_t table, int64_t candidate, Placed role) {
+    const int64_t shift = p_.piece_start[candidate] - p_.piece_start[role.candidate];
+    const double room = cap_ - common_bytes_ - p_.common_bytes[candidate];
+    if (*std::max_element(bytes_.begin(), bytes_.end()) > room) return false;
+    role.candidate = candidate;
+    for (Unit& unit : role.units) {
+      unit.table = static_cast<int32_t>(table);
+      unit.group = static_cast<int32_t>(unit.group + shift);
+      if (unit.group >= p_.piece_start[candidate + 1] || !may_use(table, unit.place, unit.span)) return false;
+      double* const sizes = role.amounts.data() + unit.amounts;
+      if (!p_.uneven[candidate]) std::fill(sizes, sizes + unit.span, 1.0);
+      if (p_.uneven[candidate] && unit.span > 1) level(unit, sizes);
+      for (int32_t i = 0; i < unit.span; ++i)
+        if (sizes[i] < p_.least[unit.group] ||
+            bytes_[static_cast<int64_t>(unit.place) * unit.span + i] + bytes_of(unit.group, sizes[i]) > room)
+          return false;
+    }
+    insert(table, std::move(role));
+    return true;
+  }
+
+  // Shares a piece's rows out over the ranks of its node so that these come out even in the phase where it
+  // weighs most.
+  void level(const Unit& unit, double* sizes) const {
+    Load slope = load_of(unit.group, 1.0);
+    for (int k = 0; k < kPhases; ++k) slope[k] -= group_fixed_[unit.group][k];
+    int64_t phase = 0;
+    for (int k = 1; k < kPhases; ++k)
+      if (slope[k] * scale_[k] > slope[phase] * scale_[phase]) phase = k;
+    if (!(slope[phase] > 0)) return;
+    const double least = p_.least[unit.group];
+    const Load* const below = load_.data() + static_cast<int64_t>(unit.place) * unit.span;
+    double total = 0, height = kInfinity;
+    for (int32_t i = 0; i < unit.span; ++i) total += sizes[i];
+    for (bool is_settled = false; !is_settled;) {
+      double sum = total;
+      int32_t count = 0;
+      for (int32_t i = 0; i < unit.span; ++i) {
+        const double its = below[i][phase] / slope[phase];
+        const bool has_more = its + least < height;
+        sum += has_more ? its : -least;
+        count += has_more;
+      }
+      is_settled = count == 0 || sum / count >= height;
+      if (!is_settled) height = sum / count;
+    }
+    for (int32_t i = 0; i < unit.span; ++i)
+      sizes[i] = std::max(least, height - below[i][phase] / slope[phase]);
+  }
+
   bool is_removed(int64_t table) const {
     for (const auto& removed : removed_)
       if (removed.first == table) return true;
@@ -305,7 +425,14 @@ class Annealer : public PlanMoves {
     return cost;
   }
 
-  const double place_share_, several_share_;
+  const double cap_;
+  Random random_;
+  const double place_share_;
+  double temperature_ = 0;
+  int64_t work_ = 0, num_shapes_ = 0;
+  std::vector<int64_t> shaped_;  // of each type and shape the candidate
+  std::vector<std::vector<int64_t>> of_columns_;
+  std::array<int64_t, kPhases> hot_{}, hot_age_{};
   std::vector<double> cost_ = std::vector<double>(num_ranks_, 0.0);
   std::vector<Placed> best_tables_;
   std::vector<std::pair<int64_t, Placed>> removed_;
@@ -326,14 +453,14 @@ Tensor vector_to_tensor(const std::vector<T>& values, ScalarType type) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_anneal(
     std::vector<Tensor> problem_tensors, const Tensor& candidates, const Tensor& starts, const Tensor& groups,
     const Tensor& ranks, const Tensor& amounts, int64_t num_ranks, int64_t node_size, double memory_cap,
-    int64_t max_work, double seconds, double hot, double cold, double place_share, double several_share,
-    int64_t exponent, int64_t seed) {
-  if (problem_tensors.size() != 18)
-    fail("plan_anneal: the problem has 18 tensors, got ", problem_tensors.size());
+    int64_t max_work, double seconds, double hot, double cold, double place_share, int64_t exponent,
+    int64_t seed) {
+  if (problem_tensors.size() != 17)
+    fail("plan_anneal: the problem has 17 tensors, got ", problem_tensors.size());
   if (exponent < 1 || exponent > kMostFirst || (exponent & (exponent - 1)) != 0)
     fail("plan_anneal: the exponent is a power of two up to ", kMostFirst, ", got ", exponent);
   const Problem problem(problem_tensors);
-  Annealer annealer(problem, num_ranks, node_size, memory_cap, place_share, several_share, seed);
+  Annealer annealer(problem, num_ranks, node_size, memory_cap, place_share, seed);
   const Ints candidate(candidates), start(starts), group(groups), rank(ranks);
   const Doubles amount(amounts);
   for (int64_t table = 0; table < candidates.numel(); ++table) {

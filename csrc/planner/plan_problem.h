@@ -66,7 +66,7 @@ struct Problem {
   Ints count{t[6]};
   Doubles load{t[7]}, fixed{t[8]}, bytes{t[9]}, fixed_bytes{t[10]}, common{t[11]}, common_bytes{t[12]};
   Doubles least{t[13]};
-  Ints allowed{t[14]}, shape{t[15]}, halved{t[16]}, columns{t[17]};
+  Ints allowed{t[14]}, shape{t[15]}, columns{t[16]};
   int64_t num_phases = t[7].size(1);
 };
 

@@ -46,30 +46,6 @@ def test_no_plan_violates_a_cut_of_its_box(make_tables, profile, placed_unevenly
     rounding = Rounding(problem, scale)
     for cut in rounding.violated(other_C, upper_K, np.ones(len(share_C), bool)):
         assert cut.value_N @ share_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
-    # Neither where some candidates stand for others: twice, one after the other.
-    keep_C, place_C = np.arange(len(share_C)), np.arange(len(share_C))
-    for step in (2, 3):
-        first_C = np.searchsorted(problem.type_C[keep_C], problem.type_C[keep_C])
-        stands_C = first_C + (np.arange(len(keep_C)) - first_C) // step * step
-        rounding = rounding.restricted(stands_C)
-        keep, place = np.unique(stands_C, return_inverse=True)
-        keep_C, place_C = keep_C[keep], place[place_C]
-    share_C = np.bincount(place_C[candidate_T], minlength=len(keep_C)).astype(float)
-    for cut in rounding.violated(other_C[keep_C], upper_K, np.ones(len(share_C), bool)):
-        assert cut.value_N @ share_C[cut.candidate_N] <= cut.limit * (1 + 1e-6)
-
-
-def test_who_stands_for_itself_counts_as_before(make_tables, profile):
-    problem = problem_of(make_tables(6), profile, None, 4)
-    everything = np.ones(len(problem.type_C), bool)
-    upper_K = 1.3 * problem.largest_load_CK().max(axis=0)
-    rounding = Rounding(problem, 1.0)
-    again = rounding.restricted(np.arange(len(everything)))
-    cuts = [one.violated(np.full(len(everything), 3.0), upper_K, everything) for one in (rounding, again)]
-    assert cuts[0]
-    for cut, other in zip(*cuts, strict=True):
-        assert (cut.phase, cut.limit) == (other.phase, other.limit)
-        np.testing.assert_array_equal(cut.value_N, other.value_N)
 
 
 def test_least_loads_keep_the_least_columns(profile):

@@ -15,7 +15,7 @@ from meshrec.checkpoint.finding import all_checkpoints
 from meshrec.checkpoint.manifest import DTYPE_NAMES, Manifest
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
-from meshrec.planner.text import size_text
+from meshrec.plan.text import size_text
 
 _PIPE_WIDTH = 140
 

@@ -14,7 +14,7 @@ from meshrec.export.package import MANIFEST, compile_anew
 from meshrec.export.predictor import Predictor
 from meshrec.export.runs import export_run
 from meshrec.export.triton import write_triton
-from meshrec.planner.text import size_text
+from meshrec.plan.text import size_text
 from meshrec.train.run_folder import RUNS, find_run
 
 

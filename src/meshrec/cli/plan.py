@@ -15,11 +15,11 @@ from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
+from meshrec.plan.text import read_json
 from meshrec.planner import PlannedShardingPlan, Topology, get_profile, load_plan, plan_tables, save_plan
 from meshrec.planner.optimize import DEFAULT_EFFORT
 from meshrec.planner.plan_file import load_task
 from meshrec.planner.search import Effort
-from meshrec.planner.text import read_json
 from meshrec.reports.measured import PHASES_FILE, compare, compare_pipelined, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import diff, make_report, what_if

@@ -10,7 +10,7 @@ import tyro
 from meshrec.cli.arguments import parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.modules import DataType
-from meshrec.planner.text import size_text
+from meshrec.plan.text import size_text
 from meshrec.quant import table_bytes
 from meshrec.quant.page import summary
 from meshrec.quant.precision import Rounding

@@ -43,8 +43,6 @@ class AnnealProblem(NamedTuple):
     """1 for the ranks that a type may use; empty when all types may use all."""
     shape_C: Ints
     """Candidates of one shape split tables of as many columns alike: 0, 1, ..."""
-    halved_S: Ints
-    """For each shape of whole tables the one of their halves by columns, or -1."""
     columns_Y: Ints
     """Columns of a type's tables."""
 
@@ -81,7 +79,6 @@ def anneal(
     hot: float = 0.3,
     cold: float = 3e-4,
     place_share: float = 1.0,
-    several_share: float = 0.0,
     exponent: int = 4,
     seed: int = 0,
 ) -> Annealed:
@@ -89,9 +86,6 @@ def anneal(
     loads of a rank), and returns the best plan seen; never one that is slower than `assignment`, which must
     fit into `memory_cap` bytes per rank. `place_share`: the largest part of the work that looks at all ranks,
     to place or split a table anew; the rest moves one piece or exchanges two.
-    `several_share`: the part of the moves that change several pieces so that the largest load of ranks stays
-    as it is: tables take each other's shape and places, a piece is exchanged for several, or a whole table
-    becomes halves or the other way round, beside another piece.
     `exponent`: of the norm over ranks at first, a power of two up to 64; as it cools it is doubled, up to 16
     times what it was, at most 256.
 
@@ -109,7 +103,6 @@ def anneal(
         hot,
         cold,
         place_share,
-        several_share,
         exponent,
         seed,
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshrec.ops.planning import MOST_PHASES, Annealed, AnnealProblem, Assignment, anneal, can_anneal
-from meshrec.planner.problem import Layout, Problem, Scope
+from meshrec.planner.problem import Problem, Scope
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Ints
 
@@ -33,7 +33,6 @@ class Annealer:
         hot: float,
         seed: int,
         place_share: float = 1.0,
-        several_share: float = 0.0,
         exponent: int = 4,
     ) -> tuple[list[Parts], int]:
         """A plan that is no slower than `parts_T`, and the work it took; see `anneal`."""
@@ -47,7 +46,6 @@ class Annealer:
             seconds=seconds,
             hot=hot,
             place_share=place_share,
-            several_share=several_share,
             exponent=exponent,
             seed=seed,
         )
@@ -108,12 +106,5 @@ def _arrays(problem: Problem, admitted_Y: Sequence[Ints]) -> AnnealProblem:
             else np.zeros(0, np.int64)
         ),
         shape_C=np.array([shape_by_layout[layout] for layout in layouts], np.int64),
-        halved_S=np.array([shape_by_layout.get(_halves(layout), -1) for layout in shape_by_layout], np.int64),
         columns_Y=np.array([sum(layouts[first].widths) for first in first_Y], np.int64),
     )
-
-
-def _halves(layout: Layout) -> Layout:
-    """What becomes of a whole table that is cut into halves of its columns; no layout at all for others."""
-    is_whole = layout.scope is Scope.RANKS and layout.row_parts == len(layout.widths) == 1
-    return layout._replace(widths=(layout.widths[0] // 2,) * 2 if is_whole else ())

@@ -3,98 +3,68 @@
 Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load; (2) T_k is
 at least the largest piece of every chosen candidate; (3) a rank that holds a heavy table has little room
 for others. (1) is linear; the rest becomes so once T is known to lie in a small box lower <= T <= upper. So
-boxes are narrowed to where a plan that beats a goal can be, and branched on, the one with the lowest bound
-first; a goal below the best known plan leaves little room, and is quickly proven. Splitting a table's
-pieces unevenly keeps its mean load and raises its largest piece, so the bound holds for uneven plans as
-well.
+boxes are split, the one with the lowest bound first, and those without a plan that beats the best known one
+are dropped. Splitting a table's pieces unevenly keeps its mean load and raises its largest piece, so the
+bound holds for uneven plans as well.
 """
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from meshrec.planner.highs import INFINITY
 from meshrec.planner.problem import Problem
-from meshrec.planner.relaxation import MeanRelaxation
+from meshrec.planner.relaxation import Box, Relaxation
 from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
 _LEAST_WIDTH = 1e-4
-"""Of boxes that are worth a cut."""
-_EQUAL = 1 + 1e-6
+"""Of boxes that are worth a cut, as a part of the first bound."""
+_ROOT_ROUNDS, _ROUNDS = 3, 8
+"""Of cuts at most: for the first box, which plans begin with, and for those that are to prove something."""
 _PIECES_IN_MEMORY = 4
 """As many at least have room on a rank: larger ones leave holes that others do not fill."""
 _LEAST_LOAD = 1e-4
 """Of a step: what takes less is no matter."""
 
 
-class Box(NamedTuple):
-    """A node of the search: limits of T, and the relaxation's solution within them; see `Relaxed`."""
-
-    bound: float
-    share_C: Floats
-    slowest_K: Floats
-    cut_at_K: Floats
-    lower_K: Floats
-    upper_K: Floats
-    admitted_C: Bools
-
-
 class LowerBound:
-    """Best-first search over boxes.
+    """Best-first search over boxes; loads in boxes are in units of `scale` seconds.
 
     Args:
         problem: what is planned.
         allowed_C: the candidates that plans may use.
-        seconds: a plan's time: it scales the numbers.
-        goal: seconds that are to be proven: boxes without anything faster are closed.
-        coarse: whether one relaxation is good enough; there is no goal then.
         deadline: of `time.perf_counter`: what is begun before ends soon after it.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        allowed_C: Bools,
-        seconds: float,
-        goal: float | None = None,
-        *,
-        coarse: bool = False,
-        deadline: float = INFINITY,
-    ) -> None:
-        self._scale = seconds
-        self._problem = problem
-        self._largest_CK = problem.largest_load_CK() / seconds
-        self._allowed_C, self._type_C = allowed_C, problem.type_C
-        num_phases = problem.load_PK.shape[1]
-        self._relaxation = MeanRelaxation(problem, allowed_C, seconds, root=coarse, deadline=deadline)
+    def __init__(self, problem: Problem, allowed_C: Bools, deadline: float = INFINITY) -> None:
+        self.scale = float(problem.mean_load_CK().sum() + problem.common_C.max(initial=0.0)) or 1.0
+        self._problem, self._allowed_C, self._type_C = problem, allowed_C, problem.type_C
+        self._largest_CK = problem.largest_load_CK() / self.scale
+        self._relaxation = Relaxation(problem, self.scale, deadline)
         self._count = itertools.count()
         self._heap: list[tuple[float, int, Box]] = []
         self._closed = INFINITY
-        self._goal = INFINITY if coarse else (1.0 if goal is None else goal / seconds) * _EQUAL
         self.num_solves = 0
-        limit = min(self._goal, INFINITY)
-        self._open(0.0, np.zeros(num_phases), np.full(num_phases, limit), allowed_C)
+        num_phases = problem.load_PK.shape[1]
+        nothing_K, everything_K = np.zeros(num_phases), np.full(num_phases, INFINITY)
+        if len(np.unique(self._type_C[allowed_C])) == int(self._type_C[-1]) + 1:
+            self._open(0.0, nothing_K, everything_K, allowed_C, INFINITY, _ROOT_ROUNDS)
+        self._root = self.best_box
 
     @property
     def value(self) -> float:
-        """Seconds that no plan can beat, so far; the goal where it is proven."""
-        best = self._heap[0][0] if self._heap else INFINITY
-        least = min(best, self._closed, self._goal)
-        return least * self._scale if least < INFINITY else np.inf
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether no plan is faster than the goal."""
-        return not self._heap and self._closed >= self._goal
+        """Seconds that no plan can beat, so far; infinite where there is none, or none faster than what was
+        known."""
+        least = min(self._heap[0][0] if self._heap else INFINITY, self._closed)
+        return least * self.scale if least < INFINITY else np.inf
 
     @property
     def best_box(self) -> Box | None:
-        """The open box with the lowest bound, T in seconds."""
-        return self._in_seconds(self._heap[0][2]) if self._heap else None
+        """The open box with the lowest bound."""
+        return self._heap[0][2] if self._heap else None
 
     @property
     def work(self) -> int:
@@ -104,17 +74,14 @@ class LowerBound:
     def squeezed(self, factor: float, *, leaves_room: bool = False) -> Box | None:
         """A box to begin plans from; None where there is none.
 
-        It has no pieces of more than `factor` times the best open box's T in any phase, and perhaps none that
+        It has no pieces of more than `factor` times the first box's T in any phase, and perhaps none that
         leave no room in memory for others beside them, but of tables that have no such candidates: these take
-        their smallest. T in seconds.
+        their smallest.
         """
-        if not self._heap:
-            return None
-        root = self._heap[0][2]
-        if factor == np.inf and not leaves_room:
-            return self._in_seconds(root._replace(admitted_C=self._allowed_C))
-        excess_C = (self._largest_CK / np.maximum(root.slowest_K, _LEAST_LOAD)).max(axis=1)
-        excess_C /= factor
+        root = self._root
+        if root is None or (factor == np.inf and not leaves_room):
+            return root
+        excess_C = (self._largest_CK / np.maximum(root.slowest_K, _LEAST_LOAD)).max(axis=1) / factor
         if leaves_room:
             piece_C = self._problem.piece_bytes_C() / self._problem.memory_cap
             excess_C = np.maximum(excess_C, piece_C * _PIECES_IN_MEMORY)
@@ -122,86 +89,45 @@ class LowerBound:
         least_Y = np.full(int(self._type_C[-1]) + 1, np.inf)
         np.minimum.at(least_Y, self._type_C, excess_C)
         fits_C = self._allowed_C & (excess_C <= np.maximum(least_Y, 1.0)[self._type_C])
-        everywhere_K = np.full(len(root.slowest_K), INFINITY)
-        relaxed = self._relaxation.solve(0 * root.slowest_K, everywhere_K, fits_C, INFINITY)
-        self.num_solves += 1
-        if relaxed is None or relaxed.bound < 0:
-            return None
-        return self._in_seconds(Box(*relaxed._replace(admitted_C=fits_C)))
+        everything_K = np.full(len(root.slowest_K), INFINITY)
+        box = self._solved(0 * root.slowest_K, everything_K, fits_C, INFINITY, _ROOT_ROUNDS)
+        return None if box is None or box.bound < 0 else box._replace(admitted_C=fits_C)
 
-    def one_size(self) -> Box | None:
-        """A box to begin plans from where a rank holds one or two pieces; None where there is none.
-
-        Its pieces are alike in the largest phase (see `one_size`): of the sizes that may be best. T in
-        seconds.
-        """
-        if not self._heap:
-            return None
-        slowest_K = self._heap[0][2].slowest_K
-        best: Box | None = None
-        phase, most = int(slowest_K.argmax()), float(slowest_K.max() * self._scale)
-        for some_C in sets_of_one_size(self._problem, self._allowed_C, phase, most):
-            cutoff = INFINITY if best is None else best.bound
-            everywhere_K = np.full(len(slowest_K), INFINITY)
-            relaxed = self._relaxation.solve(0 * slowest_K, everywhere_K, some_C, cutoff)
-            self.num_solves += 1
-            if relaxed is not None and (best is None or relaxed.bound < best.bound):
-                best = Box(*relaxed._replace(admitted_C=some_C))
-        return None if best is None else self._in_seconds(best)
-
-    def allowed(self, box: Box) -> Bools:
-        """Candidates [C] that a box admits."""
-        fits = (self._largest_CK <= box.upper_K / self._scale * (1 + 1e-9)).all(axis=1)
-        return np.asarray(fits & self._allowed_C)
-
-    def branch(self) -> bool:
-        """Splits the best open box; False when that would not raise the bound, or no box can be split."""
+    def branch(self, cutoff: float) -> bool:
+        """Splits the best open box, and keeps what may have plans of less than `cutoff` seconds; False when
+        that would not raise the bound, or no box can be split."""
+        most = cutoff / self.scale
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
-            cut = self._cut(box)
+            cut = _cut(box)
             if cut is None:
                 self._closed = min(self._closed, box.bound)
                 continue
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
             upper_K[cut.phase] = cut.at_most
             lower_K[cut.phase] = cut.at_least
-            self._open(box.bound, box.lower_K, upper_K, box.admitted_C)
-            self._open(box.bound, lower_K, box.upper_K, box.admitted_C)
+            self._open(box.bound, box.lower_K, upper_K, box.admitted_C, most, _ROUNDS)
+            self._open(box.bound, lower_K, box.upper_K, box.admitted_C, most, _ROUNDS)
             return True
         return False
 
-    def _in_seconds(self, box: Box) -> Box:
-        scale = self._scale
-        return box._replace(
-            bound=box.bound * scale,
-            lower_K=box.lower_K * scale,
-            upper_K=box.upper_K * scale,
-            slowest_K=box.slowest_K * scale,
-            cut_at_K=box.cut_at_K * scale,
-        )
-
-    def _open(self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools) -> None:
-        # No phase can take what all others leave of the goal.
-        upper_K = np.minimum(upper_K, self._goal - lower_K.sum() + lower_K)
-        if (lower_K > upper_K).any():
-            return
-        relaxed = self._relaxation.solve(lower_K, upper_K, admitted_C, self._goal)
-        self.num_solves += 1
-        if relaxed is not None:
-            box = Box(*relaxed._replace(bound=max(bound, relaxed.bound)))
+    def _open(
+        self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, rounds: int
+    ) -> None:
+        # No phase can take what all others leave of the cutoff.
+        upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)
+        box = None
+        if (lower_K <= upper_K).all():
+            box = self._solved(lower_K, upper_K, admitted_C, cutoff, rounds)
+        if box is not None:
+            box = box._replace(bound=max(bound, box.bound))
             heapq.heappush(self._heap, (box.bound, next(self._count), box))
 
-    def _cut(self, box: Box) -> "_Cut | None":
-        """Where the relaxation asks for it; else in the middle of the widest side."""
-        width_K = box.upper_K - box.lower_K
-        wanted_K = np.abs(box.cut_at_K - box.slowest_K)
-        phase = int(wanted_K.argmax())
-        if wanted_K[phase] > _LEAST_CUT:
-            return _cut_at(phase, float(box.cut_at_K[phase]))
-        phase = int(width_K.argmax())
-        if width_K[phase] < _LEAST_WIDTH:
-            return None
-        return _cut_at(phase, float(box.lower_K[phase] + width_K[phase] / 2))
+    def _solved(
+        self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, rounds: int
+    ) -> Box | None:
+        self.num_solves += 1
+        return self._relaxation.solve(lower_K, upper_K, admitted_C, cutoff, rounds)
 
 
 class _Cut(NamedTuple):
@@ -212,39 +138,15 @@ class _Cut(NamedTuple):
     at_least: float
 
 
-def _cut_at(phase: int, value: float) -> _Cut:
+def _cut(box: Box) -> _Cut | None:
+    """Where the relaxation asks for it; else in the middle of the widest side."""
+    width_K = box.upper_K - box.lower_K
+    wanted_K = np.abs(box.cut_at_K - box.slowest_K)
+    phase = int(wanted_K.argmax())
+    value = float(box.cut_at_K[phase])
+    if wanted_K[phase] <= _LEAST_CUT:
+        phase = int(width_K.argmax())
+        value = float(box.lower_K[phase] + width_K[phase] / 2)
+        if width_K[phase] < _LEAST_WIDTH:
+            return None
     return _Cut(phase, value * (1 - 1e-7), value)
-
-
-_ALIKE = 1.05
-_NEXT_TO_NOTHING = 0.02
-
-
-def sets_of_one_size(problem: Problem, allowed_C: Bools, phase: int, most: float) -> Iterator[Bools]:
-    """Sets of candidates [C] whose largest pieces in a phase take `most` seconds at most, and are alike if
-    they go to ranks, and alike if they go to nodes, or take next to nothing of it: those that all types have
-    something of.
-
-    What does not fit beside a piece of another size is lost on every rank that holds one. A search that moves
-    one piece at a time hardly gets from a plan of several sizes to one where all are alike, and all ranks are
-    full: with one piece on a rank, or with one and another that is a node's.
-    """
-    largest_C = problem.largest_load_CK()[:, phase]
-    small_C = allowed_C & (largest_C <= _NEXT_TO_NOTHING * most)
-    large_C = allowed_C & ~small_C & (largest_C <= most)
-    by_node_C = problem.ranks_per_piece_C() > 1
-    on_ranks, on_nodes = (_alike(largest_C, large_C & where_C) for where_C in (~by_node_C, by_node_C))
-    for alike, other in itertools.product(on_ranks, on_nodes):
-        some_C = small_C | alike | other
-        if len(np.unique(problem.type_C[some_C])) == int(problem.type_C[-1]) + 1:
-            yield some_C
-
-
-def _alike(largest_C: Floats, some_C: Bools) -> list[Bools]:
-    """The parts of some candidates that are alike; an empty one where there are none."""
-    found: list[Bools] = []
-    for size in np.unique(largest_C[some_C]):
-        alike_C = some_C & (largest_C >= size) & (largest_C <= _ALIKE * size)
-        if not found or (alike_C & ~found[-1]).any():
-            found.append(alike_C)
-    return found or [np.zeros(len(largest_C), bool)]

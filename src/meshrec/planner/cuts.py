@@ -11,7 +11,6 @@ With whole tables of 32, 64, ... columns and room for 31.5 units of 32 columns, 
 units, unless something else fills the half.
 """
 
-import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -63,13 +62,6 @@ class Rounding:
             _Phase.of(count_C, mean_C, least_C) for mean_C, least_C in zip(mean_CK.T, least_CK.T, strict=True)
         ]
 
-    def restricted(self, stands_C: Ints) -> "Rounding":
-        """The cuts of those candidates that stand for themselves; each counts what the least of those that
-        it stands for would."""
-        other = copy.copy(self)
-        other._phases = [phase.restricted(stands_C) for phase in self._phases]
-        return other
-
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
         """The cut of each phase that `share_C` violates most, over the candidates `admitted_C`."""
         found = []
@@ -78,61 +70,36 @@ class Rounding:
             if not len(factor_Q):
                 continue
             limit_Q = self._ranks * np.floor(factor_Q * upper + _NEAR)
-            value_QS = phase.rounded(factor_Q, upper)
-            share_S = np.bincount(phase.set_C, share_C, value_QS.shape[1])
-            best = int((value_QS @ share_S / limit_Q).argmax())
-            if value_QS[best] @ share_S > limit_Q[best] * (1 + _LEAST_EXCESS):
+            value_QU = phase.rounded(factor_Q, upper)
+            share_U = np.bincount(phase.kind_C, share_C, value_QU.shape[1])
+            best = int((value_QU @ share_U / limit_Q).argmax())
+            if value_QU[best] @ share_U > limit_Q[best] * (1 + _LEAST_EXCESS):
                 some = np.flatnonzero(admitted_C)
-                value_N = value_QS[best][phase.set_C[some]]
+                value_N = value_QU[best][phase.kind_C[some]]
                 found.append(Cut(index, 0.0, upper, some, value_N, 0.0, float(limit_Q[best])))
         return found
 
 
 class _Phase(NamedTuple):
-    """What pieces cost in one phase. There are few kinds [U] of candidates: with so many pieces, that cost so
-    much on average, and so much at least. A candidate counts as the least of a set [S] of kinds does, of
-    set_C; those of a set are kind_N from start_S on."""
+    """What pieces cost in one phase. There are few kinds [U] of candidates (`kind_C`): with so many pieces,
+    that cost so much on average, and so much at least."""
 
     size_N: Floats
     """Of whole tables; none where they are too many to be told apart."""
     count_U: Floats
     mean_U: Floats
     least_U: Floats
-    set_C: Ints
-    kind_N: Ints
-    start_S: Ints
+    kind_C: Ints
 
     @classmethod
     def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
-        """Each candidate stands for itself."""
+        """From each candidate's pieces."""
         size_N = np.unique(mean_C[(count_C == 1) & (mean_C > _NEAR)].round(9))
-        if not 0 < len(size_N) <= _MOST_SIZES:
-            one = np.zeros(1)
-            return cls(size_N[:0], one, one, one, np.zeros(len(count_C), int), np.arange(1), np.arange(1))
-        kind_UN, set_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
-        each = np.arange(len(kind_UN))
+        if len(size_N) > _MOST_SIZES:
+            size_N = size_N[:0]
+        kind_UN, kind_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
         count_U, mean_U, least_U = kind_UN.T
-        return cls(size_N, count_U, mean_U, least_U, set_C.ravel(), each, each)
-
-    def restricted(self, stands_C: Ints) -> "_Phase":
-        """See `Rounding`."""
-        kept = np.flatnonzero(stands_C == np.arange(len(stands_C)))
-        some = np.flatnonzero(stands_C >= 0)
-        num_sets = len(self.start_S)
-        has_SU = np.zeros((num_sets, len(self.count_U)), bool)
-        has_SU[
-            np.repeat(np.arange(num_sets), np.diff(self.start_S, append=len(self.kind_N))), self.kind_N
-        ] = True
-        owner, old = np.divmod(
-            np.unique(np.searchsorted(kept, stands_C[some]) * num_sets + self.set_C[some]), num_sets
-        )
-        has_CU = np.bitwise_or.reduceat(
-            np.packbits(has_SU, axis=1)[old], np.searchsorted(owner, np.arange(len(kept)))
-        )
-        has_SU, set_C = np.unique(has_CU, axis=0, return_inverse=True)
-        owner, kind_N = np.nonzero(np.unpackbits(has_SU, axis=1))
-        start_S = np.searchsorted(owner, np.arange(len(has_SU)))
-        return self._replace(set_C=set_C.ravel(), kind_N=kind_N, start_S=start_S)
+        return cls(size_N, count_U, mean_U, least_U, kind_C.ravel())
 
     def factors(self, upper: float) -> Floats:
         """The factors [Q] that are worth a try."""
@@ -143,7 +110,7 @@ class _Phase(NamedTuple):
         return np.asarray(multiples[fits])
 
     def rounded(self, factor_Q: Floats, upper: float) -> Floats:
-        """What sets of kinds count [Q, S]."""
+        """What candidates count [Q, U]."""
         rest_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
         slope_Q = 1.0 / (1.0 - rest_Q)
         least = factor_Q[:, None] * self.least_U
@@ -151,8 +118,7 @@ class _Phase(NamedTuple):
         each = whole + np.maximum(least - whole - rest_Q, 0.0) * slope_Q
         total = factor_Q[:, None] * (self.count_U * self.mean_U)
         lost = _most_lost(total, np.maximum(self.count_U, 1.0), rest_Q, slope_Q)
-        value: Floats = np.maximum(self.count_U * each, total - lost)
-        return np.asarray(np.minimum.reduceat(value[:, self.kind_N], self.start_S, axis=1))
+        return np.asarray(np.maximum(self.count_U * each, total - lost))
 
 
 def _most_lost(total: Floats, count: Floats, rest_Q: Floats, slope_Q: Floats) -> Floats:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from meshrec.plan.sharding_plan import ShardingType
+from meshrec.plan.text import size_text
 from meshrec.planner.construct import fitting_plan, most_even_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
-from meshrec.planner.text import size_text
 from meshrec.planner.types import ParameterConstraints, Table, Topology
 
 _MOST_NODES = 64

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshrec.planner.text import read_json
+from meshrec.plan.text import read_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A thin layer over HiGHS: linear programs as arrays, one thread, so that results repeat."""
+"""A thin layer over HiGHS: linear programs by rows, one thread, so that results repeat."""
 
 from typing import NamedTuple
 
@@ -21,26 +21,6 @@ _SETTLED = (
 """What is known for sure (no program here is unbounded)."""
 
 
-class Matrix(NamedTuple):
-    """A sparse matrix by columns (CSC)."""
-
-    start: Ints
-    row: Ints
-    value: Floats
-    num_rows: int
-
-
-class LinearProgram(NamedTuple):
-    """min cost x, row_lower <= A x <= row_upper, lower <= x <= upper."""
-
-    cost: Floats
-    lower: Floats
-    upper: Floats
-    matrix: Matrix
-    row_lower: Floats
-    row_upper: Floats
-
-
 class Optimum(NamedTuple):
     """An optimal solution: objective, x, and the reduced costs."""
 
@@ -49,18 +29,10 @@ class Optimum(NamedTuple):
     reduced_costs: Floats
 
 
-def sparse_matrix(rows: Ints, columns: Ints, values: Floats, *, num_rows: int, num_columns: int) -> Matrix:
-    """A matrix from triplets (each position at most once)."""
-    order = np.lexsort((rows, columns))
-    start = np.searchsorted(columns[order], np.arange(num_columns + 1))
-    return Matrix(start.astype(np.int32), rows[order].astype(np.int32), values[order], num_rows)
-
-
 class ProgramRows:
     """Rows of a linear program, as they come."""
 
-    def __init__(self, num_columns: int) -> None:
-        self._num_columns = num_columns
+    def __init__(self) -> None:
         self._num_rows = 0
         self._triplets: list[tuple[Ints, Ints, Floats]] = []
         self._limits: list[tuple[Floats, Floats]] = []
@@ -87,17 +59,6 @@ class ProgramRows:
         start = np.searchsorted(rows[order], np.arange(len(lower)))
         return lower, upper, start.astype(np.int32), columns[order].astype(np.int32), values[order]
 
-    def program(self, cost: Floats, lower: Floats, upper: Floats) -> LinearProgram:
-        """The program: minimise `cost`."""
-        rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
-        row_lower, row_upper = (np.concatenate(part) for part in zip(*self._limits, strict=True))
-        # Several pieces of a candidate may share an element.
-        place, inverse = np.unique(columns * self._num_rows + rows, return_inverse=True)
-        columns, rows = np.divmod(place, self._num_rows)
-        values = np.bincount(inverse, values, len(place)).astype(np.float64)
-        matrix = sparse_matrix(rows, columns, values, num_rows=self._num_rows, num_columns=self._num_columns)
-        return LinearProgram(cost, lower, upper, matrix, row_lower, row_upper)
-
 
 class _SilentHighs(highspy.Highs):
     """HiGHS that says nothing, also not its name while it is made, as version 1.16 does."""
@@ -109,39 +70,37 @@ class _SilentHighs(highspy.Highs):
 
 
 class Solver:
-    """One linear program whose bounds and cost may change; each solve starts from the last basis.
-
-    `devex`: whether to choose rows by rough weights, not by steepest edges, which takes
-    more iterations, but a fifth less time where rows are ten thousand.
+    """min cost x, 0 <= x <= upper, under some rows; bounds and cost may change, rows come and go. Each solve
+    starts from the last basis.
 
     Attributes:
         work: what the solutions cost, by rows, columns and iterations of the simplex method; see `Effort`.
     """
 
-    def __init__(self, program: LinearProgram, *, devex: bool = False) -> None:
+    def __init__(self, cost: Floats, rows: ProgramRows) -> None:
         self.work = 0
-        self._count = len(program.cost) + program.matrix.num_rows
+        lower, upper, start, column, value = rows.by_rows()
+        self._count = len(cost) + len(lower)
         self._size = self._count**0.7
-        self._last_row = program.matrix.num_rows - 1
+        self._num_rows = len(lower)
         self._highs = _SilentHighs()  # type: ignore[no-untyped-call]
-        for option, value in (
+        for option, setting in (
             ("threads", 1),
             ("random_seed", 0),
             ("presolve", "choose"),
             ("simplex_scale_strategy", 2),
-            ("simplex_dual_edge_weight_strategy", 1 if devex else -1),
             ("simplex_iteration_limit", _LEAST_ITERATIONS + 2 * self._count),
         ):
-            self._highs.setOptionValue(option, value)
+            self._highs.setOptionValue(option, setting)
         model = highspy.HighsLp()
-        model.num_col_ = len(program.cost)
-        model.num_row_ = program.matrix.num_rows
-        model.col_cost_, model.col_lower_, model.col_upper_ = program.cost, program.lower, program.upper
-        model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
-        model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        model.a_matrix_.start_ = program.matrix.start
-        model.a_matrix_.index_ = program.matrix.row
-        model.a_matrix_.value_ = program.matrix.value
+        model.num_col_, model.num_row_ = len(cost), len(lower)
+        model.col_cost_, model.col_lower_ = cost, np.zeros(len(cost))
+        model.col_upper_ = np.full(len(cost), INFINITY)
+        model.row_lower_, model.row_upper_ = lower, upper
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = np.append(start, len(column)).astype(np.int32)
+        model.a_matrix_.index_ = column
+        model.a_matrix_.value_ = value
         self._highs.passModel(model)
 
     def add_rows(self, rows: ProgramRows) -> None:
@@ -153,17 +112,9 @@ class Solver:
         """Replaces the bounds of all variables."""
         self._highs.changeColsBounds(len(lower), np.arange(len(lower), dtype=np.int32), lower, upper)
 
-    def set_cost(self, cost: Floats) -> None:
-        """Replaces the cost of all variables."""
-        self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
-
-    def set_last_row(self, upper: float) -> None:
-        """Replaces the upper limit of the program's last row."""
-        self.set_added_row(-1, upper)
-
     def set_added_row(self, index: int, upper: float) -> None:
         """Replaces the upper limit of one of the rows that were added."""
-        self._highs.changeRowBounds(self._last_row + 1 + index, -INFINITY, min(upper, INFINITY))
+        self._highs.changeRowBounds(self._num_rows + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
         """The optimum; None where there is no feasible point. Where neither is proven (HiGHS may fail on
@@ -191,9 +142,3 @@ class Solver:
         self._highs.run()
         iterations = max(int(self._highs.getInfo().simplex_iteration_count), 0)
         self.work += int(self._size * (_WORK_PER_SOLVE + _WORK_PER_ITERATION * iterations))
-
-
-def solve_lp(program: LinearProgram) -> Optimum | None:
-    """The optimum of one linear program; None where there is none, or none was found."""
-    optimum = Solver(program).solve()
-    return None if optimum is None or optimum.objective == -INFINITY else optimum

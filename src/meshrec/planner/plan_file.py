@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
+from meshrec.plan.text import read_json
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.evaluate import StepEstimate, evaluate
 from meshrec.planner.hardware import HardwareProfile
-from meshrec.planner.text import read_json
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, Topology
 
 

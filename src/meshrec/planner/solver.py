@@ -10,14 +10,13 @@ Then the next round begins, with what the best plan and the bound's boxes have t
 """
 
 import time
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from meshrec.planner.bound import Box, LowerBound
+from meshrec.planner.bound import LowerBound
 from meshrec.planner.problem import Problem
 from meshrec.planner.search import MANNERS, WORK_PER_SECOND, Effort, Manner, Search, Start
 from meshrec.planner.state import Parts
@@ -30,17 +29,9 @@ _WORK_PER_TABLE = 2e4
 _SQUEEZES = (1.1, 1.4, np.inf)
 """Of a relaxation's T: the largest pieces that plans begin with. What is larger leaves the other ranks idle;
 what T may be in the end is not known."""
-_ALIKE = 0.0
-"""In place of such a factor, where ranks hold few pieces: all are alike."""
 _OF_OTHER_WAYS = 2
 """The starts and manners that are tried with other sets of collectives: what is best with one is nearly so
 with another."""
-_STARTS = 2
-"""The boxes of the bound that a round of attempts begins with: those it has come to last."""
-_STEP = 0.25
-"""The part of the way to the best known plan that each goal of the bound is. A near goal leaves little room,
-and narrow boxes are proven soon; but each goal begins anew."""
-_LEAST_SECONDS = 1e-12
 _FITTING_SECONDS = 5.0
 """To look for any plan that fits, also where the time is up: without one there is no answer."""
 
@@ -76,21 +67,15 @@ def solve(problem: Problem, ways: Sequence[Way], effort: Effort, *, cutoff: floa
 
 
 class _Entrant:
-    """A way with its search for plans and its bound (none before it is worth one)."""
+    """A way with its search for plans and its bound."""
 
     def __init__(self, problem: Problem, way: Way, deadline: float) -> None:
         self.fixed_seconds = way.fixed_seconds
-        self._allowed_C = way.allowed_C & problem.can_fit_C()
-        self.search = Search(problem, self._allowed_C, deadline)
-        scale = float(problem.mean_load_CK().sum() + problem.common_C.max(initial=0.0)) or 1.0
-        has_all = len(np.unique(problem.type_C[self._allowed_C])) == int(problem.type_C[-1]) + 1
-        self._coarse = LowerBound(problem, self._allowed_C, scale, coarse=True) if has_all else None
-        self._problem = problem
-        self._bound: LowerBound | None = None
-        self._proven = np.inf if self._coarse is None else self._coarse.value + way.fixed_seconds
-        self._work = self._num_solves = 0
+        self.allowed_C = way.allowed_C & problem.can_fit_C()
+        self.search = Search(problem, self.allowed_C, deadline)
+        self.bound = LowerBound(problem, self.allowed_C, deadline)
+        self.first_work = self.bound.work
         self._deadline, self._longest = deadline, 0.0
-        self._boxes: deque[tuple[Box, Bools]] = deque(maxlen=_STARTS)
         self._tried: set[bytes] = set()
         self.is_done = False
 
@@ -102,29 +87,7 @@ class _Entrant:
     @property
     def value(self) -> float:
         """The bound, with latencies."""
-        reached = -np.inf if self._bound is None else self._bound.value + self.fixed_seconds
-        return max(self._proven, reached)
-
-    @property
-    def num_candidates(self) -> int:
-        """Of the way."""
-        return int(np.count_nonzero(self._allowed_C))
-
-    @property
-    def num_boxes(self) -> int:
-        """Relaxations solved."""
-        bounds = [bound for bound in (self._coarse, self._bound) if bound is not None]
-        return self._num_solves + sum(bound.num_solves for bound in bounds)
-
-    @property
-    def work(self) -> int:
-        """The work on the bound."""
-        return self._work + (0 if self._bound is None else self._bound.work)
-
-    @property
-    def coarse_work(self) -> int:
-        """The work on relaxations that plans begin with."""
-        return 0 if self._coarse is None else self._coarse.work
+        return self.bound.value + self.fixed_seconds
 
     @property
     def has_time(self) -> bool:
@@ -132,14 +95,10 @@ class _Entrant:
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self, factor: float) -> Start | None:
-        """A plan from the relaxation, with pieces of `factor` times its T at most (0: all alike); None where
-        there is none."""
-        assert self._coarse is not None
-        if not factor:
-            box = self._coarse.one_size()
-            return None if box is None else self.search.add_start(box, box.admitted_C)
+        """A plan from the relaxation, with pieces of `factor` times its T at most; None where there is
+        none."""
         for leaves_room in (False, True):
-            box = self._coarse.squeezed(factor, leaves_room=leaves_room)
+            box = self.bound.squeezed(factor, leaves_room=leaves_room)
             start = None if box is None else self.search.add_start(box, box.admitted_C)
             if start is not None:
                 return start
@@ -149,45 +108,20 @@ class _Entrant:
         """A plan that spreads memory, looked for with patience."""
         return self.search.add_fitting(_FITTING_SECONDS)
 
-    def start_from_boxes(self) -> list[Start]:
-        """Plans from boxes that the bound has come to since."""
-        found = [self.search.add_start(*box) for box in self._boxes]
-        self._boxes.clear()
-        return [start for start in found if start is not None]
-
-    def improve(self, known: float) -> bool:
-        """One step towards the first goal below a plan of `known` seconds (with latencies) that is not proven
-        yet; False where there is none."""
-        started = time.perf_counter()
-        is_worth_more = self._improve(known)
-        self._longest = max(self._longest, time.perf_counter() - started)
-        return is_worth_more
-
-    def _improve(self, known: float) -> bool:
-        if self._bound is not None:
-            self._note_box(self._bound)
-            if self._bound.branch():
-                return True
-            if not self._bound.is_proven:
-                return False
-            self._proven = self.value
-            self._work, self._num_solves = self.work, self._num_solves + self._bound.num_solves
-            self._bound = None
-        if self.value >= known:
-            return False
-        fixed = self.fixed_seconds
-        goal = max(self.value + _STEP * (known - self.value) - fixed, _LEAST_SECONDS)
-        scale = max(known - fixed, _LEAST_SECONDS)
-        self._bound = LowerBound(self._problem, self._allowed_C, scale, goal, deadline=self._deadline)
-        return True
-
-    def _note_box(self, bound: LowerBound) -> None:
-        """Keeps the best box, where its splits are new, for a plan."""
-        box = bound.best_box
+    def start_from_box(self) -> Start | None:
+        """A plan from the bound's best box, where its splits are new."""
+        box = self.bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
-        if box is not None and key not in self._tried:
-            self._tried.add(key)
-            self._boxes.append((box, bound.allowed(box)))
+        if box is None or key in self._tried:
+            return None
+        self._tried.add(key)
+        return self.search.add_start(box, box.admitted_C)
+
+    def improve(self, known: float) -> None:
+        """One step of the bound, where a plan of `known` seconds (with latencies) is known."""
+        started = time.perf_counter()
+        self.is_done = not self.bound.branch(known - self.fixed_seconds)
+        self._longest = max(self._longest, time.perf_counter() - started)
 
 
 @dataclass(eq=False)
@@ -212,7 +146,6 @@ class _Contest:
     def __init__(
         self, problem: Problem, ways: Sequence[Way], effort: Effort, cutoff: float, deadline: float
     ) -> None:
-        self._problem = problem
         self._entrants = [_Entrant(problem, way, deadline) for way in ways]
         self._effort, self._cutoff, self._deadline = effort, cutoff, deadline
         self._plan_work = min(effort.max_work, WORK_PER_SECOND * effort.time_limit) / 2
@@ -233,7 +166,7 @@ class _Contest:
 
     @property
     def _bound_work(self) -> int:
-        return sum(entrant.work for entrant in self._entrants)
+        return sum(entrant.bound.work - entrant.first_work for entrant in self._entrants)
 
     @property
     def _search_work(self) -> int:
@@ -256,7 +189,7 @@ class _Contest:
         can_prove = self.known < np.inf and not entrant.is_done and entrant.has_time
         is_bounds_turn = self._bound_work <= self._search_work - self._first_work
         if can_prove and (is_bounds_turn or not self._has_attempts):
-            entrant.is_done = not entrant.improve(self.known)
+            entrant.improve(self.known)
             return True
         if self._has_attempts:
             self._has_attempts = next(self._attempts, False)
@@ -276,22 +209,19 @@ class _Contest:
             yield True
             for entrant in self._entrants:
                 if entrant.value < self.known:
-                    starts = entrant.start_from_boxes()
-                    arms += [_Arm(entrant, start, arms[0].manner, np.inf) for start in starts]
+                    start = entrant.start_from_box()
+                    arms += [] if start is None else [_Arm(entrant, start, arms[0].manner, np.inf)]
             work *= 2
 
     def _first_arms(self) -> Generator[bool, None, list[_Arm]]:
         """All starts of the way with the lowest bound in all manners, and the best of these of the other ways
         that may be better than the best plan; each has had its first attempt."""
         arms: list[_Arm] = []
-        has_few = len(self._problem.type_T) <= self._problem.num_ranks
-        factors = (*_SQUEEZES, _ALIKE) if has_few else _SQUEEZES
-        kinds: list[tuple[float, Sequence[Manner]]] = [(factor, MANNERS) for factor in factors]
+        kinds: list[tuple[float, Sequence[Manner]]] = [(factor, MANNERS) for factor in _SQUEEZES]
         for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
             mine: list[_Arm] = []
             for factor, manners in kinds:
-                begun = self._search_work + sum(entrant.coarse_work for entrant in self._entrants)
-                is_late = self._is_spent or begun >= 2 * _ROUND * self._plan_work
+                is_late = self._is_spent or self._search_work >= 2 * _ROUND * self._plan_work
                 if entrant.value >= self.known or (is_late and self.known < np.inf):
                     break
                 start = entrant.start(factor)
@@ -305,7 +235,7 @@ class _Contest:
             best = _better_half(arms)[:_OF_OTHER_WAYS]
             kinds = [(arm.factor, (arm.manner,)) for arm in best] or kinds
         if self.known == np.inf:  # the way with most candidates spreads memory best
-            entrant = max(self._entrants, key=lambda entrant: entrant.num_candidates)
+            entrant = max(self._entrants, key=lambda entrant: np.count_nonzero(entrant.allowed_C))
             start = entrant.start_from_memory()
             arms += [] if start is None else [_Arm(entrant, start, manner, np.inf) for manner in MANNERS]
         return arms
@@ -326,7 +256,7 @@ class _Contest:
         """The best plan and the bound."""
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
         bound = min(self.value, best.seconds)
-        boxes = sum(entrant.num_boxes for entrant in self._entrants)
+        boxes = sum(entrant.bound.num_solves for entrant in self._entrants)
         return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work, boxes)
 
 

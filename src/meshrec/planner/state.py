@@ -33,6 +33,8 @@ class Placed(NamedTuple):
 class State:
     """Loads per rank and phase for the tables placed so far.
 
+    `target_K`: about what the slowest rank will have to do in each phase, to begin with.
+
     Attributes:
         parts_T: the pieces of each table, None before it is placed.
         load_RK, bytes_R: seconds and bytes on each rank, without what all ranks share.
@@ -40,7 +42,7 @@ class State:
         work: array elements that were touched: a measure of effort that does not depend on the machine.
     """
 
-    def __init__(self, problem: Problem, scale_K: Floats) -> None:
+    def __init__(self, problem: Problem, target_K: Floats | None = None) -> None:
         self.problem = problem
         self.num_phases = problem.load_PK.shape[1]
         self.parts_T: list[Parts | None] = [None] * len(problem.type_T)
@@ -49,10 +51,10 @@ class State:
         self.common = 0.0
         self.common_bytes = 0.0
         self.work = 0
-        self._scale_K = scale_K
-        self.exponent = 8
-        self.power_RK = np.zeros_like(self.load_RK)
-        self.sum_K = np.zeros(self.num_phases)
+        self._exponent = 8
+        self._least_K = 1e-3 * problem.load_PK.max(axis=0, initial=0) + 1e-30
+        self._scale_K = 1 / np.maximum(0.0 if target_K is None else target_K, self._least_K)
+        self._power_RK = np.zeros_like(self.load_RK)
 
     @property
     def seconds(self) -> float:
@@ -61,42 +63,31 @@ class State:
         return float(self.common + self.load_RK.max(axis=0).sum())
 
     @property
-    def smooth(self) -> float:
-        """The smooth stand-in for `seconds`."""
-        return float(self.common + self._norm(self.sum_K).sum())
+    def plan(self) -> list[Parts]:
+        """The pieces of the tables that are placed."""
+        return [parts for parts in self.parts_T if parts is not None]
 
     def set_exponent(self, exponent: int) -> None:
-        """Sets q, a power of two, and recomputes what depends on it."""
-        self.exponent = exponent
-        least_K = 1e-3 * self.problem.load_PK.max(axis=0, initial=0) + 1e-30
-        self._scale_K = 1 / np.maximum(self.load_RK.max(axis=0), least_K)
-        self.power_RK = self.power(self.load_RK)
-        self.sum_K = self.power_RK.sum(axis=0)
-
-    def power(self, load_K: Floats) -> Floats:
-        """The scaled load to the power q."""
-        value = load_K * self._scale_K
-        for _ in range(self.exponent.bit_length() - 1):
-            value = value * value
-        return value
+        """Sets q, a power of two, after loads were set; what the slowest ranks have now counts as 1."""
+        self._exponent = exponent
+        self._scale_K = 1 / np.maximum(self.load_RK.max(axis=0), self._least_K)
+        self._power_RK = self._power(self.load_RK)
 
     def weights(self) -> Floats:
-        """The derivative of `smooth` by each phase's sum of powers."""
-        return self._norm(self.sum_K) / np.maximum(self.sum_K, 1e-9) / self.exponent
+        """The derivative of the smooth objective by each phase's sum of powers."""
+        sum_K = self._power_RK.sum(axis=0)
+        weight_K: Floats = self._norm(sum_K) / np.maximum(sum_K, 1e-9) / self._exponent
+        return weight_K
 
     def add(self, table: int, parts: Parts) -> None:
         """Places a table."""
         assert self.parts_T[table] is None
-        self._change(parts, 1.0)
         self.parts_T[table] = parts
-
-    def remove(self, table: int) -> Parts:
-        """Takes a table away."""
-        parts = self.parts_T[table]
-        assert parts is not None
-        self._change(parts, -1.0)
-        self.parts_T[table] = None
-        return parts
+        self.common += float(self.problem.common_C[parts.candidate])
+        self.common_bytes += float(self.problem.common_bytes_C[parts.candidate])
+        self.load_RK[parts.rank_N] += self.loads(parts)
+        self.bytes_R[parts.rank_N] += self.sizes(parts)
+        self._power_RK[parts.rank_N] = self._power(self.load_RK[parts.rank_N])
 
     def loads(self, parts: Parts) -> Floats:
         """Seconds [N, K] of each piece."""
@@ -107,12 +98,6 @@ class State:
         """Bytes [N] of each piece."""
         fixed_N = self.problem.fixed_bytes_P[parts.group_N]
         return fixed_N + parts.amount_N * (self.problem.bytes_P[parts.group_N] - fixed_N)
-
-    def refresh(self, ranks: Ints) -> None:
-        """Call after changing `load_RK` of some ranks (each named once)."""
-        new_NK = self.power(self.load_RK[ranks])
-        self.sum_K = np.maximum(self.sum_K + (new_NK - self.power_RK[ranks]).sum(axis=0), 0.0)
-        self.power_RK[ranks] = new_NK
 
     def fits(self) -> bool:
         """Whether no rank has more bytes than it may."""
@@ -134,7 +119,7 @@ class State:
         only: slice | None = None
         for group in range(*problem.pieces(candidate).indices(len(problem.candidate_P))):
             self.work += 3000 + 3 * self.load_RK.size
-            added_RK = self.power(self.load_RK + problem.load_PK[group]) - self.power_RK
+            added_RK = self._power(self.load_RK + problem.load_PK[group]) - self._power_RK
             cost = added_RK @ weight_K
             cost[room_R < problem.bytes_P[group]] = np.inf
             if allowed_R is not None:
@@ -162,7 +147,8 @@ class State:
             change_K += added_RK[places].sum(axis=0)
             groups.append(np.full(len(places), group))
             ranks.append(places)
-        objective = self.common + problem.common_C[candidate] + self._norm(self.sum_K + change_K).sum()
+        norm_K = self._norm(self._power_RK.sum(axis=0) + change_K)
+        objective = self.common + problem.common_C[candidate] + norm_K.sum()
         group_N = np.concatenate(groups) if groups else np.zeros(0, np.int64)
         rank_N = np.concatenate(ranks) if ranks else np.zeros(0, np.int64)
         return Placed(float(objective), Parts(candidate, group_N, rank_N, np.ones(len(rank_N))))
@@ -181,13 +167,11 @@ class State:
 
     def _norm(self, sum_K: Floats) -> Floats:
         mean_K = np.maximum(sum_K, 0.0) / self.problem.num_ranks
-        norm_K: Floats = mean_K ** (1 / self.exponent) / self._scale_K
+        norm_K: Floats = mean_K ** (1 / self._exponent) / self._scale_K
         return norm_K
 
-    def _change(self, parts: Parts, sign: float) -> None:
-        self.common += sign * float(self.problem.common_C[parts.candidate])
-        self.common_bytes += sign * float(self.problem.common_bytes_C[parts.candidate])
-        if len(parts.rank_N):
-            self.load_RK[parts.rank_N] += sign * self.loads(parts)
-            self.bytes_R[parts.rank_N] += sign * self.sizes(parts)
-            self.refresh(parts.rank_N)
+    def _power(self, load_K: Floats) -> Floats:
+        value: Floats = load_K * self._scale_K
+        for _ in range(self._exponent.bit_length() - 1):
+            value = value * value
+        return value

@@ -3,7 +3,7 @@
 from html import escape
 
 from meshrec.modules import DataType
-from meshrec.planner.text import size_text
+from meshrec.plan.text import size_text
 from meshrec.quant.budget import Choice
 
 _TYPES = [DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2]

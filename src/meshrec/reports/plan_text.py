@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from meshrec.plan.text import size_text
 from meshrec.planner.plan_file import PlannedShardingPlan
-from meshrec.planner.text import size_text
 from meshrec.reports.plan_report import Move, PlanReport
 
 _MOST_RANKS = 64

@@ -1,6 +1,6 @@
 import pytest
 
-from meshrec.planner.text import read_json, size_text
+from meshrec.plan.text import read_json, size_text
 
 
 def test_an_object_is_read(tmp_path):
