@@ -60,8 +60,9 @@ class Annealer : public PlanState {
       set_exponent(exponent << (level * steps / kLevels));
       temperature_ = level == kLevels - 1 ? 0.0 : hot * std::pow(cold / hot, at) * scale;
       const int64_t end = max_work * (level + 1) / kLevels;
+      const double late = seconds * (level + 1) / kLevels;  // What has too little time cools down faster.
       for (int64_t moves = 0; work_ < end; ++moves) {
-        if (moves % 1024 == 0 && passed(start) >= seconds) break;
+        if (moves % 1024 == 0 && passed(start) >= late) break;
         move();
       }
       rebuild();

@@ -44,13 +44,6 @@ def test_attempts_never_lose_the_best_plan(started, manner):
     assert search.work > work
 
 
-def test_a_good_plan_settles(started):
-    search, _ = started
-    before = search.seconds
-    search.settle(3e6)
-    assert search.seconds < before
-
-
 def test_without_kernels_there_are_plans_all_the_same(problem, everything, box, monkeypatch, started):
     as_it_comes, _ = started
     monkeypatch.setattr(Annealer, "serves", lambda problem: False)

@@ -18,9 +18,9 @@ import numpy as np
 from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
-_MOST_SIZES, _MOST_MULTIPLE, _MOST_ROUNDED = 20, 6, 200.0
-"""Sizes of whole tables that are few enough to be told apart; multiples of them that count as one; the most
-that a limit is worth."""
+_MOST_SIZES, _MOST_KINDS, _MOST_MULTIPLE, _MOST_ROUNDED = 5, 1000, 6, 200.0
+"""Sizes of pieces that are tried; kinds of candidates that are few enough for it; multiples of a size that
+count as one; the most that a limit is worth."""
 _LEAST_REST, _MOST_REST = 0.01, 0.97
 _NEAR = 1e-6
 _LEAST_EXCESS = 1e-4
@@ -66,12 +66,12 @@ class Rounding:
         """The cut of each phase that `share_C` violates most, over the candidates `admitted_C`."""
         found = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
-            factor_Q = phase.factors(upper)
+            share_U = np.bincount(phase.kind_C, share_C, len(phase.count_U))
+            factor_Q = phase.factors(upper, share_U)
             if not len(factor_Q):
                 continue
             limit_Q = self._ranks * np.floor(factor_Q * upper + _NEAR)
             value_QU = phase.rounded(factor_Q, upper)
-            share_U = np.bincount(phase.kind_C, share_C, value_QU.shape[1])
             best = int((value_QU @ share_U / limit_Q).argmax())
             if value_QU[best] @ share_U > limit_Q[best] * (1 + _LEAST_EXCESS):
                 some = np.flatnonzero(admitted_C)
@@ -84,8 +84,6 @@ class _Phase(NamedTuple):
     """What pieces cost in one phase. There are few kinds [U] of candidates (`kind_C`): with so many pieces,
     that cost so much on average, and so much at least."""
 
-    size_N: Floats
-    """Of whole tables; none where they are too many to be told apart."""
     count_U: Floats
     mean_U: Floats
     least_U: Floats
@@ -94,16 +92,19 @@ class _Phase(NamedTuple):
     @classmethod
     def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
         """From each candidate's pieces."""
-        size_N = np.unique(mean_C[(count_C == 1) & (mean_C > _NEAR)].round(9))
-        if len(size_N) > _MOST_SIZES:
-            size_N = size_N[:0]
         kind_UN, kind_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
         count_U, mean_U, least_U = kind_UN.T
-        return cls(size_N, count_U, mean_U, least_U, kind_C.ravel())
+        return cls(count_U, mean_U, least_U, kind_C.ravel())
 
-    def factors(self, upper: float) -> Floats:
-        """The factors [Q] that are worth a try."""
-        multiples = (np.arange(1, _MOST_MULTIPLE + 1)[:, None] / self.size_N).ravel()
+    def factors(self, upper: float, share_U: Floats) -> Floats:
+        """The factors [Q] that are worth a try: with those that most of the load is of, a few pieces count as
+        whole numbers."""
+        if len(share_U) > _MOST_KINDS:
+            return np.zeros(0)
+        load_U = share_U * self.count_U * self.mean_U
+        most = np.argsort(-load_U)[:_MOST_SIZES]
+        size_N = self.mean_U[most[load_U[most] > _NEAR]]
+        multiples = (np.arange(1, _MOST_MULTIPLE + 1)[:, None] / size_N).ravel()
         rooms = multiples * upper
         rest = rooms - np.floor(rooms + _NEAR)
         fits = (rooms >= 1) & (rooms < _MOST_ROUNDED) & (rest > _LEAST_REST) & (rest < _MOST_REST)

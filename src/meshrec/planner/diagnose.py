@@ -7,6 +7,7 @@ import numpy as np
 
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.plan.text import size_text
+from meshrec.planner.bound import LowerBound
 from meshrec.planner.construct import fitting_plan, most_even_plan
 from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
@@ -22,11 +23,10 @@ def diagnose(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str:
-    """Why no plan for `tables` fits, in words: the missing memory, the largest tables, what would make it
-    fit."""
+    """Why no plan for `tables` fits, or none was found, in words: the missing memory, the largest tables,
+    what would make it fit."""
     free = replace(topology, replicate=(1,))
-    lines = ["no plan fits into memory."]
-    lines.append(_missing(tables, free, batch_size, constraints))
+    lines = _missing(tables, free, batch_size, constraints)
     largest = sorted(tables, key=lambda table: -table.num_bytes)[:5]
     listing = ", ".join(f"{table.name} {size_text(table.num_bytes)}" for table in largest)
     lines.append(f"The largest tables with optimizer state: {listing}.")
@@ -66,27 +66,34 @@ def _missing(
     topology: Topology,
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
-) -> str:
+) -> list[str]:
+    """Whether it is proven that no plan fits, and what the best one lacks."""
     cap = topology.memory_cap
     if cap <= 0:
-        return (
+        return [
+            "no plan fits into memory.",
             f"A rank has {size_text(topology.profile.memory)}; the dense model takes "
-            f"{size_text(topology.dense_bytes)} and the "
-            f"reserve {topology.reserve:.0%}: nothing is left for tables."
-        )
+            f"{size_text(topology.dense_bytes)} and the reserve {topology.reserve:.0%}: nothing is left for "
+            "tables.",
+        ]
     unlimited = replace(topology, hbm_cap=1 << 60, ddr_cap=1 << 60, dense_bytes=0)
     problem = build_problem(CostModel(tables, unlimited, batch_size=batch_size), constraints)
-    state = most_even_plan(problem._replace(memory_cap=cap))
+    problem = problem._replace(memory_cap=cap)
+    is_proven = LowerBound(problem, problem.can_fit_C()).value == np.inf
+    state = most_even_plan(problem)
     bytes_R = state.bytes_R + state.common_bytes
     rank = int(bytes_R.argmax())
     over = int(np.count_nonzero(bytes_R > cap))
-    return (
+    return [
+        "no plan fits into memory."
+        if is_proven
+        else "no plan was found that fits into memory; that there is none is not proven.",
         f"In the plan that spreads memory most evenly of those found, rank {rank} needs "
         f"{size_text(bytes_R[rank])} and has {size_text(cap)} (of {size_text(topology.profile.memory)}, less "
         f"the dense model {size_text(topology.dense_bytes)} and a reserve of {topology.reserve:.0%}): "
         f"{size_text(max(bytes_R[rank] - cap, 0.0))} are missing, and {over} of {len(bytes_R)} ranks are "
-        "over."
-    )
+        "over.",
+    ]
 
 
 def _row_wise(

@@ -45,8 +45,6 @@ class Manner(NamedTuple):
 MANNERS = (Manner(0.03, 1.0, 8), Manner(0.005, 0.1, 8), Manner(0.002, 0.05, 32))
 """Few large pieces want new splits and much disorder; many small ones patience. Where each rank is full with
 one or two pieces, it is the slowest rank that counts from the start."""
-_SETTLED = Manner(0.001, 1.0, 32)
-"""From a plan that is good already."""
 
 
 class Start(NamedTuple):
@@ -108,11 +106,6 @@ class Search:
         state = self._state_of(parts_T)
         self._keep(state)
         return state.seconds
-
-    def settle(self, max_work: float) -> None:
-        """Anneals the best plan at a low temperature, with all candidates."""
-        everything = candidates_by_type(self.problem, self._allowed_C)
-        self.attempt(Start(self.parts_T, Annealer(self.problem, everything)), _SETTLED, max_work)
 
     def _state_of(self, parts_T: list[Parts]) -> State:
         state = State(self.problem)

@@ -4,9 +4,10 @@ Half of the work goes to plans, half to the bound. Effort is counted in work, so
 input and on the effort alone, unless the clock runs out first.
 
 Plans are annealed from several starts in several manners, and nobody knows beforehand which of them suit an
-input. So all get a short attempt, the better half of them one that is twice as long, and so on, until one is
-left (successive halving: Karnin, Koren & Somekh, Almost Optimal Exploration in Multi-Armed Bandits, 2013).
-Then the next round begins, with what the best plan and the bound's boxes have to offer.
+input. So all get a short attempt, the best few of them a longer one, the better half of these one that is
+twice as long, and so on (successive halving: Karnin, Koren & Somekh, Almost Optimal Exploration in
+Multi-Armed Bandits, 2013). What is left takes all the time there is: one long attempt is worth many short
+ones.
 """
 
 import time
@@ -22,8 +23,11 @@ from meshrec.planner.search import MANNERS, WORK_PER_SECOND, Effort, Manner, Sea
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_ROUND = 0.125
-"""The part of the work on plans that the first round of attempts takes; each next one takes twice as much."""
+_FINALISTS, _ROUND = 4, 1 / 16
+"""The attempts that are made anew after the first short ones, and the part of the work on plans that each of
+them takes; then half of them take twice as much, and so on."""
+_FIRST_WORK = 0.25
+"""The part of the work on plans after which no more first attempts are begun."""
 _WORK_PER_TABLE = 2e4
 """Of the shortest attempts: about what it takes to set one up."""
 _SQUEEZES = (1.1, 1.4, np.inf)
@@ -76,7 +80,6 @@ class _Entrant:
         self.bound = LowerBound(problem, self.allowed_C, deadline)
         self.first_work = self.bound.work
         self._deadline, self._longest = deadline, 0.0
-        self._tried: set[bytes] = set()
         self.is_done = False
 
     @property
@@ -107,15 +110,6 @@ class _Entrant:
     def start_from_memory(self) -> Start | None:
         """A plan that spreads memory, looked for with patience."""
         return self.search.add_fitting(_FITTING_SECONDS)
-
-    def start_from_box(self) -> Start | None:
-        """A plan from the bound's best box, where its splits are new."""
-        box = self.bound.best_box
-        key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
-        if box is None or key in self._tried:
-            return None
-        self._tried.add(key)
-        return self.search.add_start(box, box.admitted_C)
 
     def improve(self, known: float) -> None:
         """One step of the bound, where a plan of `known` seconds (with latencies) is known."""
@@ -200,17 +194,13 @@ class _Contest:
         """Attempts at better plans, one after the other; see above."""
         arms = yield from self._first_arms()
         self._first_work = float(self._search_work)
-        work = _ROUND * self._plan_work
+        arms, work = _best(arms, _FINALISTS), self._plan_work * _ROUND
         while arms:
-            arms = _better_half(arms)
-            yield from self._halving(arms, work)
-            best = min(self._entrants, key=lambda entrant: entrant.seconds)
-            best.search.settle(work / 4)
-            yield True
-            for entrant in self._entrants:
-                if entrant.value < self.known:
-                    start = entrant.start_from_box()
-                    arms += [] if start is None else [_Arm(entrant, start, arms[0].manner, np.inf)]
+            for arm in arms:
+                if arm.entrant.value < self.known:
+                    arm.attempt(max(work, self._least_work))
+                    yield True
+            arms = [arm for arm in _best(arms, (len(arms) + 1) // 2) if arm.entrant.value < self.known]
             work *= 2
 
     def _first_arms(self) -> Generator[bool, None, list[_Arm]]:
@@ -221,7 +211,7 @@ class _Contest:
         for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
             mine: list[_Arm] = []
             for factor, manners in kinds:
-                is_late = self._is_spent or self._search_work >= 2 * _ROUND * self._plan_work
+                is_late = self._is_spent or self._search_work >= _FIRST_WORK * self._plan_work
                 if entrant.value >= self.known or (is_late and self.known < np.inf):
                     break
                 start = entrant.start(factor)
@@ -232,25 +222,13 @@ class _Contest:
                     mine[-1].attempt(self._least_work)
                     yield True
             arms += mine
-            best = _better_half(arms)[:_OF_OTHER_WAYS]
+            best = _best(arms, _OF_OTHER_WAYS)
             kinds = [(arm.factor, (arm.manner,)) for arm in best] or kinds
         if self.known == np.inf:  # the way with most candidates spreads memory best
             entrant = max(self._entrants, key=lambda entrant: np.count_nonzero(entrant.allowed_C))
             start = entrant.start_from_memory()
             arms += [] if start is None else [_Arm(entrant, start, manner, np.inf) for manner in MANNERS]
         return arms
-
-    def _halving(self, arms: list[_Arm], max_work: float) -> Iterator[bool]:
-        """Attempts of all arms, then longer ones of the better half, and so on, until one is left."""
-        work = max_work / (1 + (len(arms) - 1).bit_length())
-        while True:
-            for arm in arms:
-                if arm.entrant.value < self.known:
-                    arm.attempt(max(work / len(arms), self._least_work))
-                    yield True
-            if len(arms) == 1:
-                return
-            arms = _better_half(arms)
 
     def solution(self) -> Solution:
         """The best plan and the bound."""
@@ -260,5 +238,5 @@ class _Contest:
         return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work, boxes)
 
 
-def _better_half(arms: list[_Arm]) -> list[_Arm]:
-    return sorted(arms, key=lambda arm: arm.seconds)[: (len(arms) + 1) // 2]
+def _best(arms: list[_Arm], count: int) -> list[_Arm]:
+    return sorted(arms, key=lambda arm: arm.seconds)[:count]
