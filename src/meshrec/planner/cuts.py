@@ -67,7 +67,7 @@ class Rounding:
         found = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
             share_U = np.bincount(phase.kind_C, share_C, len(phase.count_U))
-            factor_Q = phase.factors(upper, share_U)
+            factor_Q = phase.factors(upper, share_U.astype(np.float64))
             if not len(factor_Q):
                 continue
             limit_Q = self._ranks * np.floor(factor_Q * upper + _NEAR)

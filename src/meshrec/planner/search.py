@@ -46,6 +46,9 @@ MANNERS = (Manner(0.03, 1.0, 8), Manner(0.005, 0.1, 8), Manner(0.002, 0.05, 32))
 """Few large pieces want new splits and much disorder; many small ones patience. Where each rank is full with
 one or two pieces, it is the slowest rank that counts from the start."""
 
+SETTLED = Manner(0.001, 1.0, 32)
+"""From a plan that is good already."""
+
 
 class Start(NamedTuple):
     """A plan to anneal, and with which candidates."""
@@ -82,6 +85,12 @@ class Search:
         """The same from a plan that spreads memory, annealed for so many seconds until it fits."""
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
+
+    def best_start(self) -> Start | None:
+        """The best plan, to be annealed with all candidates."""
+        if not self.parts_T or not Annealer.serves(self.problem):
+            return None
+        return Start(self.parts_T, Annealer(self.problem, candidates_by_type(self.problem, self._allowed_C)))
 
     def _started(self, state: State, admitted_C: Bools) -> Start | None:
         self._keep(state)

@@ -6,8 +6,8 @@ input and on the effort alone, unless the clock runs out first.
 Plans are annealed from several starts in several manners, and nobody knows beforehand which of them suit an
 input. So all get a short attempt, the best few of them a longer one, the better half of these one that is
 twice as long, and so on (successive halving: Karnin, Koren & Somekh, Almost Optimal Exploration in
-Multi-Armed Bandits, 2013). What is left takes all the time there is: one long attempt is worth many short
-ones.
+Multi-Armed Bandits, 2013). The next round begins with longer attempts, and with what the best plan and the
+bound's boxes have to offer.
 """
 
 import time
@@ -19,13 +19,13 @@ import numpy as np
 
 from meshrec.planner.bound import LowerBound
 from meshrec.planner.problem import Problem
-from meshrec.planner.search import MANNERS, WORK_PER_SECOND, Effort, Manner, Search, Start
+from meshrec.planner.search import MANNERS, SETTLED, WORK_PER_SECOND, Effort, Manner, Search, Start
 from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
-_FINALISTS, _ROUND = 4, 1 / 16
+_FINALISTS, _ROUND = 4, 1 / 64
 """The attempts that are made anew after the first short ones, and the part of the work on plans that each of
-them takes; then half of them take twice as much, and so on."""
+them takes at first. Each round begins with twice as much."""
 _FIRST_WORK = 0.25
 """The part of the work on plans after which no more first attempts are begun."""
 _WORK_PER_TABLE = 2e4
@@ -80,6 +80,7 @@ class _Entrant:
         self.bound = LowerBound(problem, self.allowed_C, deadline)
         self.first_work = self.bound.work
         self._deadline, self._longest = deadline, 0.0
+        self._tried: set[bytes] = set()
         self.is_done = False
 
     @property
@@ -110,6 +111,18 @@ class _Entrant:
     def start_from_memory(self) -> Start | None:
         """A plan that spreads memory, looked for with patience."""
         return self.search.add_fitting(_FITTING_SECONDS)
+
+    def new_arms(self, manner: Manner) -> "list[_Arm]":
+        """What has come up since: the bound's best box, where its splits are new, and the best plan."""
+        box = self.bound.best_box
+        key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
+        start = None
+        if box is not None and key not in self._tried:
+            self._tried.add(key)
+            start = self.search.add_start(box, box.admitted_C)
+        found = [] if start is None else [_Arm(self, start, manner, np.inf)]
+        best = self.search.best_start()
+        return found if best is None else [*found, _Arm(self, best, SETTLED, np.inf)]
 
     def improve(self, known: float) -> None:
         """One step of the bound, where a plan of `known` seconds (with latencies) is known."""
@@ -194,14 +207,25 @@ class _Contest:
         """Attempts at better plans, one after the other; see above."""
         arms = yield from self._first_arms()
         self._first_work = float(self._search_work)
-        arms, work = _best(arms, _FINALISTS), self._plan_work * _ROUND
+        work = self._plan_work * _ROUND
         while arms:
+            arms = _best(arms, _FINALISTS)
+            for entrant in self._entrants:
+                if entrant.value < self.known:
+                    arms += entrant.new_arms(arms[0].manner)
+            yield from self._halving(arms, work)
+            work *= 2
+
+    def _halving(self, arms: list[_Arm], work: float) -> Iterator[bool]:
+        """Attempts of all arms, then of the better half for twice as long, and so on, until one is left."""
+        while True:
             for arm in arms:
                 if arm.entrant.value < self.known:
                     arm.attempt(max(work, self._least_work))
                     yield True
-            arms = [arm for arm in _best(arms, (len(arms) + 1) // 2) if arm.entrant.value < self.known]
-            work *= 2
+            if len(arms) == 1:
+                return
+            arms, work = _best(arms, (len(arms) + 1) // 2), 2 * work
 
     def _first_arms(self) -> Generator[bool, None, list[_Arm]]:
         """All starts of the way with the lowest bound in all manners, and the best of these of the other ways
