@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import logging
+import random
 import warnings
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def draw_case(rng):
         "int32": rng.random() < 0.5,
         "longest": rng.choice([3, 3, 40]),
         "even": rng.random() < 0.5,
+        "own_batches": rng.random() < 0.3,
         "schedule": rng.random() < 0.5,
         "clip": rng.choice([None, 0.5, 5.0]),
         "steps": (rng.randint(1, 3), rng.randint(1, 3)),
@@ -327,7 +329,7 @@ def train(case, model, env, steps):
         optimizer.step()
         optimizer.zero_grad()
         found.append({use: output.detach() for use, output in outputs.items()})
-        if case["weighted"]:
+        if case["weighted"] and not case["own_batches"]:
             found[-1] |= gradients_of_weights(inputs[0])
     return found
 
@@ -338,15 +340,36 @@ def gradients_of_weights(kjt):
 
 def features(case, bags, collection, mine):
     names = sorted({f for t in case["tables"] if t["collection"] == collection for f in t["features"]})
-    own = [bag for name in names for bag in bags[name][mine]]
-    ids = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for ids, _ in own)])
+    own = {name: bags[name][mine] for name in names}
+    batches = {}
+    if case["own_batches"] and collection == "ebc":
+        own, inverse = rearranged(case, own)
+        batches = {
+            "stride_per_key_per_rank": [[len(own[name])] for name in names],
+            "inverse_indices": (names, inverse),
+        }
+    all_bags = [bag for name in names for bag in own[name]]
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for ids, _ in all_bags)])
     is_weighted = case["weighted"] and collection == "ebc"
     return KeyedJaggedTensor(
         names,
         ids.int() if case["int32"] else ids,
-        weights=torch.cat([torch.empty(0), *(weights for _, weights in own)]) if is_weighted else None,
-        lengths=torch.tensor([len(ids) for ids, _ in own], dtype=torch.int64),
+        weights=torch.cat([torch.empty(0), *(weights for _, weights in all_bags)]) if is_weighted else None,
+        lengths=torch.tensor([len(ids) for ids, _ in all_bags], dtype=torch.int64),
+        **batches,
     )
+
+
+def rearranged(case, bags):
+    """The bags of each key in an order of its own, with empty ones among them, and where each sample's is."""
+    rng, found, inverse = random.Random(case["seed"]), {}, []
+    for name, own in bags.items():
+        places = rng.sample(range(len(own) + rng.randint(0, 2)), len(own))
+        found[name] = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * (max(places, default=-1) + 1)
+        for place, bag in zip(places, own, strict=True):
+            found[name][place] = bag
+        inverse.append(places)
+    return found, torch.tensor(inverse, dtype=torch.int64)
 
 
 def by_use(case, results):

@@ -105,7 +105,8 @@ class Reference:
                 loss = loss + (out * output_gradients[table["name"], feature]).sum()
                 touched[table["name"]] += [ids for ids, _ in bags[feature]]
         loss.backward()
-        outputs |= {feature: weights.grad for feature, weights in weights_of_ids.items()}
+        if not self.case["own_batches"]:  # else they come in another order
+            outputs |= {feature: weights.grad for feature, weights in weights_of_ids.items()}
         gradients = {}
         for name, weight in self.weights.items():
             gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad / world_size

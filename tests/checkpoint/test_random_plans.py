@@ -40,7 +40,7 @@ def check_values(case, ranks_values, expected, when):
             truth = {"weight": expected.weights[name], **expected.state[name]}
             assert own.keys() == truth.keys(), (when, rank, name)
             for slot, value in own.items():
-                check(value, truth[slot], f"{when}, rank {rank}: {slot} of {name}", table)
+                check(value, truth[slot], f"{when}, rank {rank}: {slot} of {name}", case, table)
 
 
 def check_outputs(case, ranks_outputs, expected, when):
@@ -49,21 +49,20 @@ def check_outputs(case, ranks_outputs, expected, when):
     for use, truth in expected.items():
         table = tables[use[0]] if isinstance(use, tuple) else coarsest
         found = torch.cat([outputs[use] for outputs in ranks_outputs])
-        check(found, truth, f"{when}: output of, or gradient of weights of {use}", table)
+        check(found, truth, f"{when}: output of, or gradient of weights of {use}", case, table)
 
 
-COARSE = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2e-4}
-"""How far numbers may be from the truth, relative: a stochastic rounding of the type for each step."""
+COARSE = {"bfloat16": 2**-4, "float16": 2**-7, "float32": 2e-4}
+"""How far numbers may be from the truth, relative: stochastic roundings of the table's type, one a step."""
 
 
-def check(value, truth, what, table):
+def check(value, truth, what, case, table):
     rtol = COARSE[table["dtype"]]
+    atol = 1e-5 if rtol < 1e-3 else rtol
+    if case["clip"] is not None and any(each["dtype"] != "float32" for each in case["tables"]):
+        rtol, atol = max(rtol, 2e-3), max(atol, 2e-4)  # rounded gradients have part in the norm
     torch.testing.assert_close(
-        value.double(),
-        truth,
-        rtol=rtol,
-        atol=1e-5 if rtol < 1e-3 else rtol,
-        msg=lambda message: f"{what}\n{message}",
+        value.double(), truth, rtol=rtol, atol=atol, msg=lambda message: f"{what}\n{message}"
     )
 
 

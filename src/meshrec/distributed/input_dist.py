@@ -274,7 +274,7 @@ def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
     lengths, starts = features.lengths()[bags], features.offsets()[bags].long()
     ends = lengths.long().cumsum(0)
-    ids = torch.arange(int(ends[-1]), device=bags.device)
+    ids = torch.arange(int(lengths.sum()), device=bags.device)
     ids += torch.repeat_interleave(starts - (ends - lengths), lengths.long())
     weights = features.weights_or_none()
     return KeyedJaggedTensor(
