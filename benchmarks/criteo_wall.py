@@ -56,7 +56,7 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
         options = {key: getattr(shape, key) for key in ("rows", "dim", "bottom", "top")}
         (folder / "criteo.py").write_text(_RECIPE.format(path=str(folder / "day_0"), **options))
         for number in range(1 if tiny else min(effort.rounds, 3)):
-            found.append(train(folder, f"round-{number}", shape.lines))
+            found.append(train(folder, f"round-{number}", shape.lines, num_ranks=1 if tiny else 2))
     rows = [[f"{wall:.1f}", f"{training:.1f}", f"{wall / training:.2f}"] for wall, training in found]
     print(table(["the command, s", "its training, s", "ratio"], rows))
     ratio = min(wall / training for wall, training in found)
@@ -64,7 +64,7 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
     return Result({"wall": [each[0] for each in found], "training": [each[1] for each in found]}, [bar])
 
 
-def train(folder: Path, name: str, lines: int) -> tuple[float, float]:
+def train(folder: Path, name: str, lines: int, *, num_ranks: int = 2) -> tuple[float, float]:
     """Seconds of the command, and of the training in it.
 
     Raises:
@@ -73,7 +73,7 @@ def train(folder: Path, name: str, lines: int) -> tuple[float, float]:
     command = [sys.executable, "-m", "meshrec", "train", f"{folder / 'criteo.py'}:recipe", "--quiet"]
     start = time.perf_counter()
     subprocess.run(
-        [*command, "--nproc", "2", "--name", name, "--runs", str(folder / "runs")],
+        [*command, "--nproc", str(num_ranks), "--name", name, "--runs", str(folder / "runs")],
         check=True,
         stdout=subprocess.DEVNULL,
     )

@@ -65,7 +65,7 @@ class Changes(NamedTuple):
     stops: int = 20
 
 
-_TINY = Changes(TINY, 0.001, 1, 3, 0.3, 20.0, 1000, 16, 100, 3, 2)
+_TINY = Changes(TINY, 0.001, 1, 3, 0.3, 20.0, 1000, 16, 100, 3, 1)
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
@@ -107,20 +107,19 @@ def _start(changes: Changes, folder: Path) -> dict[str, float]:
     shape = changes.served._replace(num_rows=int(changes.table_gib * _GIB / row_bytes) + 1)
     package = package_of(shape, folder / "large", is_zero=True)
     program = [sys.executable, "-W", "ignore", "-c", "import meshrec.cli.serve, meshrec.serve.server"]
-    imports, starts = [], []
-    for _ in range(changes.starts):
+    size = (package / WEIGHTS).stat().st_size
+    imports, starts, memory = [], [], []
+    for start in range(changes.starts):
         begin = time.perf_counter()
         subprocess.run(program, check=True)
         imports.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        with serving(package):
+        with serving(package) as server:
             starts.append(time.perf_counter() - begin)
-    size = (package / WEIGHTS).stat().st_size
-    memory = []
-    for workers in (1, 2):
-        with serving(package, "--workers", str(workers)) as server:
-            _touch_all(server, shape, size, workers)
-            memory.append(sum(_memory(pid)["Pss"] for pid in _tree(server.process.pid)))
+            if start == changes.starts - 1:
+                memory.append(_memory_of(server, shape, size, workers=1))
+    with serving(package, "--workers", "2") as server:
+        memory.append(_memory_of(server, shape, size, workers=2))
     return {
         "importing, s": statistics.median(imports),
         "ready after start, s": statistics.median(starts),
@@ -130,6 +129,12 @@ def _start(changes: Changes, folder: Path) -> dict[str, float]:
         "memory of two workers, GiB": memory[1] / _GIB,
         "memory of two workers over one's": memory[1] / memory[0],
     }
+
+
+def _memory_of(server: Running, shape: Shape, size: int, *, workers: int) -> int:
+    """Bytes of all its processes, once every worker has its tables."""
+    _touch_all(server, shape, size, workers)
+    return sum(_memory(pid)["Pss"] for pid in _tree(server.process.pid))
 
 
 def _touch_all(server: Running, shape: Shape, size: int, workers: int) -> None:

@@ -1,7 +1,12 @@
+import fcntl
 import multiprocessing
+import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from meshrec.testing.rank_pool import PRELOADED, RankPool
@@ -13,6 +18,13 @@ pytest_plugins = ["tests.planner.cases"]  # plans of the calibration's and the r
 # What functions for ranks import; set here, as the first process that is started settles it for all.
 PRELOAD = ["pytest", "hypothesis", "meshrec.model_parallel", "meshrec.train.worker", "meshrec.pipeline"]
 multiprocessing.set_forkserver_preload([*PRELOADED, *PRELOAD])
+
+# One thread each, for the workers of a session and for what they start, as together they have few cores:
+# threads that wait for each other's turn burn more than they bring. Tests of several threads ask for them.
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The same examples in every run: a red build means a change, not a draw. No deadline: machines are shared.
 settings.register_profile("meshrec", derandomize=True, deadline=None)
@@ -39,3 +51,26 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """``made_once(name, make)``: the folder that ``make(folder)`` fills, one for all workers of a session.
+
+    The first that comes by makes it, and the others wait: to compile a model takes half a minute.
+    """
+    common = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        common = common.parent
+
+    def once(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = common / name, common / f"{name}.made"
+        with open(common / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                make(folder)
+                done.touch()
+        return folder
+
+    return once

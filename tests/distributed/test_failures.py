@@ -1,5 +1,7 @@
 """A rank that goes away in the middle of a step, in processes of their own."""
 
+import multiprocessing
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -53,31 +55,56 @@ for step in range(3):
 """
 
 
-@pytest.mark.parametrize(
-    ("when", "collectives"),
-    [
-        ("forward", ("sizes of ids", "ids", "embeddings")),
-        ("reading", ("embeddings",)),
-        # Ranks of one host read from each other's memory: what a dead rank sent before may be gone with it.
-        ("backward", ("embeddings", "gradients of embeddings", "sizes of ids")),
-    ],
-)
-def test_the_others_name_the_dead_rank_and_the_collective_and_exit(tmp_path: Path, when, collectives):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def as_programs(script: Path, arguments: list[list[str]]) -> list[tuple[int | None, str]]:
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store"), when],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
+        subprocess.Popen([sys.executable, str(script), *each], stderr=subprocess.PIPE, text=True)
+        for each in arguments
     ]
     errors = [process.communicate(timeout=240)[1] for process in processes]
-    assert processes[1].returncode == 7
+    return [(process.returncode, said) for process, said in zip(processes, errors, strict=True)]
+
+
+# What the script begins with where a process has not been started for it alone.
+FORKED = """
+import os, sys
+sys.argv = ARGUMENTS
+os.dup2(os.open(ERRORS, os.O_WRONLY | os.O_CREAT), 2)
+"""
+
+
+def as_forks(script: Path, arguments: list[list[str]]) -> list[tuple[int | None, str]]:
+    """In processes that have torch loaded already."""
+    script.write_text(FORKED + script.read_text())
+    errors = [script.with_name(f"errors{rank}") for rank in range(len(arguments))]
+    context = multiprocessing.get_context("forkserver")
+    processes = []
+    for each, path in zip(arguments, errors, strict=True):
+        given = {"ARGUMENTS": [str(script), *each], "ERRORS": str(path)}
+        processes.append(context.Process(target=runpy.run_path, args=(str(script), given, "__main__")))
+        processes[-1].start()
+    for process in processes:
+        process.join(240)
+    return [(process.exitcode, path.read_text()) for process, path in zip(processes, errors, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("when", "run", "collectives"),
+    [
+        ("forward", as_forks, ("sizes of ids", "ids", "embeddings")),
+        ("reading", as_forks, ("embeddings",)),
+        # Ranks of one host read from each other's memory: what a dead rank sent before may be gone with it.
+        ("backward", as_programs, ("embeddings", "gradients of embeddings", "sizes of ids")),
+    ],
+)
+def test_the_others_name_the_dead_rank_and_the_collective_and_exit(tmp_path: Path, when, run, collectives):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ended = run(script, [[str(rank), str(tmp_path / "store"), when] for rank in range(3)])
+    assert ended[1][0] == 7
     for rank in (0, 2):
-        assert processes[rank].returncode not in (0, None), errors[rank]
-        line = next(line for line in errors[rank].splitlines() if "CollectiveError: rank" in line)
+        code, errors = ended[rank]
+        assert code not in (0, None), errors
+        line = next(line for line in errors.splitlines() if "CollectiveError: rank" in line)
         assert f"CollectiveError: rank {rank}: the collective" in line
         assert any(f"'{name}' over ranks [0, 1, 2] failed" in line for name in collectives)
         assert "no answer from rank 1." in line

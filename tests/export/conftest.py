@@ -1,7 +1,4 @@
 import contextlib
-import fcntl
-import os
-import shutil
 import warnings
 
 import pytest
@@ -9,7 +6,7 @@ import torch
 
 import meshrec
 from meshrec import DataType
-from meshrec.export import export
+from meshrec.export import compile_anew, export
 from meshrec.models.dlrm import DLRM
 from meshrec.quant import quantize
 
@@ -38,42 +35,25 @@ def torchs_own_warnings():
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory):
-    """``made_once(name, make)``: the folder that ``make(folder)`` fills, one for all workers of a session.
+def uncompiled(model, made_once):
+    options = {"features": FEATURES, "num_dense": NUM_DENSE, "about": {"step": 7}}
 
-    The first that comes by makes it, and the others wait: to compile takes half a minute.
-    """
-    common = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        common = common.parent
-
-    def once(name, make):
-        folder, done = common / name, common / f"{name}.made"
-        with open(common / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
-                make(folder)
-                done.touch()
-        return folder
-
-    return once
-
-
-@pytest.fixture(scope="session")
-def package(model, made_once):
     def make(folder):
         with torchs_own_warnings():
-            export(model, folder, features=FEATURES, num_dense=NUM_DENSE, about={"step": 7})
+            export(model, folder, **options, compile=False)
 
-    return made_once("compiled", make)
+    return made_once("uncompiled", make)
 
 
 @pytest.fixture(scope="session")
-def uncompiled(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packages") / "uncompiled"
-    with torchs_own_warnings():
-        return export(model, folder, features=FEATURES, num_dense=NUM_DENSE, compile=False)
+def package(uncompiled, made_once):
+    """Compiled anew, where ``small_package`` is compiled as it is exported."""
+
+    def make(folder):
+        with torchs_own_warnings():
+            compile_anew(uncompiled, folder)
+
+    return made_once("compiled", make)
 
 
 @pytest.fixture(scope="session")

@@ -292,19 +292,16 @@ def test_what_cannot_be_shared_is_named(model, uncompiled, requests, tmp_path):
         Predictor(uncompiled)(*requests(2), group=torch.zeros(2, dtype=torch.int64))
 
 
-def test_a_package_is_compiled_anew(uncompiled, requests, tmp_path):
-    with torchs_own_warnings():
-        made, exported = (
-            Predictor(compile_anew(uncompiled, tmp_path / "anew"), verify=True),
-            Predictor(uncompiled),
-        )
+def test_a_package_is_compiled_anew(uncompiled, package, requests, tmp_path):
+    made, exported = Predictor(package, verify=True), Predictor(uncompiled)
     assert made.is_compiled
+    assert not exported.is_compiled
     assert made.about == exported.about
-    assert os.path.samefile(uncompiled / "weights.bin", tmp_path / "anew" / "weights.bin")
+    assert os.path.samefile(uncompiled / "weights.bin", package / "weights.bin")
     for batch in (0, 1, 9):
         torch.testing.assert_close(made(*requests(batch)), exported(*requests(batch)), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="is there already"):
-        compile_anew(uncompiled, tmp_path / "anew")
+        compile_anew(uncompiled, package)
     with pytest.raises(PackageError, match="is no package"):
         compile_anew(tmp_path, tmp_path / "other")
 

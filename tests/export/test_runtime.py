@@ -22,6 +22,7 @@ def call(*command, **options):
 def program(made_once):
     """meshrec-predict, built and installed as its CMakeLists.txt says, and a program of a user's own."""
     options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", f"-DMESHREC_LIBRARY={library_path()}"]
+    options.append("-DCMAKE_CXX_FLAGS_RELEASE=-O0")  # to compile takes longer than what it computes here
 
     def make(folder):
         call("cmake", "-S", SOURCE, "-B", folder / "build", *options, check=True)

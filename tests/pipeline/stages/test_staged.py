@@ -245,7 +245,7 @@ def test_auto_measures_and_leaves_the_model_as_it_was():
     state = torch.get_rng_state()
     logits = staged(batch.dense, batch.sparse)
     assert len(staged.stages) == 2
-    assert staged.choice.seconds >= staged.choice.bound > 0
+    assert staged.choice.seconds >= staged.choice.bound * (1 - 1e-9) > 0  # sums of the same, in another order
     assert set(staged.choice.predicted) == {2, 4, 8, 16, 32, 64}
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     logits.sum().backward()

@@ -1,6 +1,7 @@
-"""Training with DistributedModelParallel on as many gloo processes as the second argument says.
+"""Training with DistributedModelParallel on two gloo processes, and on one.
 
-Rank 0 writes what it finds as JSON to the file that the first argument names.
+Rank 0 writes what it finds as JSON, ``sharded-2.json`` and ``sharded-1.json``, to the folder that the
+argument names.
 """
 
 import json
@@ -149,11 +150,12 @@ def train(rank: int, world_size: int, port: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    path, world_size = sys.argv[1], int(sys.argv[2])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = str(store.port)
-    del store
-    if world_size == 1:
-        train(0, 1, port, path)
-    else:
-        mp.spawn(train, args=(world_size, port, path), nprocs=world_size)
+    for world_size in (2, 1):  # one: in this process, which ends with it
+        path = str(Path(sys.argv[1]) / f"sharded-{world_size}.json")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = str(store.port)
+        del store
+        if world_size == 1:
+            train(0, 1, port, path)
+        else:
+            mp.spawn(train, args=(world_size, port, path), nprocs=world_size)
