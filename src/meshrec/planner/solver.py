@@ -71,14 +71,18 @@ def solve(problem: Problem, ways: Sequence[Way], effort: Effort, *, cutoff: floa
 
 
 class _Entrant:
-    """A way with its search for plans and its bound."""
+    """A way with its search for plans and its bound.
 
-    def __init__(self, problem: Problem, way: Way, deadline: float) -> None:
+    The bound is begun when it is asked for; until then `floor` counts, seconds that no plan of any way beats.
+    """
+
+    def __init__(self, problem: Problem, way: Way, deadline: float, floor: float) -> None:
         self.fixed_seconds = way.fixed_seconds
         self.allowed_C = way.allowed_C & problem.can_fit_C()
         self.search = Search(problem, self.allowed_C, deadline)
-        self.bound = LowerBound(problem, self.allowed_C, deadline)
-        self.first_work = self.bound.work
+        self.first_work = 0
+        self._problem, self._floor = problem, floor
+        self._bound: LowerBound | None = None
         self._deadline, self._longest = deadline, 0.0
         self._tried: set[bytes] = set()
         self.is_done = False
@@ -91,7 +95,25 @@ class _Entrant:
     @property
     def value(self) -> float:
         """The bound, with latencies."""
-        return self.bound.value + self.fixed_seconds
+        return (self._floor if self._bound is None else self._bound.value) + self.fixed_seconds
+
+    @property
+    def bound(self) -> LowerBound:
+        """The bound, without latencies."""
+        if self._bound is None:
+            self._bound = LowerBound(self._problem, self.allowed_C, self._deadline)
+            self.first_work = self._bound.work
+        return self._bound
+
+    @property
+    def bound_work(self) -> int:
+        """The work on the bound after its first box."""
+        return 0 if self._bound is None else self._bound.work - self.first_work
+
+    @property
+    def num_boxes(self) -> int:
+        """Relaxations solved."""
+        return 0 if self._bound is None else self._bound.num_solves
 
     @property
     def has_time(self) -> bool:
@@ -114,7 +136,7 @@ class _Entrant:
 
     def new_arms(self, manner: Manner) -> "list[_Arm]":
         """What has come up since: the bound's best box, where its splits are new, and the best plan."""
-        box = self.bound.best_box
+        box = None if self._bound is None else self._bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
         start = None
         if box is not None and key not in self._tried:
@@ -127,7 +149,9 @@ class _Entrant:
     def improve(self, known: float) -> None:
         """One step of the bound, where a plan of `known` seconds (with latencies) is known."""
         started = time.perf_counter()
-        self.is_done = not self.bound.branch(known - self.fixed_seconds)
+        is_begun = self._bound is not None
+        bound = self.bound
+        self.is_done = is_begun and not bound.branch(known - self.fixed_seconds)
         self._longest = max(self._longest, time.perf_counter() - started)
 
 
@@ -153,7 +177,11 @@ class _Contest:
     def __init__(
         self, problem: Problem, ways: Sequence[Way], effort: Effort, cutoff: float, deadline: float
     ) -> None:
-        self._entrants = [_Entrant(problem, way, deadline) for way in ways]
+        widest, *others = sorted(ways, key=lambda way: -np.count_nonzero(way.allowed_C))
+        self._entrants = [_Entrant(problem, widest, deadline, 0.0)]
+        has_all = all((widest.allowed_C | ~way.allowed_C).all() for way in others)
+        floor = self._entrants[0].bound.value if has_all else 0.0
+        self._entrants += [_Entrant(problem, way, deadline, floor) for way in others]
         self._effort, self._cutoff, self._deadline = effort, cutoff, deadline
         self._plan_work = min(effort.max_work, WORK_PER_SECOND * effort.time_limit) / 2
         self._least_work = _WORK_PER_TABLE * len(problem.type_T)
@@ -173,7 +201,7 @@ class _Contest:
 
     @property
     def _bound_work(self) -> int:
-        return sum(entrant.bound.work - entrant.first_work for entrant in self._entrants)
+        return sum(entrant.bound_work for entrant in self._entrants)
 
     @property
     def _search_work(self) -> int:
@@ -258,7 +286,7 @@ class _Contest:
         """The best plan and the bound."""
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
         bound = min(self.value, best.seconds)
-        boxes = sum(entrant.bound.num_solves for entrant in self._entrants)
+        boxes = sum(entrant.num_boxes for entrant in self._entrants)
         return Solution(best.search.parts_T, best.seconds, bound, self._bound_work + self._search_work, boxes)
 
 
