@@ -118,12 +118,18 @@ def test_files_with_other_columns(tmp_path, change, message):
     assert sum(reader.skipped.values()) == 20
 
 
-def test_files_that_are_no_parquet_or_empty(tmp_path):
+def test_files_without_rows_are_nothing(tmp_path):
     write(tmp_path / "a.parquet", 0, 0, some=pa.array([], pa.list_(pa.int64())))
-    with pytest.raises(DataError, match=r"a\.parquet has no rows"):
-        read(tmp_path)
     with pytest.raises(DataError, match="none of 1 Parquet files has rows"):
-        read(tmp_path, on_error="skip")
+        read(tmp_path)
+    write(tmp_path / "b.parquet", 0, 5)
+    write(tmp_path / "c.parquet", 0, 0, x=pa.nulls(0))
+    reader = read(tmp_path)
+    assert reader.num_samples == 5
+    assert not reader.skipped
+
+
+def test_files_that_are_no_parquet(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
         read(tmp_path)

@@ -112,3 +112,14 @@ def test_nothing_to_make_tables_of():
     data = pa.table({"y": [0, 1] * 50, "x": np.random.default_rng(0).normal(size=100)})
     with pytest.raises(ValueError, match="nothing to make tables of"):
         propose(profile([data], "y"), label="y", time=None)
+
+
+def test_texts_with_separators_are_lists_and_sentences_are_not():
+    rng = np.random.default_rng(2)
+    genres = ["|".join(f"g{each}" for each in rng.integers(0, 9, k % 4)) for k in range(N)]
+    titles = [f"The {each}, of {each % 7}" for each in rng.integers(0, 300, N)]
+    choices = {each.column: each for each in proposed(genres=genres, titles=titles).choices}
+    assert choices["genres"].role == "list"
+    assert choices["genres"].features == (Vocabulary(name="genres", separator="|"),)
+    assert choices["genres"].rows == 11
+    assert choices["titles"].features[0].separator is None

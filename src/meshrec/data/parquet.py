@@ -115,13 +115,13 @@ class ParquetSource(Source, Tables):
         except (pa.ArrowException, OSError) as error:
             self._faults.found(f"{file} cannot be read as Parquet: {error}", 0, str(file))
             return []
+        if metadata.num_rows == 0:
+            return []  # as engines write for empty partitions; their columns may lack a type
         for wrong in self._schema.wrong_columns(found):
             if wrong.startswith("there is no column"):  # skipping rows would not help
                 raise DataError(f"{file}: {wrong}. Name a column that it has, or leave the file out.")
             self._faults.found(f"{file}: {wrong}", metadata.num_rows, str(file))
             return []
-        if metadata.num_rows == 0:
-            self._faults.found(f"{file} has no rows", 0, str(file))
         self._metadata[file] = metadata
         sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         firsts = itertools.accumulate(sizes, initial=0)

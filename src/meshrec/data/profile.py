@@ -7,9 +7,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from meshrec.data.features.sketches import Distinct, RowSample
-from meshrec.data.features.values import Kind, hashes_of, is_missing, kind_of, numbers_of, values_of, whole
+from meshrec.data.features.values import (
+    Kind,
+    hashes_of,
+    is_missing,
+    kind_of,
+    numbers_of,
+    split_values_of,
+    values_of,
+    whole,
+)
 
 _EXAMPLES = 3
 _EXAMPLE_LENGTH = 40
@@ -30,6 +40,8 @@ class Column:
         top_shares: shares of the most frequent values in the sample, the most frequent first.
         signal: how well the column alone tells the label: an AUC of rows of the sample; None: unknown.
         counts_up: whether rows have it in order, each value once: a row number.
+        separator: what lies between the values of a text column that holds several in a text; its lengths
+            and distinct values are then those of the sample.
     """
 
     name: str
@@ -47,6 +59,7 @@ class Column:
     top_shares: list[float] = field(default_factory=list)
     signal: float | None = None
     counts_up: bool = False
+    separator: str | None = None
 
     @property
     def missing(self) -> float:
@@ -123,11 +136,40 @@ class _Sketch:
             numbers = numbers[np.isfinite(numbers)]
             if len(numbers):
                 column.quantiles = np.quantile(numbers, (0, 0.01, 0.25, 0.5, 0.75, 0.99, 1)).tolist()
+        if column.kind == "text" and column.num_missing < column.num_rows:
+            _find_separator(column, values)
         hashes = hashes_of(values_of(values).array)
         if len(hashes):
             counts = np.sort(np.unique(hashes, return_counts=True)[1])[::-1]
             column.top_shares = (counts[:20] / len(hashes)).tolist()
         return column
+
+
+_SEPARATORS = "|;,"
+_SEPARATED = 0.1
+
+
+def _find_separator(column: Column, texts: Any) -> None:
+    """Texts hold several values where a tenth of them has the separator and parts come again elsewhere.
+
+    There are then at most half as many parts as whole texts; sentences have commas, too, but parts of their
+    own.
+    """
+    if pa.types.is_dictionary(texts.type):
+        texts = texts.dictionary_decode()
+    if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
+        return
+    for separator in _SEPARATORS:
+        several = pc.match_substring(texts, separator)
+        if not len(texts) or pc.sum(several).as_py() < _SEPARATED * len(texts):
+            continue
+        parts, offsets = split_values_of(texts, separator)
+        distinct = len(parts.unique())
+        if 2 <= distinct <= len(texts.unique()) / 2:
+            lengths = np.diff(offsets)
+            column.separator, column.distinct = separator, distinct
+            column.max_length, column.mean_length = int(lengths.max()), float(lengths.mean())
+            return
 
 
 def profile(tables: Iterable[pa.Table], label: str | None) -> Profile:

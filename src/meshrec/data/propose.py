@@ -143,7 +143,7 @@ def _choice(column: Column, num_rows: int) -> ColumnChoice:
             f"column {name!r} tells the label by itself (AUC {column.signal:.4f}): it is the label in other "
             "words, or known only afterwards. It is left out; put it back if that is wrong",
         )
-    if column.kind.startswith("list"):
+    if column.kind.startswith("list") or column.separator is not None:
         return _list(column)
     if column.kind == "time":
         said: tuple[DatePartName, ...] = ("hour", "weekday")
@@ -241,10 +241,12 @@ def _list(column: Column) -> ColumnChoice:
     feature = choice.features[0]
     assert isinstance(feature, IdFeature)
     longest = min(column.max_length, max(8, round(4 * column.mean_length)))
-    feature = replace(feature, max_length=longest if longest < column.max_length else None)
+    max_length = longest if longest < column.max_length else None
+    feature = replace(feature, max_length=max_length, separator=column.separator)
     cut = f", cut to the last {longest}" if longest < column.max_length else ""
     lengths = f"{column.mean_length:.1f} on average, {column.max_length} at most"
-    why = f"lists of {lengths}{cut}; {column.distinct:,} values"
+    what = "lists" if column.separator is None else f"values with {column.separator!r} between them, lists"
+    why = f"{what} of {lengths}{cut}; {column.distinct:,} values"
     return ColumnChoice(column.name, "list", why, (feature,), choice.rows)
 
 

@@ -1,5 +1,6 @@
 import json
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 
 import numpy as np
@@ -274,3 +275,35 @@ def test_what_is_wrong_is_named():
         Features.from_json(all_kinds().to_json() | {"features": [{"type": "Magic"}]})
     with pytest.raises(ValueError, match="in version 7"):
         Features.from_json({"version": 7})
+
+
+SEPARATED = pa.array(["a|b", "", None, " b |c||", "c"])
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize("feature", [Vocabulary(name="x"), Hashed(name="x", num_embeddings=1000)])
+def test_texts_of_several_values_are_as_lists(feature, kind):
+    separated = pa.table({"y": [0, 1, 0, 1, 0], "x": SEPARATED.cast(kind)})
+    lists = pa.table({"y": [0, 1, 0, 1, 0], "x": [["a", "b"], [], None, ["b", "c"], ["c"]]})
+    found = []
+    for data, each in ((separated, replace(feature, separator="|")), (lists, feature)):
+        features = Features(labels=LABEL, features=(each,)).fit([data])
+        features = Features.from_json(json.loads(json.dumps(features.to_json())))
+        kept = np.ones(5, bool)
+        ids = features.ids[0].encode(data, Place("here", 0, ""), kept, Faults("raise"))
+        found.append((ids.values.tolist(), ids.offsets.tolist(), features.ids[0].average_length))
+        assert features.ids[0].row_of("b") == ids.values[1]
+    assert found[0] == found[1]
+
+
+def test_separators_are_for_texts():
+    for make in (
+        lambda: Integer(name="x", separator="|", num_embeddings=3),
+        lambda: Vocabulary(name="x", separator=""),
+        lambda: Vocabulary(name="x", separator="|", weights="w"),
+    ):
+        with pytest.raises(ValueError, match="separator is one character or more, of a Vocabulary or Hashed"):
+            make()
+    features = Features(labels=LABEL, features=(Vocabulary(name="x", separator="|"),))
+    with pytest.raises(ValueError, match="column 'x' holds integer; feature 'x' takes text"):
+        features.fit([pa.table({"y": [0], "x": [1]})])

@@ -20,7 +20,7 @@ from meshrec.data.features.join import Join
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
 from meshrec.data.features.sketches import Counts, Distinct, RowSample
-from meshrec.data.features.values import hashes_of, is_missing, kind_of, values_of, whole
+from meshrec.data.features.values import hashes_of, is_missing, kind_of, whole
 from meshrec.data.features.vocabulary import Vocabulary
 from meshrec.data.samples import Ints, Samples, Shape
 
@@ -258,7 +258,7 @@ class Features(Encoding):
         counts = {}
         for each in self.ids:
             if isinstance(each, Vocabulary):
-                array = values_of(table[each.source]).array
+                array = each.values(table).array
                 plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
                 counts[each.name] = Counts.of(plain)
         return FitState(table.num_rows, RowSample.of(sampled, rows), counts)
@@ -356,14 +356,16 @@ class Features(Encoding):
 
 
 def values_are_lists(table: pa.Table, feature: IdFeature) -> bool:
-    """Whether a feature's column has lists."""
-    return feature.source in table.column_names and kind_of(table[feature.source].type).startswith("list")
+    """Whether a feature's column has lists, or texts of several values."""
+    if feature.source not in table.column_names:
+        return False
+    return feature.separator is not None or kind_of(table[feature.source].type).startswith("list")
 
 
 def _average_length(feature: IdFeature, sample: pa.Table) -> float:
     if not values_are_lists(sample, feature):
         return 1.0
-    lengths = np.diff(values_of(sample[feature.source]).offsets)
+    lengths = np.diff(feature.values(sample).offsets)
     limit = feature.max_length or int(lengths.max(initial=0))
     return round(float(np.minimum(lengths, limit).mean()), 4) if len(lengths) else 0.0
 

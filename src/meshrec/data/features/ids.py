@@ -21,6 +21,7 @@ from meshrec.data.features.values import (
     is_missing,
     kind_of,
     numbers_of,
+    split_values_of,
     values_of,
 )
 from meshrec.data.hashing import UInt64s, mix, to_range
@@ -30,6 +31,8 @@ from meshrec.data.samples import Bools, Floats, Ints, Ragged
 @dataclass(frozen=True, kw_only=True)
 class IdFeature(ABC):
     """A column of values, or of lists of values, becomes ids: rows of a table.
+
+    Lists are Arrow's, or texts of several values with a ``separator`` between them, as CSV files have them.
 
     Args:
         name: of the feature.
@@ -41,6 +44,7 @@ class IdFeature(ABC):
         sequence: the ids of a list have an order, the oldest first.
         table: features that name the same table share its rows.
         average_length: ids per sample; fitted.
+        separator: what lies between the values of a text, such as ``"|"``; None: a text is one value.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = ()
@@ -54,8 +58,16 @@ class IdFeature(ABC):
     sequence: bool = False
     table: str | None = None
     average_length: float = 1.0
+    separator: str | None = None
 
     def __post_init__(self) -> None:
+        refused = not self.separator or self.weights is not None or "text" not in self.allowed
+        if self.separator is not None and refused:
+            raise ValueError(
+                f"feature {self.name!r}: separator is one character or more, of a Vocabulary or Hashed "
+                f"feature without weights, which go with lists; got {self.separator!r}, weights "
+                f"{self.weights!r}, for {type(self).__name__}."
+            )
         if self.keep not in ("first", "last") or (self.max_length is not None and self.max_length < 1):
             raise ValueError(
                 f"feature {self.name!r}: keep is 'first' or 'last' and max_length at least 1, got "
@@ -69,7 +81,7 @@ class IdFeature(ABC):
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """What is wrong with the kinds of columns, if anything is."""
-        return wrong_kind(self, self.allowed, kinds)
+        return wrong_kind(self, self.allowed if self.separator is None else ("text",), kinds)
 
     @property
     def is_fitted(self) -> bool:
@@ -112,6 +124,8 @@ class IdFeature(ABC):
 
     def values(self, table: pa.Table) -> Values:
         """The values that it numbers."""
+        if self.separator is not None:
+            return split_values_of(table[self.source], self.separator)
         return values_of(table[self.source])
 
     def encode(self, table: pa.Table, place: Place, kept: Bools, faults: Faults) -> Ragged:

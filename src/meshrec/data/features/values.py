@@ -78,6 +78,19 @@ def values_of(chunks: Any) -> Values:
     return Values(array.flatten(), offsets)
 
 
+def split_values_of(chunks: Any, separator: str) -> Values:
+    """The values within a column's texts; spaces around them and empty ones are left out."""
+    array = whole(chunks)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    parts, offsets = values_of(pc.split_pattern(array, separator))
+    parts = pc.utf8_trim_whitespace(parts)
+    filled = pc.not_equal(parts, "")
+    before = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum(filled.to_numpy(zero_copy_only=False), out=before[1:])
+    return Values(parts.filter(filled), before[offsets])
+
+
 def hashes_of(array: Any) -> UInt64s:
     """64 bits of each value: equal numbers have equal hashes whatever their width, equal texts too.
 
