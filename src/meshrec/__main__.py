@@ -1,5 +1,7 @@
 """``python -m meshrec`` and the ``meshrec`` command, also for ``torchrun -m meshrec``."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -7,6 +9,8 @@ import sys
 
 def main() -> int:
     """Runs the command line, or says which extra it needs."""
+    # Python's last collections would go through all objects of torch and its like, a second of nothing.
+    atexit.register(gc.freeze)
     try:
         from meshrec.cli.__main__ import main as run
 
