@@ -151,12 +151,11 @@ def _touch_all(server: Running, shape: Shape, size: int, workers: int) -> None:
         requests.append(request_of(inputs))
 
     async def sweep() -> None:
-        connection = Connection(server.port)
-        for request in requests:
-            status, body = await connection.ask(request)
-            if status != 200:
-                raise AssertionError(f"the server answered with {body!r}")
-        connection.close()
+        with contextlib.closing(Connection(server.port)) as connection:
+            for request in requests:
+                status, body = await connection.ask(request)
+                if status != 200:
+                    raise AssertionError(f"the server answered with {body!r}")
 
     for _ in range(10 * workers):  # a connection stays with one of the workers
         asyncio.run(sweep())

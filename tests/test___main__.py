@@ -20,3 +20,14 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "meshrec: the command line needs the package 'tyro': pip install \"meshrec[cli,train]\"\n"
     )
+
+
+def test_what_is_registered_for_the_exit_runs():
+    code = (
+        "import atexit, sys, threading, time; from meshrec.__main__ import command;"
+        "sys.argv = ['meshrec', '--version']; atexit.register(print, 'registered');"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('of a thread'))).start(); command()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == ["of a thread", "registered"]

@@ -92,14 +92,26 @@ def test_workers_do_everything_together(packages, predictors, tmp_path):
         text = client("GET", "/metrics")[2].decode()  # of both
         answered = float(re.search(r'meshrec_requests_total{model="clicks",outcome="ok"} (\S+)', text)[1])
         assert answered >= 17
+        client.close()
 
-        # A worker that ends is replaced, with the models that the others have.
+        # A worker that ends is replaced by one that listens once it is ready.
+        first, second = (int(process) for process in re.findall(r"process (\d+)", "".join(log)))
+        ready = sum("is ready" in line for line in log)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: any("another takes its place" in line for line in log), log)
+        statuses = set()
+        until(
+            lambda: statuses.add(ask(url, given)[0]) or sum("is ready" in line for line in log) > ready, log
+        )
+        assert statuses | {ask(url, given)[0] for _ in range(8)} == {200}
+
+        # It has the models that the others have.
+        client = Client(url)
         assert client("POST", "/v2/repository/models/clicks/unload")[0] == 200
         client.close()
-        worker = int(re.search(r"process (\d+)", "".join(log))[1])
-        os.kill(worker, signal.SIGKILL)
-        until(lambda: any("another takes its place" in line for line in log), log)
-        until(lambda: sum("serving clicks" in line for line in log) == 3, log)
+        os.kill(second, signal.SIGKILL)
+        until(lambda: sum("another takes its place" in line for line in log) == 2, log)
+        until(lambda: sum("serving clicks" in line for line in log) == 4, log)
         until(lambda: {ask(url, given)[0] for _ in range(8)} == {404}, log)
 
 

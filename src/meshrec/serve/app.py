@@ -1,6 +1,7 @@
 """The routes of a server beside those for scores, and what stands before all of them."""
 
 import hmac
+from collections.abc import Callable
 from importlib.metadata import version as version_of
 from typing import Any, Protocol
 
@@ -39,10 +40,14 @@ class Routes:
         repository: its models.
         metrics: its figures.
         everywhere: loads and unloads.
+        is_ready: whether all models can be asked, whichever worker a request comes to.
     """
 
-    def __init__(self, repository: Repository, metrics: Metrics, everywhere: Everywhere) -> None:
-        self._repository, self._metrics, self._everywhere = repository, metrics, everywhere
+    def __init__(
+        self, repository: Repository, metrics: Metrics, everywhere: Everywhere, is_ready: Callable[[], bool]
+    ) -> None:
+        self._repository, self._metrics = repository, metrics
+        self._everywhere, self._is_ready = everywhere, is_ready
 
     def app(self) -> Starlette:
         """The application of them."""
@@ -80,7 +85,7 @@ class Routes:
         return JSONResponse({"live": True})
 
     async def _ready(self, _: HttpRequest) -> Response:
-        ready = self._repository.is_ready
+        ready = self._is_ready()
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _metadata(self, http: HttpRequest) -> Response:

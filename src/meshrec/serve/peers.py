@@ -1,8 +1,9 @@
-"""A worker's line to its parent, which passes wishes on to all workers."""
+"""A worker's line to its parent, which passes wishes on to all workers, and what they know of each other."""
 
 import asyncio
 import itertools
 import json
+import mmap
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,13 +18,26 @@ class Peers:
 
     Args:
         pipe: to the parent.
+        loaded: a byte of each worker, in memory that they share: whether its models have been loaded once.
+        index: of this worker.
     """
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: Connection, loaded: mmap.mmap, index: int) -> None:
+        self._pipe, self._loaded, self._index = pipe, loaded, index
+        self.is_late = bool(loaded[index])
+        """Whether it takes another's place: it listens once it has loaded, as others answer meanwhile."""
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Future[str | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def say_loaded(self) -> None:
+        """Tells the others that models have been loaded here."""
+        self._loaded[self._index] = 1
+
+    @property
+    def are_loaded(self) -> bool:
+        """Whether they have in every worker that listens: a request may reach any of them."""
+        return all(self._loaded[:])
 
     async def ask(self, action: str, model: str, delta: int | None = None) -> None:
         """``load`` or ``unload`` of a model, everywhere.

@@ -11,10 +11,11 @@ from typing import Any
 
 import uvicorn
 
-from meshrec.serve.app import Everywhere, Guard, Routes
+from meshrec.serve.app import Guard, Routes
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Wish
 from meshrec.serve.options import ServerOptions
+from meshrec.serve.peers import Peers
 from meshrec.serve.scoring import Scoring
 
 
@@ -25,7 +26,7 @@ class Server:
         models: folders of packages, by name.
         options: how.
         bound: of `listen`; closed at the end.
-        everywhere: loads and unloads in all workers; None is for a server of this process alone.
+        peers: the other workers; None is for a server of this process alone.
         wishes: what was asked of models before this server began.
     """
 
@@ -34,14 +35,15 @@ class Server:
         models: Mapping[str, Path],
         options: ServerOptions,
         bound: socket.socket,
-        everywhere: Everywhere | None = None,
+        peers: Peers | None = None,
         wishes: Mapping[str, Wish] | None = None,
     ) -> None:
-        self._options, self._bound = options, bound
+        self._options, self._bound, self._peers = options, bound, peers
         metrics = Metrics()
         self.repository = Repository(models, options.limits, metrics, options.warm_up, options.deltas, wishes)
         scoring = Scoring(self.repository, metrics, options.max_body)
-        routes = Routes(self.repository, metrics, everywhere or self.change)
+        everywhere = self.change if peers is None else peers.ask
+        routes = Routes(self.repository, metrics, everywhere, self._is_ready)
         self._guard = Guard(scoring, routes.app(), options.token)
         config = uvicorn.Config(
             self._guard,
@@ -67,15 +69,11 @@ class Server:
         host, port = self._bound.getsockname()[:2]
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def run(self, on_start: Callable[[asyncio.AbstractEventLoop], None] | None = None) -> None:
-        """Serves until `stop`, or SIGTERM or SIGINT where this is the main thread; SIGHUP loads models anew.
-
-        Args:
-            on_start: called in the event loop, before models are loaded.
-        """
+    def run(self) -> None:
+        """Until `stop`, or SIGTERM or SIGINT where this is the main thread; SIGHUP loads models anew."""
         loop = _new_event_loop()
         try:
-            loop.run_until_complete(self._serve(on_start))
+            loop.run_until_complete(self._serve())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
             loop.close()
@@ -86,7 +84,7 @@ class Server:
 
     def reload(self) -> None:
         """Loads all models anew. Of the event loop's thread."""
-        self._start(self.repository.load_all())
+        self._start(self._load())
 
     async def change(self, action: str, model: str, delta: int | None = None) -> None:
         """``load`` or ``unload`` of a model here."""
@@ -100,12 +98,23 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, on_start: Callable[[asyncio.AbstractEventLoop], None] | None) -> None:
+    def _is_ready(self) -> bool:
+        return self.repository.is_ready and (self._peers is None or self._peers.are_loaded)
+
+    async def _load(self) -> None:
+        await self.repository.load_all()
+        if self._peers is not None:
+            self._peers.say_loaded()
+
+    async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         with _signals(loop, {signal.SIGHUP: self.reload}):
-            if on_start is not None:
-                on_start(loop)
-            self.reload()
+            if self._peers is not None:
+                self._peers.listen(loop, self.change)
+            if self._peers is not None and self._peers.is_late:
+                await self._load()
+            else:
+                self.reload()
             await self._uvicorn.serve([self._bound])
             self.repository.close()
 

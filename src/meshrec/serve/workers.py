@@ -2,6 +2,7 @@
 
 import json
 import logging
+import mmap
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshrec.serve.options import ServerOptions, listen
+from meshrec.serve.peers import Peers
 
 _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
@@ -80,6 +82,7 @@ class _Supervisor:
         self._tasks: dict[int, _Task] = {}
         self._wishes: dict[str, tuple[str, int | None]] = {}
         self._num_tasks = 0
+        self._loaded = mmap.mmap(-1, num)
         self._is_stopping = False
         self._wake, self._woken = multiprocessing.Pipe()
 
@@ -99,7 +102,8 @@ class _Supervisor:
 
     def _start(self, index: int) -> None:
         here, there = multiprocessing.Pipe()
-        arguments = (self._models, self._options, self._bound, there, self._num, dict(self._wishes))
+        peers = Peers(there, self._loaded, index)
+        arguments = (self._models, self._options, self._bound, peers, self._num, dict(self._wishes))
         process = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
         process.start()
         there.close()
@@ -182,7 +186,7 @@ def _work(
     models: Mapping[str, Path],
     options: ServerOptions,
     bound: socket.socket,
-    pipe: Connection,
+    peers: Peers,
     num_workers: int,
     wishes: dict[str, tuple[str, int | None]],
 ) -> None:
@@ -190,11 +194,9 @@ def _work(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     from meshrec.serve.models import Wish
-    from meshrec.serve.peers import Peers
     from meshrec.serve.server import Server
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
-    peers = Peers(pipe)
-    server = Server(models, options, bound, peers.ask, {m: Wish(*wish) for m, wish in wishes.items()})
+    server = Server(models, options, bound, peers, {m: Wish(*wish) for m, wish in wishes.items()})
     _log.info("serving %s at %s (process %d)", ", ".join(models), server.url, os.getpid())
-    server.run(lambda loop: peers.listen(loop, server.change))
+    server.run()

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.2
 # Until a rank listens for signals itself, Ctrl-C ends it without a traceback.
 _RANK = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "from meshrec.__main__ import main; raise SystemExit(main())"
+    "from meshrec.__main__ import command; command()"
 )
 
 
