@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <mutex>
@@ -113,6 +114,13 @@ Layout read_layout(const std::string& folder) {
   return layout;
 }
 
+// What a link leads to now: one that is turned to another package meanwhile must not mix the two.
+std::string resolved(const std::string& folder) {
+  std::error_code error;
+  const auto found = std::filesystem::canonical(folder, error);
+  return error ? folder : found.string();
+}
+
 void check_machine(const Layout& layout, const std::string& folder) {
   std::string isa = at::get_cpu_capability();
   if (layout.torch != TORCH_VERSION) {
@@ -153,7 +161,7 @@ struct Predictor::State {
 };
 
 Predictor::Predictor(const std::string& folder, std::size_t num_runners)
-    : state_(std::make_unique<State>(folder, num_runners)) {}
+    : state_(std::make_unique<State>(resolved(folder), num_runners)) {}
 Predictor::~Predictor() = default;
 Predictor::Predictor(Predictor&&) noexcept = default;
 Predictor& Predictor::operator=(Predictor&&) noexcept = default;

@@ -7,6 +7,7 @@ from torch import nn
 
 import meshrec
 from meshrec.export import PackageError, Predictor, compile_anew, export
+from meshrec.export import predictor as predictor_module
 from meshrec.export.archive import load_exported
 from meshrec.train.losses import SquaredError
 from tests.export.conftest import FEATURES, NUM_DENSE, NUM_ROWS, SHARED, torchs_own_warnings
@@ -311,3 +312,39 @@ def test_a_program_of_operators_that_are_not_there_is_named(uncompiled, tmp_path
     replace(folder / "exported.pt2", b"no program")
     with torchs_own_warnings(), pytest.raises(PackageError, match=r"exported.pt2 cannot be loaded"):
         Predictor(folder)
+
+
+def test_packages_that_change_places_meanwhile_are_never_mixed(uncompiled, tmp_path, monkeypatch):
+    first, second, place = uncompiled, copied(uncompiled, tmp_path), tmp_path / "current"
+    manifest = (second / "manifest.json").read_bytes()
+    replace(second / "manifest.json", manifest.replace(b'"step": 7', b'"step": 8'))
+    mapped = predictor_module.mapped
+
+    def read_while(change):
+        def late(path, records):
+            change()
+            return mapped(path, records)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(predictor_module, "mapped", late)
+            return Predictor(place)
+
+    def turn():
+        place.unlink()
+        place.symlink_to(second)
+
+    place.symlink_to(first)
+    found = read_while(turn)
+    assert (found.folder, found.about) == (first, {"step": 7})
+
+    def move():
+        place.rename(tmp_path / "old")
+        second.rename(place)
+
+    place.unlink()
+    place.mkdir()
+    for path in first.iterdir():
+        os.link(path, place / path.name)
+    with pytest.raises(PackageError, match="became another package while it was read"):
+        read_while(move)
+    assert Predictor(place).about == {"step": 8}

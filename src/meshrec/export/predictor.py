@@ -1,5 +1,6 @@
 """A package served from Python: the compiled program, or the exported one where that does not fit."""
 
+import contextlib
 import functools
 import logging
 import re
@@ -57,12 +58,14 @@ class Predictor:
         about: what the exporter wrote down.
 
     Raises:
-        PackageError: for a folder that is no package, is damaged, or is of a newer format.
+        PackageError: for a folder that is no package, is damaged, is of a newer format, or is replaced while
+            it is read.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
-        self.folder = Path(folder)
-        manifest = read_manifest(self.folder)
+        # What a link leads to now: one that is turned to another package meanwhile must not mix the two.
+        self.folder = Path(folder).resolve()
+        self._manifest = manifest = read_manifest(self.folder)
         self.version = digest_of(self.folder / MANIFEST)[:12]
         for name, digest in manifest["sha256"].items():
             if not (self.folder / name).is_file():
@@ -87,11 +90,20 @@ class Predictor:
             _log.warning("%s: the exported program serves, as %s", self.folder, reason)
         self._program = self._load(COMPILED, EXPORTED)
         self._shared_program = self._load(SHARED, SHARED_EXPORTED) if self.shared else None
+        self._check_same()
 
     @functools.cached_property
     def raw(self) -> RawValues | None:
         """What makes ids and dense values of raw ones; None where the package has nothing of that kind."""
-        return RawValues.load(self.folder) if self._has_raw_values else None
+        found = RawValues.load(self.folder) if self._has_raw_values else None
+        self._check_same()
+        return found
+
+    def _check_same(self) -> None:
+        with contextlib.suppress(PackageError):
+            if read_manifest(self.folder) == self._manifest:
+                return
+        raise PackageError(f"{self.folder} became another package while it was read. Load it again.")
 
     def _load(self, compiled: str, exported: str) -> _Program:
         if not self.is_compiled:
