@@ -91,7 +91,8 @@ wheel-test: wheel
 # FBGEMM and TorchRec, to compare with in one process; they stay out of the environment that runs the tests.
 peers: $(STAMP_PEERS) $(KERNELS)
 
-$(STAMP_PEERS): pyproject.toml constraints.txt
+# Not at the same time as the other environment: both build what they install in this folder.
+$(STAMP_PEERS): pyproject.toml constraints.txt | $(STAMP)
 	test -x $(PEERS)/python || $(PYTHON) -m venv $(VENV_PEERS)
 	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest hypothesis numpy \
 		fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
