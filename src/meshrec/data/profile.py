@@ -123,7 +123,10 @@ class _Sketch:
     def finished(self, sample: Any) -> Column:
         """With what the sample tells."""
         column = self.column
-        column.distinct = self._distinct.count()
+        num_values = (
+            self._num_values if column.max_length is not None else column.num_rows - column.num_missing
+        )
+        column.distinct = min(self._distinct.count(), num_values)  # the sketch counts about
         column.counts_up = column.kind == "integer" and self._rises and column.num_missing == 0
         if column.max_length is not None:
             column.mean_length = self._num_values / max(column.num_rows, 1)
@@ -245,5 +248,5 @@ def _area(scores: npt.NDArray[np.float64], positive: npt.NDArray[np.bool_]) -> f
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else str(value)
     return text if len(text) <= _EXAMPLE_LENGTH else text[: _EXAMPLE_LENGTH - 1] + "…"

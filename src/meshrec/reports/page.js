@@ -48,7 +48,8 @@ function bars(rows, kind = "") {
   return made;
 }
 function plainTable(head, rows) {
-  const cells = (tag, values) => element("tr", {}, ...values.map((value, i) => element(tag, i ? { class: "n" } : {}, value)));
+  const isNumber = head.map((_, i) => i > 0 && rows.every(row => /^[-+\d.,\s%e]*$/.test(row[i])));
+  const cells = (tag, values) => element("tr", {}, ...values.map((value, i) => element(tag, isNumber[i] ? { class: "n" } : {}, value)));
   return element("div", { class: "scroll" }, element("table", { style: "width:auto" }, element("thead", {}, cells("th", head)), element("tbody", {}, ...rows.map(row => cells("td", row)))));
 }
 // The rectangles of a table: rows down, columns across.
