@@ -17,6 +17,7 @@
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 namespace meshrec {
 namespace {
@@ -121,6 +122,13 @@ std::string resolved(const std::string& folder) {
   return error ? folder : found.string();
 }
 
+// Which folder has this name now.
+std::pair<dev_t, ino_t> identity(const std::string& folder) {
+  struct stat found{};
+  if (::stat(folder.c_str(), &found) != 0) return {0, 0};
+  return {found.st_dev, found.st_ino};
+}
+
 void check_machine(const Layout& layout, const std::string& folder) {
   std::string isa = at::get_cpu_capability();
   if (layout.torch != TORCH_VERSION) {
@@ -160,8 +168,12 @@ struct Predictor::State {
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
 };
 
-Predictor::Predictor(const std::string& folder, std::size_t num_runners)
-    : state_(std::make_unique<State>(resolved(folder), num_runners)) {}
+Predictor::Predictor(const std::string& folder, std::size_t num_runners) {
+  const std::string place = resolved(folder);
+  const auto before = identity(place);
+  state_ = std::make_unique<State>(place, num_runners);
+  if (identity(place) != before) fail(place + " became another package while it was read. Load it again.");
+}
 Predictor::~Predictor() = default;
 Predictor::Predictor(Predictor&&) noexcept = default;
 Predictor& Predictor::operator=(Predictor&&) noexcept = default;
