@@ -123,3 +123,23 @@ def test_texts_with_separators_are_lists_and_sentences_are_not():
     assert choices["genres"].features == (Vocabulary(name="genres", separator="|"),)
     assert choices["genres"].rows == 11
     assert choices["titles"].features[0].separator is None
+
+
+def test_names_with_dots_become_names_of_tables():
+    more = {"user.id": np.arange(N) % 90, "user_id": np.arange(N) % 80, "a.price": np.arange(N) ** 1.5}
+    found = {each.column: each.features[0] for each in proposed(**more).choices if each.column in more}
+    assert {name: feature.name for name, feature in found.items()} == {
+        "user.id": "user_id_",
+        "user_id": "user_id",
+        "a.price": "a_price",
+    }
+    assert found["user.id"].source == "user.id"
+
+
+def test_integers_that_are_floats_for_their_nulls_are_ids():
+    codes = np.where(np.arange(N) % 7 == 0, np.nan, np.random.default_rng(0).integers(0, 9, N))
+    data = table(codes=codes)
+    found = propose(profile([data], "y"), label="y", time="ts")
+    features = found.features.fit([data])
+    assert features["codes"].rows == 2 + 9
+    assert [features["codes"].row_of(value) for value in (None, 100)] == [0, 1]

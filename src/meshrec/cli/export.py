@@ -138,4 +138,5 @@ def read_items(paths: Sequence[str], kinds: Mapping[str, str]) -> Any:
         raise ValueError(f"--items {list(paths)} are CSV and other files. Give files of one kind.")
     if texts:
         return pa.concat_tables(read_csvs(expand(texts, "*.csv"), kinds))
-    return pa.concat_tables([parquet.read_table(each) for each in expand(list(paths), "*.parquet")])
+    tables = [parquet.read_table(each) for each in expand(list(paths), "*.parquet")]
+    return pa.concat_tables(tables, promote_options="permissive")

@@ -1,8 +1,9 @@
 """Parquet files, row group by row group."""
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,17 +72,28 @@ class ParquetSource(Source, Tables):
         try:
             with open_parquet_file(group.file, metadata=self._metadata[group.file]) as opened:
                 table = opened.read_row_group(group.number, columns=[name], use_threads=False)
-                return table[name].combine_chunks()
+                array = table[name].combine_chunks()
+                kind = self.arrow_schema.field(name).type
+                return array if array.type == kind else array.cast(kind)
         except (pa.ArrowException, OSError, KeyError) as error:
             names = self._metadata[group.file].schema.to_arrow_schema().names
             raise DataError(
                 f"{group.file}: column {name!r} cannot be read: {error}. It has the columns {names}."
             ) from error
 
-    @property
+    @functools.cached_property
     def arrow_schema(self) -> Any:
-        """That of the first file."""
-        return self._metadata[self._groups[0].file].schema.to_arrow_schema()
+        """That of the first file, with types that hold those of the others."""
+        pa = needs("pyarrow", "data")
+        first, *others = (metadata.schema.to_arrow_schema() for metadata in self._metadata.values())
+        for other in others:
+            for at, field in enumerate(first):
+                if other.get_field_index(field.name) < 0 or other.field(field.name).type == field.type:
+                    continue
+                both = [pa.schema([(field.name, each.field(field.name).type)]) for each in (first, other)]
+                with contextlib.suppress(pa.ArrowException):  # types that have nothing in common
+                    first = first.set(at, pa.unify_schemas(both, promote_options="permissive").field(0))
+        return first
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
         """A row group's columns, ``size`` rows at a time. DataError where they cannot be read."""
@@ -174,7 +186,7 @@ class ParquetSource(Source, Tables):
         return ""
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
     """A ``pyarrow.parquet.ParquetFile``, on this machine or in a store."""
     with (

@@ -60,6 +60,7 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
     for name, column in profile.columns.items():
         if name != label:
             choices.append(_time(column) if name == time else _choice(column, profile.num_rows))
+    choices = _without_dots(choices)
     found = tuple(feature for choice in choices for feature in choice.features)
     if not any(choice.role in ("id", "list") and choice.features for choice in choices):
         raise ValueError(
@@ -72,6 +73,24 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
             "no --time column: the split is random, which is kinder than the future. Name one if you can."
         )
     return Proposal(Features(labels=(chosen_label,), features=found), choices, warnings)
+
+
+def _without_dots(choices: list[ColumnChoice]) -> list[ColumnChoice]:
+    """With names that tables can have, each once."""
+    taken = {feature.name for choice in choices for feature in choice.features if "." not in feature.name}
+
+    def renamed(feature: ColumnFeature) -> ColumnFeature:
+        if "." not in feature.name:
+            return feature
+        name = feature.name.replace(".", "_")
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return replace(feature, name=name, column=feature.source)
+
+    return [
+        choice._replace(features=tuple(renamed(feature) for feature in choice.features)) for choice in choices
+    ]
 
 
 def _label(profile: Profile, name: str) -> tuple[Label, str]:

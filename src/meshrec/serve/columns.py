@@ -1,6 +1,7 @@
 """Raw values of a request: columns of the data, made ids and dense values as in training."""
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from meshrec.data.faults import REMEDY, DataError, needs
@@ -82,12 +83,18 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample: Any) -> Any:
     for at, value in enumerate(values):
         # JSON's true is no number, except where the data has true and false.
         is_boolean = isinstance(value, bool)
-        wrong = not pa.types.is_boolean(kind) if is_boolean else not isinstance(value, types)
+        is_whole = isinstance(value, float) and value.is_integer() and types == (int,)
+        wrong = not pa.types.is_boolean(kind) if is_boolean else not (isinstance(value, types) or is_whole)
         if value is not None and wrong:
             raise RequestError(f"column {name!r} of {sample(at)} must be {words}, got {_shown(value)}.")
     try:
+        if pa.types.is_time(kind) and any(isinstance(value, str) for value in values):  # of a day
+            days = [None if value is None else f"1970-01-01T{value}" for value in values]
+            return pa.array(days, pa.string()).cast(pa.timestamp(kind.unit)).cast(kind)
         if kind_of(kind) == "time" and any(isinstance(value, str) for value in values):
             return pa.array(values, pa.string()).cast(kind)
+        if pa.types.is_decimal(kind):
+            return pa.array([None if value is None else Decimal(repr(value)) for value in values], kind)
         return pa.array(values, kind)
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
         raise RequestError(f"column {name!r} must fit {kind}: {error}. Send other values.") from error

@@ -307,3 +307,49 @@ def test_separators_are_for_texts():
     features = Features(labels=LABEL, features=(Vocabulary(name="x", separator="|"),))
     with pytest.raises(ValueError, match="column 'x' holds integer; feature 'x' takes text"):
         features.fit([pa.table({"y": [0], "x": [1]})])
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [Vocabulary(name="f", column="x", num_unseen=2), Hashed(name="f", column="x", num_embeddings=40)],
+    ids=["vocabulary", "hashed"],
+)
+def test_whole_numbers_are_the_same_as_integers_and_as_floats(feature):
+    # Integers with nulls are floats as pandas writes them, and integers in the next file, which has none.
+    integers = pa.array([7, 3, 7, 12, 0])
+    floats = pa.array([7.0, 3.0, 7.0, 12.0, 0.0])
+    holes = pa.array([7.0, np.nan, None, 12.0, 3.5])
+
+    def ids(fitted, x):
+        made = fitted.encode(pa.table({"x": x}), Place("f", 0), Faults("raise"))
+        return made.ids[0].values.tolist()
+
+    for first, second in ((integers, floats), (floats, integers)):
+        features = Features(labels=(), features=(feature,)).fit([pa.table({"x": first})])
+        features = Features.from_json(json.loads(json.dumps(features.to_json())))
+        assert ids(features, first) == ids(features, second)
+        assert features["f"].row_of(7) == features["f"].row_of(7.0) == ids(features, first)[0]
+    # Fitted on floats; NaN and null are missing alike, and other numbers are values as well.
+    expected = ids(features, floats)
+    assert ids(features, holes)[:4] == [expected[0], 0, 0, expected[3]]
+    features = Features(labels=(), features=(feature,)).fit([pa.table({"x": integers})])
+    assert ids(features, holes.slice(0, 4)) == [ids(features, integers)[0], 0, 0, ids(features, integers)[3]]
+    with pytest.raises(DataError, match="column 'x' holds numbers that are no integers as they were fitted"):
+        ids(features, holes)
+
+
+def test_names_of_tables_have_no_dot():
+    with pytest.raises(
+        ValueError, match=r"no dot, got 'user.id' of .* Name it 'user_id', with column='user.id'"
+    ):
+        Features(labels=LABEL, features=(Vocabulary(name="user.id"),))
+
+
+def test_files_may_differ_in_how_they_hold_whole_numbers():
+    files = [pa.array([1, 2], pa.int16()), pa.array([2.0, None, 3.0]), pa.array([3, 3], pa.int64())]
+    vocabulary = Features(labels=(), features=(Vocabulary(name="x"),))
+    for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+        fitted = vocabulary.fit([pa.table({"x": files[at]}) for at in order])["x"]
+        assert [fitted.row_of(value) for value in (None, 4, 3, 2, 1, 1.0)] == [0, 1, 2, 3, 4, 4]
+    halves = vocabulary.fit([pa.table({"x": files[0]}), pa.table({"x": pa.array([0.5, 0.5])})])["x"]
+    assert [halves.row_of(value) for value in (None, 4, 0.5, 1, 2)] == [0, 1, 2, 3, 4]

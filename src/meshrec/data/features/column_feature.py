@@ -36,7 +36,8 @@ class OfColumn(Protocol):
 def wrong_kind(feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str, Kind]) -> str | None:
     """What is wrong with its column's kind, if anything is."""
     kind = kinds[feature.source]
-    if feature.found is not None and kind != feature.found:
+    is_same = kind == feature.found or {kind, feature.found} == {"integer", "number"}
+    if feature.found is not None and not is_same:
         return (
             f"column {feature.source!r} holds {kind}, and held {feature.found} when feature {feature.name!r} "
             "was fitted. Give it as it was, or fit and train anew"

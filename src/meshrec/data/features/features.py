@@ -77,7 +77,7 @@ class Features(Encoding):
         num_labels: as many as there are labels; known still where data has none.
 
     Raises:
-        ValueError: names that occur twice, or no ids.
+        ValueError: names that occur twice, names of tables with a dot, or no ids.
     """
 
     labels: tuple[Label, ...]
@@ -89,6 +89,13 @@ class Features(Encoding):
     def __post_init__(self) -> None:
         if not self.num_labels:
             object.__setattr__(self, "num_labels", len(self.labels))
+        dotted = [each for each in self.ids if "." in (each.table or each.name)]
+        if dotted:
+            name = dotted[0].table or dotted[0].name
+            raise ValueError(
+                f"a table's name has no dot, got {name!r} of feature {dotted[0].name!r}. Name it "
+                f"{name.replace('.', '_')!r}, with column={dotted[0].source!r}."
+            )
         names = [each.name for each in self.features]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not self.ids:

@@ -10,12 +10,13 @@ import pyarrow as pa
 
 from meshrec.data.columns import Place
 from meshrec.data.dataset import Feature
-from meshrec.data.faults import Faults
+from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import need_fitted, wrong_kind
 from meshrec.data.features.values import (
     Kind,
     Values,
     array_of,
+    converted,
     hashes_and_missing,
     integers_of,
     is_missing,
@@ -105,7 +106,10 @@ class IdFeature(ABC):
         wrong = self.wrong({self.source: _with_list(kind_of(array.type), self.found)})
         if wrong is not None and value is not None:
             raise ValueError(f"{wrong}; got the value {value!r}.")
-        return int(self.rows_of(array)[0])
+        try:
+            return int(self.rows_of(self._as_fitted(array))[0])
+        except DataError as error:
+            raise ValueError(f"{error}; got the value {value!r}.") from error
 
     def columns(self) -> tuple[str, ...]:
         """The ids' and the weights'."""
@@ -126,7 +130,14 @@ class IdFeature(ABC):
         """The values that it numbers."""
         if self.separator is not None:
             return split_values_of(table[self.source], self.separator)
-        return values_of(table[self.source])
+        array, offsets = values_of(table[self.source])
+        return Values(self._as_fitted(array), offsets)
+
+    def _as_fitted(self, array: Any) -> Any:
+        try:
+            return array if self.found is None else converted(array, self.found)
+        except ValueError as error:
+            raise DataError(f"column {self.source!r} holds {error}. Give it as it was") from error
 
     def encode(self, table: pa.Table, place: Place, kept: Bools, faults: Faults) -> Ragged:
         """The ids of all samples."""

@@ -85,7 +85,10 @@ class Counts:
 
     @staticmethod
     def of(array: Any) -> "Counts":
-        """Of an Arrow array of numbers or texts; nulls and empty texts do not count."""
+        """Of an Arrow array of numbers or texts; nulls, what is no number and empty texts do not count."""
+        if pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
+            array = array.cast(pa.float64())
+            array = pc.if_else(pc.is_nan(array), None, array)
         array = array.drop_null()
         if is_text(array.type):
             array = array.filter(pc.greater(pc.binary_length(array), 0))
@@ -94,17 +97,19 @@ class Counts:
 
     def merged(self, other: "Counts") -> "Counts":
         """Of both parts together."""
-        values, counts = (
-            pa.chunked_array([a, b]) for a, b in ((self.values, other.values), (self.counts, other.counts))
-        )
-        grouped = pa.table({"value": values, "count": counts}).group_by("value", use_threads=False)
+        # Files may differ in the width of a type, and in whether integers are floats for their nulls.
+        both = pa.concat_tables([self._table(), other._table()], promote_options="permissive")
+        grouped = both.group_by("value", use_threads=False)
         summed = grouped.aggregate([("count", "sum")])
         return Counts(summed["value"].combine_chunks(), summed["count_sum"].combine_chunks())
 
     def by_count(self) -> "Counts":
         """Frequent values first, those of one count in the order of the values."""
         order = pc.sort_indices(
-            pa.table({"value": self.values, "count": self.counts}),
+            self._table(),
             sort_keys=[("count", "descending"), ("value", "ascending")],
         )
         return Counts(self.values.take(order), self.counts.take(order))
+
+    def _table(self) -> pa.Table:
+        return pa.table({"value": self.values, "count": self.counts})

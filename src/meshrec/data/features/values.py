@@ -78,6 +78,24 @@ def values_of(chunks: Any) -> Values:
     return Values(array.flatten(), offsets)
 
 
+def converted(array: Any, kind: Kind) -> Any:
+    """Whole numbers as integers, integers as numbers, where ``kind`` is the other: what is a float in one
+    file, for its nulls, is an integer in the next; all else as it is.
+
+    Raises:
+        ValueError: for numbers that are not whole, or too large to be told apart as floats.
+    """
+    have = kind_of(array.type)
+    if {have, kind} != {"integer", "number"}:
+        return array
+    if kind == "integer" and pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), None, array)
+    try:
+        return array.cast(pa.int64() if kind == "integer" else pa.float64())
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"numbers that are no {kind}s as they were fitted: {error}") from error
+
+
 def split_values_of(chunks: Any, separator: str) -> Values:
     """The values within a column's texts; spaces around them and empty ones are left out."""
     array = whole(chunks)
@@ -102,15 +120,14 @@ def hashes_of(array: Any) -> UInt64s:
 
 
 def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
-    """`hashes_of`, and where values are null or empty texts; None where all are there."""
+    """`hashes_of`, and where values are null, no number, or empty texts; None where all are there."""
     if pa.types.is_dictionary(array.type):
         return _by_dictionary(array)
     if is_text(array.type):
         lengths, hashes = hash_bytes(array)
         missing = lengths == 0
         return hashes, missing if missing.any() else None
-    missing = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    return mix(integers_of(array).view(np.uint64)), missing
+    return mix(integers_of(array).view(np.uint64)), is_missing(array)
 
 
 def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
@@ -147,15 +164,16 @@ def integers_of(array: Any) -> Ints:
 
 
 def is_missing(array: Any) -> Bools | None:
-    """Where values are null or empty texts; None where all are there."""
+    """Where values are null, no number, or empty texts; None where all are there."""
     text = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
     if is_text(text):
         plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
         empty = pc.fill_null(pc.equal(pc.binary_length(plain), 0), True)
         missing: Bools = empty.to_numpy(zero_copy_only=False)
         return missing if missing.any() else None
-    if array.null_count:
-        return array.is_null().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    if array.null_count or pa.types.is_floating(array.type):
+        missing = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+        return missing if missing.any() else None
     return None
 
 

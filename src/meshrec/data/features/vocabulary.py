@@ -14,6 +14,7 @@ from meshrec.data.features.sketches import Counts
 from meshrec.data.features.values import (
     Kind,
     array_of,
+    converted,
     hashes_and_missing,
     hashes_of,
 )
@@ -36,7 +37,7 @@ class Vocabulary(IdFeature):
         vocabulary: the values; fitted.
     """
 
-    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "text", "list of integer", "list of text")
+    allowed: ClassVar[tuple[Kind, ...]] = ("integer", "number", "text", "list of integer", "list of text")
 
     min_count: int = 1
     max_size: int | None = None
@@ -79,6 +80,9 @@ class Vocabulary(IdFeature):
                     f"feature {self.name!r}: column {self.source!r} has bytes that are no UTF-8: "
                     f"{error}. Hash it."
                 ) from error
+        if kind in ("integer", "number"):
+            kind, values = _of_one_kind(kind, ordered.values)
+            ordered = Counts(values, ordered.counts)
         enough = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
         size = enough if self.max_size is None else min(enough, self.max_size)
         if self.num_embeddings is not None and self._first + size > self.num_embeddings:
@@ -123,3 +127,11 @@ class Vocabulary(IdFeature):
                 )
             object.__setattr__(self, "_sorted", found)
         return found
+
+
+def _of_one_kind(kind: Kind, values: Any) -> tuple[Kind, Any]:
+    """Of files some of which have integers, and others floats: integers where all are whole."""
+    try:
+        return kind, converted(values, kind)
+    except ValueError:
+        return "number", values
