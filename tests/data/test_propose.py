@@ -143,3 +143,22 @@ def test_integers_that_are_floats_for_their_nulls_are_ids():
     features = found.features.fit([data])
     assert features["codes"].rows == 2 + 9
     assert [features["codes"].row_of(value) for value in (None, 100)] == [0, 1]
+
+
+def test_features_have_names_that_tables_can_have_and_kinds_that_they_take():
+    rng = np.random.default_rng(0)
+    odd = {name: rng.integers(0, 5, N) for name in ("a.b", "a_b", "", "training", "items", 'quo"te')}
+    code = pa.array(rng.integers(0, 5, N).astype(float), mask=rng.random(N) < 0.1)
+    found = proposed(**odd, code=code).features
+    columns = {each.name: each.source for each in found.ids}
+    wanted = {
+        "a_b_": "a.b",
+        "a_b": "a_b",
+        "column": "",
+        "training_": "training",
+        "items_": "items",
+        'quo"te': 'quo"te',
+    }
+    assert columns.items() >= wanted.items()
+    fitted = found.fit([table(**odd, code=code)])
+    assert fitted["code"].rows == 2 + 5

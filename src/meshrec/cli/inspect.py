@@ -119,7 +119,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     lines = []
     for choice in proposal.choices:
         if not choice.features:
-            lines.append(f"        # {choice.column}: {choice.role}: {choice.reason}")
+            lines.append(f"        # {_in_a_line(choice.column)}: {choice.role}: {choice.reason}")
         for number, feature in enumerate(choice.features):
             lines += [] if number else [f"        # {choice.reason}"]
             lines.append(f"        {_call(feature)},")
@@ -186,6 +186,11 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
     return repr(value)
+
+
+def _in_a_line(name: str) -> str:
+    """A column's name within a comment, which a line break would end."""
+    return name if name.isprintable() else repr(name)
 
 
 def _print(proposal: "Proposal", num_rows: int) -> None:

@@ -75,8 +75,8 @@ def read_csvs(paths: Sequence[File], kinds: Mapping[str, str] = MappingProxyType
     for name in dict.fromkeys(name for each in tables for name in each.column_names):
         found = {each.schema.field(name).type for each in tables if name in each.column_names}
         common = _common_type(found - {pa.null()}) if len(found) > 1 else found.pop()
-        is_empty = common == pa.null() and kinds.get(name) == "integer"
-        types[name] = pa.int64() if is_empty else common
+        empty = {"integer": pa.int64(), "time": pa.timestamp("us")}.get(kinds.get(name, ""), common)
+        types[name] = empty if common == pa.null() else common
     wanted = [{name: types[name] for name in each.column_names} for each in tables]
     return [
         each

@@ -17,6 +17,7 @@ from meshrec.data.features import (
 )
 from meshrec.data.features.values import DatePartName, numbers_of
 from meshrec.data.profile import Column, Profile
+from meshrec.modules import can_name_table
 
 LEAK = 0.99
 """Columns that tell the label this well by themselves are taken for the label in other words."""
@@ -60,7 +61,7 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
     for name, column in profile.columns.items():
         if name != label:
             choices.append(_time(column) if name == time else _choice(column, profile.num_rows))
-    choices = _without_dots(choices)
+    choices = _with_names_for_tables(choices)
     found = tuple(feature for choice in choices for feature in choice.features)
     if not any(choice.role in ("id", "list") and choice.features for choice in choices):
         raise ValueError(
@@ -75,22 +76,20 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
     return Proposal(Features(labels=(chosen_label,), features=found), choices, warnings)
 
 
-def _without_dots(choices: list[ColumnChoice]) -> list[ColumnChoice]:
-    """With names that tables can have, each once."""
-    taken = {feature.name for choice in choices for feature in choice.features if "." not in feature.name}
+def _with_names_for_tables(choices: list[ColumnChoice]) -> list[ColumnChoice]:
+    """Features bear their columns' names, but for what no table can be called."""
+    taken = {feature.name for choice in choices for feature in choice.features}
 
-    def renamed(feature: ColumnFeature) -> ColumnFeature:
-        if "." not in feature.name:
+    def named(feature: ColumnFeature) -> ColumnFeature:
+        if can_name_table(feature.name):
             return feature
-        name = feature.name.replace(".", "_")
-        while name in taken:
+        name = feature.name.replace(".", "_") or "column"
+        while name in taken or not can_name_table(name):
             name += "_"
         taken.add(name)
         return replace(feature, name=name, column=feature.source)
 
-    return [
-        choice._replace(features=tuple(renamed(feature) for feature in choice.features)) for choice in choices
-    ]
+    return [choice._replace(features=tuple(map(named, choice.features))) for choice in choices]
 
 
 def _label(profile: Profile, name: str) -> tuple[Label, str]:

@@ -95,7 +95,7 @@ class RawValues:
         from meshrec.data.columns import Place
 
         pa = needs("pyarrow", "data")
-        shared = pa.table({"": [0]}) if shared is None else shared
+        shared = pa.table({}) if shared is None else shared
         for join in self._features.joins:
             if join.key in shared.column_names:
                 shared = join.joined(shared)

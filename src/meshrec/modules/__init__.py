@@ -10,6 +10,7 @@ from meshrec.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
+    can_name_table,
 )
 from meshrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.feature_processor import (
@@ -51,5 +52,6 @@ __all__ = [
     "PositionWeightedModuleCollection",
     "SwishLayerNorm",
     "VectorCrossNet",
+    "can_name_table",
     "fuse",
 ]

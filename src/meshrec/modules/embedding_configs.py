@@ -82,6 +82,15 @@ class BoundsCheckMode(enum.Enum):
     """Not looked at: such an id reads memory that is not the table's. For input checked elsewhere."""
 
 
+def can_name_table(name: str) -> bool:
+    """Whether a table can have the name in whatever becomes of a model.
+
+    It is not empty, has no dot, and is no attribute of modules, nor of dictionaries of them: a table called
+    ``keys`` is not found by torch.export.
+    """
+    return bool(name) and "." not in name and name not in _TAKEN_NAMES and not hasattr(nn.ModuleDict, name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseEmbeddingConfig:
     """One table of ``num_embeddings`` rows, ``embedding_dim`` wide.

@@ -88,16 +88,26 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample: Any) -> Any:
         if value is not None and wrong:
             raise RequestError(f"column {name!r} of {sample(at)} must be {words}, got {_shown(value)}.")
     try:
-        if pa.types.is_time(kind) and any(isinstance(value, str) for value in values):  # of a day
-            days = [None if value is None else f"1970-01-01T{value}" for value in values]
-            return pa.array(days, pa.string()).cast(pa.timestamp(kind.unit)).cast(kind)
         if kind_of(kind) == "time" and any(isinstance(value, str) for value in values):
-            return pa.array(values, pa.string()).cast(kind)
-        if pa.types.is_decimal(kind):
-            return pa.array([None if value is None else Decimal(repr(value)) for value in values], kind)
+            return _times(values, kind)
+        if pa.types.is_boolean(kind):  # tensors have 0 and 1
+            return pa.array([{0: False, 1: True}.get(value, value) for value in values], kind)
+        if pa.types.is_decimal(kind):  # tensors have NaN for null
+            known = [None if value is None or value != value else repr(value) for value in values]
+            return pa.array([None if text is None else Decimal(text) for text in known], kind)
         return pa.array(values, kind)
-    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+    except (pa.ArrowException, OverflowError, ValueError) as error:
         raise RequestError(f"column {name!r} must fit {kind}: {error}. Send other values.") from error
+
+
+def _times(values: Sequence[Any], kind: Any) -> Any:
+    """Of texts; empty ones are null, as tensors have no other."""
+    pa = needs("pyarrow", "data")
+    texts = [None if value == "" else value for value in values]
+    if pa.types.is_time(kind):  # of a day, which Arrow does not cast from texts
+        texts = [None if text is None else f"1970-01-01T{text}" for text in texts]
+        return pa.array(texts, pa.string()).cast(pa.timestamp(kind.unit)).cast(kind)
+    return pa.array(texts, pa.string()).cast(kind)
 
 
 def _shown(value: Any) -> str:

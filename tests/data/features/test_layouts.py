@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from meshrec.data import DataError
@@ -18,11 +19,14 @@ from meshrec.data.features import (
     DatePart,
     Features,
     Hashed,
+    Integer,
+    Join,
     Label,
     Number,
     Vocabulary,
     hashes_of,
 )
+from meshrec.train import Csv
 
 EPOCH = datetime.datetime(1970, 1, 1)
 TEXTS = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
@@ -167,3 +171,45 @@ def test_texts_that_are_saved_as_bytes_are_texts(tmp_path) -> None:
     broken = pa.table({"y": [0], "user": [b"\xff"]})
     with pytest.raises(DataError, match=r"'user' has bytes that are no UTF-8.*Hash it"):
         Features(labels=LABEL, features=(Vocabulary(name="user"),)).fit([broken])
+
+
+def test_nan_is_null_and_dictionaries_are_their_values() -> None:
+    ids = (Hashed(name="x", num_embeddings=1000), Vocabulary(name="known", column="x"))
+    ids += (DatePart(name="hour", column="x"), Buckets(name="bucket", column="x"))
+    features = Features(labels=LABEL, features=ids)
+    plain = pa.array([0.0, 3700.5, None, 3.0, 3.0])
+    fitted = features.fit([pa.table({"y": [0] * 5, "x": plain})])
+    expected = rows_of(fitted, pa.table({"y": [0] * 5, "x": plain}))
+    assert [row[2:] for row in expected][2] == (([0], None),) * 4
+    nan = pa.array([-0.0, 3700.5, float("nan"), 3.0, 3.0])
+    for values in (nan, plain.dictionary_encode(), nan.dictionary_encode(), plain.cast(pa.float32())):
+        data = pa.table({"y": [0] * 5, "x": values})
+        assert features.fit([data]).to_json() == fitted.to_json()
+        assert rows_of(fitted, data) == expected
+    whole = pa.array([3, None, 3, 0])
+    as_they_are = Integer(name="x", num_embeddings=5, missing=4)
+    assert as_they_are.rows_of(whole.dictionary_encode()).tolist() == [3, 4, 3, 0]
+    days = pa.array([datetime.datetime(2020, 5, 1, 7), None])
+    assert DatePart(name="x").rows_of(days.dictionary_encode()).tolist() == [8, 0]
+
+
+def test_crosses_know_what_they_were_fitted_on(tmp_path) -> None:
+    features = Features(
+        labels=LABEL, features=(Cross(name="c", columns_crossed=("zip", "n"), num_embeddings=99),)
+    )
+    (tmp_path / "a.csv").write_text("y,zip,n\n0,007,1\n1,x,2\n")
+    (tmp_path / "b.csv").write_text("y,zip,n\n0,007,1\n")
+    source = Csv(train=(str(tmp_path / "a.csv"),), features=features, split_by="random")
+    fitted = Features.from_json(json.loads(json.dumps(source.fit().to_json())))
+    (batch,) = source.scored(fitted, str(tmp_path / "b.csv"), labelled=False).train.batches(1)
+    assert batch.sparse.values().tolist() == [fitted["c"].row_of(("007", 1))]
+    wrong = fitted.wrong_columns(pa.schema({"y": pa.int64(), "zip": pa.int64(), "n": pa.int64()}))
+    assert wrong[0].startswith("column 'zip' holds integer, and held text when feature 'c' was fitted.")
+
+
+def test_nothing_joins_nothing(tmp_path) -> None:
+    pq.write_table(pa.table({"k": [0.0, None, 2.0], "v": [5, 6, 7]}), tmp_path / "items.parquet")
+    join = Join(path=str(tmp_path / "items.parquet"), key="k", columns=("v",))
+    keys = pa.array([None, 0.0, float("nan"), 2.0, 3.0])
+    for array in (keys, keys.dictionary_encode()):
+        assert join.joined(pa.table({"k": array}))["v"].to_pylist() == [None, 5, None, 7, None]

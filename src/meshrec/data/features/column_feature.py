@@ -38,13 +38,18 @@ def wrong_kind(feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str,
     kind = kinds[feature.source]
     is_same = kind == feature.found or {kind, feature.found} == {"integer", "number"}
     if feature.found is not None and not is_same:
-        return (
-            f"column {feature.source!r} holds {kind}, and held {feature.found} when feature {feature.name!r} "
-            "was fitted. Give it as it was, or fit and train anew"
-        )
+        return changed_kind(feature.source, kind, feature.found, feature.name)
     if kind not in allowed:
         return f"column {feature.source!r} holds {kind}; feature {feature.name!r} takes {', '.join(allowed)}"
     return None
+
+
+def changed_kind(column: str, kind: Kind, found: Kind, feature: str) -> str:
+    """That a column holds something else than when a feature was fitted."""
+    return (
+        f"column {column!r} holds {kind}, and held {found} when feature {feature!r} was fitted. Give it "
+        "as it was, or fit and train anew"
+    )
 
 
 def need_fitted(feature: OfColumn) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meshrec.data.faults import DataError
-from meshrec.data.features.column_feature import need_fitted
+from meshrec.data.features.column_feature import changed_kind, need_fitted
 from meshrec.data.features.ids import IdFeature
 from meshrec.data.features.values import (
     DATE_PARTS,
@@ -36,10 +36,12 @@ class Cross(IdFeature):
     Args:
         columns_crossed: at least two, none of them lists.
         num_embeddings: rows; row 0 is for samples in which one of the values is missing.
+        found_crossed: what each of the columns held when it was fitted; None: not fitted.
     """
 
     columns_crossed: tuple[str, ...]
     num_embeddings: int
+    found_crossed: tuple[Kind, ...] | None = None
 
     def __post_init__(self) -> None:
         IdFeature.__post_init__(self)
@@ -62,7 +64,9 @@ class Cross(IdFeature):
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """Lists cannot be crossed."""
-        for each in self.columns_crossed:
+        for at, each in enumerate(self.columns_crossed):
+            if self.found_crossed is not None and kinds[each] != self.found_crossed[at]:
+                return changed_kind(each, kinds[each], self.found_crossed[at], self.name)
             if kinds[each] not in ("integer", "text", "time"):
                 return f"column {each!r} holds {kinds[each]}; crosses take integers, texts, times"
         return None

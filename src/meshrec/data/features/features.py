@@ -175,13 +175,15 @@ class Features(Encoding):
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """What the columns of features held that are fitted."""
+        """What the columns of features held that are fitted, and the keys of joins hold."""
         joined = {column for join in self.joins for column in join.columns}
-        return {
-            each.source: each.found
-            for each in self.features
-            if each.found is not None and each.source not in joined
-        }
+        kinds: dict[str, str] = {join.key: join.key_kind() for join in self.joins}
+        for each in self.features:
+            if isinstance(each, Cross):
+                kinds |= dict(zip(each.columns_crossed, each.found_crossed or (), strict=False))
+            elif each.found is not None:
+                kinds[each.source] = each.found
+        return {column: kind for column, kind in kinds.items() if column not in joined}
 
     def wrong_columns(self, found: pa.Schema) -> list[str]:
         """What is missing or of a kind that cannot be read; empty if nothing is."""
@@ -288,6 +290,9 @@ class Features(Encoding):
             elif isinstance(each, Vocabulary):
                 assert kind is not None
                 each = each.fitted_counts(kind, state.counts[each.name])
+            elif isinstance(each, Cross):
+                crossed = tuple(kind_of(found.field(column).type) for column in each.columns_crossed)
+                each = replace(each, found_crossed=crossed)
             else:
                 each = replace(each, found=kind)
             if isinstance(each, IdFeature) and each.source in state.sample.table.column_names:

@@ -78,7 +78,7 @@ class IdFeature(ABC):
     @property
     def source(self) -> str:
         """The name of its column."""
-        return self.column or self.name
+        return self.name if self.column is None else self.column
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """What is wrong with the kinds of columns, if anything is."""
@@ -201,13 +201,13 @@ class Hashed(IdFeature):
     """Values are hashed to rows: nothing to fit, and any value has a row, which it may share.
 
     The row is the upper half of the 64-bit hash (`meshrec.data.features.hashes_of`, mixed with the seed where
-    that is not 0) times the number of rows, shifted down; with ``missing`` row 0 is for null and the empty
-    text alone, and all else is hashed to the others.
+    that is not 0) times the number of rows, shifted down; with ``missing`` row 0 is for null, NaN and the
+    empty text alone, and all else is hashed to the others.
 
     Args:
         num_embeddings: rows.
         seed: other seeds share other rows.
-        missing: null and empty texts have row 0 to themselves; otherwise they are damage.
+        missing: null, NaN and empty texts have row 0 to themselves; otherwise they are damage.
     """
 
     allowed: ClassVar[tuple[Kind, ...]] = _ID_KINDS
@@ -304,6 +304,8 @@ class Integer(IdFeature):
 
     def rows_of(self, array: Any) -> Ints:
         """The integers; -1 where they are none of the table's."""
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
         rows = integers_of(array)
         if array.null_count:
             null = array.is_null().to_numpy(zero_copy_only=False)

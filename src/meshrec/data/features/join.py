@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from meshrec.data.faults import DataError
 from meshrec.data.features.values import Kind, hashes_of, kind_of, whole
+from meshrec.data.samples import Bools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +28,14 @@ class Join:
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """What is wrong with the key of the data, if anything is."""
-        kind = kind_of(self._table().schema.field(self.key).type)
+        kind = self.key_kind()
         if kinds[self.key] != kind:
             return f"column {self.key!r} holds {kinds[self.key]}, and {kind} in {self.path}"
         return None
+
+    def key_kind(self) -> Kind:
+        """What the key holds."""
+        return kind_of(self._table().schema.field(self.key).type)
 
     def kinds(self) -> dict[str, Kind]:
         """Of the columns that it brings."""
@@ -47,8 +52,7 @@ class Join:
         hashes = hashes_of(whole(table[self.key]))
         at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
         found = known[at] == hashes
-        if table[self.key].null_count:
-            found &= table[self.key].is_valid().to_numpy()
+        found &= ~_without_value(table[self.key])
         rows = pa.array(order[at], mask=~found)
         for name in self.columns:
             table = table.append_column(name, items[name].combine_chunks().take(rows))
@@ -59,6 +63,8 @@ class Join:
         if found is None:
             found = _read(self.path)
             missing = [name for name in (self.key, *self.columns) if name not in found.column_names]
+            if not missing:  # no row can ask for what has no key
+                found = found.filter(pa.array(~_without_value(found[self.key])))
             if missing or not len(found):
                 raise DataError(
                     f"{self.path} has no rows or no columns {missing}; it has {found.column_names}."
@@ -81,6 +87,14 @@ class Join:
     def from_json(saved: Mapping[str, Any]) -> "Join":
         """What `to_json` gave."""
         return Join(path=saved["path"], key=saved["key"], columns=tuple(saved["columns"]))
+
+
+def _without_value(chunks: Any) -> Bools:
+    """Where a column is null or NaN."""
+    array = whole(chunks)
+    plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    missing: Bools = plain.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+    return missing
 
 
 def _read(path: str) -> pa.Table:

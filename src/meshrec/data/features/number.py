@@ -64,7 +64,7 @@ class Number:
     @property
     def source(self) -> str:
         """The name of its column."""
-        return self.column or self.name
+        return self.name if self.column is None else self.column
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """What is wrong with the kinds of columns, if anything is."""

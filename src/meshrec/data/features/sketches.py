@@ -85,11 +85,11 @@ class Counts:
 
     @staticmethod
     def of(array: Any) -> "Counts":
-        """Of an Arrow array of numbers or texts; nulls, what is no number and empty texts do not count."""
-        if pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
-            array = array.cast(pa.float64())
-            array = pc.if_else(pc.is_nan(array), None, array)
+        """Of an Arrow array of numbers or texts; nulls, NaN and empty texts do not count."""
         array = array.drop_null()
+        if pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
+            array = pc.add(array.cast(pa.float64()), 0.0)  # -0.0 is 0.0
+            array = array.filter(pc.invert(pc.is_nan(array)))
         if is_text(array.type):
             array = array.filter(pc.greater(pc.binary_length(array), 0))
         found = pc.value_counts(array)

@@ -26,6 +26,9 @@ DATE_PARTS: dict[str, int] = {
 }
 """How many values a part has, the first being 0; 0: years have no end."""
 
+_ENDS: dict[TimeUnit, float] = {"s": 9e12, "ms": 9e15, "us": 9e18, "ns": 9e18}
+"""Times from here on have more microseconds, or nanoseconds, than an int64 holds."""
+
 
 class Values(NamedTuple):
     """The values of samples one after another: of sample i those in ``[offsets[i], offsets[i + 1])``."""
@@ -60,6 +63,11 @@ def is_list(kind: pa.DataType) -> bool:
     """Lists of variable and of fixed size."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return any(each(kind) for each in lists)
+
+
+def _decoded(array: Any) -> Any:
+    """The values themselves, where they are kept as a dictionary."""
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def whole(chunks: Any) -> Any:
@@ -98,9 +106,9 @@ def converted(array: Any, kind: Kind) -> Any:
 
 def split_values_of(chunks: Any, separator: str) -> Values:
     """The values within a column's texts; spaces around them and empty ones are left out."""
-    array = whole(chunks)
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(whole(chunks))
+    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+        array = array.cast(pa.large_string())
     parts, offsets = values_of(pc.split_pattern(array, separator))
     parts = pc.utf8_trim_whitespace(parts)
     filled = pc.not_equal(parts, "")
@@ -114,13 +122,13 @@ def hashes_of(array: Any) -> UInt64s:
 
     Of integers: `mix` of the number. Of dates and times: `mix` of the microseconds since 1970, UTC, or since
     midnight. Of texts and binaries: `hash_bytes` of their UTF-8. Of other numbers: `mix` of the bits of the
-    float64. Nulls have the hash of 0 or of the empty text.
+    float64. Nulls, and NaN as well, have the hash of 0 or of the empty text.
     """
     return hashes_and_missing(array)[0]
 
 
 def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
-    """`hashes_of`, and where values are null, no number, or empty texts; None where all are there."""
+    """`hashes_of`, and where values are null, NaN or empty texts; None where all are there."""
     if pa.types.is_dictionary(array.type):
         return _by_dictionary(array)
     if is_text(array.type):
@@ -149,11 +157,11 @@ def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def integers_of(array: Any) -> Ints:
-    """Whole numbers as int64, times as microseconds, floats as their bits (-0.0 as 0.0); null is 0."""
+    """Whole numbers as int64, times as microseconds, floats as their bits (-0.0: 0.0); null, NaN: 0."""
     kind = array.type
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        floats = pc.fill_null(array.cast(pa.float64()), 0).to_numpy(zero_copy_only=False) + 0.0
-        return floats.view(np.int64)  # type: ignore[no-any-return]
+        floats = array.cast(pa.float64()).to_numpy(zero_copy_only=False) + 0.0  # null has become NaN
+        return np.where(np.isnan(floats), 0.0, floats).view(np.int64)
     if pa.types.is_temporal(kind):  # whatever its unit, so that files may differ in it
         whole_times = pa.time64("us") if pa.types.is_time(kind) else pa.timestamp("us")
         array = array.cast(whole_times, safe=False).cast(pa.int64())
@@ -164,24 +172,22 @@ def integers_of(array: Any) -> Ints:
 
 
 def is_missing(array: Any) -> Bools | None:
-    """Where values are null, no number, or empty texts; None where all are there."""
+    """Where values are null, NaN or empty texts; None where all are there."""
     text = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
+    plain = _decoded(array)
     if is_text(text):
-        plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
         empty = pc.fill_null(pc.equal(pc.binary_length(plain), 0), True)
-        missing: Bools = empty.to_numpy(zero_copy_only=False)
-        return missing if missing.any() else None
-    if array.null_count or pa.types.is_floating(array.type):
-        missing = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
-        return missing if missing.any() else None
-    return None
+    elif plain.null_count or pa.types.is_floating(text):
+        empty = plain.is_null(nan_is_null=True)
+    else:
+        return None
+    missing: Bools = empty.to_numpy(zero_copy_only=False)
+    return missing if missing.any() else None
 
 
 def numbers_of(array: Any, part: DatePartName | None, unit: TimeUnit) -> npt.NDArray[np.float64]:
     """Float64, NaN where null; of dates and times a part (UTC), or without one the seconds since 1970."""
-    array = whole(array)
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(whole(array))
     if part is None and not pa.types.is_temporal(array.type):
         return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
     times = _times(array, unit)
@@ -191,8 +197,8 @@ def numbers_of(array: Any, part: DatePartName | None, unit: TimeUnit) -> npt.NDA
 
 
 def parts_of(array: Any, part: DatePartName, unit: TimeUnit) -> Any:
-    """A part of dates and times (UTC) as an Arrow array of integers, the first being 0, null where null."""
-    return _part(_times(whole(array), unit), part)
+    """A part of dates and times (UTC) as an Arrow array of integers from 0, null where null or NaN."""
+    return _part(_times(_decoded(whole(array)), unit), part)
 
 
 def _times(array: Any, unit: TimeUnit) -> Any:
@@ -203,7 +209,8 @@ def _times(array: Any, unit: TimeUnit) -> Any:
     if pa.types.is_time(array.type):  # of day
         return array.cast(pa.time64("us"), safe=False).cast(pa.int64()).cast(pa.timestamp("us"))
     if pa.types.is_floating(array.type):
-        array = pc.floor(array)
+        array = pc.floor(array.cast(pa.float64()))
+        array = pc.if_else(pc.less(pc.abs(array), _ENDS[unit]), array, None)  # NaN and infinite: no time
     return array.cast(pa.int64(), safe=False).cast(pa.timestamp(unit)).cast(pa.timestamp("us"), safe=False)
 
 

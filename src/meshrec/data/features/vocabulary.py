@@ -26,7 +26,7 @@ from meshrec.data.samples import Ints
 class Vocabulary(IdFeature):
     """The frequent values of the training data have a row each; all others share some.
 
-    Row 0 is for null and the empty text, rows ``[1, 1 + num_unseen)`` are for values that are not in the
+    Row 0 is for null, NaN and the empty text, rows ``[1, 1 + num_unseen)`` are for values that are not in the
     vocabulary (a hash says which), the rest for the vocabulary, the most frequent value first.
 
     Args:
