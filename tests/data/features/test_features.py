@@ -353,3 +353,21 @@ def test_files_may_differ_in_how_they_hold_whole_numbers():
         assert [fitted.row_of(value) for value in (None, 4, 3, 2, 1, 1.0)] == [0, 1, 2, 3, 4, 4]
     halves = vocabulary.fit([pa.table({"x": files[0]}), pa.table({"x": pa.array([0.5, 0.5])})])["x"]
     assert [halves.row_of(value) for value in (None, 4, 0.5, 1, 2)] == [0, 1, 2, 3, 4]
+
+
+def test_times_that_are_none_are_null_and_bytes_that_are_no_text_are_named():
+    parts = Features(
+        labels=(), features=(DatePart(name="h", column="t", part="hour"), Hashed(name="x", num_embeddings=9))
+    )
+    good, bad = 1_700_000_000, [10**15, -(10**15), 2**63 - 1, -(2**63)]
+    for times in (
+        pa.array([good, *bad, None]),
+        pa.array([float(each) for each in (good, *bad, np.nan, np.inf)]),
+    ):
+        data = pa.table({"t": times, "x": range(len(times))})
+        ids = parts.fit([data]).encode(data, Place("f", 0), Faults("raise")).ids[0].values
+        assert ids[0] > 0
+        assert not ids[1:].any()
+    texts = pa.table({"x": pa.array([b"a|b", b"\xff|c"])})
+    with pytest.raises(DataError, match="feature 'x': column 'x' has bytes that are no UTF-8"):
+        Features(labels=(), features=(Vocabulary(name="x", separator="|"),)).fit([texts])

@@ -129,7 +129,13 @@ class IdFeature(ABC):
     def values(self, table: pa.Table) -> Values:
         """The values that it numbers."""
         if self.separator is not None:
-            return split_values_of(table[self.source], self.separator)
+            try:
+                return split_values_of(table[self.source], self.separator)
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"feature {self.name!r}: column {self.source!r} has bytes that are no UTF-8, and are not "
+                    f"split: {error}. Repair the data"
+                ) from error
         array, offsets = values_of(table[self.source])
         return Values(self._as_fitted(array), offsets)
 

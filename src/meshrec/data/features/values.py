@@ -210,7 +210,8 @@ def _times(array: Any, unit: TimeUnit) -> Any:
         return array.cast(pa.time64("us"), safe=False).cast(pa.int64()).cast(pa.timestamp("us"))
     if pa.types.is_floating(array.type):
         array = pc.floor(array.cast(pa.float64()))
-        array = pc.if_else(pc.less(pc.abs(array), _ENDS[unit]), array, None)  # NaN and infinite: no time
+    known = pc.less(pc.abs(array.cast(pa.float64(), safe=False)), _ENDS[unit])
+    array = pc.if_else(known, array, None)  # NaN, infinite, or too large: no time
     return array.cast(pa.int64(), safe=False).cast(pa.timestamp(unit)).cast(pa.timestamp("us"), safe=False)
 
 
