@@ -162,8 +162,9 @@ class DistributedModelParallel(nn.Module):
                     mark_part(parameter, self._env.shard.group, counts=False)
 
     def reshard(self, plan: ShardingPlan) -> None:
-        """Moves the tables and their optimizer state to another plan, over the network. Collective, between
-        steps.
+        """Moves the tables and their optimizer state to another plan, over the network.
+
+        Collective, between steps.
 
         Names, values, ``fused_optimizer`` and what schedulers hold stay what they are; the parameters of the
         tables are new objects, without gradients. While it runs, a rank holds the old and the new part of

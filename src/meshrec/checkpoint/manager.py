@@ -54,8 +54,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: on every rank, when it cannot be written; older checkpoints are untouched, and
-            the
-                training can go on.
+                the training can go on.
         """
         self.wait()
         path = save(self.path(step), state, step=step, group=self._group)
