@@ -96,6 +96,7 @@ def converted(array: Any, kind: Kind) -> Any:
     have = kind_of(array.type)
     if {have, kind} != {"integer", "number"}:
         return array
+    array = _decoded(array)
     if kind == "integer" and pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), None, array)
     try:
