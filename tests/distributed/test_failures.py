@@ -36,15 +36,23 @@ model = DistributedModelParallel(
 )
 ebc = model.module["ebc"]
 features = KeyedJaggedTensor(["a"], torch.tensor([1, 5, 9]), lengths=torch.tensor([2, 1]))
+
+
+def wait_for_all(point):
+    # Ranks of one host read from each other's memory: what a rank has sent goes with it.
+    Path(f"{store}.{point}.{rank}").touch()
+    while not all(Path(f"{store}.{point}.{other}").exists() for other in range(3)):
+        time.sleep(0.01)
+
+
 ebc(features).values().sum().backward()  # a whole step works
+wait_for_all("a whole step")
 for step in range(3):
     if rank == 1 and when == "forward":
         os._exit(7)
     output = ebc(features)
-    if when == "reading":  # what was sent is there, and goes with its sender
-        Path(f"{store}.{rank}").touch()
-        while not all(Path(f"{store}.{other}").exists() for other in range(3)):
-            time.sleep(0.01)
+    if when == "reading":
+        wait_for_all("sent")
         if rank == 1:
             os._exit(7)
         time.sleep(1.0)
@@ -92,7 +100,7 @@ def as_forks(script: Path, arguments: list[list[str]]) -> list[tuple[int | None,
     [
         ("forward", as_forks, ("sizes of ids", "ids", "embeddings")),
         ("reading", as_forks, ("embeddings",)),
-        # Ranks of one host read from each other's memory: what a dead rank sent before may be gone with it.
+        # What the dead rank has sent the others may not have read.
         ("backward", as_programs, ("embeddings", "gradients of embeddings", "sizes of ids")),
     ],
 )
