@@ -71,7 +71,7 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
     warnings = [choice.warning for choice in choices if choice.warning is not None]
     if time is None:
         warnings.append(
-            "no --time column: the split is random, which is kinder than the future. Name one if you can."
+            "no --time column: the split is random, which is kinder than the future: name one if you can"
         )
     return Proposal(Features(labels=(chosen_label,), features=found), choices, warnings)
 
