@@ -75,7 +75,7 @@ def marked():
     model, optimizer = models.make("dp")
     tracker = RowTracker(model)
     models.train(model, optimizer, range(1))
-    return [rows.tolist() for _, pieces, _ in tracker._pieces(0) for rows, *_ in pieces]
+    return [rows.tolist() for _, pieces, _ in tracker._pieces(0, {}) for rows, *_ in pieces]
 
 
 def test_an_empty_export_is_a_file_of_nothing(tmp_path):

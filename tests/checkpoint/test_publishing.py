@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrec.checkpoint import DeltaError, DeltaPublisher, verify_deltas
+from meshrec.checkpoint import DeltaError, DeltaPublisher, Published, load, save, verify_deltas
 from meshrec.checkpoint.publishing import delta_records, read_delta
 
 _spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).parent / "models.py")
@@ -31,16 +31,67 @@ def published(folder):
     return before, state(model)
 
 
+def went_back(folder):
+    """Deltas of a training that goes back to a checkpoint, and on otherwise; as `published`."""
+    model, optimizer = models.make("mix")
+    models.train(model, optimizer, range(1))
+    before, kept = state(model), {"model": model, "tables": model.fused_optimizer, "dense": optimizer}
+    first = DeltaPublisher(model, folder / "deltas", run="r", step=1)
+    models.train(model, optimizer, range(1, 2))
+    first.publish(2)
+    save(folder / "kept", kept)
+    after = first.last
+    models.train(model, optimizer, range(2, 5))
+    first.publish(5)
+    load(folder / "kept", kept)
+    second = DeltaPublisher(model, folder / "deltas", run="r", step=2, after=after)
+    models.train(model, optimizer, range(7, 8))
+    second.publish(3)
+    return before, state(model)
+
+
+def test_a_delta_takes_back_what_is_done_again(ranks, tmp_path):
+    before, after = ranks(2).run(went_back, tmp_path)[0]
+    records = verify_deltas(tmp_path / "deltas")
+    assert [(each.number, each.since, each.step) for each in records] == [(1, 1, 2), (2, 2, 5), (3, 2, 3)]
+    assert any(records[1].rows[name] < number for name, number in records[2].rows.items())
+    for record in records:
+        put(before, read_delta(tmp_path / "deltas", record))
+    for name, tensor in after.items():
+        assert torch.equal(before[name], tensor), name
+
+
+def test_deltas_go_on_where_those_before_were_taken_away(tmp_path):
+    model, optimizer = models.make("rw")
+    publisher = DeltaPublisher(model, tmp_path, run="r", step=5, after=Published(7, "x"))
+    models.train(model, optimizer, range(1))
+    publisher.publish(6)
+    (record,) = delta_records(tmp_path)
+    assert (record.number, record.previous, record.since) == (8, "x", 5)
+    models.train(model, optimizer, range(1, 2))
+    DeltaPublisher(model, tmp_path, run="r", step=7, after=publisher.last)  # rows of step 7 are in no delta
+    models.train(model, optimizer, range(2, 3))
+    late = DeltaPublisher(model, tmp_path, run="r", step=7, after=publisher.last)
+    models.train(model, optimizer, range(3, 4))
+    late.publish(8)
+    with pytest.raises(DeltaError, match=r"is of step 6, and delta 9 holds what changed after 7\. "):
+        verify_deltas(tmp_path)
+
+
+def put(weights, delta):
+    for name, (ids, rows) in delta.rows.items():
+        weights[name][ids] = rows
+    for name, tensor in delta.whole.items():
+        weights[name] = tensor.clone()
+
+
 def test_deltas_bring_weights_up_to_date_and_are_verified(ranks, tmp_path):
     before, after = ranks(2).run(published, tmp_path)[0]
     records = verify_deltas(tmp_path)
     assert [(each.number, each.since, each.step) for each in records] == [(1, 1, 3), (2, 3, 4)]
     for record in records:
         delta = read_delta(tmp_path, record)
-        for name, (ids, rows) in delta.rows.items():
-            before[name][ids] = rows
-        for name, tensor in delta.whole.items():
-            before[name] = tensor.clone()
+        put(before, delta)
         assert record.rows == {name: len(ids) for name, (ids, _) in delta.rows.items()}
     for name, tensor in after.items():
         assert torch.equal(before[name], tensor), name

@@ -136,6 +136,17 @@ def test_a_package_that_is_too_old_is_told(toy, tmp_path):
     )
 
 
+@pytest.mark.parametrize("published", [(2, "x"), (9, "x")])
+def test_deltas_of_another_training_are_told(toy, tmp_path, published):
+    for number in (1, 2, 3):
+        publish(tmp_path, number)
+    toy.about["published"] = published
+    deltas = deltas_of(toy, tmp_path)
+    place(deltas)
+    assert deltas.freshness.delta is None
+    assert f"those of delta {published[0]}, and the folder holds deltas of another" in deltas.freshness.reason
+
+
 def until(condition):
     for _ in range(6000):
         if condition():
@@ -231,7 +242,7 @@ def test_after_the_last_delta_tables_are_those_of_a_fresh_export(published, tmp_
     deltas = Deltas(run.path / "deltas", old.about, old.weights)
     assert any(not torch.equal(old.weights[name], weight) for name, weight in new.weights.items())
     place(deltas)
-    assert deltas.freshness == Freshness(4, 10, "")
+    assert deltas.freshness == Freshness(6, 10, "")  # of steps 3, 4, 6, 8, 9, 10
     assert old.weights.keys() == new.weights.keys()
     for name, weight in new.weights.items():
         assert torch.equal(old.weights[name], weight), name
@@ -250,7 +261,7 @@ def test_deltas_are_quantised_like_the_package(published, tmp_path):
     codes = Codes(old.quantised, old.rounding)
     deltas = Deltas(published.path / "deltas", old.about, old.weights, codes=codes)
     place(deltas)
-    assert deltas.freshness == Freshness(4, 10, "")
+    assert deltas.freshness == Freshness(6, 10, "")
     assert len(old.quantised) == 3
     for name, weight in new.weights.items():
         assert torch.equal(old.weights[name], weight), name

@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 
-from meshrec.train import Placement, Training
+from meshrec.optim import FTRL
+from meshrec.train import Placement, Schedule, Training
 
 
 def test_numbers_that_cannot_be_are_refused():
@@ -20,3 +23,11 @@ def test_what_these_ranks_cannot_run_is_refused(small):
         small(placement=Placement(sharded=False)).check(2)
     with pytest.raises(ValueError, match=r"early stopping would never see an evaluation"):
         small(patience=1, max_steps=10, evaluate_every=20).check(1)
+
+
+def test_rates_of_ftrl_do_not_end_at_none(small):
+    recipe = dataclasses.replace(small(), tables=FTRL(lr=0.1))
+    with pytest.raises(ValueError, match=r"schedule.decay 'linear' ends with a learning rate of 0, and FTRL"):
+        recipe.check(1)
+    for schedule in (Schedule(), Schedule(decay="cosine", final=0.1)):
+        dataclasses.replace(recipe, schedule=schedule).check(1)

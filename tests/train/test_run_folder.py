@@ -50,8 +50,14 @@ def test_metrics_survive_a_cut_and_a_return(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     assert [line["step"] for line in folder.metrics()] == [1, 2, 3]
-    folder.drop_metrics_after(2)
-    assert [line["step"] for line in folder.metrics()] == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    for kind in ("validation", "test"):
+        folder.append_metrics({"step": 2, "kind": kind})
+    folder.drop_metrics_after(2, judged=True)
+    kept = [{"step": 1}, {"step": 2}]
+    assert folder.metrics() == [*kept, {"step": 2, "kind": "validation"}]
+    folder.drop_metrics_after(2, judged=False)
+    assert folder.metrics() == kept
 
 
 def test_a_recipe_as_json(small):

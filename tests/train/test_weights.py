@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from meshrec.checkpoint import CheckpointManager
+from meshrec.train.progress import Progress
 from meshrec.train.weights import BestWeights
 
 
@@ -10,11 +11,13 @@ def test_the_kept_weights_come_back(tmp_path, on_disk):
     model = torch.nn.BatchNorm1d(2)
     best = BestWeights(model, CheckpointManager(tmp_path, keep_last=1) if on_disk else None)
     assert not best.restore()
-    for step, value in enumerate((1.0, 2.0)):
+    progress = Progress()
+    for value in (1.0, 2.0):
         model.weight.data.fill_(value)
         model.running_mean.fill_(value)
-        best.keep(step)
+        progress.step += 1
+        best.keep(progress)
     model.weight.data.fill_(3.0)
     model.running_mean.fill_(3.0)
-    assert best.restore() == 1
+    assert best.restore() == 2
     assert model.weight.tolist() == model.running_mean.tolist() == [2.0, 2.0]

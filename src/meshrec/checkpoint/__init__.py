@@ -5,7 +5,7 @@ from meshrec.checkpoint.delta import RowTracker
 from meshrec.checkpoint.finding import find_checkpoint
 from meshrec.checkpoint.manager import CheckpointManager
 from meshrec.checkpoint.manifest import Manifest, read_manifest
-from meshrec.checkpoint.publishing import DeltaError, DeltaPublisher, verify_deltas
+from meshrec.checkpoint.publishing import DeltaError, DeltaPublisher, Published, verify_deltas
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
 from meshrec.checkpoint.storage import verify_data
 from meshrec.checkpoint.tables import export_safetensors, import_weights
@@ -18,6 +18,7 @@ __all__ = [
     "DeltaPublisher",
     "Manifest",
     "PendingSave",
+    "Published",
     "RowTracker",
     "async_save",
     "export_safetensors",

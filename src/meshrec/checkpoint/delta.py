@@ -53,11 +53,18 @@ class RowTracker:
             for name in module.fused_optimizer.params
         ]
 
-    def export(self, path: str | Path, *, since: int) -> dict[str, int]:
+    def export(
+        self, path: str | Path, *, since: int, also: Mapping[str, Tensor] | None = None
+    ) -> dict[str, int]:
         """Writes the rows touched after update ``since`` to a safetensors file; gives their number by table.
 
         For each table that was touched: ``<name>.ids``, int64 [U], rising, and ``<name>.rows`` [U, D]. Whole
         rows, under any plan; the first rank puts a table's together, and writes. Collective, between steps.
+
+        Args:
+            path: the file.
+            since: an update that was tracked, or `first_step`.
+            also: ids of more rows by the table's name, the same on all ranks.
 
         Raises:
             ValueError: on every rank, for updates before tracking began, and after ``reshard``.
@@ -66,7 +73,7 @@ class RowTracker:
         agreed(axis, lambda: self._check(since), "exporting touched rows")
         counts: dict[str, int] = {}
         found: dict[str, Tensor] = {}
-        for name, pieces, dim in self._pieces(since):
+        for name, pieces, dim in self._pieces(since, also or {}):
             everyone = gather_objects(pieces, axis, "touched rows")
             ids, rows = _joined([piece for of_rank in everyone for piece in of_rank], dim)
             if len(ids):
@@ -88,7 +95,7 @@ class RowTracker:
                 "tracker."
             )
 
-    def _pieces(self, since: int) -> list[tuple[str, list[_Piece], int]]:
+    def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, list[_Piece], int]]:
         """By table what this rank has: global ids, first column, end, and rows."""
         found = []
         for path, module in self._modules.items():
@@ -97,12 +104,20 @@ class RowTracker:
                 name = next((each for each in names if each.split(".")[-2] == table.name), None)
                 if name is None:
                     continue
-                pieces = [
-                    (rows + rectangle.r0, rectangle.c0, rectangle.c1, weight[rows].cpu())
-                    for rectangle, rows, weight in self._touched[path].touched(t, since)
-                ]
-                found.append((f"{path}.{name}" if path else name, pieces, table.dim))
+                full = f"{path}.{name}" if path else name
+                pieces = []
+                for rectangle, rows, weight in self._touched[path].touched(t, since):
+                    if full in also:
+                        rows = _united(rows, also[full] - rectangle.r0, len(weight))
+                    pieces.append((rows + rectangle.r0, rectangle.c0, rectangle.c1, weight[rows].cpu()))
+                found.append((full, pieces, table.dim))
         return found
+
+
+def _united(rows: Tensor, others: Tensor, num_rows: int) -> Tensor:
+    inside = others[(others >= 0) & (others < num_rows)]
+    united: Tensor = torch.cat([rows, inside.to(rows.device)]).unique()
+    return united
 
 
 def _joined(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:

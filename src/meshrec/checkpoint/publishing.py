@@ -3,6 +3,10 @@
 Delta ``n`` is ``<n>.json`` (written last), ``<n>.rows.safetensors`` (of each tracked table the ids and whole
 rows that were touched) and ``<n>.dense.safetensors`` (every other weight). Each names the digest of the one
 before, so that a gap, a stranger or damage is seen.
+
+Weights of training as it was at delta ``n`` become those of delta ``n + 1`` once that is in place. This also
+holds where training was killed and went on from an earlier step: the first delta from then on also has
+the rows of those that came from the steps which are done again.
 """
 
 import hashlib
@@ -10,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from meshrec.checkpoint.agreement import agreed, ranks_of
@@ -37,6 +42,18 @@ class DeltaRecord(NamedTuple):
     previous: str
     digest: str
 
+    @property
+    def published(self) -> "Published":
+        """What names it."""
+        return Published(self.number, self.digest)
+
+
+class Published(NamedTuple):
+    """The delta that weights hold all of: its number and digest."""
+
+    number: int
+    digest: str
+
 
 class Delta(NamedTuple):
     """Weights to put in place: by table ids [U] and rows [U, D], and whole tensors by name."""
@@ -53,18 +70,35 @@ class DeltaPublisher:
         folder: for the deltas; those that are there are continued.
         run: the run's name, which packages of its checkpoints carry, too.
         step: the training step that was done last.
+        after: the last delta of these weights, as `last` was when they were saved; None: what was published
+            of later steps than ``step`` is done again.
+
+    Attributes:
+        last: the delta that the weights of now hold all of, once `publish` has returned; None: no delta.
+
+    Raises:
+        CheckpointError: on every rank, when the deltas that are there cannot be read.
     """
 
-    def __init__(self, model: DistributedModelParallel, folder: str | Path, *, run: str, step: int) -> None:
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        folder: str | Path,
+        *,
+        run: str,
+        step: int,
+        after: Published | None = None,
+    ) -> None:
         self._model, self._folder, self._run = model, Path(folder), run
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
         self._step, self._updates = step, self._tracker.step
-        self._last: DeltaRecord | None = None
-        if self._axis.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            records = delta_records(self._folder)
-            self._last = records[-1] if records else None
+        found = agreed(
+            self._axis,
+            lambda: self._found(step, after) if self._axis.rank == 0 else (None, {}),
+            "reading the deltas that are there",
+        )
+        self.last, self._owed = found[0]
 
     def publish(self, step: int) -> None:
         """Writes what changed since the last delta; nothing where no step was made.
@@ -74,15 +108,15 @@ class DeltaPublisher:
         """
         if step == self._step:
             return
-        number = self._last.number + 1 if self._last is not None else 1
+        number = self.last.number + 1 if self.last is not None else 1
         rows_path, dense_path = (self._folder / _name(number, kind) for kind in ("rows", "dense"))
         updates = self._tracker.step
-        rows = self._tracker.export(rows_path, since=self._updates)
+        rows = self._tracker.export(rows_path, since=self._updates, also=self._owed)
         whole = self._untracked()
 
-        def finish() -> None:
+        def finish() -> Published | None:
             if self._axis.rank:
-                return
+                return None
             write_tensors(dense_path, whole)
             said = {
                 "format": FORMAT,
@@ -92,13 +126,27 @@ class DeltaPublisher:
                 "step": step,
                 "rows": rows,
                 "sha256": {path.name: digest_of(path) for path in (rows_path, dense_path)},
-                "previous": self._last.digest if self._last is not None else "",
+                "previous": self.last.digest if self.last is not None else "",
             }
             write_durably(self._folder / _name(number), (json.dumps(said, indent=1) + "\n").encode())
-            self._last = read_record(self._folder, number)
+            return Published(number, read_record(self._folder, number).digest)
 
-        agreed(self._axis, finish, "publishing a delta")
-        self._step, self._updates = step, updates
+        self.last = agreed(self._axis, finish, "publishing a delta")[0]
+        self._step, self._updates, self._owed = step, updates, {}
+
+    def _found(self, step: int, after: Published | None) -> tuple[Published | None, dict[str, Tensor]]:
+        """The last delta, and by table the ids of rows that deltas after these weights hold."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        records = delta_records(self._folder)
+        ids: dict[str, list[Tensor]] = {}
+        for record in records:
+            if record.number > after.number if after is not None else record.step > step:
+                for name, (rows, _) in read_delta(self._folder, record).rows.items():
+                    ids.setdefault(name, []).append(rows)
+        last = Published(records[-1].number, records[-1].digest) if records else None
+        if after is not None and (last is None or last.number < after.number):
+            last = after  # deltas were taken away, and whoever has them goes on from there
+        return last, {name: torch.cat(each).unique() for name, each in ids.items()}
 
     def _untracked(self) -> dict[str, Tensor]:
         """Whole tensors of what the tracker does not watch."""
@@ -154,23 +202,26 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
     return Delta({name: (rows[f"{name}.ids"], rows[f"{name}.rows"]) for name in record.rows}, whole)
 
 
-def check_follows(record: DeltaRecord, last: DeltaRecord | None) -> None:
-    """Whether ``record`` is the one after ``last``.
+def check_follows(record: DeltaRecord, last: Published | None, step: int) -> None:
+    """Whether ``record`` is the one after ``last``, and holds all that changed since ``step``.
 
     Raises:
         DeltaError: when it is not.
     """
-    if last is None:
-        return
-    if record.number != last.number + 1:
+    if last is not None and record.number != last.number + 1:
         raise DeltaError(
             f"delta {last.number + 1} is missing: {record.number} comes after {last.number}. "
             "Put it back, or export the model again."
         )
-    if record.previous != last.digest:
+    if last is not None and record.previous != last.digest:
         raise DeltaError(
             f"delta {record.number} follows on another delta than {last.number} of this folder. "
             "Export the model again, and publish into a new folder."
+        )
+    if record.since > step:
+        raise DeltaError(
+            f"what is there is of step {step}, and delta {record.number} holds what changed after "
+            f"{record.since}. Export the run again."
         )
 
 
@@ -183,7 +234,8 @@ def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
     last: DeltaRecord | None = None
     records = delta_records(folder)
     for record in records:
-        check_follows(record, last)
+        if last is not None:
+            check_follows(record, last.published, last.step)
         read_delta(folder, record)
         last = record
     return records

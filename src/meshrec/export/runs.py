@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshrec.checkpoint import find_checkpoint, load, read_manifest
+from meshrec.checkpoint import find_checkpoint, load
 from meshrec.data import Dataset
 from meshrec.data.faults import Faults
 from meshrec.export.package import export
@@ -20,6 +20,7 @@ from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
 from meshrec.train.fitting import data_of_run, features_of
 from meshrec.train.losses import Tasks
+from meshrec.train.progress import origin_of
 from meshrec.train.recipe import FittedSource, Recipe
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.saved_recipe import load_recipe
@@ -72,12 +73,12 @@ def export_run(
             if isinstance(child, TableCollection):
                 child.to_empty(device=torch.device("cpu"))
         load(checkpoint, {"model": model})
-        about |= {"step": read_manifest(checkpoint).step, "checkpoint": checkpoint.name}
+        about |= origin_of(checkpoint)
     else:
         if step is not None or last:
             raise ValueError("a quantised checkpoint has weights of one step. Leave step and last out.")
         model, said = _quantised(model, Path(quantised), run.path.name)
-        about |= {"step": said["step"], "checkpoint": said["checkpoint"]}
+        about |= {name: said.get(name) for name in ("step", "checkpoint", "published")}
         rounding = said["rounding"]
     features, num_dense = [feature.name for feature in dataset.features], dataset.num_dense
     raw = _raw_values(recipe, run, dataset)

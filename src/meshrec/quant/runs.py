@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.checkpoint import find_checkpoint, load, read_manifest, save
+from meshrec.checkpoint import find_checkpoint, load, save
 from meshrec.modules import DataType
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant.budget import Choice, choose_precision
@@ -16,6 +16,7 @@ from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
 from meshrec.train.evaluation import score
 from meshrec.train.fitting import data_of_run
+from meshrec.train.progress import origin_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
@@ -104,13 +105,7 @@ def quantize_run(
 
         choice = choose_precision(model, losses, max_loss=max_loss, rounding=rounding)
         made = quantize(model, per_table=choice.types, output_dtype=DataType.FP32, rounding=rounding)
-    about = quantised_about(
-        made,
-        run=run.path.name,
-        step=read_manifest(checkpoint).step,
-        checkpoint=checkpoint.name,
-        rounding=rounding,
-    )
+    about = quantised_about(made, run=run.path.name, rounding=rounding, **origin_of(checkpoint))
     if choice is not None:
         about |= {"budget": choice.budget, "rise": choice.rise.mean, "rise_bound": choice.rise.bound}
     save(folder, {"model": made, "quantised": about})

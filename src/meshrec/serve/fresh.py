@@ -1,7 +1,7 @@
 """Deltas put into the weights of a model that answers."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from meshrec.checkpoint.publishing import (
     Delta,
     DeltaError,
     DeltaRecord,
+    Published,
     check_follows,
     delta_records,
     read_delta,
@@ -43,7 +44,7 @@ class Deltas:
 
     Args:
         folder: that a `DeltaPublisher` fills.
-        about: of the package: its run and step say where to begin.
+        about: of the package: its run, step and last delta say where to begin.
         weights: of the package, by name; changed in place.
         until: the last delta to take; None takes all that come.
         codes: of the package.
@@ -59,6 +60,8 @@ class Deltas:
     ) -> None:
         self._folder, self._about, self._weights, self._until = folder, about, weights, until
         self._codes = codes
+        published = about.get("published")
+        self._published = None if published is None else Published(*published)
         self._last: DeltaRecord | None = None
         self._reason = ""
 
@@ -109,18 +112,17 @@ class Deltas:
                     f"delta {record.number} is of run {record.run!r}, and the package of "
                     f"{self._about.get('run')!r}. Name the deltas of its own run."
                 )
+        last, step = self._published, self._about["step"]
         if self._last is not None:
-            left = [record for record in found if record.number > self._last.number]
+            last, step = self._last.published, self._last.step
+        if last is None:  # nothing was published before the package, or by an earlier release
+            left = [record for record in found if record.step > step]
         else:
-            left = [record for record in found if record.step > self._about["step"]]
+            _check_history(found, last)
+            left = [record for record in found if record.number > last.number]
         if not left or (self._until is not None and left[0].number > self._until):
             return None
-        check_follows(left[0], self._last)
-        if self._last is None and left[0].since > self._about["step"]:
-            raise DeltaError(
-                f"the package is of step {self._about['step']}, and delta {left[0].number} holds what "
-                f"changed after {left[0].since}. Export the run again."
-            )
+        check_follows(left[0], last, step)
         return left[0]
 
     def _coded(self, record: DeltaRecord, delta: Delta) -> Delta:
@@ -165,6 +167,16 @@ class Deltas:
                 raise DeltaError(
                     f"delta {record.number}: rows of {name!r} lie outside the table. Publish it again."
                 )
+
+
+def _check_history(found: Sequence[DeltaRecord], last: Published) -> None:
+    """That the deltas of a folder are those that weights up to ``last`` were published with."""
+    same = next((record.digest for record in found if record.number == last.number), None)
+    if found and (same != last.digest if same is not None else found[-1].number < last.number):
+        raise DeltaError(
+            f"the weights are those of delta {last.number}, and the folder holds deltas of another training. "
+            "Export the run again."
+        )
 
 
 def place(deltas: Deltas) -> None:

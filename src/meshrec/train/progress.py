@@ -1,7 +1,9 @@
 """How far training is; a checkpoint keeps it."""
 
+from pathlib import Path
 from typing import Any
 
+from meshrec.checkpoint import Published, load, read_manifest
 from meshrec.data import Position
 
 
@@ -9,7 +11,8 @@ class Progress:
     """Steps, samples, the position in the data, and the seconds that training took.
 
     ``num_samples`` are those that were trained, over all ranks: rows that were skipped as damaged take a
-    place in the data, and so count in the position only.
+    place in the data, and so count in the position only. ``published`` is the last delta for servers, which
+    holds all steps up to this one where there is a checkpoint; None: no delta.
     """
 
     def __init__(self) -> None:
@@ -17,6 +20,7 @@ class Progress:
         self.num_samples = 0
         self.seconds = 0.0
         self.position = Position()
+        self.published: Published | None = None
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
         """After a step of ``num_samples`` places in the data, over all ranks."""
@@ -32,6 +36,7 @@ class Progress:
             "num_samples": self.num_samples,
             "seconds": self.seconds,
             "position": list(self.position),
+            "published": None if self.published is None else list(self.published),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -39,3 +44,13 @@ class Progress:
         self.step, self.num_samples = int(state["step"]), int(state["num_samples"])
         self.seconds = float(state["seconds"])
         self.position = Position(*(int(value) for value in state["position"]))
+        published = state.get("published")  # earlier releases did not keep it
+        self.published = None if published is None else Published(*published)
+
+
+def origin_of(checkpoint: Path) -> dict[str, Any]:
+    """Where a checkpoint's weights are from: its step and name, and the last delta whose rows they hold."""
+    manifest, progress = read_manifest(checkpoint), Progress()
+    if "progress" in manifest.values:  # earlier releases did not keep it beside the best weights
+        load(checkpoint, {"progress": progress})
+    return {"step": manifest.step, "checkpoint": checkpoint.name, "published": progress.published}

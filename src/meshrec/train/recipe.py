@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from meshrec.optim import OptimizerSpec, RowWiseAdagrad
+from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
 from meshrec.train.losses import BinaryCrossEntropy, Loss
 from meshrec.train.schedule import Schedule
 
@@ -166,7 +166,8 @@ class Training:
     keep_checkpoints: int = 3
     """How many of the last checkpoints stay."""
     publish_every: int | None = None
-    """Steps between deltas for servers, in the run's folder ``deltas``; without it, none."""
+    """Steps between deltas for servers, in the run's folder ``deltas``, of which there is one before each
+    checkpoint, too; without it, none."""
     prefetch: int = 2
     """Batches that are read ahead."""
 
@@ -267,6 +268,12 @@ class Recipe:
             raise ValueError(
                 f"placement.sharded is False, which trains in one process, but there are {world_size} ranks. "
                 "Take --nproc 1, or leave the tables sharded."
+            )
+        if isinstance(self.tables, FTRL) and self.schedule.decay != "constant" and self.schedule.final == 0:
+            raise ValueError(
+                f"schedule.decay {self.schedule.decay!r} ends with a learning rate of 0, and FTRL divides by "
+                "it: its rows are in proportion to the rate. Take --schedule.decay constant, or "
+                "--schedule.final 0.1."
             )
         if training.patience is not None and training.max_steps is not None:
             between = training.evaluate_every

@@ -142,9 +142,15 @@ class RunFolder:
                     found.append(json.loads(line))
         return found
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Forgets what was recorded after ``step``: a resumed run records it again."""
-        kept = [line for line in self.metrics() if line["step"] <= step and line.get("kind") != "test"]
+    def drop_metrics_after(self, step: int, *, judged: bool) -> None:
+        """Forgets what was recorded after ``step``: a resumed run records it again.
+
+        Args:
+            step: that training goes on from.
+            judged: whether its evaluation was done; otherwise it is recorded again, too.
+        """
+        last = {"validation": step if judged else step - 1, "test": -1}
+        kept = [line for line in self.metrics() if line["step"] <= last.get(line.get("kind", "train"), step)]
         scratch = self.path / f".{METRICS}"
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
         scratch.replace(self.path / METRICS)

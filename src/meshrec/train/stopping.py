@@ -101,9 +101,11 @@ class EarlyStopping:
         self.last_step = 0
         """Of the last evaluation."""
 
-    def improves(self, auc: float, step: int) -> bool:
-        """Whether this is the best AUC so far."""
+    def improves(self, auc: float | None, step: int) -> bool:
+        """Whether this is the best AUC so far; None: nothing chooses among weights."""
         self.last_step = step
+        if auc is None:
+            return False
         if auc > self.best_auc:
             self.best_auc, self.best_step, self.num_worse = auc, step, 0
             return True

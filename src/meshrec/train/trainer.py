@@ -142,7 +142,8 @@ class Trainer:
         for group, values in zip(groups, options, strict=True):
             group.update(values)  # the recipe's, not those of the checkpoint
         if found and self.ranks.is_first:
-            self.folder.drop_metrics_after(self.progress.step)
+            step = self.progress.step
+            self.folder.drop_metrics_after(step, judged=self.early.last_step == step)
         return found
 
     def run(self) -> dict[str, float]:
@@ -223,19 +224,27 @@ class Trainer:
         model = self.built.model
         assert isinstance(model, DistributedModelParallel)
         folder = self.folder.path / DELTAS
-        return DeltaPublisher(model, folder, run=self.folder.path.name, step=self.progress.step)
+        progress = self.progress
+        return DeltaPublisher(
+            model, folder, run=self.folder.path.name, step=progress.step, after=progress.published
+        )
 
     def _publish(self) -> None:
-        """Writes a delta; one that fails is told, and what it held is in the next one."""
+        """Writes a delta; one that fails is told, and what it held is in the next one.
+
+        Whatever is kept follows on a delta: from there servers, and a run that goes on, miss no step.
+        """
         if self._publisher is not None:
             try:
                 self._publisher.publish(self.progress.step)
             except CheckpointError as error:
                 self._tell(Said(f"no delta was published: {error}"))
+            self.progress.published = self._publisher.last
 
     def _checkpoint(self) -> None:
         if self._checkpoints is not None and self._checkpoints.is_due(self.progress.step):
             self._count()
+            self._publish()
             self._checkpoints.save(self.progress.step)
 
     def _one_step(self, batches: Iterator[Batch]) -> bool:
@@ -344,15 +353,16 @@ class Trainer:
         self.validation = self._judge(self.dataset.validation)
         self.weights_step = self._measured_step = self.progress.step
         found = quality(self.validation)
-        best = found is not None and self.early.improves(found, self.progress.step)
+        best = self.early.improves(found, self.progress.step)
         if best:
             self._keep()
         self._tell(Evaluated({"kind": "validation", **self._where(), **self.validation}, best))
         self._start_clock()
 
     def _keep(self) -> None:
+        self._publish()
         try:
-            self._best.keep(self.progress.step)
+            self._best.keep(self.progress)
             self._kept_step = self.progress.step
         except CheckpointError as error:
             assert self._checkpoints is not None

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint import CheckpointManager
+from meshrec.train.progress import Progress
 
 
 class BestWeights:
@@ -19,20 +20,23 @@ class BestWeights:
         self._kept: dict[str, Tensor] = {}
         self._step: int | None = None
 
-    def keep(self, step: int) -> None:
+    def keep(self, progress: Progress) -> None:
         """Copies the weights of now, in place of those kept before.
+
+        Args:
+            progress: where they are; on the disk it is kept beside them.
 
         Raises:
             CheckpointError: on every rank, when they cannot be written; those kept before are there still.
         """
         if self._manager is not None:
-            self._manager.save(step, {"model": self._model})
+            self._manager.save(progress.step, {"model": self._model, "progress": progress})
             return
         if not self._kept:
             self._kept = {name: torch.empty_like(tensor) for name, tensor in self._tensors().items()}
         for name, tensor in self._tensors().items():
             self._kept[name].copy_(tensor)
-        self._step = step
+        self._step = progress.step
 
     def restore(self) -> int | None:
         """Puts the kept weights back, and gives their step; None when none were kept."""
