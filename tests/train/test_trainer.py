@@ -68,6 +68,22 @@ def test_a_stop_request_ends_the_run_at_the_next_step(small):
     assert trainer.progress.step == 4
 
 
+def test_whatever_is_saved_was_told_of(small, tmp_path):
+    stop, steps = StopRequest(), []
+
+    def observer(event):
+        if isinstance(event, Logged):
+            steps.append(event.line["step"])
+        if isinstance(event, Stepped) and event.step == 16:
+            stop.signal = 2
+
+    recipe = small(epochs=5, checkpoint_every=7)
+    Trainer(
+        recipe, recipe.data.load(), join("cpu"), observer=observer, stop=stop, folder=RunFolder(tmp_path)
+    ).run()
+    assert steps == [5, 7, 10, 14, 15, 16]
+
+
 def run_in(folder, recipe) -> dict[str, float]:
     return Trainer(recipe, recipe.data.load(), join("cpu"), folder=RunFolder(folder)).run()
 

@@ -163,7 +163,7 @@ class Trainer:
                 self._epoch()
         if self._stop.finish().failed:
             self._fail()
-        self._count()
+        self._log_rest()
         self._write_phases()
         self._publish()
         if self._checkpoints is not None:
@@ -243,7 +243,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         if self._checkpoints is not None and self._checkpoints.is_due(self.progress.step):
-            self._count()
+            self._log_rest()  # which a run that goes on from here does not know
             self._publish()
             self._checkpoints.save(self.progress.step)
 
@@ -332,6 +332,11 @@ class Trainer:
         self._write_phases()
         self._start_clock()
 
+    def _log_rest(self) -> None:
+        """A line of the samples that no line has told of, if any."""
+        if not self._window.is_empty:
+            self._log()
+
     def _start_clock(self) -> None:
         self._logged = (self.progress.num_samples, time.perf_counter())
 
@@ -346,8 +351,7 @@ class Trainer:
         }
 
     def _evaluate(self) -> None:
-        if not self._window.is_empty:
-            self._log()
+        self._log_rest()
         if self.dataset.validation is None:
             return
         self.validation = self._judge(self.dataset.validation)
