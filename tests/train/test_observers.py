@@ -2,7 +2,7 @@ import builtins
 import logging
 
 from meshrec.train import RunFolder
-from meshrec.train.observers import Evaluated, Finished, FolderObserver, Logged, TensorBoardObserver
+from meshrec.train.observers import Evaluated, Finished, FolderObserver, Logged, Started, TensorBoardObserver
 
 LINE = {"kind": "train", "step": 3, "loss": 0.5}
 
@@ -18,13 +18,19 @@ def test_metrics_reach_the_folder(tmp_path):
 def test_metrics_reach_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    observer = TensorBoardObserver(tmp_path)
-    observer(Logged(LINE))
-    observer(Finished({}))
+    for first_step, steps in ((0, (3, 6, 9)), (5, (6,))):  # the second goes on from step 5
+        observer = TensorBoardObserver(tmp_path)
+        observer(started(first_step))
+        for step in steps:
+            observer(Logged({**LINE, "step": step, "loss": step + first_step / 10}))
+        observer(Finished({}))
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    (point,) = events.Scalars("train/loss")
-    assert (point.step, point.value) == (3, 0.5)
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(3, 3.0), (6, 6.5)]
+
+
+def started(first_step):
+    return Started(**{**dict.fromkeys(Started._fields), "first_step": first_step})
 
 
 def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, caplog):

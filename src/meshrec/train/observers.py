@@ -98,9 +98,14 @@ class FolderObserver:
 
 
 class TensorBoardObserver:
-    """Writes event files; without the tensorboard package, one log line says so and nothing is written."""
+    """Writes event files; without the tensorboard package, one log line says so and nothing is written.
+
+    Where a run is resumed, TensorBoard no longer shows what came after the step that it goes on from.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._make: Any = None
         self._writer: Any = None
         try:
             # It imports TensorFlow where that is installed, which talks.
@@ -109,10 +114,12 @@ class TensorBoardObserver:
         except ImportError:
             _logger.warning("no TensorBoard events are written: install meshrec[train] for them.")
         else:
-            self._writer = SummaryWriter(str(folder))
+            self._make = SummaryWriter
 
     def __call__(self, event: Event) -> None:
         """Writes scalars under ``train/``, ``validation/`` and ``test/``."""
+        if isinstance(event, Started) and self._make is not None:
+            self._writer = self._make(str(self._folder), purge_step=event.first_step + 1)
         if self._writer is None:
             return
         if isinstance(event, Logged | Evaluated):

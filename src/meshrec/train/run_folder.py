@@ -135,25 +135,32 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``; a last line that was cut off is left out."""
-        found = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in (self.path / METRICS).read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    found.append(json.loads(line))
-        return found
+        return _lines(self.path / METRICS)
 
-    def drop_metrics_after(self, step: int, *, judged: bool) -> None:
-        """Forgets what was recorded after ``step``: a resumed run records it again.
+    def forget_after(self, step: int, *, judged: bool) -> None:
+        """Takes out what was recorded after ``step``, and lines that were cut off: a resumed run records it
+        again.
 
         Args:
             step: that training goes on from.
             judged: whether its evaluation was done; otherwise it is recorded again, too.
         """
         last = {"validation": step if judged else step - 1, "test": -1}
-        kept = [line for line in self.metrics() if line["step"] <= last.get(line.get("kind", "train"), step)]
-        scratch = self.path / f".{METRICS}"
-        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        scratch.replace(self.path / METRICS)
+        for path in (self.path / METRICS, self.phases, self.whole_phases):
+            if path.exists():
+                kept = [line for line in _lines(path) if line["step"] <= last.get(line.get("kind", ""), step)]
+                scratch = path.with_name(f".{path.name}")
+                scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
+                scratch.replace(path)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return found
 
 
 def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunFolder:

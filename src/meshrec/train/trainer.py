@@ -143,7 +143,7 @@ class Trainer:
             group.update(values)  # the recipe's, not those of the checkpoint
         if found and self.ranks.is_first:
             step = self.progress.step
-            self.folder.drop_metrics_after(step, judged=self.early.last_step == step)
+            self.folder.forget_after(step, judged=self.early.last_step == step)
         return found
 
     def run(self) -> dict[str, float]:
