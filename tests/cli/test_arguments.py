@@ -1,7 +1,8 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import pandas as pd
 import pytest
 
 from meshrec.cli.arguments import parse
@@ -46,6 +47,15 @@ def test_what_may_be_left_out_is_shown_by_its_type(capsys, monkeypatch):
 )
 def test_what_is_read(arguments, expected):
     assert parse(Options, arguments, program="meshrec do") == expected
+
+
+def test_frames_are_no_options(capsys):
+    frame = pd.DataFrame({"a": [1]})
+    kind = make_dataclass("Data", [("train", Any, field(default_factory=lambda: frame)), ("seed", int, 0)])
+    assert parse(kind, ["--seed", "3"], program="meshrec do").train is frame
+    with pytest.raises(SystemExit):
+        parse(kind, ["--train", "x.parquet"], program="meshrec do")
+    assert "no option can say this" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
 @_REGISTRY.primitive_rule
 def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """What only Python can make, such as features: no option."""
-    if info.type is not Any:
+    """What only Python can make, such as features and frames: no option."""
+    if info.type is not Any and not _is_frame(info.type):
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -43,6 +43,12 @@ def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         is_instance=lambda value: True,
         str_from_instance=lambda value: [type(value).__name__],
     )
+
+
+def _is_frame(kind: Any) -> bool:
+    """Whether it is of tables in memory: a field of any type has that of its value here."""
+    of = getattr(kind, "__module__", "")
+    return hasattr(kind, "__arrow_c_stream__") or of.startswith(("pandas.", "datasets."))
 
 
 def _only_python(words: Sequence[str]) -> Any:
