@@ -65,3 +65,10 @@ def test_what_cannot_be_is_told(tmp_path):
     pq.write_table(pa.table({"x": [1]}), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match="differ in"):
         inspect.main([*data, "--force"])
+
+
+def test_csv_files_of_two_forms_are_told(tmp_path):
+    (tmp_path / "a.csv").write_text("y,user\n0,1\n1,2\n")
+    (tmp_path / "b.csv").write_text("y\n0\n")
+    with pytest.raises(ValueError, match=r"b.csv and .*a.csv differ in \['user'\]"):
+        inspect.main([str(tmp_path / "*.csv"), "--label", "y", "--out", str(tmp_path / "r.py")])

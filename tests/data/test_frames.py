@@ -5,6 +5,7 @@ import pytest
 
 from meshrec.data import DataError
 from meshrec.data.frames import read_csvs, to_table
+from meshrec.data.locations import is_csv
 
 
 def write(folder: Path, **texts: str) -> list[Path]:
@@ -65,3 +66,26 @@ def test_views_of_texts_and_lists_are_taken_plain():
     plain = to_table(table)
     assert plain.schema.types == [pa.large_string(), pa.large_list(pa.int64()), pa.list_(pa.int64())]
     assert plain.to_pylist() == table.to_pylist()
+
+
+def test_csv_values_may_have_line_breaks_and_files_may_be_compressed(tmp_path):
+    rows = [(at, f"line {at}\n{at},\nmore") for at in range(90_000)]  # more than Arrow reads at once
+    text = "id,text\n" + "".join(f'{at},"{words}"\n' for at, words in rows)
+    (plain,) = write(tmp_path, a=text)
+    packed = tmp_path / "a.csv.zst"
+    packed.write_bytes(pa.compress(text.encode(), codec="zstd", asbytes=True))
+    for file in (plain, packed, packed.as_uri()):
+        (table,) = read_csvs([file])
+        assert table["id"].to_pylist() == [at for at, _ in rows]
+        assert table["text"].to_pylist() == [words for _, words in rows]
+        assert is_csv(file)
+
+
+def test_headers_that_no_table_can_have_are_told(tmp_path):
+    with pytest.raises(DataError, match=r"a.csv: columns need names of their own, given twice: \['x'\]"):
+        read_csvs(write(tmp_path, a="x,y,x\n1,2,3\n"))
+    with pytest.raises(DataError, match=r"b.csv has one column, 'x;y': commas part the columns of CSV"):
+        read_csvs(write(tmp_path, b="x;y\n1;2\n"))
+    (tmp_path / "c.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"c.csv: its header is not UTF-8: .*Write the file as UTF-8"):
+        read_csvs([tmp_path / "c.csv"])

@@ -131,9 +131,9 @@ def read_items(paths: Sequence[str], kinds: Mapping[str, str]) -> Any:
     import pyarrow.parquet as parquet
 
     from meshrec.data.frames import read_csvs
-    from meshrec.data.locations import expand
+    from meshrec.data.locations import expand, is_csv
 
-    texts = [path for path in paths if path.endswith((".csv", ".csv.gz"))]
+    texts = [path for path in paths if is_csv(path)]
     if texts and len(texts) < len(paths):
         raise ValueError(f"--items {list(paths)} are CSV and other files. Give files of one kind.")
     if texts:

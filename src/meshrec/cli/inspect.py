@@ -82,15 +82,25 @@ def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
 
     from meshrec.data.faults import DataError
     from meshrec.data.frames import read_csvs
-    from meshrec.data.locations import expand
+    from meshrec.data.locations import File, expand, is_csv
     from meshrec.data.parquet import open_parquet_file
 
-    text = all(path.endswith((".csv", ".csv.gz")) for path in paths)
+    text = all(map(is_csv, paths))
     files = expand(list(paths), "*.csv" if text else "*.parquet")
-    if text:
-        yield from read_csvs(files)
-        return
     names: list[str] | None = None
+
+    def check(file: File, found: list[str]) -> None:
+        nonlocal names
+        names = names or found
+        differ = sorted(set(names) ^ set(found))
+        if differ:
+            raise DataError(f"{file} and {files[0]} differ in {differ}. Give files of one form.")
+
+    if text:
+        for file, table in zip(files, read_csvs(files), strict=True):
+            check(file, table.column_names)
+            yield table
+        return
     try:
         with ExitStack() as stack:
             every = [stack.enter_context(open_parquet_file(file)) for file in files]
@@ -98,21 +108,23 @@ def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
             stride = 1 if rows is None else max(1, math.ceil(total / rows))
             part = 0
             for file, each in zip(files, every, strict=True):
-                names = names or each.schema_arrow.names
-                missing = sorted(set(names) ^ set(each.schema_arrow.names))
-                if missing:
-                    raise DataError(f"{file} and {files[0]} differ in {missing}. Give files of one form.")
+                check(file, each.schema_arrow.names)
                 for batch in each.iter_batches(_ROWS, columns=names, use_threads=False):
                     if part % stride == 0:
                         yield pa.Table.from_batches([batch])
                     part += 1
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{files} cannot be read as Parquet: {error}") from error
+        every = [str(file) for file in files]
+        raise DataError(
+            f"{every} cannot be read as Parquet: {error}. Name Parquet files, or CSV files that end in .csv."
+        ) from error
 
 
 def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
     """The recipe as Python."""
-    text = all(path.endswith((".csv", ".csv.gz")) for path in options.data)
+    from meshrec.data.locations import is_csv
+
+    text = all(map(is_csv, options.data))
     source = "Csv" if text else "Parquet"
     features = proposal.features
     kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})

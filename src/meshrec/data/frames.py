@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshrec.data.dataset import Paths
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import DataError, Faults, needs
-from meshrec.data.locations import File, expand, is_address, opened
+from meshrec.data.locations import File, codec_of, expand, is_address, is_csv, opened
 from meshrec.data.parquet import open_parquet
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
@@ -104,21 +104,40 @@ def _read_csv(path: File, types: Mapping[str, Any]) -> "pa.Table":
 
     def read(types: Mapping[str, Any]) -> Any:
         convert = csv.ConvertOptions(strings_can_be_null=False, column_types=dict(types))
+        lines = csv.ParseOptions(newlines_in_values=True)
         if not is_address(path):  # whose name says how it is compressed
-            return csv.read_csv(path, convert_options=convert)
+            return csv.read_csv(path, convert_options=convert, parse_options=lines)
         with opened(path) as source:
-            return csv.read_csv(source, convert_options=convert)
+            codec = codec_of(path)
+            plain = source if codec is None else pa.CompressedInputStream(source, codec)
+            return csv.read_csv(plain, convert_options=convert, parse_options=lines)
 
     try:
         table = read(types)
-        for at, name in enumerate(table.column_names):
+        names = table.column_names
+        _check_header(path, names)
+        for at, name in enumerate(names):
             if name not in types and _may_be_rounded(table[name]):
                 texts = read({**types, name: pa.string()})[name]
                 if pc.all(pc.match_substring_regex(texts, "^[0-9]*$")).as_py():
                     table = table.set_column(at, name, _whole_numbers(texts))
         return table
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: its header is not UTF-8: {error}. Write the file as UTF-8.") from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}. Repair the file.") from error
+
+
+def _check_header(path: File, names: list[str]) -> None:
+    """DataError where names occur twice, or all columns seem to be one."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"{path}: columns need names of their own, given twice: {twice}. Rename them.")
+    if len(names) == 1 and any(sign in names[0] for sign in ";\t"):
+        raise DataError(
+            f"{path} has one column, {names[0]!r}: commas part the columns of CSV. Write it with commas, or "
+            "as Parquet."
+        )
 
 
 def _may_be_rounded(column: Any) -> bool:
@@ -139,7 +158,8 @@ def _whole_numbers(texts: Any) -> Any:
 def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
     """A source of Parquet or CSV files, or of a frame; see `meshrec.data.tables.table_dataset`.
 
-    CSV files are read into memory; large ones are better made Parquet once.
+    CSV files (``.csv``, also with ``.gz``, ``.bz2`` or ``.zst``) are read into memory; large ones are better
+    made Parquet once.
 
     Raises:
         DataError: paths stand for no file, or for files of two kinds.
@@ -148,7 +168,7 @@ def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
         return ArrowSource([("memory", to_table(data))], schema, faults)
     paths: Paths = data
     several = [paths] if isinstance(paths, str | Path) else list(paths)
-    text = [str(each).endswith((".csv", ".csv.gz")) for each in several]
+    text = [is_csv(each) for each in several]
     if not any(text):
         return open_parquet(paths, schema, faults)
     if not all(text):

@@ -12,6 +12,8 @@ from meshrec.data.faults import DataError, needs
 File = Path | str
 """A file of this machine, or its address (URI) in a store: ``s3://bucket/clicks.parquet``."""
 
+_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+
 
 def expand(paths: Paths, pattern: str) -> list[File]:
     """The files that paths, folders and patterns stand for; those of stores as addresses.
@@ -37,6 +39,17 @@ def expand(paths: Paths, pattern: str) -> list[File]:
 def is_address(path: str | Path) -> bool:
     """Whether it lies in a store."""
     return isinstance(path, str) and "://" in path
+
+
+def is_csv(path: str | Path) -> bool:
+    """Whether a file, address or pattern says that it is of CSV, compressed or not."""
+    name = str(path).partition("?")[0] if is_address(path) else str(path)
+    return name.lower().endswith((".csv", *(f".csv{suffix}" for suffix in _CODECS)))
+
+
+def codec_of(file: File) -> str | None:
+    """How pyarrow calls the compression that a file's name tells; None: none."""
+    return _CODECS.get(suffix_of(file).lower())
 
 
 def opened(file: File) -> Any:
