@@ -1,8 +1,13 @@
+import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 
 from meshrec.cli import evaluate
 from meshrec.cli.train import main as train
 from meshrec.train import RunFolder
+from meshrec.train.evaluation import Scored
+from meshrec.train.judging import _numbered, _slices
 from tests.train.clicks import write_clicks
 
 
@@ -29,6 +34,16 @@ def test_the_test_split_is_judged_as_in_training(tmp_path, capsys):
     assert "by user:" in capsys.readouterr().out
     with pytest.raises(ValueError, match="has no slices"):
         evaluate.main([str(tmp_path / "r"), "--data", str(data), "--by", "tags"])
+
+
+def test_values_that_are_called_like_the_others_are_judged_by_themselves():
+    rows = ["None", None, "others", *(f"v{at}" for at in range(30)), "None", None, "others"]
+    values, numbers = _numbered(pa.chunked_array([rows]), np.arange(len(rows)))
+    assert sorted(values[:3]) == ["None", "None (null)", "others"]
+    scored = Scored(None, torch.zeros(len(rows)), torch.ones(len(rows)))
+    slices = _slices(scored, values, numbers)
+    assert sum(each["samples"] for each in slices.values()) == len(rows)
+    assert slices["others (the rest)"]["samples"] == len(rows) - 6 - 17
 
 
 def test_made_up_data_has_no_files(tmp_path):

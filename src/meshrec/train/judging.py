@@ -112,12 +112,14 @@ def _numbered(
     order = np.argsort(-counts, kind="stable")
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    texts = [str(each) for each in encoded.dictionary.to_pylist()]
-    return [texts[each] for each in order[: _MOST_SLICES + 1]], place[codes]
+    values = encoded.dictionary.take(pa.array(order[: _MOST_SLICES + 1])).to_pylist()
+    null = "None (null)" if "None" in values else "None"
+    return [null if each is None else str(each) for each in values], place[codes]
 
 
 def _slices(whole: Scored, values: Sequence[str], numbers: Any) -> dict[str, dict[str, float]]:
     kept = list(values[:_MOST_SLICES])
-    names = kept + (["others"] if len(values) > len(kept) else [])
+    rest = "others (the rest)" if "others" in kept else "others"
+    names = kept + ([rest] if len(values) > len(kept) else [])
     found = sliced_metrics(whole.logits_B, whole.labels_B, np.minimum(numbers, len(names) - 1), len(names))
     return dict(zip(names, found, strict=True))
