@@ -110,6 +110,10 @@ def test_splits_that_cannot_be(folder):
         parquet(train=folder, validation=folder, split=Split(), schema=SCHEMA)
     with pytest.raises(DataError, match=r"has type string and 0 nulls: a split by time needs a number"):
         parquet(train=folder, split=Split(column="name"), schema=SCHEMA)
+    with pytest.raises(DataError, match=r"has type double and 1 nulls: a split by time needs a number"):
+        Split(column="x").parts(np.array([2]), lambda block: pa.array([1.0, np.nan]))
+    with pytest.raises(DataError, match=r"takes a column of single values, got list<item: int64>"):
+        Split(by="hash", column="x").parts(np.array([1]), lambda block: pa.array([[1]]))
     with pytest.raises(DataError, match=r"column 'none' cannot be read"):
         parquet(train=folder, split=Split(by="hash", column="none"), schema=SCHEMA)
     with pytest.raises(ValueError, match=r"leaves no rows for test: take a larger share"):

@@ -108,14 +108,16 @@ class Split:
         if self.column is None:
             return np.arange(starts[block], starts[block] + sizes[block])
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         array = values_of(block)
         kind = array.type
-        if array.null_count or not (
+        num_null = pc.sum(array.is_null(nan_is_null=True)).as_py() or 0
+        if num_null or not (
             pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)
         ):
             raise DataError(
-                f"column {self.column!r} has type {kind} and {array.null_count} nulls: a split by time needs "
+                f"column {self.column!r} has type {kind} and {num_null} nulls: a split by time needs "
                 "a number or a timestamp in every row."
             )
         if pa.types.is_temporal(kind):
@@ -130,6 +132,8 @@ def _hashes(array: Any) -> npt.NDArray[np.uint64]:
 
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    if pa.types.is_nested(array.type):
+        raise DataError(f"a split by hash takes a column of single values, got {array.type}. Name another.")
     if pa.types.is_integer(array.type):
         numbers = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
         return mix(numbers.view(np.uint64))

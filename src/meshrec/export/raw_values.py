@@ -140,7 +140,7 @@ class RawValues:
         pa = needs("pyarrow", "data")
         joins = []
         for number, join in enumerate(self._features.joins):
-            name = f"join{number}{Path(join.path).suffix}"
+            name = f"join{number}-{Path(join.path).name}"
             shutil.copyfile(join.path, folder / name)
             joins.append(replace(join, path=name))
         replace(self._features, joins=tuple(joins)).save(folder / FITTED)

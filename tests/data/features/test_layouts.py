@@ -213,3 +213,62 @@ def test_nothing_joins_nothing(tmp_path) -> None:
     keys = pa.array([None, 0.0, float("nan"), 2.0, 3.0])
     for array in (keys, keys.dictionary_encode()):
         assert join.joined(pa.table({"k": array}))["v"].to_pylist() == [None, 5, None, 7, None]
+
+
+def test_crosses_and_joins_take_integers_that_are_floats_for_their_nulls(tmp_path) -> None:
+    pq.write_table(pa.table({"k": [1, 2], "v": ["a", "b"]}), tmp_path / "items.parquet")
+    data = pa.table({"y": [0, 1], "k": [1, 2], "t": ["x", "z"]})
+    features = Features(
+        labels=LABEL,
+        features=(
+            Cross(name="c", columns_crossed=("k", "t"), num_embeddings=10_000),
+            Vocabulary(name="v"),
+        ),
+        joins=(Join(path=str(tmp_path / "items.parquet"), key="k", columns=("v",)),),
+    ).fit([data])
+    floats = data.set_column(1, "k", pa.array([1.0, None]))
+    assert features.wrong_columns(floats.schema) == []
+    expected = rows_of(features, data)
+    found = rows_of(features, floats)
+    assert found[0] == expected[0]
+    assert found[1] != expected[1]
+    with pytest.raises(DataError, match=r"columns .*'k', 't'.* hold numbers that are no integers"):
+        features["c"].values(data.set_column(1, "k", pa.array([1.5, 2.0])))
+    with pytest.raises(DataError, match=r"the key of .*items.parquet, holds numbers that are no integers"):
+        rows_of(features, data.set_column(1, "k", pa.array([1.5, 2.0])))
+
+
+def test_vocabularies_of_one_table_have_one_row_for_a_value() -> None:
+    data = pa.table({"y": [0, 1, 1], "item": [7.0, 8.0, None], "seen": [[9, 9, 9], [7], None]})
+    item, seen = Vocabulary(name="item"), Vocabulary(name="seen", table="item")
+    fitted = Features(labels=LABEL, features=(item, seen)).fit([data])
+    assert [fitted["item"].row_of(each) for each in (9, 7, 8)] == [2, 3, 4]
+    assert [fitted["seen"].row_of(each) for each in (9, 7, 8)] == [2, 3, 4]
+    assert fitted["item"].rows == fitted["seen"].rows == 5
+    again = Features.from_json(json.loads(json.dumps(fitted.to_json())))
+    assert rows_of(again, data) == rows_of(fitted, data)
+    with pytest.raises(ValueError, match="min_count is 2 of feature 'seen', and 1 of 'item'"):
+        Features(labels=LABEL, features=(item, Vocabulary(name="seen", table="item", min_count=2)))
+    texts = data.set_column(2, "seen", pa.array([["a"], None, None]))
+    with pytest.raises(DataError, match="the vocabularies of table 'item' have values of different types"):
+        Features(labels=LABEL, features=(item, seen)).fit([texts])
+
+
+def test_a_number_that_is_always_the_same_is_not_divided_by_a_rounding_error() -> None:
+    fitted = Number(name="x", standardize=True).fitted(pa.array([0.1] * 1000))
+    assert fitted.deviation == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Label(column="y", kind="binray"), "kind is 'binary' or 'number', got 'binray'"),
+        (lambda: Label(column="y", kind="number", positive_from=3), "Leave one of them out"),
+        (lambda: Number(name="n", part="hours"), r"part is one of \['year'.*got 'hours' and 's'"),
+        (lambda: DatePart(name="n", unit="h"), "unit one of .*got None and 'h'"),
+        (lambda: Buckets(name="n", num_buckets=1), "num_buckets must be at least 2, got 1"),
+    ],
+)
+def test_features_that_cannot_be(make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import pyarrow as pa
 
-from meshrec.data.features.values import Kind
+from meshrec.data.features.values import DatePartName, Kind, TimeUnit
 
 
 class UnfittedError(ValueError):
@@ -50,6 +50,16 @@ def changed_kind(column: str, kind: Kind, found: Kind, feature: str) -> str:
         f"column {column!r} holds {kind}, and held {found} when feature {feature!r} was fitted. Give it "
         "as it was, or fit and train anew"
     )
+
+
+def check_time(name: str, part: str | None, unit: str) -> None:
+    """ValueError for a part or a unit of times that there is not."""
+    parts, units = get_args(DatePartName), get_args(TimeUnit)
+    if (part is not None and part not in parts) or unit not in units:
+        raise ValueError(
+            f"feature {name!r}: part is one of {list(parts)} and unit one of {list(units)}, got {part!r} and "
+            f"{unit!r}."
+        )
 
 
 def need_fitted(feature: OfColumn) -> None:

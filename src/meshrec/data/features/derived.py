@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from meshrec.data.faults import DataError
-from meshrec.data.features.column_feature import changed_kind, need_fitted
+from meshrec.data.features.column_feature import changed_kind, check_time, need_fitted
 from meshrec.data.features.ids import IdFeature
 from meshrec.data.features.values import (
     DATE_PARTS,
@@ -18,6 +18,7 @@ from meshrec.data.features.values import (
     TimeUnit,
     Values,
     array_of,
+    converted,
     hashes_of,
     is_missing,
     kind_of,
@@ -65,8 +66,11 @@ class Cross(IdFeature):
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """Lists cannot be crossed."""
         for at, each in enumerate(self.columns_crossed):
-            if self.found_crossed is not None and kinds[each] != self.found_crossed[at]:
-                return changed_kind(each, kinds[each], self.found_crossed[at], self.name)
+            found = None if self.found_crossed is None else self.found_crossed[at]
+            if (kinds[each], found) == ("number", "integer"):  # for their nulls
+                continue
+            if found is not None and kinds[each] != found:
+                return changed_kind(each, kinds[each], found, self.name)
             if kinds[each] not in ("integer", "text", "time"):
                 return f"column {each!r} holds {kinds[each]}; crosses take integers, texts, times"
         return None
@@ -100,6 +104,13 @@ class Cross(IdFeature):
         """The columns together."""
         arrays = [whole(table[each]) for each in self.columns_crossed]
         plain = [each.dictionary_decode() if pa.types.is_dictionary(each.type) else each for each in arrays]
+        if self.found_crossed is not None:
+            try:
+                plain = [converted(*each) for each in zip(plain, self.found_crossed, strict=True)]
+            except ValueError as error:
+                raise DataError(
+                    f"feature {self.name!r}: columns {self.columns_crossed} hold {error}"
+                ) from error
         array = pa.StructArray.from_arrays(plain, names=list(self.columns_crossed))
         return Values(array, np.arange(table.num_rows + 1, dtype=np.int64))
 
@@ -120,6 +131,14 @@ class Buckets(IdFeature):
     part: DatePartName | None = None
     unit: TimeUnit = "s"
     edges: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        IdFeature.__post_init__(self)
+        check_time(self.name, self.part, self.unit)
+        if self.num_buckets < 2:
+            raise ValueError(
+                f"feature {self.name!r}: num_buckets must be at least 2, got {self.num_buckets}."
+            )
 
     @property
     def rows(self) -> int:
@@ -165,6 +184,7 @@ class DatePart(IdFeature):
 
     def __post_init__(self) -> None:
         IdFeature.__post_init__(self)
+        check_time(self.name, None, self.unit)
         if not DATE_PARTS.get(self.part):
             known = [name for name, size in DATE_PARTS.items() if size]
             raise ValueError(

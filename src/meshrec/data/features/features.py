@@ -12,7 +12,7 @@ import pyarrow as pa
 from meshrec.data.columns import Place
 from meshrec.data.dataset import Feature
 from meshrec.data.encoding import Encoding
-from meshrec.data.faults import Faults
+from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import from_json, need_fitted, to_json
 from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
@@ -96,6 +96,7 @@ class Features(Encoding):
                 f"a table's name has no dot, got {name!r} of feature {dotted[0].name!r}. Name it "
                 f"{name.replace('.', '_')!r}, with column={dotted[0].source!r}."
             )
+        self._check_vocabularies()
         names = [each.name for each in self.features]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not self.ids:
@@ -103,6 +104,22 @@ class Features(Encoding):
                 f"features need names of their own, and one of ids at least; names given twice: {twice}, "
                 f"ids: {[each.name for each in self.ids]}."
             )
+
+    def _check_vocabularies(self) -> None:
+        """Those of one table must choose alike among the values that they count together."""
+        alike = ("min_count", "max_size", "num_unseen", "num_embeddings")
+        first: dict[str, Vocabulary] = {}
+        for each in self.ids:
+            if not isinstance(each, Vocabulary):
+                continue
+            other = first.setdefault(each.table or each.name, each)
+            for name in alike:
+                mine, theirs = getattr(each, name), getattr(other, name)
+                if mine != theirs:
+                    raise ValueError(
+                        f"vocabularies of one table choose alike: {name} is {mine} of feature {each.name!r}, "
+                        f"and {theirs} of {other.name!r}. Give both the same, or tables of their own."
+                    )
 
     @property
     def numbers(self) -> tuple[Number, ...]:
@@ -283,13 +300,14 @@ class Features(Encoding):
             DataError: a column has nothing to fit on, or a vocabulary does not fit into its table.
         """
         features: list[ColumnFeature] = []
+        counts = self._counts_of_tables(state)
         for each in self.features:
             kind = kind_of(found.field(each.source).type) if each.source in found.names else None
             if isinstance(each, Number | Buckets):
                 each = each.fitted(whole(state.sample.table[each.source]))
             elif isinstance(each, Vocabulary):
                 assert kind is not None
-                each = each.fitted_counts(kind, state.counts[each.name])
+                each = each.fitted_counts(kind, counts[each.table or each.name])
             elif isinstance(each, Cross):
                 crossed = tuple(kind_of(found.field(column).type) for column in each.columns_crossed)
                 each = replace(each, found_crossed=crossed)
@@ -299,6 +317,20 @@ class Features(Encoding):
                 each = replace(each, average_length=_average_length(each, state.sample.table))
             features.append(each)
         return replace(self, features=tuple(features))
+
+    def _counts_of_tables(self, state: FitState) -> dict[str, Counts]:
+        """Of the vocabularies that share a table together, so that a value has one row in all of them."""
+        found: dict[str, Counts] = {}
+        for name, counts in state.counts.items():
+            table = self[name].table or name  # type: ignore[union-attr]
+            try:
+                found[table] = found[table].merged(counts) if table in found else counts
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"the vocabularies of table {table!r} have values of different types: {error}. Make the "
+                    "columns of one type, or give the features tables of their own."
+                ) from error
+        return found
 
     def fit(self, tables: Iterable[pa.Table]) -> "Features":
         """Fitted on tables, one after another: see `state_of` and `fitted`."""

@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from meshrec.data.faults import DataError
-from meshrec.data.features.values import Kind, hashes_of, kind_of, whole
+from meshrec.data.features.values import Kind, converted, hashes_of, kind_of, whole
+from meshrec.data.locations import is_csv
 from meshrec.data.samples import Bools
 
 
@@ -28,10 +29,10 @@ class Join:
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """What is wrong with the key of the data, if anything is."""
-        kind = self.key_kind()
-        if kinds[self.key] != kind:
-            return f"column {self.key!r} holds {kinds[self.key]}, and {kind} in {self.path}"
-        return None
+        kind, mine = self.key_kind(), kinds[self.key]
+        if mine == kind or {mine, kind} == {"integer", "number"}:
+            return None
+        return f"column {self.key!r} holds {mine}, and {kind} in {self.path}. Make them of one kind"
 
     def key_kind(self) -> Kind:
         """What the key holds."""
@@ -49,7 +50,10 @@ class Join:
         """The table with the columns."""
         items = self._table()
         known, order = self.__dict__["_sorted"]
-        hashes = hashes_of(whole(table[self.key]))
+        try:
+            hashes = hashes_of(converted(whole(table[self.key]), self.key_kind()))
+        except ValueError as error:
+            raise DataError(f"column {self.key!r}, the key of {self.path}, holds {error}") from error
         at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
         found = known[at] == hashes
         found &= ~_without_value(table[self.key])
@@ -98,10 +102,15 @@ def _without_value(chunks: Any) -> Bools:
 
 
 def _read(path: str) -> pa.Table:
-    import pyarrow.csv as csv
     import pyarrow.parquet as parquet
 
+    from meshrec.data.frames import read_csvs
+
+    if is_csv(path):
+        return read_csvs([path])[0]
     try:
-        return csv.read_csv(path) if path.endswith(".csv") else parquet.read_table(path)
+        return parquet.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as a table to join: {error}") from error
+        raise DataError(
+            f"{path} cannot be read as a table to join: {error}. Give a Parquet or a CSV file."
+        ) from error

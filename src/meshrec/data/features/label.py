@@ -26,6 +26,15 @@ class Label:
     kind: Literal["binary", "number"] = "binary"
     positive_from: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("binary", "number"):
+            raise ValueError(f"label {self.column!r}: kind is 'binary' or 'number', got {self.kind!r}.")
+        if self.kind == "number" and self.positive_from is not None:
+            raise ValueError(
+                f"label {self.column!r}: positive_from makes 0 and 1 of a column, and kind='number' takes it "
+                "as it is. Leave one of them out."
+            )
+
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
         """What is wrong with its column, if anything is."""
         if kinds[self.column] in ("integer", "number"):

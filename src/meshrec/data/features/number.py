@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from meshrec.data.columns import Place
 from meshrec.data.faults import DataError, Faults
-from meshrec.data.features.column_feature import wrong_kind
+from meshrec.data.features.column_feature import check_time, wrong_kind
 from meshrec.data.features.values import (
     DatePartName,
     Kind,
@@ -58,6 +58,7 @@ class Number:
     deviation: float | None = None
 
     def __post_init__(self) -> None:
+        check_time(self.name, self.part, self.unit)
         if self.clip is not None and not 0 <= self.clip[0] < self.clip[1] <= 1:
             raise ValueError(f"feature {self.name!r}: clip must be two shares in [0, 1], got {self.clip}.")
 
@@ -94,7 +95,8 @@ class Number:
             values = np.clip(values, low, high)
         mean, deviation = self.mean, self.deviation
         if self.standardize:
-            mean, deviation = float(values.mean()), float(values.std()) or 1.0
+            # Of equal values the deviation may be a rounding error.
+            mean, deviation = float(values.mean()), float(values.std()) if np.ptp(values) else 1.0
         return replace(found, low=low, high=high, mean=mean, deviation=deviation)
 
     def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:

@@ -30,7 +30,7 @@ class Vocabulary(IdFeature):
     vocabulary (a hash says which), the rest for the vocabulary, the most frequent value first.
 
     Args:
-        min_count: how often a value must occur to be in it.
+        min_count: how often a value must occur to be in it; those that share a table count together.
         max_size: the most values in it; the most frequent ones stay.
         num_unseen: rows for all other values.
         num_embeddings: rows of the table; None: as many as are needed.
@@ -83,6 +83,8 @@ class Vocabulary(IdFeature):
         if kind in ("integer", "number"):
             kind, values = _of_one_kind(kind, ordered.values)
             ordered = Counts(values, ordered.counts)
+        elif kind == "list of integer":  # beside floats, where a column of the same table has nulls
+            ordered = Counts(_of_one_kind("integer", ordered.values)[1], ordered.counts)
         enough = int(pc.sum(pc.greater_equal(ordered.counts, self.min_count)).as_py() or 0)
         size = enough if self.max_size is None else min(enough, self.max_size)
         if self.num_embeddings is not None and self._first + size > self.num_embeddings:
