@@ -34,6 +34,25 @@ def test_the_last_and_every_nth_are_kept(tmp_path):
     assert checkpoints.load_latest(state) == state["step"] == 35
 
 
+def test_what_is_saved_after_going_back_is_kept(tmp_path):
+    checkpoints = CheckpointManager(tmp_path, keep_last=1)
+    for step in (10, 20):
+        CheckpointManager(tmp_path).save(step, value(step))
+    flip(next(checkpoints.path(20).glob("data-*")))
+    state = value(0)
+    assert checkpoints.load_latest(state) == 10
+    checkpoints.save(12, value(12))
+    assert checkpoints.load_latest(state) == state["step"] == 12
+    checkpoints.async_save(14, value(14)).wait()
+    assert checkpoints.load_latest(state) == state["step"] == 14
+    assert checkpoints.steps() == [14, 20]
+    checkpoints.save(20, value(20))
+    assert checkpoints.steps() == [20]
+    checkpoints.save(15, value(15))
+    checkpoints.remove_after(15)
+    assert checkpoints.steps() == [15]
+
+
 def test_damaged_ones_are_named_and_passed_over(tmp_path, caplog):
     checkpoints = CheckpointManager(tmp_path, keep_last=9)
     for step in range(1, 7):
@@ -75,7 +94,7 @@ def test_unfinished_ones_are_removed_by_the_next_save(tmp_path):
 def test_a_failed_background_save_is_told_by_the_next_call(tmp_path, monkeypatch):
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, value(1))
-    monkeypatch.setattr(manager.CheckpointManager, "_remove_old", lambda self: 1 / 0)
+    monkeypatch.setattr(manager.CheckpointManager, "_remove_old", lambda self, saved: 1 / 0)
     checkpoints.async_save(2, value(2))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         checkpoints.wait()

@@ -22,7 +22,8 @@ class CheckpointManager:
 
     Args:
         folder: a folder that all ranks see; it is made when it is needed.
-        keep_last: how many of the newest to keep, at least 1.
+        keep_last: how many to keep, at least 1: the one saved last, and those of the steps before it. Where
+            training went back to a checkpoint, those of later steps stay as well, until they are saved again.
         keep_every: also keep those whose step is a multiple of it.
         group: the ranks (default: all of the default process group).
     """
@@ -59,7 +60,7 @@ class CheckpointManager:
         self.wait()
         path = save(self.path(step), state, step=step, group=self._group)
         if ranks_of(self._group).rank == 0:
-            self._remove_old()
+            self._remove_old(step)
         return path
 
     def async_save(self, step: int, state: Mapping[str, Any]) -> PendingSave:
@@ -71,7 +72,7 @@ class CheckpointManager:
         """
         self.wait()
         self._pending = async_save(
-            self.path(step), state, step=step, group=self._group, after=self._remove_old
+            self.path(step), state, step=step, group=self._group, after=lambda: self._remove_old(step)
         )
         return self._pending
 
@@ -120,6 +121,13 @@ class CheckpointManager:
             )
         return None
 
+    def remove_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, which a training that went back does otherwise."""
+        if ranks_of(self._group).rank == 0:
+            for later, path in self._folders():
+                if later > step:
+                    _remove(path)
+
     def _complete(self) -> Iterator[tuple[int, Path]]:
         """From the newest on."""
         for step, path in sorted(self._folders(), reverse=True):
@@ -140,15 +148,18 @@ class CheckpointManager:
     def _is_pending(self, path: Path) -> bool:
         return self._pending is not None and self._pending.path == path
 
-    def _remove_old(self) -> None:
-        """Removes complete checkpoints that need not be kept, and unfinished ones older than the newest."""
-        steps = [step for step, path in sorted(self._folders()) if (path / MANIFEST).exists()]
+    def _remove_old(self, saved: int) -> None:
+        """Removes complete checkpoints that need not be kept, and unfinished ones from before ``saved``."""
+        steps = [s for s, path in sorted(self._folders()) if s <= saved and (path / MANIFEST).exists()]
         kept = set(steps[-self._keep_last :])
         if self._keep_every is not None:
             kept |= {step for step in steps if step % self._keep_every == 0}
         for step, path in self._folders():
-            finished = (path / MANIFEST).exists()
-            if (finished and step not in kept) or (not finished and steps and step < steps[-1]):
-                # Without its manifest it is no checkpoint any more, whenever the removal may be cut short.
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path, ignore_errors=True)
+            if step <= saved and step not in kept:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # Without its manifest it is no checkpoint any more, whenever the removal may be cut short.
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)

@@ -31,6 +31,7 @@ class BestWeights:
         """
         if self._manager is not None:
             self._manager.save(progress.step, {"model": self._model, "progress": progress})
+            self._manager.remove_after(progress.step)  # from before the run went back to a checkpoint
             return
         if not self._kept:
             self._kept = {name: torch.empty_like(tensor) for name, tensor in self._tensors().items()}
