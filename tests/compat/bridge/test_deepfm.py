@@ -1,15 +1,14 @@
-import pytest
 import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec.compat.bridge.deepfm import FMInteractionArch, SimpleDeepFMNN
 
 
-def collection(dims=(4, 4)):
+def collection():
     return EmbeddingBagCollection(
         [
-            EmbeddingBagConfig(name=f"t{i}", num_embeddings=5, embedding_dim=dim, feature_names=[f"f{i}"])
-            for i, dim in enumerate(dims)
+            EmbeddingBagConfig(name=f"t{i}", num_embeddings=5, embedding_dim=4, feature_names=[f"f{i}"])
+            for i in range(2)
         ]
     )
 
@@ -30,8 +29,3 @@ def test_the_parts_make_the_whole():
 def test_without_sparse_features_the_dense_vector_stays():
     dense = torch.randn(2, 4)
     assert FMInteractionArch(4, [], 2)(dense, None) is dense
-
-
-def test_tables_must_have_one_width():
-    with pytest.raises(ValueError, match=r"must have one embedding_dim, got \[4, 8\]"):
-        SimpleDeepFMNN(3, collection((4, 8)), 6, 2)

@@ -86,9 +86,12 @@ def test_projections_are_multiplied():
         lambda tables: SimpleDeepFMNN(3, tables, 6, 2),
     ],
 )
-def test_models_need_tables(make):
+def test_models_need_tables_of_one_width(make):
     with pytest.raises(AssertionError, match="the collection has none"):
         make(embeddings.EmbeddingBagCollection([]))
+    tables = [embeddings.EmbeddingBagConfig(4, width, f"t{width}") for width in (4, 8)]
+    with pytest.raises(AssertionError, match=r"must have one embedding_dim, got \[4, 8\]"):
+        make(embeddings.EmbeddingBagCollection(tables))
 
 
 @pytest.mark.parametrize(

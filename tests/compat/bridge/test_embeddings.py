@@ -122,3 +122,23 @@ def test_types_and_words():
         embeddings.dtype_to_data_type(torch.int8)
     with pytest.raises(ValueError, match="pools nothing"):
         embeddings.pooling_type_to_str(PoolingType.NONE)
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
+def test_results_are_in_float32_whatever_the_tables_type(data_type):
+    kjt = KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    bags = embeddings.EmbeddingBagCollection([config(data_type=data_type)])
+    pooled = bags(kjt).values()
+    assert pooled.dtype is torch.float32
+    pooled.sum().backward()
+    assert bags.embedding_bags["t"].weight.grad.dtype is data_type.dtype
+    rows = embeddings.EmbeddingCollection([embeddings.EmbeddingConfig(6, 3, "t", data_type, ["f"])])(kjt)
+    assert rows["f"].values().dtype is torch.float32
+
+
+def test_a_batch_without_samples_has_no_rows():
+    nothing = torch.empty(0, dtype=torch.int64)
+    rows = embeddings.EmbeddingCollection([embeddings.EmbeddingConfig(6, 3, "t", feature_names=["f"])])(
+        KeyedJaggedTensor(["f"], nothing, lengths=nothing)
+    )
+    assert rows["f"].to_padded_dense().shape == (0, 0, 3)

@@ -128,3 +128,35 @@ def test_norms_of_gradients(norm_type):
     expected = torch.linalg.vector_norm(torch.tensor([3.0, -4.0, 1.0]), norm_type)
     assert torch.allclose(keyed.compute_total_norm(grads, {}, norm_type), expected)
     assert keyed.compute_total_norm([], {}, norm_type) == 0
+
+
+class Told(keyed.KeyedOptimizer):
+    """It remembers what it was told."""
+
+    told = ()
+
+    def post_load_state_dict(self):
+        self.told += ("loaded",)
+
+    def set_optimizer_step(self, step):
+        self.told += (step,)
+
+    def update_hyper_parameters(self, params_dict):
+        self.told += (params_dict,)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        keyed.OptimizerWrapper,
+        keyed.GradientClippingOptimizer,
+        lambda optimizer: keyed.WarmupOptimizer(optimizer, [keyed.WarmupStage(WarmupPolicy.LINEAR, 3)]),
+    ],
+)
+def test_wrappers_pass_on_what_they_are_told(wrap):
+    inner = Told({"w": torch.nn.Parameter(torch.ones(2))}, {}, [])
+    outer = keyed.CombinedOptimizer([wrap(inner)])
+    outer.post_load_state_dict()
+    outer.set_optimizer_step(3)
+    outer.update_hyper_parameters({"lr": 0.1})
+    assert inner.told == ("loaded", 3, {"lr": 0.1})

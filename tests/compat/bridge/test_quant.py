@@ -138,3 +138,14 @@ def test_constructors_and_refusals():
         quant.quantize_embeddings(Model(), torch.uint8, True)
     with pytest.raises(ValueError, match="fp_weight_dtype the same as"):
         quant.quantize_inference_model(Model(), fp_weight_dtype=torch.half)
+
+
+@pytest.mark.parametrize("need_indices", [False, True])
+def test_ids_are_returned_as_weights_if_they_were(need_indices):
+    config = embeddings.EmbeddingConfig(20, 8, "t0", feature_names=["ft0"])
+    ec = embeddings.EmbeddingCollection([config], need_indices=need_indices)
+    ec.qconfig = QuantConfig(activation=observer(torch.float), weight=observer(torch.int8))
+    made = quant.EmbeddingCollection.from_float(ec)
+    assert made.need_indices() == need_indices
+    weights = made(batch())["ft0"].weights_or_none()
+    assert (None if weights is None else weights.tolist()) == ([1, 19] if need_indices else None)

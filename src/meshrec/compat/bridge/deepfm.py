@@ -82,7 +82,7 @@ class SimpleDeepFMNN(nn.Module):
         deep_fm_dimension: columns of the deep half.
 
     Raises:
-        ValueError: for tables of several widths.
+        AssertedError: for no tables, and for tables of several widths.
     """
 
     def __init__(
@@ -95,14 +95,12 @@ class SimpleDeepFMNN(nn.Module):
         super().__init__()
         check_tables(embedding_bag_collection)
         configs = embedding_bag_collection.embedding_bag_configs()
-        widths = sorted({config.embedding_dim for config in configs})
-        if len(widths) != 1:
-            raise ValueError(f"all tables must have one embedding_dim, got {widths}.")
+        width = configs[0].embedding_dim
         names = [name for config in configs for name in config.feature_names]
         self.sparse_arch = SparseArch(embedding_bag_collection)
-        self.dense_arch = DenseArch(num_dense_features, hidden_layer_size, widths[0])
-        self.inter_arch = FMInteractionArch(widths[0] * (len(names) + 1), names, deep_fm_dimension)
-        self.over_arch = OverArch(widths[0] + deep_fm_dimension + 1)
+        self.dense_arch = DenseArch(num_dense_features, hidden_layer_size, width)
+        self.inter_arch = FMInteractionArch(width * (len(names) + 1), names, deep_fm_dimension)
+        self.over_arch = OverArch(width + deep_fm_dimension + 1)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, num_dense_features] and the ids -> probabilities [B, 1]."""

@@ -203,6 +203,10 @@ def with_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_tables(embedding_bag_collection: EmbeddingBagCollection) -> None:
-    """Raises an AssertedError if there are no tables."""
-    if not embedding_bag_collection.embedding_bag_configs():
+    """Raises an AssertedError if there are no tables, or tables of several widths."""
+    configs = embedding_bag_collection.embedding_bag_configs()
+    if not configs:
         raise AssertedError("the model needs tables, and the collection has none. Give it at least one.")
+    widths = sorted({config.embedding_dim for config in configs})
+    if len(widths) > 1:
+        raise AssertedError(f"all tables must have one embedding_dim, got {widths}. Make them as wide.")

@@ -153,7 +153,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         """Looks up and pools: ``[B, sum of D]``, one block of columns per feature; see MeshRec's."""
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
-                return keyed(super().forward(maybe_td_to_kjt(features)))
+                return in_float(super().forward(maybe_td_to_kjt(features)))
         pooled: list[Tensor] = []
         names: list[str] = []
         bags = features.to_dict()
@@ -241,7 +241,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         looked_up = super().forward(features)
         return {
             name: JaggedTensor.unchecked(
-                rows.values(),
+                rows.values().float(),  # whatever the tables' type, as in TorchRec
                 ids[feature].values() if self._need_indices else None,
                 rows.lengths(),
                 rows.offsets(),
@@ -295,6 +295,11 @@ def concatenated_bags(
 def keyed(kt: sparse.KeyedTensor) -> KeyedTensor:
     """MeshRec's as TorchRec's."""
     return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values(), kt.key_dim())
+
+
+def in_float(kt: sparse.KeyedTensor) -> KeyedTensor:
+    """MeshRec's as TorchRec's, which is in float32 whatever the tables' type."""
+    return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values().float(), kt.key_dim())
 
 
 def _fill_empty(collection: embedding_modules.TableCollection) -> None:

@@ -147,12 +147,10 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
         return ".".join(part for part in (opt_key, name) if part)
 
 
-class OptimizerWrapper(keyed.OptimizerWrapper):
-    """A keyed optimizer around another; write a subclass with a ``step`` of its own."""
+class _Passing:
+    """What TorchRec's optimizers around another pass on to it."""
 
-    def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
-        super().__init__(optimizer)
-        _settle(self)
+    _optimizer: keyed.KeyedOptimizer
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
         """Lets the optimizer inside create its state."""
@@ -171,7 +169,15 @@ class OptimizerWrapper(keyed.OptimizerWrapper):
         _tell([self._optimizer], "update_hyper_parameters", params_dict)
 
 
-class GradientClippingOptimizer(clipping.GradientClippingOptimizer):
+class OptimizerWrapper(_Passing, keyed.OptimizerWrapper):
+    """A keyed optimizer around another; write a subclass with a ``step`` of its own."""
+
+    def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
+        super().__init__(optimizer)
+        _settle(self)
+
+
+class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
     """Clips the gradients before each step.
 
     Args:
@@ -201,7 +207,7 @@ class GradientClippingOptimizer(clipping.GradientClippingOptimizer):
         self._tracks = track_grad_norm
         self._replicate_params = [each for group in self.param_groups for each in group["params"]]
         self._sharded_params: dict[Any, list[Tensor]] = {}
-        self.save_param_groups(False)
+        _settle(self)
 
     def step(self, closure: Any = None) -> Any:
         """Evaluates the closure, clips, and steps the wrapped optimizer."""
@@ -293,7 +299,7 @@ def compute_total_norm(
     return total.max() if norm_type == torch.inf else total.sum().pow(1.0 / norm_type)
 
 
-class WarmupOptimizer(warmup.WarmupOptimizer):
+class WarmupOptimizer(_Passing, warmup.WarmupOptimizer):
     """Sets the learning rate by stages."""
 
     def __init__(
@@ -305,7 +311,7 @@ class WarmupOptimizer(warmup.WarmupOptimizer):
         param_name: str = "__warmup",
     ) -> None:
         super().__init__(optimizer, stages, lr, lr_param, param_name)
-        self.save_param_groups(False)
+        _settle(self)
 
 
 _STAGE = ("policy", "max_iters", "value", "lr_scale", "decay_iters", "sgdr_period")

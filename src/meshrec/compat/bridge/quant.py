@@ -105,26 +105,44 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
 
 
 class EmbeddingCollection(embedding_modules.EmbeddingCollection):
-    """TorchRec's quantised ``EmbeddingCollection(tables, device, output_dtype=torch.float)``; see
-    ``EmbeddingBagCollection``.
+    """TorchRec's quantised ``EmbeddingCollection(tables, device, need_indices=False,
+    output_dtype=torch.float)``; see ``EmbeddingBagCollection``.
+
+    With ``need_indices`` the results have the ids as weights.
     """
+
+    _need_indices = False  # of collections that a quantised model brings along
 
     def __init__(
         self,
         tables: Sequence[EmbeddingConfig],
         device: torch.device | str | None = None,
+        need_indices: bool = False,
         output_dtype: torch.dtype = torch.float,
     ) -> None:
         super().__init__(tables, device, output_dtype=data_type_of(output_dtype))
+        self._need_indices = need_indices
+
+    def need_indices(self) -> bool:
+        """Whether the results have the ids as weights."""
+        return self._need_indices
 
     def forward(  # type: ignore[override]
         self, features: KeyedJaggedTensor
     ) -> dict[str, JaggedTensor]:
         """By feature ``[n, D]``; torch.fx sees one lookup after the other."""
         if not isinstance(features, Proxy):
+            bags = maybe_td_to_kjt(features).to_dict()
+            looked_up = super().forward(maybe_td_to_kjt(features))
+            features_of = [name for config, _ in self.tables().values() for name in config.feature_names]
             return {
-                name: JaggedTensor.unchecked(rows.values(), None, rows.lengths(), rows.offsets())
-                for name, rows in super().forward(maybe_td_to_kjt(features)).items()
+                name: JaggedTensor.unchecked(
+                    rows.values(),
+                    bags[feature].values() if self._need_indices else None,
+                    rows.lengths(),
+                    rows.offsets(),
+                )
+                for (name, rows), feature in zip(looked_up.items(), features_of, strict=True)
             }
         bags = features.to_dict()
         names = iter(self.embedding_names())
@@ -134,7 +152,11 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
                 bag = bags[name]
                 kind = (config.data_type.bits, config.embedding_dim, _dtype_of(self))
                 rows = id_rows(weight, bag.values(), bag.offsets(), *kind)
-                result[next(names)] = JaggedTensor(values=rows, lengths=bag.lengths())
+                result[next(names)] = JaggedTensor(
+                    values=rows,
+                    weights=bag.values() if self._need_indices else None,
+                    lengths=bag.lengths(),
+                )
         return result
 
     @property
@@ -146,6 +168,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
         """From a collection with a ``qconfig``, which is a ``QuantConfig``."""
         made: Self = _from_float(cls, module)
+        made._need_indices = getattr(module, "_need_indices", False)
         return made
 
 

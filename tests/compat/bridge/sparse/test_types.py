@@ -149,3 +149,23 @@ def test_no_bags_have_offsets_all_the_same():
     nothing = KeyedJaggedTensor(["a"], torch.tensor([]), lengths=torch.tensor([]))
     assert nothing["a"].values().numel() == 0
     assert nothing.length_per_key() == [0]
+
+
+def test_no_bags_of_whole_numbers_have_the_0():
+    nothing = KeyedJaggedTensor(["a", "b"], torch.tensor([]), lengths=torch.tensor([], dtype=torch.int32))
+    assert [bags.offsets().tolist() for bags in nothing.to_dict().values()] == [[0], [0]]
+
+
+def test_chosen_keys_keep_the_batch_size():
+    kjt = keyed(variable=True)
+    assert (kjt.stride(), kjt.permute([0]).stride()) == (3, 3)
+
+
+def test_padding_has_the_type_of_values():
+    nothing = JaggedTensor(torch.empty(0, dtype=torch.int32), lengths=torch.tensor([0, 0]))
+    assert nothing.to_padded_dense(2).dtype is torch.int32
+
+
+def test_bags_need_lengths_or_offsets():
+    with pytest.raises(AssertionError, match="neither lengths nor offsets"):
+        JaggedTensor(torch.ones(2))

@@ -22,7 +22,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         offsets: start of each bag, and N [B+1]. At least one of lengths and offsets.
 
     Raises:
-        AssertedError: lengths or offsets are no integers.
+        AssertedError: lengths or offsets are no integers, or neither is given.
     """
 
     _like = own.JaggedTensor
@@ -41,6 +41,8 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         self._offsets: Tensor | None = offsets
         if not torch.jit.is_scripting():
             if not is_traced():
+                if lengths is None and offsets is None:
+                    raise AssertedError("JaggedTensor: got neither lengths nor offsets. Pass one of them.")
                 check_counts(lengths, offsets)
 
     @staticmethod
@@ -251,9 +253,7 @@ def padded(
     columns = torch.arange(longest, device=rows.device)
     # One row of padding at the end: every place without a value points at it.
     sources = torch.where(columns < lengths[:, None], offsets[:-1, None] + columns, rows.size(0))
-    padding = torch.full_like(
-        torch.empty_like(rows[:1]) if rows.size(0) > 0 else rows.sum(0)[None], padding_value
-    )
+    padding = torch.full([1] + list(rows.shape[1:]), padding_value, dtype=rows.dtype, device=rows.device)
     return torch.cat([rows, padding])[sources]
 
 

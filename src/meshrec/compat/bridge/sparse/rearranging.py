@@ -48,9 +48,9 @@ def split_bags(
     offsets: list[Tensor] = []
     if not compute_offsets:
         return parts, offsets
-    if lengths.numel() == 0 and not variable:
-        return parts, parts  # as in TorchRec: no bags, and not even the 0
-    if variable:
+    if lengths.is_floating_point():
+        return parts, parts  # as in TorchRec: torch.tensor([]), no bags of no type, and not even the 0
+    if variable or lengths.numel() == 0:
         for part in parts:
             offsets.append(to_offsets(part))
         return parts, offsets
