@@ -51,3 +51,9 @@ def test_made_up_data_has_no_files(tmp_path):
     assert train(args) == 0
     with pytest.raises(ValueError, match="SyntheticClicks reads no files of its own"):
         evaluate.main([str(tmp_path / "r"), "--data", "x"])
+
+
+def test_intervals_need_draws():
+    for draws in ("-1", "1"):
+        with pytest.raises(ValueError, match=f"--intervals is {draws}; it must be 0, or 2 and more"):
+            evaluate.main(["r", "--data", "x", "--intervals", draws])

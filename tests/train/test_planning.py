@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from meshrec.plan.sharding_plan import ShardingType
@@ -30,6 +32,8 @@ def test_tables_are_measured_on_the_first_batches(small):
     assert set(found) == {"f0", "f1", "f2"}
     assert list(found["f0"].pooling_factors) == [1.0]
     assert found["f0"].effective_rows < 50  # Zipf
+    few = replace(recipe.data, num_samples=1).load()  # the first rank has no row
+    assert set(constraints_of(recipe, recipe.model.build(few), few, world_size=2)) == set(found)
 
 
 def test_no_plan_is_one_clear_error(tmp_path, small):

@@ -2,10 +2,12 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from meshrec.data.features import Features, Hashed, Label
 from meshrec.optim import Adam
-from meshrec.train import MovieLens, Placement, Recipe, RunFolder, Training, load_recipe
+from meshrec.train import Frame, MovieLens, Placement, Recipe, RunFolder, Training, load_recipe
 from meshrec.train.run_folder import CONFIG, to_json
 from meshrec.train.saved_recipe import changes, check_data, describe_data, restored
 from tests.train import small as small_module
@@ -86,3 +88,12 @@ def test_other_data_is_refused(small, tmp_path):
     other = replace(small().data, num_samples=999).load()
     with pytest.raises(ValueError, match=r"trained on other data: samples train was 1000 and is 999 now"):
         check_data(config, other, tmp_path)
+
+
+def test_of_tables_in_memory_no_data_is_kept(small):
+    frame = pd.DataFrame({"secret": [1, 2]})
+    labels, columns = (Label(column="y"),), (Hashed(name="secret", num_embeddings=9),)
+    recipe = replace(small(), data=Frame(train=frame, features=Features(labels=labels, features=columns)))
+    assert saved(recipe)["data"]["train"] == "DataFrame"
+    assert restored(recipe, saved(recipe), "recipe").data.train is frame
+    assert not changes(recipe, restored(recipe, saved(recipe), "recipe"))

@@ -93,3 +93,23 @@ def test_samples_without_weight_are_not_learned():
 def test_models_of_several_labels_want_several():
     with pytest.raises(ValueError, match="has one label, and this model is for several"):
         trained(recipe((CLICK,), BinaryCrossEntropy(), MultiTaskConfig()))
+
+
+def test_labels_and_losses_go_together():
+    one, two = BinaryCrossEntropy(), Tasks(tasks=(Task("a", BinaryCrossEntropy()), Task("b", SquaredError())))
+    for labels, loss, message in (
+        ((CLICK, PRICE), one, r"labels are \['click', 'price'\], and the loss is for 1"),
+        ((CLICK,), two, r"labels are \['click'\], and the loss is for 2"),
+        ((PRICE,), one, "label 'price' is a number, and BinaryCrossEntropy takes 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recipe(labels, loss, DLRMConfig()).check(1)
+
+
+def test_data_of_damaged_rows_alone_trains_nothing():
+    nothing = recipe((CLICK,), BinaryCrossEntropy(), DLRMConfig(embedding_dim=8), weight="price")
+    negative = table().set_column(
+        table().column_names.index("price"), "price", pa.array([-1.0] * table().num_rows)
+    )
+    with pytest.raises(ValueError, match="nothing was trained: all rows of 'frame' were left out as damaged"):
+        trained(replace(nothing, data=replace(nothing.data, train=negative, on_error="skip")))

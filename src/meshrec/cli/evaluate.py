@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     """Parses and does it; the exit code."""
     options = parse(EvaluateOptions, arguments, program="meshrec evaluate")
     check_output(options.json)
+    if options.intervals < 0 or options.intervals == 1:
+        raise ValueError(f"--intervals is {options.intervals}; it must be 0, or 2 and more: 200 will do.")
     run = find_run(options.run, options.runs)
 
     def work(ranks: Ranks) -> None:

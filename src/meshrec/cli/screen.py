@@ -63,7 +63,7 @@ class LineScreen:
                         self._print(f"  {line}", soft_wrap=True)
             case Logged(line):
                 self._print(
-                    f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {line['loss']:.4f}  "
+                    f"step {line['step']:>6}  epoch {line['epoch']:.2f}  loss {_loss(line)}  "
                     f"{_leading(line)}  {line['samples_per_second']:,.0f} samples/s"
                 )
             case Evaluated(line, is_best):
@@ -106,7 +106,7 @@ class LiveScreen:
                 self._progress.update(
                     self._task,
                     speed=f"[cyan]{line['samples_per_second']:,.0f} samples/s",
-                    quality=f"loss {line['loss']:.4f}  {_leading(line)}",
+                    quality=f"loss {_loss(line)}  {_leading(line)}",
                 )
             case Advanced(what, done) if self._task is not None:
                 self._progress.update(
@@ -176,7 +176,12 @@ def plan_lines(report: PlanReport) -> list[str]:
 def validation_text(line: Line, is_best: bool) -> str:
     """An evaluation."""
     best = "  [green](best so far)[/green]" if is_best else ""
-    return f"{line['kind']} at step {line['step']:>6}: {_leading(line)}  loss {line['loss']:.4f}{best}"
+    return f"{line['kind']} at step {line['step']:>6}: {_leading(line)}  loss {_loss(line)}{best}"
+
+
+def _loss(line: Line) -> str:
+    """None where all samples were left out as damaged."""
+    return f"{line['loss']:.4f}" if "loss" in line else "-"
 
 
 def summary_table(summary: Line) -> Table:

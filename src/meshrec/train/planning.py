@@ -48,7 +48,8 @@ def constraints_of(
     """What the planner may do with each table, and what it should assume: measured on the first batches."""
     placement = recipe.placement
     batches = dataset.train.batches(recipe.training.batch_size // world_size, world_size=world_size)
-    first = [batch.sparse for batch in itertools.islice(batches, placement.sample_batches)]
+    # Of few rows the last ranks have none, and of damaged ones nobody has.
+    first = [each.sparse for each in itertools.islice(batches, placement.sample_batches) if len(each)]
     measured = estimate_from_batches(model, first) if first else {}
     return {
         table.name: replace(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
-from meshrec.train.losses import BinaryCrossEntropy, Loss
+from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Tasks
 from meshrec.train.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -253,6 +253,8 @@ class Recipe:
     def check(self, world_size: int) -> None:
         """ValueError for what cannot be run on so many ranks."""
         training = self.training
+        if isinstance(self.data, FittedSource):
+            _check_labels(self.data.features, self.loss)
         if training.batch_size % world_size:
             below = training.batch_size - training.batch_size % world_size
             choices = f"{below} or {below + world_size}" if below else world_size
@@ -283,3 +285,22 @@ class Recipe:
                     f"{training.max_steps}: early stopping would never see an evaluation. "
                     "Evaluate more often."
                 )
+
+
+def _check_labels(features: "Features", loss: Loss) -> None:
+    """ValueError where the loss, if it is one of ours, is for other labels."""
+    if not isinstance(loss, BinaryCrossEntropy | SquaredError | Huber | Tasks):
+        return
+    losses = [task.loss for task in loss.tasks] if isinstance(loss, Tasks) else [loss]
+    names = [label.column for label in features.labels]
+    if len(losses) != len(names):
+        raise ValueError(
+            f"the labels are {names}, and the loss is for {len(losses)}. Give loss=Tasks(...) one task for "
+            "each label, or a single loss for a single label."
+        )
+    for label, each in zip(features.labels, losses, strict=True):
+        if label.kind == "number" and isinstance(each, BinaryCrossEntropy):
+            raise ValueError(
+                f"label {label.column!r} is a number, and BinaryCrossEntropy takes 0 to 1. Take SquaredError "
+                "or Huber, or a label of kind='binary', with positive_from where it is another range."
+            )

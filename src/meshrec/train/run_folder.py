@@ -228,10 +228,13 @@ def all_runs(runs: Path = RUNS) -> list[RunFolder]:
 
 
 def to_json(value: Any) -> Any:
-    """A config as plain JSON types; a dataclass brings its class as ``"type"``, or says itself how."""
-    if hasattr(value, "to_json"):
-        return value.to_json()
+    """A config as plain JSON types; a dataclass brings its class as ``"type"``, or says itself how.
+
+    Of a table in memory the type is told, and none of its data.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if hasattr(value, "to_json"):
+            return value.to_json()
         fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__name__, **fields}
     if isinstance(value, dict):
@@ -240,6 +243,8 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if isinstance(value, Enum):
         return value.value
+    if hasattr(value, "__arrow_c_stream__") or hasattr(value, "column_names"):
+        return type(value).__name__
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 

@@ -70,7 +70,7 @@ def restored(template: T, saved: Any, where: str) -> T:
         name, now = each.name, getattr(template, each.name)
         if name not in saved:
             continue  # newer than the run: its value of today is the default
-        if hasattr(now, "from_json"):
+        if dataclasses.is_dataclass(now) and hasattr(now, "from_json"):
             values[name] = now.from_json(saved[name])
         elif dataclasses.is_dataclass(now) and isinstance(saved[name], dict):
             values[name] = restored(now, saved[name], f"{where}.{name}")

@@ -164,6 +164,11 @@ class Trainer:
         if self._stop.finish().failed:
             self._fail()
         self._log_rest()
+        if self.progress.step and not self.progress.num_samples:
+            raise ValueError(
+                f"nothing was trained: all rows of {self.dataset.name!r} were left out as damaged, see the "
+                "warnings. Repair the data."
+            )
         self._write_phases()
         self._publish()
         if self._checkpoints is not None:
