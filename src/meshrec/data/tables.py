@@ -57,12 +57,12 @@ class ArrowSource(Source, Tables):
     """
 
     def __init__(self, tables: Sequence[tuple[str, Any]], schema: Encoding, faults: Faults) -> None:
-        for name, table in tables:
-            for wrong in schema.wrong_columns(table.schema):
-                raise DataError(f"{name}: {wrong}. Give it as the schema says.")
         self._tables = [(name, table.combine_chunks()) for name, table in tables if table.num_rows]
         if not self._tables:
             raise DataError(f"{[name for name, _ in tables]} have no rows. Give some.")
+        for name, table in self._tables:
+            for wrong in schema.wrong_columns(table.schema):
+                raise DataError(f"{name}: {wrong}. Give it as the schema says.")
         self._schema, self._faults = schema, faults
 
     @property

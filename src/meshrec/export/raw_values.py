@@ -122,9 +122,7 @@ class RawValues:
         alike = bool(tables) and all(table is shared for table in tables)
         dense = np.empty((1 if alike else own.num_rows, len(tables)), np.float32)
         for at, (number, table) in enumerate(zip(self._features.numbers, tables, strict=True)):
-            # What float32 cannot hold becomes infinite, which whoever checks the dense values refuses.
-            with np.errstate(over="ignore"):
-                dense[:, at] = number.encode(table[number.source], place, kept[: table.num_rows], faults)
+            dense[:, at] = number.encode(table[number.source], place, kept[: table.num_rows], faults)
         found = Encoded(dense, {}, {}, frozenset([DENSE] if alike else []))
         for feature in self._features.ids:
             table = table_of(feature.columns())

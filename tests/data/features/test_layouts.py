@@ -26,6 +26,8 @@ from meshrec.data.features import (
     Vocabulary,
     hashes_of,
 )
+from meshrec.data.frames import open_tables
+from meshrec.data.tables import fit_features
 from meshrec.train import Csv
 
 EPOCH = datetime.datetime(1970, 1, 1)
@@ -272,3 +274,21 @@ def test_a_number_that_is_always_the_same_is_not_divided_by_a_rounding_error() -
 def test_features_that_cannot_be(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numbers_beyond_float32_and_columns_that_are_there_twice_are_told(tmp_path) -> None:
+    with pytest.raises(DataError, match=r"column 'x': row 1 is too large for float32. Set log or clip"):
+        Number(name="x").encode(
+            pa.array([1.0, 1e300]), Place("here", 0), np.ones(2, np.bool_), Faults("raise")
+        )
+    pq.write_table(pa.table({"k": [1, 2], "x": [1.0, 2.0]}), tmp_path / "items.parquet")
+    features = Features(
+        labels=LABEL,
+        features=(Hashed(name="k", num_embeddings=9), Number(name="x")),
+        joins=(Join(path=str(tmp_path / "items.parquet"), key="k", columns=("x",)),),
+    )
+    data = pa.table({"y": [0, 1], "k": [1, 2], "x": [3.0, 4.0]})
+    with pytest.raises(
+        DataError, match=r"column 'x' is in the data, and in .*items.parquet, which is joined"
+    ):
+        fit_features(features, open_tables, data)

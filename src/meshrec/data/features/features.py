@@ -350,6 +350,11 @@ class Features(Encoding):
         """With the columns that joins bring."""
         for join in self.joins:
             for field in join.fields():
+                if field.name in found.names:
+                    raise DataError(
+                        f"column {field.name!r} is in the data, and in {join.path}, which is joined. Rename "
+                        "one of them, or do not join it."
+                    )
                 found = found.append(field)
         return found
 

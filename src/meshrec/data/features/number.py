@@ -115,7 +115,16 @@ class Number:
             values = np.clip(values, self.low, self.high)
         if self.mean is not None and self.deviation is not None:
             values = (values - self.mean) / self.deviation
-        return values.astype(np.float32)
+        with np.errstate(over="ignore"):
+            dense = values.astype(np.float32)
+        small = np.isfinite(dense)
+        if not small.all():
+            where = (
+                f"{place.name}, column {self.source!r}: row {{row}} is too large for float32. Set log or clip"
+            )
+            faults.check(kept, small, f"{where} of feature {self.name!r}", place.first_row, place.file)
+            dense[~small] = 0.0
+        return dense
 
     def _plain(self, array: Any) -> npt.NDArray[np.float64]:
         values = numbers_of(array, self.part, self.unit)
