@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from meshrec.checkpoint import snapshot as snapshots
 from meshrec.checkpoint.agreement import CheckpointError
 from meshrec.checkpoint.data_file import TensorPart
 from meshrec.checkpoint.snapshot import Snapshot, failure_of, read_note
@@ -45,6 +46,30 @@ def test_a_killed_writer_is_noticed(tmp_path):
     other = start(tmp_path / "..", torch.rand(2, 2))
     other.kill()
     assert not other.is_running
+
+
+@pytest.mark.parametrize("num_stuck", [1, 3])
+def test_a_writer_that_does_not_begin_is_replaced(tmp_path, monkeypatch, num_stuck):
+    """As where a thread was just becoming known to Python."""
+    fork, children = os.fork, []
+
+    def forked():
+        children.append(fork())
+        if children[-1] == 0 and len(children) <= num_stuck:
+            signal.pause()
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", forked)
+    monkeypatch.setattr(snapshots, "_SECONDS_TO_BEGIN", 0.2)
+    if num_stuck < 3:
+        monkeypatch.setattr(snapshots, "_TRIES", 100)  # the second may be slow as well
+        start(tmp_path, torch.rand(2, 2)).wait()
+        assert read_note(tmp_path / "note.json").file.num_bytes == (tmp_path / "data").stat().st_size
+    else:
+        with pytest.raises(CheckpointError, match="did not begin: 3 processes did nothing"):
+            start(tmp_path, torch.rand(2, 2))
+    assert len(children) >= min(3, num_stuck + 1)
+    assert not any(map(_is_alive, children[:num_stuck]))
 
 
 def test_it_dies_with_its_parent(tmp_path):

@@ -6,12 +6,17 @@ file is written: nothing for rows that are not touched, at most the size of what
 
 The child only reads memory and writes its file: it takes no lock of the parent's threads, talks to no device
 and to no other rank, and closes the parent's sockets, so that the death of the parent is seen by its peers.
+One such lock it cannot help: Python itself waits for it in the child, if another thread was just becoming
+known to the interpreter (python/cpython#112275, in 3.11 and older). So a child says that it has begun, and
+one that does not is ended and another one made.
 """
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
+import select
 import signal
 import sys
 import warnings
@@ -25,6 +30,8 @@ from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
 from meshrec.checkpoint.manifest import write_durably
 
 _PR_SET_PDEATHSIG = 1
+_SECONDS_TO_BEGIN = 10.0
+_TRIES = 3
 
 
 class Snapshot:
@@ -40,19 +47,35 @@ class Snapshot:
 
         Tensors that are not contiguous memory on the CPU are copied first, here: the child must not run
         anything that wants threads.
+
+        Raises:
+            CheckpointError: no process for it began to work.
         """
         parts = [part._replace(tensor=part.tensor.cpu().contiguous()) for part in parts]
         prctl = _prctl()
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():
-            # From Python 3.12 on: a child of a process with threads must take none of their locks, see above.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            _write_and_exit(parent, prctl, path, parts, note)
-        return cls(pid, note)
+        for _ in range(_TRIES):
+            ready, begun = os.pipe()
+            with warnings.catch_warnings():
+                # From Python 3.12 on: a child of a process with threads must take none of their locks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                _write_and_exit(parent, prctl, begun, path, parts, note)
+            os.close(begun)
+            snapshot = cls(pid, note)
+            has_begun = bool(select.select([ready], [], [], _SECONDS_TO_BEGIN)[0])  # or is dead, see `wait`
+            os.close(ready)
+            if has_begun:
+                return snapshot
+            snapshot.kill()
+        raise CheckpointError(
+            f"the background writer did not begin: {_TRIES} processes did nothing for "
+            f"{_SECONDS_TO_BEGIN:.0f} s each. Look at the machine's load and free memory; the next save "
+            "tries again."
+        )
 
     @property
     def is_running(self) -> bool:
@@ -92,9 +115,13 @@ def failure_of(note: Path) -> Path:
     return note.with_suffix(".failed")
 
 
-def _write_and_exit(parent: int, prctl: Any, path: Path, parts: Sequence[TensorPart], note: Path) -> None:
+def _write_and_exit(
+    parent: int, prctl: Any, begun: int, path: Path, parts: Sequence[TensorPart], note: Path
+) -> None:
     code = 1
     try:
+        os.write(begun, b".")
+        gc.disable()  # it might free what waits for the parent's threads
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
