@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as csv
@@ -7,7 +9,7 @@ import pytest
 from meshrec.data import DataError, IdColumn, Schema, criteo, parquet
 from meshrec.data.faults import Faults
 from meshrec.data.frames import open_tables
-from meshrec.data.locations import expand
+from meshrec.data.locations import expand, expand_tables
 
 SCHEMA = Schema(label="y", ids=[IdColumn(name="user", num_embeddings=50)])
 
@@ -42,6 +44,19 @@ def test_csv_files_of_a_store(folder):
     here = open_tables([f"{folder}/part-1.csv"], SCHEMA, Faults("raise"))
     for each, expected in zip(found.windows(0, 0, 100), here.windows(0, 0, 100), strict=True):
         assert np.array_equal(each.ids[0].values, expected.ids[0].values)
+
+
+@pytest.mark.parametrize("store", ["", "file://"])
+def test_a_folder_stands_for_its_tables(folder, store):
+    (folder / "part-0.csv").rename(folder / "part-0.csv.gz")
+    names, text = expand_tables([f"{store}{folder}"])
+    assert ([Path(str(each)).name for each in names], text) == (["part-0.parquet", "part-1.parquet"], False)
+    for path in folder.glob("*.parquet"):
+        path.unlink()
+    names, text = expand_tables([f"{store}{folder}"])
+    assert ([Path(str(each)).name for each in names], text) == (["part-0.csv.gz", "part-1.csv"], True)
+    with pytest.raises(DataError, match=r"notes.txt'\] are CSV and other files. Give files of one kind"):
+        expand_tables([f"{store}{folder}", f"{store}{folder}/notes.txt"])
 
 
 def test_what_cannot_be_reached(folder):

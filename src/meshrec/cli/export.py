@@ -131,12 +131,10 @@ def read_items(paths: Sequence[str], kinds: Mapping[str, str]) -> Any:
     import pyarrow.parquet as parquet
 
     from meshrec.data.frames import read_csvs
-    from meshrec.data.locations import expand, is_csv
+    from meshrec.data.locations import expand_tables
 
-    texts = [path for path in paths if is_csv(path)]
-    if texts and len(texts) < len(paths):
-        raise ValueError(f"--items {list(paths)} are CSV and other files. Give files of one kind.")
-    if texts:
-        return pa.concat_tables(read_csvs(expand(texts, "*.csv"), kinds))
-    tables = [parquet.read_table(each) for each in expand(list(paths), "*.parquet")]
+    files, text = expand_tables(list(paths))
+    if text:
+        return pa.concat_tables(read_csvs(files, kinds))
+    tables = [parquet.read_table(each) for each in files]
     return pa.concat_tables(tables, promote_options="permissive")

@@ -82,11 +82,10 @@ def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
 
     from meshrec.data.faults import DataError
     from meshrec.data.frames import read_csvs
-    from meshrec.data.locations import File, expand, is_csv
+    from meshrec.data.locations import File, expand_tables
     from meshrec.data.parquet import open_parquet_file
 
-    text = all(map(is_csv, paths))
-    files = expand(list(paths), "*.csv" if text else "*.parquet")
+    files, text = expand_tables(list(paths))
     names: list[str] | None = None
 
     def check(file: File, found: list[str]) -> None:
@@ -116,16 +115,16 @@ def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
     except (pa.ArrowException, OSError) as error:
         every = [str(file) for file in files]
         raise DataError(
-            f"{every} cannot be read as Parquet: {error}. Name Parquet files, or CSV files that end in .csv."
+            f"{every} cannot be read as Parquet: {str(error).rstrip('.')}. Name Parquet files, or CSV files "
+            "that end in .csv."
         ) from error
 
 
 def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
     """The recipe as Python."""
-    from meshrec.data.locations import is_csv
+    from meshrec.data.locations import expand_tables
 
-    text = all(map(is_csv, options.data))
-    source = "Csv" if text else "Parquet"
+    source = "Csv" if expand_tables(options.data)[1] else "Parquet"
     features = proposal.features
     kinds = sorted({type(each).__name__ for each in features.features} | {"Features", "Label"})
     lines = []

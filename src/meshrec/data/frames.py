@@ -5,10 +5,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from meshrec.data.dataset import Paths
 from meshrec.data.encoding import Encoding
 from meshrec.data.faults import DataError, Faults, needs
-from meshrec.data.locations import File, codec_of, expand, is_address, is_csv, opened
+from meshrec.data.locations import File, codec_of, expand_tables, is_address, opened
 from meshrec.data.parquet import open_parquet
 from meshrec.data.streaming import Source
 from meshrec.data.tables import ArrowSource
@@ -158,22 +157,17 @@ def _whole_numbers(texts: Any) -> Any:
 def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
     """A source of Parquet or CSV files, or of a frame; see `meshrec.data.tables.table_dataset`.
 
-    CSV files (``.csv``, also with ``.gz``, ``.bz2`` or ``.zst``) are read into memory; large ones are better
-    made Parquet once.
+    A folder stands for its Parquet files, or its CSV files where it has no others. CSV files (``.csv``, also
+    with ``.gz``, ``.bz2`` or ``.zst``) are read into memory; large ones are better made Parquet once.
 
     Raises:
         DataError: paths stand for no file, or for files of two kinds.
     """
     if not _is_paths(data):
         return ArrowSource([("memory", to_table(data))], schema, faults)
-    paths: Paths = data
-    several = [paths] if isinstance(paths, str | Path) else list(paths)
-    text = [is_csv(each) for each in several]
-    if not any(text):
-        return open_parquet(paths, schema, faults)
-    if not all(text):
-        raise DataError(f"{[str(each) for each in several]} are CSV and other files. Give files of one kind.")
-    files = expand(paths, "*.csv")
+    files, text = expand_tables(data)
+    if not text:
+        return open_parquet(files, schema, faults)
     tables = read_csvs(files, schema.fitted_kinds())
     return ArrowSource([(str(file), each) for file, each in zip(files, tables, strict=True)], schema, faults)
 

@@ -2,21 +2,28 @@
 
 import fnmatch
 import glob
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshrec.data.dataset import Paths
 from meshrec.data.faults import DataError, needs
 
+T = TypeVar("T")
 File = Path | str
 """A file of this machine, or its address (URI) in a store: ``s3://bucket/clicks.parquet``."""
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
-def expand(paths: Paths, pattern: str) -> list[File]:
+_PARQUET_OR_CSV = ("*.parquet", " ".join(["*.csv", *(f"*.csv{suffix}" for suffix in _CODECS)]))
+
+
+def expand(paths: Paths, *patterns: str) -> list[File]:
     """The files that paths, folders and patterns stand for; those of stores as addresses.
+
+    A folder stands for its files of the first of ``patterns`` that it has any of; a pattern may be several,
+    with blanks between them.
 
     Stores are those of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf, file; their keys come from
     where each store's own tools take them.
@@ -26,14 +33,28 @@ def expand(paths: Paths, pattern: str) -> list[File]:
     """
     files: list[File] = []
     for each in [paths] if isinstance(paths, str | Path) else paths:
-        found = _stored(each, pattern) if is_address(each) else _local(each, pattern)
+        found = _stored(each, patterns) if is_address(each) else _local(each, patterns)
         if not found:
             place = "there" if is_address(each) else f"in {Path.cwd()}"
-            raise DataError(f"{each} stands for no file {place}; folders are searched for {pattern}.")
+            searched = " or ".join(patterns)
+            raise DataError(f"{each} stands for no file {place}; folders are searched for {searched}.")
         files += found
     if not files:
         raise DataError("no paths were given.")
     return files
+
+
+def expand_tables(paths: Paths) -> tuple[list[File], bool]:
+    """The Parquet or CSV files that paths, folders and patterns stand for, and whether they are of CSV.
+
+    Raises:
+        DataError: as `expand`, and for files of both kinds.
+    """
+    files = expand(paths, *_PARQUET_OR_CSV)
+    text = [is_csv(each) for each in files]
+    if any(text) and not all(text):
+        raise DataError(f"{[str(each) for each in files]} are CSV and other files. Give files of one kind.")
+    return files, all(text)
 
 
 def is_address(path: str | Path) -> bool:
@@ -64,21 +85,22 @@ def opened(file: File) -> Any:
     return filesystem.open_input_file(path)
 
 
-def _local(each: str | Path, pattern: str) -> list[File]:
+def _local(each: str | Path, patterns: Sequence[str]) -> list[File]:
     path = Path(each)
     if path.is_dir():
-        return sorted(path.glob(pattern))
+        return [*_first(sorted(path.iterdir()), lambda file: file.name, patterns)]
     return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(each)))]
 
 
-def _stored(address: str | Path, pattern: str) -> list[File]:
+def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
     pa, fs = needs("pyarrow", "data"), needs("pyarrow.fs", "data")
     plain, question, options = str(address).partition("?")
     try:
         filesystem, path = fs.FileSystem.from_uri(str(address))
-        folder, wanted = path, pattern
+        folder, wanted = path, patterns
         if any(sign in path for sign in "*["):
-            folder, _, wanted = path.rpartition("/")
+            folder, _, named = path.rpartition("/")
+            wanted = [named]
         elif filesystem.get_file_info(path).type == fs.FileType.File:
             return [str(address)]
         every = filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True))
@@ -87,11 +109,18 @@ def _stored(address: str | Path, pattern: str) -> list[File]:
             f"{address} cannot be reached: {error}. Check the address and the store's keys."
         ) from error
     store = plain.removesuffix(path)
-    return [
-        f"{store}{each.path}{question}{options}"
-        for each in sorted(every, key=lambda each: str(each.path))
-        if each.type == fs.FileType.File and fnmatch.fnmatch(each.base_name, wanted)
-    ]
+    files = [each for each in sorted(every, key=lambda each: str(each.path)) if each.type == fs.FileType.File]
+    found = _first(files, lambda each: str(each.base_name), wanted)
+    return [f"{store}{each.path}{question}{options}" for each in found]
+
+
+def _first(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:
+    """Those that the first pattern takes which takes any."""
+    for pattern in patterns:
+        found = [each for each in files if any(fnmatch.fnmatch(name(each), one) for one in pattern.split())]
+        if found:
+            return found
+    return []
 
 
 def suffix_of(file: File) -> str:
