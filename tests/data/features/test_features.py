@@ -259,6 +259,13 @@ def test_what_is_wrong_is_named():
         DataError, match="vocabulary has 40 values, with the rows for others 42, and its table 10"
     ):
         Features(labels=LABEL, features=(Vocabulary(name="item", num_embeddings=10),)).fit([data])
+    null = pa.table(
+        {**{name: data[name] for name in data.column_names}, "item": pa.nulls(len(data), pa.int64())}
+    )
+    with pytest.raises(
+        DataError, match=r"row 0 has null. Give feature 'item' missing=, the row that null has"
+    ):
+        encoded(Features(labels=LABEL, features=(Integer(name="item", num_embeddings=2),)), null)
     with pytest.raises(DataError, match=r"row 0 has the id \d+, outside \[0, 2\)"):
         encoded(Features(labels=LABEL, features=(Integer(name="item", num_embeddings=2),)), data.slice(1))
     one = (Number(name="price"), Hashed(name="user", num_embeddings=4))

@@ -324,10 +324,12 @@ class Integer(IdFeature):
         if outside.any():
             total = np.concatenate([[0], np.cumsum(outside)])
             first = found.array[int(outside.argmax())].as_py()
-            where = (
-                f"{place.name}, column {self.source!r}: row {{row}} has the id {first}, outside [0, "
-                f"{self.num_embeddings}). Raise num_embeddings of feature {self.name!r}, or hash it"
-            )
+            if first is None:
+                what = f"null. Give feature {self.name!r} missing=, the row that null has"
+            else:
+                what = f"the id {first}, outside [0, {self.num_embeddings}). Raise num_embeddings of feature "
+                what += f"{self.name!r}, or hash it"
+            where = f"{place.name}, column {self.source!r}: row {{row}} has {what}"
             good = total[found.offsets[1:]] == total[found.offsets[:-1]]
             faults.check(kept, good, where, place.first_row, place.file)
             rows[outside] = 0
