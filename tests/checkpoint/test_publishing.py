@@ -4,7 +4,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrec.checkpoint import DeltaError, DeltaPublisher, Published, load, save, verify_deltas
+from meshrec.checkpoint import (
+    CheckpointError,
+    DeltaError,
+    DeltaPublisher,
+    Published,
+    load,
+    save,
+    verify_deltas,
+)
 from meshrec.checkpoint.publishing import delta_records, read_delta
 
 _spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).parent / "models.py")
@@ -76,6 +84,18 @@ def test_deltas_go_on_where_those_before_were_taken_away(tmp_path):
     late.publish(8)
     with pytest.raises(DeltaError, match=r"is of step 6, and delta 9 holds what changed after 7\. "):
         verify_deltas(tmp_path)
+
+
+def test_deltas_that_must_be_taken_back_and_are_missing_are_named(tmp_path):
+    model, optimizer = models.make("rw")
+    publisher = DeltaPublisher(model, tmp_path, run="r", step=0)
+    for step in range(3):
+        models.train(model, optimizer, range(step, step + 1))
+        publisher.publish(step + 1)
+    first = delta_records(tmp_path)[0].published
+    (tmp_path / "00000002.json").unlink()
+    with pytest.raises(CheckpointError, match=r"some of the deltas 2 to 3 are missing, and servers may have"):
+        DeltaPublisher(model, tmp_path, run="r", step=1, after=first)
 
 
 def put(weights, delta):

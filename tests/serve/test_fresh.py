@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -15,6 +16,7 @@ from meshrec.cli.train import main as train
 from meshrec.export import Predictor, export_run
 from meshrec.modules import DataType
 from meshrec.quant.runs import quantize_run
+from meshrec.serve import fresh
 from meshrec.serve.fresh import Codes, Deltas, Freshness, place
 from meshrec.train import join
 from meshrec.train.run_folder import find_run
@@ -145,6 +147,24 @@ def test_deltas_of_another_training_are_told(toy, tmp_path, published):
     place(deltas)
     assert deltas.freshness.delta is None
     assert f"those of delta {published[0]}, and the folder holds deltas of another" in deltas.freshness.reason
+
+
+def test_a_folder_is_looked_at_when_it_has_changed(toy, tmp_path, monkeypatch):
+    looks = []
+    listed = fresh.delta_numbers
+    monkeypatch.setattr(fresh, "delta_numbers", lambda folder: looks.append(folder) or listed(folder))
+    publish(tmp_path, 2)
+    deltas = deltas_of(toy, tmp_path)
+    place(deltas)
+    assert len(looks) == 1  # after delta 2, within its second
+    place(deltas)
+    os.utime(tmp_path, (0, 0))
+    for _ in range(3):
+        place(deltas)
+    assert len(looks) == 3
+    publish(tmp_path, 3)
+    place(deltas)
+    assert deltas.freshness == Freshness(3, 30, "")
 
 
 def until(condition):

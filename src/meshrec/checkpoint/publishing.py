@@ -138,11 +138,20 @@ class DeltaPublisher:
         """The last delta, and by table the ids of rows that deltas after these weights hold."""
         self._folder.mkdir(parents=True, exist_ok=True)
         records = delta_records(self._folder)
+        if after is not None:
+            later = [record for record in records if record.number > after.number]
+            if later and later[-1].number - after.number != len(later):
+                raise DeltaError(
+                    f"{self._folder}: some of the deltas {after.number + 1} to {later[-1].number} are "
+                    "missing, and servers may have them. Put them back, or move the folder away and export "
+                    "the run again."
+                )
+        else:
+            later = [record for record in records if record.step > step]
         ids: dict[str, list[Tensor]] = {}
-        for record in records:
-            if record.number > after.number if after is not None else record.step > step:
-                for name, (rows, _) in read_delta(self._folder, record).rows.items():
-                    ids.setdefault(name, []).append(rows)
+        for record in later:
+            for name, (rows, _) in read_delta(self._folder, record).rows.items():
+                ids.setdefault(name, []).append(rows)
         last = Published(records[-1].number, records[-1].digest) if records else None
         if after is not None and (last is None or last.number < after.number):
             last = after  # deltas were taken away, and whoever has them goes on from there
@@ -160,14 +169,18 @@ class DeltaPublisher:
         return found
 
 
+def delta_numbers(folder: str | Path) -> list[int]:
+    """The numbers of a folder's deltas, in order."""
+    return sorted(int(path.stem) for path in Path(folder).glob("[0-9]*.json") if path.stem.isdigit())
+
+
 def delta_records(folder: str | Path) -> list[DeltaRecord]:
     """All deltas of a folder, in order.
 
     Raises:
         DeltaError: for one that cannot be read.
     """
-    numbers = sorted(int(path.stem) for path in Path(folder).glob("[0-9]*.json") if path.stem.isdigit())
-    return [read_record(folder, number) for number in numbers]
+    return [read_record(folder, number) for number in delta_numbers(folder)]
 
 
 def read_record(folder: str | Path, number: int) -> DeltaRecord:

@@ -1,6 +1,7 @@
 """Deltas put into the weights of a model that answers."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,10 @@ from meshrec.checkpoint.publishing import (
     DeltaRecord,
     Published,
     check_follows,
+    delta_numbers,
     delta_records,
     read_delta,
+    read_record,
 )
 
 _log = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ class Deltas:
         self._published = None if published is None else Published(*published)
         self._last: DeltaRecord | None = None
         self._reason = ""
+        self._looked_at: int | None = None
+        """When the folder was changed last as there was nothing new; None: it has to be looked at."""
 
     @property
     def freshness(self) -> Freshness:
@@ -105,25 +110,44 @@ class Deltas:
         yield finish
 
     def _next_record(self) -> DeltaRecord | None:
-        found = delta_records(self._folder)
-        for record in found:
-            if record.run != self._about.get("run"):
-                raise DeltaError(
-                    f"delta {record.number} is of run {record.run!r}, and the package of "
-                    f"{self._about.get('run')!r}. Name the deltas of its own run."
-                )
+        stamp = self._folder.stat().st_mtime_ns if self._folder.is_dir() else 0
+        if stamp == self._looked_at:
+            return None  # of many deltas, each look would take long
         last, step = self._published, self._about["step"]
         if self._last is not None:
             last, step = self._last.published, self._last.step
-        if last is None:  # nothing was published before the package, or by an earlier release
-            left = [record for record in found if record.step > step]
-        else:
-            _check_history(found, last)
-            left = [record for record in found if record.number > last.number]
-        if not left or (self._until is not None and left[0].number > self._until):
+        record = self._first_after(last, step)
+        if record is None or (self._until is not None and record.number > self._until):
+            # Within a second, more may come under the same stamp.
+            self._looked_at = stamp if time.time_ns() - stamp > 1_000_000_000 else None
             return None
-        check_follows(left[0], last, step)
-        return left[0]
+        self._looked_at = None
+        if record.run != self._about.get("run"):
+            raise DeltaError(
+                f"delta {record.number} is of run {record.run!r}, and the package of "
+                f"{self._about.get('run')!r}. Name the deltas of its own run."
+            )
+        check_follows(record, last, step)
+        return record
+
+    def _first_after(self, last: Published | None, step: int) -> DeltaRecord | None:
+        """The next delta of the folder, which need not be the one that must follow."""
+        if last is None:  # nothing was published before the package, or by an earlier release
+            return next((each for each in delta_records(self._folder) if each.step > step), None)
+        numbers = delta_numbers(self._folder)
+        if self._last is None and numbers:
+            self._check_history(numbers, last)
+        number = next((each for each in numbers if each > last.number), None)
+        return None if number is None else read_record(self._folder, number)
+
+    def _check_history(self, numbers: Sequence[int], last: Published) -> None:
+        """That the deltas of a folder are those that weights up to ``last`` were published with."""
+        known = last.number in numbers
+        if numbers[-1] < last.number or (known and read_record(self._folder, last.number).published != last):
+            raise DeltaError(
+                f"the weights are those of delta {last.number}, and the folder holds deltas of another "
+                "training. Export the run again."
+            )
 
     def _coded(self, record: DeltaRecord, delta: Delta) -> Delta:
         """With rows as the package has them."""
@@ -167,16 +191,6 @@ class Deltas:
                 raise DeltaError(
                     f"delta {record.number}: rows of {name!r} lie outside the table. Publish it again."
                 )
-
-
-def _check_history(found: Sequence[DeltaRecord], last: Published) -> None:
-    """That the deltas of a folder are those that weights up to ``last`` were published with."""
-    same = next((record.digest for record in found if record.number == last.number), None)
-    if found and (same != last.digest if same is not None else found[-1].number < last.number):
-        raise DeltaError(
-            f"the weights are those of delta {last.number}, and the folder holds deltas of another training. "
-            "Export the run again."
-        )
 
 
 def place(deltas: Deltas) -> None:
