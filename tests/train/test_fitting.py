@@ -105,5 +105,3 @@ def test_frames_and_csv_give_what_parquet_gives(tmp_path):
 def test_what_is_no_table_is_named():
     with pytest.raises(ValueError, match="a dict is no table"):
         Frame(train={}, features=UNFITTED).load()
-    with pytest.raises(DataError, match="are CSV and other files"):
-        Csv(train=("a.csv", "b.parquet"), features=UNFITTED).load()
