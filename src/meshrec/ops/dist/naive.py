@@ -92,13 +92,13 @@ def route_ids(
     check_ids: bool,
     names: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Packs what every rank needs: payload int32, header [R, 4], ids per route [Q], ids outside the table
-    [U].
+    """Packs what every rank needs.
+
+    Payload int32, header [R, 4], ids per route [Q], ids outside the table [U].
 
     Raises:
         ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and weights
-        that
-            are NaN. Without it such ids count as row 0.
+            that are NaN. Without it such ids count as row 0.
     """
     check_offsets(offsets, values.numel())
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
