@@ -1,4 +1,6 @@
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -70,6 +72,27 @@ def test_a_writer_that_does_not_begin_is_replaced(tmp_path, monkeypatch, num_stu
             start(tmp_path, torch.rand(2, 2))
     assert len(children) >= min(3, num_stuck + 1)
     assert not any(map(_is_alive, children[:num_stuck]))
+
+
+def test_it_begins_in_a_process_with_many_files(tmp_path, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"no more than {hard} files can be open")
+    pipe = os.pipe
+
+    def high():
+        found = []
+        for descriptor in pipe():
+            found.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1500))
+            os.close(descriptor)
+        return tuple(found)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        monkeypatch.setattr(os, "pipe", high)
+        start(tmp_path, torch.rand(2, 2)).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_it_dies_with_its_parent(tmp_path):

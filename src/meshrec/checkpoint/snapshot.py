@@ -61,12 +61,19 @@ class Snapshot:
             with warnings.catch_warnings():
                 # From Python 3.12 on: a child of a process with threads must take none of their locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
+                try:
+                    pid = os.fork()
+                except OSError:
+                    os.close(ready)
+                    os.close(begun)
+                    raise
             if pid == 0:
                 _write_and_exit(parent, prctl, begun, path, parts, note)
             os.close(begun)
             snapshot = cls(pid, note)
-            has_begun = bool(select.select([ready], [], [], _SECONDS_TO_BEGIN)[0])  # or is dead, see `wait`
+            poll = select.poll()  # unlike select, it takes descriptors above 1023
+            poll.register(ready, select.POLLIN)
+            has_begun = bool(poll.poll(1000 * _SECONDS_TO_BEGIN))  # or is dead, see `wait`
             os.close(ready)
             if has_begun:
                 return snapshot
