@@ -129,7 +129,7 @@ class DeltaPublisher:
                 "previous": self.last.digest if self.last is not None else "",
             }
             write_durably(self._folder / _name(number), (json.dumps(said, indent=1) + "\n").encode())
-            return Published(number, read_record(self._folder, number).digest)
+            return read_record(self._folder, number).published
 
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
         self._step, self._updates, self._owed = step, updates, {}
@@ -152,7 +152,7 @@ class DeltaPublisher:
         for record in later:
             for name, (rows, _) in read_delta(self._folder, record).rows.items():
                 ids.setdefault(name, []).append(rows)
-        last = Published(records[-1].number, records[-1].digest) if records else None
+        last = records[-1].published if records else None
         if after is not None and (last is None or last.number < after.number):
             last = after  # deltas were taken away, and whoever has them goes on from there
         return last, {name: torch.cat(each).unique() for name, each in ids.items()}
