@@ -172,8 +172,8 @@ class DistributedModelParallel(nn.Module):
 
         Raises:
             ValueError: on every rank, before anything moves, for a plan that does not fit the model or
-            differs
-                between ranks, and for tables whose optimizer holds their parameters. The old plan stays.
+                differs between ranks, and for tables whose optimizer holds their parameters. The old plan
+                stays.
         """
         if self._env.devices:
             raise ValueError(
