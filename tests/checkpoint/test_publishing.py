@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from meshrec.checkpoint import (
-    CheckpointError,
     DeltaError,
     DeltaPublisher,
     Published,
@@ -94,8 +93,13 @@ def test_deltas_that_must_be_taken_back_and_are_missing_are_named(tmp_path):
         publisher.publish(step + 1)
     first = delta_records(tmp_path)[0].published
     (tmp_path / "00000002.json").unlink()
-    with pytest.raises(CheckpointError, match=r"some of the deltas 2 to 3 are missing, and servers may have"):
+    missing = r"cannot be continued: some of the deltas 2 to 3 are missing, and .* Or move the folder away"
+    with pytest.raises(ValueError, match=missing):
         DeltaPublisher(model, tmp_path, run="r", step=1, after=first)
+    damaged = tmp_path / "00000003.rows.safetensors"
+    damaged.write_bytes(damaged.read_bytes() + b"x")
+    with pytest.raises(ValueError, match=r"cannot be continued: delta 3: .* is not what was written"):
+        DeltaPublisher(model, tmp_path, run="r", step=1)
 
 
 def put(weights, delta):

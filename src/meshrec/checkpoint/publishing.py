@@ -77,7 +77,7 @@ class DeltaPublisher:
         last: the delta that the weights of now hold all of, once `publish` has returned; None: no delta.
 
     Raises:
-        CheckpointError: on every rank, when the deltas that are there cannot be read.
+        ValueError: on every rank, when the deltas that are there cannot be continued.
     """
 
     def __init__(
@@ -93,12 +93,17 @@ class DeltaPublisher:
         self._tracker = RowTracker(model)
         self._axis = ranks_of(None)
         self._step, self._updates = step, self._tracker.step
-        found = agreed(
-            self._axis,
-            lambda: self._found(step, after) if self._axis.rank == 0 else (None, {}),
-            "reading the deltas that are there",
-        )
-        self.last, self._owed = found[0]
+
+        def begin() -> tuple[Published | None, dict[str, Tensor]]:
+            try:
+                return self._found(step, after) if self._axis.rank == 0 else (None, {})
+            except DeltaError as error:
+                raise ValueError(
+                    f"the deltas of {self._folder} cannot be continued: {error} Or move the folder away, and "
+                    "export the run again for its servers."
+                ) from error
+
+        self.last, self._owed = agreed(self._axis, begin, "reading the deltas that are there")[0]
 
     def publish(self, step: int) -> None:
         """Writes what changed since the last delta; nothing where no step was made.
@@ -142,9 +147,8 @@ class DeltaPublisher:
             later = [record for record in records if record.number > after.number]
             if later and later[-1].number - after.number != len(later):
                 raise DeltaError(
-                    f"{self._folder}: some of the deltas {after.number + 1} to {later[-1].number} are "
-                    "missing, and servers may have them. Put them back, or move the folder away and export "
-                    "the run again."
+                    f"some of the deltas {after.number + 1} to {later[-1].number} are missing, and servers "
+                    "may have them. Put them back."
                 )
         else:
             later = [record for record in records if record.step > step]
