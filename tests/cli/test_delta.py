@@ -1,4 +1,7 @@
+import pytest
+
 from meshrec.cli import delta
+from meshrec.cli.arguments import UsageError
 from tests.serve.test_fresh import damage, publish
 
 
@@ -12,5 +15,18 @@ def test_deltas_are_verified(tmp_path, capsys):
     damage(tmp_path, "00000002.dense.safetensors")
     assert delta.main(["verify", str(tmp_path)]) == 1
     assert "delta 2: " in capsys.readouterr().out
-    assert delta.main([]) == 2
-    assert delta.main(["--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [([], "say which: verify"), (["verfy"], "no command 'verfy'; there is verify")]
+)
+def test_the_only_command_is_named(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        delta.main(arguments)
+
+
+def test_the_help_explains_the_folder(capsys):
+    with pytest.raises(SystemExit) as ended:
+        delta.main(["--help"])
+    assert ended.value.code == 0
+    assert "The folder of deltas" in capsys.readouterr().out

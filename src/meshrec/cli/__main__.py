@@ -16,26 +16,28 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "inspect": Command("meshrec.cli.inspect", "Looks at tables, and writes the recipe that it would train."),
-    "train": Command("meshrec.cli.train", "Trains a recipe, and leaves a folder with all there is to see."),
-    "embed": Command("meshrec.cli.embed", "Writes the vectors of a feature, with the values that have them."),
-    "tune": Command("meshrec.cli.tune", "Searches a recipe's options, and trains with several seeds."),
-    "evaluate": Command("meshrec.cli.evaluate", "Judges a run by other data."),
-    "predict": Command("meshrec.cli.predict", "Scores data with a run's model, in the order of the data."),
-    "runs": Command("meshrec.cli.runs", "Lists the training runs, compares and removes them."),
-    "checkpoint": Command("meshrec.cli.checkpoint", "Looks into checkpoints, takes weights in and out."),
-    "export": Command("meshrec.cli.export", "Writes a run's model as a package that answers requests."),
-    "quantize": Command("meshrec.cli.quantize", "Makes a run's tables smaller, within a budget of loss."),
-    "serve": Command("meshrec.cli.serve", "Answers requests over HTTP with exported models."),
-    "delta": Command("meshrec.cli.delta", "Verifies the deltas that training publishes for servers."),
-    "plan": Command("meshrec.cli.plan", "Plans where tables go, explains and compares plans."),
-    "calibrate": Command("meshrec.cli.calibrate", "Measures this machine for the planner."),
+    "inspect": Command("meshrec.cli.inspect", "Look at your data and write a recipe for it."),
+    "train": Command("meshrec.cli.train", "Train a recipe; its run folder holds everything to look at."),
+    "embed": Command("meshrec.cli.embed", "Write the embeddings of a feature, with their values."),
+    "tune": Command("meshrec.cli.tune", "Search a recipe's options; train with several seeds."),
+    "evaluate": Command("meshrec.cli.evaluate", "Compute a run's metrics on other data."),
+    "predict": Command("meshrec.cli.predict", "Score data with a run's model, in the order of the data."),
+    "runs": Command("meshrec.cli.runs", "List, compare and remove training runs."),
+    "checkpoint": Command(
+        "meshrec.cli.checkpoint", "Inspect and verify checkpoints; export and import weights."
+    ),
+    "export": Command("meshrec.cli.export", "Write a run's model as a package that answers requests."),
+    "quantize": Command("meshrec.cli.quantize", "Quantise a run's tables, within a budget of loss."),
+    "serve": Command("meshrec.cli.serve", "Answer requests over HTTP with exported models."),
+    "delta": Command("meshrec.cli.delta", "Verify the deltas that training publishes for servers."),
+    "plan": Command("meshrec.cli.plan", "Plan where tables go; explain and compare plans."),
+    "calibrate": Command("meshrec.cli.calibrate", "Measure this machine for the planner."),
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> int:
-    """Runs the command line; 1 with a message for what the user can mend."""
+    """Run the command line; print one line and return 1 or 2 for what the user can mend."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
@@ -47,9 +49,12 @@ def main() -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
+        from meshrec.data.nearest import did_you_mean
+
         kind = "option" if name.startswith("-") else "command"
         print(
-            f"meshrec: there is no {kind} {name!r}; the command comes first, one of {', '.join(COMMANDS)}.",
+            f"meshrec: there is no {kind} {name!r}; the command comes first, one of {', '.join(COMMANDS)}."
+            f"{did_you_mean(name, COMMANDS)}",
             file=sys.stderr,
         )
         return 2
@@ -64,7 +69,7 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
         if isinstance(error, ModuleNotFoundError) and error.name is not None:  # of no extra
             raise
         print(f"meshrec: {error}", file=sys.stderr)
-        return 1
+        return int(getattr(error, "exit_code", 1))
     except OSError as error:
         full = error.errno in _FULL
         if not full and (error.filename is None or command is COMMANDS["train"]):  # a rank shows where

@@ -1,19 +1,34 @@
-"""How arguments are read: ``tyro.cli``, in the words of one who reads ``--help``."""
+"""How arguments are read: by ``tyro.cli``, with mistakes told in one line."""
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
 from types import NoneType
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from meshrec.data.nearest import did_you_mean, nearest
+
+HELP = ("-h", "--help")
 _NONE = "none"
 _REGISTRY = ConstructorRegistry()
+_KINDS = {"INT": "a whole number", "FLOAT": "a number"}
+
+Words = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")]
+"""Any number of words, none unless some are given."""
+
+
+class UsageError(ValueError):
+    """A mistake in a command's arguments."""
+
+    exit_code = 2
 
 
 @_REGISTRY.primitive_rule
 def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Of ``int | None``: a number, or the word none."""
+    """Read ``int | None`` as a number, or as the word none."""
     others = [each for each in get_args(info.type) if each is not NoneType]
     if len(others) != 1 or NoneType not in get_args(info.type):
         return None
@@ -33,8 +48,8 @@ def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
 @_REGISTRY.primitive_rule
 def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """What only Python can make, such as features and frames: no option."""
-    if info.type is not Any and not _is_frame(info.type):
+    """Make one option, which refuses every value, of what only Python can make: features and frames."""
+    if info.type is not Any and not _is_frame(info.type) and not _is_features(info.type):
         return None
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -46,13 +61,17 @@ def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 
 def _is_frame(kind: Any) -> bool:
-    """Whether it is of tables in memory: a field of any type has that of its value here."""
+    """Return whether it is a type of tables in memory: here a field of any type has that of its value."""
     of = getattr(kind, "__module__", "")
     return hasattr(kind, "__arrow_c_stream__") or of.startswith(("pandas.", "datasets."))
 
 
+def _is_features(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind) and hasattr(kind, "from_json")
+
+
 def _only_python(words: Sequence[str]) -> Any:
-    raise ValueError(f"{words[0]!r}: no option can say this. Set it in the recipe's function.")
+    raise ValueError(f"{words[0]!r}: no option can say this. Set it in the recipe's file.")
 
 
 def _is_none(words: Sequence[str]) -> bool:
@@ -60,15 +79,141 @@ def _is_none(words: Sequence[str]) -> bool:
 
 
 def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str | None = None) -> Any:
-    """What ``arguments`` say, as a ``kind``: a dataclass, or a union of them as subcommands.
+    """Read ``arguments`` as a ``kind``: a dataclass, or a union of dataclasses as subcommands.
 
     Args:
+        kind: The dataclass or the union.
+        arguments: The words of the command line, without the command.
         program: What the help calls the command.
-        description: Above its options; otherwise the docstring of ``kind``.
+        description: Stands above the options; otherwise the docstring of ``kind`` does.
 
     Raises:
-        SystemExit: The help was asked for (0), or an argument is wrong (2): both are printed.
+        UsageError: An argument is wrong.
+        SystemExit: The help was asked for, and is printed.
     """
     config = (tyro.conf.AvoidSubcommands,)
-    with _REGISTRY:
+    commands = [name for name in map(_subcommand, get_args(kind)) if name is not None]
+    if any(word in HELP for word in arguments):
+        # Without the other words, which would be missing in the help.
+        arguments = [*(word for word in arguments[:1] if word in commands), HELP[1]]
+    try:
+        from tyro._errors import on_parse_error  # not public: other versions print their own box
+    except ImportError:
+        with _REGISTRY:
+            return tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)
+
+    def refuse(event: Any) -> None:
+        names = list(option_names(kind))
+        unknown = [each for each in arguments if _is_option(each) and _plain(each) not in names]
+        text = _mistake(event, unknown, names, commands)
+        if text is not None:
+            raise UsageError(text)
+
+    with _REGISTRY, on_parse_error(refuse):
         return tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)
+
+
+def option_names(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the options of a dataclass, or of all dataclasses of a union: ``--training.batch-size``."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if not dataclasses.is_dataclass(kind):
+        for each in get_args(kind):
+            yield from option_names(each, prefix)
+        return
+    hints = get_type_hints(kind if isinstance(kind, type) else type(kind), include_extras=True)
+    for each in dataclasses.fields(kind):
+        hint = hints[each.name]
+        notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        if tyro.conf.Positional in notes:
+            continue
+        flat = any(getattr(note, "name", None) == "" for note in notes)
+        name = prefix if flat else f"{prefix}{each.name.replace('_', '-')}"
+        value = each.default if isinstance(kind, type) else getattr(kind, each.name)
+        inner = value if dataclasses.is_dataclass(value) else get_args(hint)[0] if notes else hint
+        if dataclasses.is_dataclass(inner) and not _is_features(inner):
+            yield from option_names(inner, name if flat else f"{name}.")
+        else:
+            yield f"--{name}"
+            if hint is bool:
+                yield f"--{prefix}no-{each.name.replace('_', '-')}"
+
+
+def _plain(option: str) -> str:
+    return "--" + option.partition("=")[0].lstrip("-").replace("_", "-")
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and word not in ("-", "--", *HELP) and not re.match(r"-[.\d]|-inf", word)
+
+
+def _subcommand(kind: Any) -> str | None:
+    notes = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    return next((note.name for note in notes if hasattr(note, "name")), None)
+
+
+def _mistake(event: Any, unknown: Sequence[str], names: Sequence[str], commands: Sequence[str]) -> str | None:
+    """Tell in one line what tyro found wrong; None for a kind of mistake that we do not know."""
+    more = f"`{event.prog} --help` lists what it takes."
+    command = event.prog.removeprefix("meshrec ")
+    if unknown:
+        return _unknown(unknown[0], command, names, more)
+    match type(event).__name__:
+        case "UnrecognizedArgs" | "MissingSubcommand" if commands:
+            found = event.found_token if hasattr(event, "found_token") else event.tokens[0]
+            if found is None:
+                return f"{command}: say which: {', '.join(commands)}. {more}"
+            return (
+                f"{command}: there is no command {found!r}; there are {', '.join(commands)}."
+                f"{did_you_mean(found, commands)}"
+            )
+        case "UnrecognizedArgs":
+            return f"{command}: {' '.join(event.tokens)!r} is one argument too many. {more}"
+        case "MissingArgs":
+            missing = [_title(each.arg) for each in event.missing_arguments]
+            verb = "is" if len(missing) == 1 else "are"
+            return f"{command}: {' and '.join(missing)} {verb} missing. {more}"
+        case "InvalidChoice":
+            return (
+                f"{_title(event.argument)} {event.value}: take one of {', '.join(event.choices)}."
+                f"{did_you_mean(event.value, event.choices)}"
+            )
+        case "BadValue":
+            takes = str(event.argument.lowered.metavar or "no value")
+            return f"{command}: {_title(event.argument)} needs a value: {takes}. {more}"
+        case "InstantiationFailure":
+            return _refused(event)
+    return None
+
+
+def _title(argument: Any) -> str:
+    lowered = argument.lowered
+    return str(lowered.metavar) if argument.is_positional() else str(lowered.name_or_flags[-1])
+
+
+def _refused(event: Any) -> str:
+    """Tell which value could not be made of the words; our own messages stay as they are."""
+    message = str(event.message).strip()
+    if event.argument is None:
+        return message
+    title, metavar = _title(event.argument), str(event.argument.lowered.metavar)
+    word = re.search(r"(?:base 10|to float): '(.*)'$", message)
+    wanted = next((text for kind, text in _KINDS.items() if kind in metavar), None)
+    if word is not None and wanted is not None:
+        return f"{title} {word[1]}: give {wanted}, such as {'4' if 'INT' in metavar else '0.01'}."
+    return f"{title}: {message}"
+
+
+def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
+    """Name the nearest option; ``--epochs`` is near to ``--training.epochs``."""
+    word = _plain(option)
+    ends: dict[str, list[str]] = {}
+    for name in names:
+        ends.setdefault(name.rpartition(".")[2].lstrip("-"), []).append(name)
+    tail = word.rpartition(".")[2].lstrip("-")
+    near = [] if "." in word and nearest(word, names) else ends.get(tail, [])
+    if not near:
+        found = nearest(word, names)
+        near = [found] if found is not None else ends.get(nearest(tail, ends) or "", [])
+    guess = f" Did you mean {' or '.join(near[:3])}?" if near else ""
+    return f"{command}: there is no option {option.partition('=')[0]}.{guess} {more}"

@@ -1,4 +1,4 @@
-"""``meshrec delta``: looks after the deltas that training publishes for servers."""
+"""``meshrec delta``: verify the deltas that training publishes for servers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,25 +8,30 @@ from typing import Annotated
 import tyro
 
 from meshrec.checkpoint import DeltaError, verify_deltas
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import HELP, UsageError, parse
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Reads every byte of a folder's deltas, and compares checksums and order."""
+    """Read every byte of a folder's deltas, and compare checksums and order."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """The folder, such as runs/NAME/deltas."""
+    """The folder of deltas, such as runs/NAME/deltas."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code: 1 for damage."""
-    if arguments[:1] != ["verify"]:
-        print("usage: meshrec delta {verify} FOLDER")
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    options: VerifyOptions = parse(VerifyOptions, arguments[1:], program="meshrec delta verify")
+    """Parse and verify; return the exit code: 1 for damage."""
+    word, rest = (arguments[0], arguments[1:]) if arguments else (None, [])
+    if word in HELP:
+        word, rest = "verify", HELP[1:]
+    if word != "verify":
+        what = "say which: verify" if word is None else f"there is no command {word!r}; there is verify"
+        raise UsageError(f"delta: {what}. `meshrec delta --help` lists what it takes.")
+    options: VerifyOptions = parse(VerifyOptions, rest, program="meshrec delta verify")
     if not options.path.is_dir():
-        raise ValueError(f"{options.path} is no folder. Give that of a run's deltas.")
+        raise ValueError(
+            f"{options.path} is not a folder. Give the folder of a run's deltas, runs/NAME/deltas."
+        )
     try:
         records = verify_deltas(options.path)
     except DeltaError as error:

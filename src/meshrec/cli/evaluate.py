@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import Words, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.output import check_output
 from meshrec.train.judging import judge
@@ -25,7 +25,7 @@ class EvaluateOptions:
     """A run, by name or folder: the weights that it reports."""
     data: tuple[str, ...]
     """Files, folders or patterns, of the form that the run was trained on."""
-    by: tuple[str, ...] = ()
+    by: Words = ()
     """Columns of the data: the most frequent values of each are judged by themselves."""
     group: str | None = None
     """A column such as the user: AUCs are taken inside its values and averaged (GAUC)."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import Words, parse
 from meshrec.cli.output import check_output
 from meshrec.export.package import MANIFEST, compile_anew
 from meshrec.export.predictor import Predictor
@@ -32,14 +32,14 @@ class ExportOptions:
     """The package's folder, which must not be there yet."""
     quantised: Path | None = None
     """A checkpoint of the run that `meshrec quantize` wrote: its weights instead."""
-    shared: tuple[str, ...] = ()
+    shared: Words = ()
     """Features of the user, when many items are ranked for one: looked up once a request; "dense" is all
     dense values."""
     tower: Literal["query", "item"] | None = None
     """One side of a two-tower model: the package gives vectors."""
     vectors: Path | None = None
     """With --tower item: write the items' vectors, too, to a .parquet or .npy file."""
-    items: tuple[str, ...] = ()
+    items: Words = ()
     """The items' data, as Parquet or CSV; without it the catalogue of the run's data, or every row of the one
     feature that the tower reads."""
     step: int | None = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import Words, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.output import check_output
 from meshrec.train.ranks import Ranks
@@ -26,7 +26,7 @@ class PredictOptions:
     """Files, folders or patterns, of the form that the run was trained on."""
     out: Path
     """The file of scores, .parquet or .csv."""
-    keep: tuple[str, ...] = ()
+    keep: Words = ()
     """Columns of the data to write beside the scores; if none, those of the ids."""
     step: int | None = None
     """The checkpoint of that step instead."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import Words, parse
 from meshrec.export.package import MANIFEST
 from meshrec.serve import Limits, ServerOptions, serve
 
@@ -40,7 +40,7 @@ class ServeOptions:
     """Most bytes of a request's body."""
     warm_up: Path | None = None
     """A file of samples, one JSON object a line, to score before a model is ready; otherwise made-up ones."""
-    deltas: tuple[str, ...] = ()
+    deltas: Words = ()
     """Folders of deltas that models follow, as NAME=FOLDER: of a run that publishes them, RUN/deltas."""
     token_file: Path | None = None
     """Clients must show its content as a bearer token; the variable MESHREC_TOKEN may hold it, too."""

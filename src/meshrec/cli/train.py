@@ -12,7 +12,9 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from meshrec.cli.arguments import HELP, UsageError
 from meshrec.cli.arguments import parse as parse_arguments
+from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.train.launch import launch
@@ -35,42 +37,47 @@ from meshrec.train.worker import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Trains a recipe: plans, shards, trains, evaluates, and leaves a folder with all there is to see.
+    """Train a recipe: plan, shard, train and evaluate. The run folder holds everything to look at.
 
-    RECIPE is a name, path/to/file.py:function or package.module:function. It has options of its own:
-    `meshrec train RECIPE --help` lists them. `meshrec train --resume --name RUN` goes on with a run; options
-    given then are changes to it. Several nodes: torchrun ... -m meshrec train RECIPE.
+    RECIPE is a name, path/to/file.py:function, path/to/file.yaml or package.module:function.
+    `meshrec train RECIPE --help` lists its options.
+
+    `meshrec train --resume --name RUN` continues a run; options given then are changes to it.
+
+    Several nodes: torchrun ... -m meshrec train RECIPE.
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
     """What to train; `meshrec train --help` lists the names."""
     nproc: int | None = None
-    """Ranks on this machine; if none, 1, and to resume as many as the run had."""
+    """Number of ranks on this machine; if none, 1, or as many as the resumed run had."""
     name: str | None = None
-    """The run's name; if none, the recipe's with the next number."""
+    """Name of the run; if none, the recipe's name with the next free number."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
     device: str | None = None
-    """cpu or cuda; if none, cuda where there is one."""
+    """cpu or cuda; if none, cuda where torch sees a GPU."""
     resume: bool = False
-    """Go on with a run from its last checkpoint; if there is no name, with the recipe's last one."""
+    """Continue a run from its last checkpoint; without --name, the recipe's newest run."""
     quiet: bool = False
-    """Lines in place of a live display."""
+    """Print lines instead of a live display."""
     profile: bool = False
     """Trace a few steps for Perfetto (ui.perfetto.dev)."""
     table_optimizer: str | None = None
-    """Another optimizer of the tables by name, with the learning rate of the recipe's; its options are
+    """Name of another optimizer for the tables, at the recipe's learning rate; its options are
     --tables.OPTION."""
     baselines: bool = False
-    """Judge three baselines on the same data, too: global mean, item popularity, logistic regression."""
+    """Also judge three baselines on the same data: global mean, item popularity, logistic regression."""
     track: str = ""
-    """Tell these observers, too: mlflow, wandb, or FILE.py:FUNCTION of your own; several with commas."""
+    """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0
-    """How often to start all ranks anew when one fails."""
+    """How often to restart all ranks when one fails."""
     rank_timeout: float = RANK_TIMEOUT
-    """Seconds to wait for a rank that does not answer, while training."""
+    """Seconds to wait for a rank that does not answer during training."""
 
 
+HELP_ALL = "--help-all"
+_SUMMARY = "Train this recipe; its run folder holds everything to look at."
 _FLAGS = {each.name for each in dataclasses.fields(TrainOptions) if each.type in (bool, "bool")}
 _VALUED = {each.name for each in dataclasses.fields(TrainOptions)} - _FLAGS - {"recipe"}
 
@@ -85,12 +92,17 @@ class _Asked(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses, launches or works; the exit code."""
+    """Parse, then launch ranks or work as one; return the exit code."""
     began = os.environ.get(BEGAN_VARIABLE, str(time.time()))
     at = recipe_at(arguments)
     if at is None and "--resume" not in arguments:
         return _help(arguments)
     asked = _asked(arguments, at)
+    if any(word in HELP for word in asked.rest):
+        print(recipe_help(f"meshrec train {asked.source}", asked.recipe, TrainOptions, summary=_SUMMARY))
+        return 0
+    if HELP_ALL in asked.rest:
+        asked = asked._replace(rest=[HELP[1]])
     options, recipe = parse([asked.source, *asked.rest], asked.recipe)
     resumed = asked.resumed
     job = Job(
@@ -259,20 +271,27 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
 
 
 def _help(arguments: Sequence[str]) -> int:
-    """The help of all recipes together; 2 where a recipe is missing."""
+    """Print the help of all recipes together.
+
+    Raises:
+        UsageError: A recipe is missing, and no help was asked for.
+    """
     names = "\n".join(
         f"  {name}: {(function.__doc__ or '').splitlines()[0]}" for name, function in RECIPES.items()
     )
-    asked_for = "--help" in arguments or "-h" in arguments
+    asked_for = any(word in (*HELP, HELP_ALL) for word in arguments)
     if not asked_for and arguments:
-        raise ValueError(
-            f"meshrec train {' '.join(arguments)}: which recipe? One of {', '.join(RECIPES)}, or your own: "
+        raise UsageError(
+            f"train {' '.join(arguments)}: which recipe? One of {', '.join(RECIPES)}, or your own: "
             "path/to/file.py:function."
         )
-    parse_arguments(
-        TrainOptions,
-        ["--help"],
-        program="meshrec train",
-        description=f"{inspect.getdoc(TrainOptions)}\n\nRecipes:\n{names}",
-    )
-    return 2
+    try:
+        parse_arguments(
+            TrainOptions,
+            [HELP[1]],
+            program="meshrec train",
+            description=f"{inspect.getdoc(TrainOptions)}\n\nRecipes:\n{names}",
+        )
+    except SystemExit:
+        return 0 if asked_for else 2
+    raise AssertionError("tyro prints a help and exits")

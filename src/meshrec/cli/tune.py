@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import Words, parse
 from meshrec.train.ranks import choose_device, join
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import RUNS
@@ -25,7 +25,7 @@ class TuneOptions:
     """A recipe, as for meshrec train."""
     trials: int = 20
     """Trials of the study, those of earlier calls included; 0: none, for --seeds alone."""
-    space: tuple[str, ...] = ()
+    space: Words = ()
     """Options to search, such as tables.lr=1e-4..1e-1:log model.embedding_dim=8,16,32. If none, both learning
     rates, from a tenth of the recipe's to ten times as much."""
     seeds: int | None = None

@@ -14,7 +14,10 @@ OnError = Literal["raise", "skip"]
 _log = logging.getLogger(__name__)
 
 
-REMEDY = ". Repair the data, or pass on_error='skip' to leave such rows out."
+REMEDY = (
+    ". Repair the data, or leave such rows out: on_error='skip', which is --data.on-error skip of "
+    "`meshrec train` and --on-error skip of `meshrec evaluate` and `meshrec predict`."
+)
 """The next step after damage in files, at the end of the message."""
 
 

@@ -1,0 +1,78 @@
+"""The help of one recipe: a screen of all options by groups."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from meshrec.train.recipe import Recipe
+
+_WIDTH = 100
+_INDENT = 12
+
+
+def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> str:
+    """Return the options of ``command`` with their defaults: its own explained, the recipe's by groups.
+
+    Args:
+        command: How the command is called with this recipe.
+        recipe: Its fields are the groups of options.
+        options: The dataclass of the command's own options, whose docstrings explain them.
+        summary: What the command does.
+    """
+    lines = [f"usage: {command} [OPTIONS]", "", summary, "", "options of the run:"]
+    for name, text in _explained(options):
+        lines.append(f"  {name:28}{textwrap.shorten(text, _WIDTH - 30, placeholder=' ...')}")
+    lines += ["", "options of the recipe, with the values that it has:"]
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        if not dataclasses.is_dataclass(value):
+            continue
+        words = "  ".join(_words(field.name, value)) or "(it has no options)"
+        lines += textwrap.wrap(
+            words.replace(" ", "\0").replace("\0\0", "  "),  # an option stays beside its value
+            _WIDTH,
+            initial_indent=f"  {field.name:{_INDENT - 2}}",
+            subsequent_indent=" " * _INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join([*lines, "", f"`{command} --help-all` explains every option."]).replace("\0", " ")
+
+
+def _explained(kind: Any) -> Iterator[tuple[str, str]]:
+    """Yield each option of a dataclass with the first clause of its docstring."""
+    (of_class,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(of_class, ast.ClassDef)
+    for field, after in itertools.pairwise(of_class.body):
+        if not isinstance(field, ast.AnnAssign) or field.value is None or not isinstance(after, ast.Expr):
+            continue
+        name, text = ast.unparse(field.target), " ".join(str(ast.literal_eval(after.value)).split())
+        value = "" if ast.unparse(field.annotation) == "bool" else f" {name.rpartition('_')[2].upper()}"
+        yield f"--{name.replace('_', '-')}{value}", re.split(r"[;:.] ", text)[0].rstrip(".")
+
+
+def _words(prefix: str, value: Any) -> Iterator[str]:
+    for each in dataclasses.fields(value):
+        inner = getattr(value, each.name)
+        name = f"{prefix}.{each.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(inner) and not hasattr(inner, "from_json"):
+            yield from _words(name, inner)
+        elif isinstance(inner, bool):  # the flag that would change it
+            yield f"--{prefix}.{'no-' if inner else ''}{each.name.replace('_', '-')}"
+        else:
+            yield f"--{name} {_text(inner)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple | list) and any(map(dataclasses.is_dataclass, value)):
+        return f"({len(value)} of {type(value[0]).__name__}: edit them in the recipe)"
+    if isinstance(value, tuple | list):
+        return " ".join(map(_text, value)) or "none"
+    if value is None or isinstance(value, str | int | float):
+        return "none" if value is None else str(value)
+    return f"({type(value).__name__}: edit it in the recipe)"
