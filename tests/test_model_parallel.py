@@ -1,15 +1,20 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.distributed import sharders
 from meshrec.model_parallel import DistributedModelParallel, get_unwrapped_module
 from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
-from meshrec.plan.mesh import default_env
+from meshrec.plan.mesh import ShardingEnv, default_env
+from meshrec.planner import EmbeddingShardingPlanner
+from meshrec.quant import quantize
 from meshrec.testing import RankError, RankPool, assert_equal_to_unsharded
 
 NAMES = ["ebc.embedding_bags.t0.weight", "ebc.embedding_bags.t1.weight", "over.weight", "over.bias"]
@@ -304,12 +309,6 @@ def input_elsewhere():
     make()(features().to(torch.device("meta")))
 
 
-def wrong_device():
-    md.EmbeddingBagCollectionSharder().shard(
-        Model().ebc, make_plan().plan["ebc"], default_env(), torch.device("cuda")
-    )
-
-
 @pytest.mark.parametrize(
     ("function", "match"),
     [
@@ -324,7 +323,6 @@ def wrong_device():
         (uncovered, r"table 't0': its rectangles \[0:5, 0:4\]@0 cover 20 of 40 elements \(10 x 4\)"),
         (no_such_rank, r"table 't0': rectangle \[0:10, 0:4\]@7 is on rank 7; the ranks are \[0, 2\)"),
         (input_elsewhere, "the input is on meta and table 't0' on cpu"),
-        (wrong_device, "device cuda does not fit the process group, which works on cpu"),
     ],
 )
 def test_failures_are_the_same_on_all_ranks(ranks, function, match):
@@ -337,6 +335,72 @@ def test_failures_are_the_same_on_all_ranks(ranks, function, match):
 def test_dense_must_be_known():
     with pytest.raises(ValueError, match="dense must be 'ddp', 'fsdp2' or None, got 'zero'"):
         DistributedModelParallel(Model(), plan=make_plan(), dense="zero")
+
+
+def only_cuda():
+    env = default_env()
+    return [str(sharders._place(env, torch.device(kind))[1]) for kind in ("cpu", "cuda")]
+
+
+def test_gloo_groups_take_cuda_devices_too(ranks, monkeypatch):
+    assert ranks(2).run(only_cuda) == [["cpu", "cuda"]] * 2
+    monkeypatch.setattr(sharders, "group_device", lambda group: torch.device("cuda"))
+    env = SimpleNamespace(devices=(), world=SimpleNamespace(group=object()))
+    with pytest.raises(ValueError, match="device cpu does not fit the process group, whose backend nccl"):
+        sharders._place(env, torch.device("cpu"))
+
+
+def without_tables():
+    torch.manual_seed(dist.get_rank())
+    model = DistributedModelParallel(nn.Linear(3, 2))
+    model(torch.full((4, 3), 1.0 + dist.get_rank())).sum().backward()
+    return model.module.weight.grad.tolist(), model.module.weight.tolist(), model.plan.plan
+
+
+def test_a_model_without_tables_is_data_parallel(ranks):
+    first, second = ranks(2).run(without_tables)
+    assert first == second
+    assert first[0] == [[6.0] * 3] * 2
+    assert first[2] == {}
+    assert list(DistributedModelParallel(nn.Linear(2, 1)).fused_optimizer.param_groups) == []
+
+
+def trained(**options):
+    torch.manual_seed(0)
+    sharders = [md.EmbeddingBagCollectionSharder(RowWiseAdagrad(lr=0.1))]
+    model = DistributedModelParallel(Model(), sharders=sharders, **options)
+    for _ in range(3):
+        model(features()).square().mean().backward()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def on_replicas_alone():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    env = ShardingEnv.from_mesh(mesh)
+    with pytest.raises(ValueError, match="dense='fsdp2' splits parameters over an axis 'shard'"):
+        trained(env=env, dense="fsdp2")
+    return trained(env=env)
+
+
+def test_replicas_need_no_other_axis(ranks):
+    for found in ranks(2).run(on_replicas_alone):
+        torch.testing.assert_close(found, trained())
+
+
+def test_a_plan_says_what_runs():
+    given = make_plan()
+    assert {p.compute_kernel.value for _, _, p in given.tables()} == {"fused"}
+    plain = DistributedModelParallel(Model(), plan=given)
+    assert {p.compute_kernel.value for _, _, p in plain.plan.tables()} == {"dense"}
+    assert "dense" in str(plain.plan)
+    fused = DistributedModelParallel(
+        Model(), plan=given, sharders=[md.EmbeddingBagCollectionSharder(SGD(lr=0.1))]
+    )
+    assert {p.compute_kernel.value for _, _, p in fused.plan.tables()} == {"fused"}
+    quantised = quantize(plain, DataType.INT8)
+    assert {p.compute_kernel.value for _, _, p in quantised.plan.tables()} == {"quant"}
+    planned = EmbeddingShardingPlanner().plan(quantize(Model(), DataType.INT8))
+    assert {p.compute_kernel.value for _, _, p in planned.tables()} == {"quant"}
 
 
 def test_one_process():

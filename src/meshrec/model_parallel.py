@@ -1,6 +1,7 @@
 """DistributedModelParallel: a model with its tables split over ranks, and its dense rest data-parallel."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class DistributedModelParallel(nn.Module):
     equal on all ranks.
 
     Args:
-        module: the model. Do not use it on its own afterwards.
+        module: the model, with or without embedding modules. Do not use it on its own afterwards.
         env: the ranks (default: all of the default process group, or one process without one).
         device: where this rank's parameters live (default: what the process group works on).
         plan: where tables go; None: the planner makes one.
@@ -77,6 +78,7 @@ class DistributedModelParallel(nn.Module):
             module_plan = self._plan.plan[path]
             self._sharded[path] = sharder.shard(found, module_plan, self._env, self._device)  # type: ignore[arg-type]
             module = _replaced(module, path, self._sharded[path])
+        self._plan = _running(self._plan, self._sharded)
         self._dmp_wrapped_module: nn.Module = module
         self._is_data_parallel = False
         self._dense_gradients: DenseGradients | None = None
@@ -108,7 +110,7 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def plan(self) -> ShardingPlan:
-        """Where every table is."""
+        """Where every table is, and the kernel that updates it."""
         return self._plan
 
     @property
@@ -186,7 +188,7 @@ class DistributedModelParallel(nn.Module):
         built = moved({path: module.built for path, module in self._sharded.items()}, plan, self._env)
         for path, module in self._sharded.items():
             module.rebuild(built[path])
-        self._plan = plan
+        self._plan = _running(plan, self._sharded)
 
     def with_sharded(self, module: nn.Module, sharded: Mapping[str, Any]) -> "DistributedModelParallel":
         """Another model over the same ranks and under the same plan, for inference: its dense part is not
@@ -194,7 +196,7 @@ class DistributedModelParallel(nn.Module):
         """
         made = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(made)
-        made._env, made._device, made._plan = self._env, self._device, self._plan
+        made._env, made._device, made._plan = self._env, self._device, _running(self._plan, sharded)
         made._dense, made._dense_options = None, {}
         made._sharded, made._dmp_wrapped_module = dict(sharded), module
         made._is_data_parallel = False
@@ -262,7 +264,7 @@ class DistributedModelParallel(nn.Module):
         sharders: Sequence[Sharder],
     ) -> ShardingPlan:
         if plan is None:
-            plan = self._planned(module, sharders) if sharders else ShardingPlan({})
+            plan = self._planned(module, sharders) if embedding_modules else ShardingPlan({})
         verify_same_plan(plan, self._env.world.group)
         tables = {path: tables_of(found) for path, (found, _) in embedding_modules.items()}
         verify_plan(plan, tables, world_size=self._env.shard.size)
@@ -329,6 +331,11 @@ def _embedding_modules(
         for sharder in sharders
         if isinstance(found, sharder.module_type)
     }
+
+
+def _running(plan: ShardingPlan, sharded: Mapping[str, Any]) -> ShardingPlan:
+    """Return ``plan`` with the kernels that the sharded modules run."""
+    return replace(plan, plan={path: module.plan for path, module in sharded.items()})
 
 
 def _replaced(root: nn.Module, path: str, module: nn.Module) -> nn.Module:

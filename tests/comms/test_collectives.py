@@ -1,5 +1,7 @@
+import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshrec.comms import collectives
 from meshrec.comms.collectives import (
     CollectiveError,
     Splits,
     all_gather,
+    all_reduce,
     all_to_all,
     broadcast,
     gather_objects,
@@ -20,6 +24,24 @@ from meshrec.comms.collectives import (
 from meshrec.comms.host_link import links
 from meshrec.plan.mesh import Axis, default_env
 from meshrec.testing import RankError, RankPool
+
+
+class LogOf(logging.Handler):
+    """The lines that a logger writes while it is open."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.logger, self.lines = logging.getLogger(name), []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        self.logger.addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        self.logger.removeHandler(self)
 
 
 def exchange():
@@ -44,6 +66,43 @@ def test_collectives(ranks):
     assert first == ([0, 10], [[0, 1, 2], [10, 11, 12]], {"test": 16, "gather": 24}, 0, [0, 1])
     assert second[0] == [1, 2, 11, 12]
     assert second[2]["test"] == 8
+
+
+def exchange_copies():
+    """As where tensors are on CUDA and the group is gloo's; the copies are then of other tensors."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(collectives, "links", defaultdict(lambda: None))
+    monkeypatch.setattr(collectives, "goes_through_cpu", lambda tensor, group: True)
+    try:
+        axis = default_env().world
+        total = torch.tensor([axis.rank + 1.0])
+        all_reduce(total, axis, "sum")
+        return (*exchange(), total.item())
+    finally:
+        monkeypatch.undo()
+
+
+def test_tensors_of_another_device_than_the_groups_go_through_copies(ranks):
+    *found, total = ranks(2).run(exchange_copies)[0]
+    assert tuple(found) == ranks(2).run(exchange)[0]
+    assert total == 3
+
+
+def which_go_through_the_cpu():
+    group = default_env().world.group
+    with LogOf("meshrec") as lines:
+        found = [
+            collectives.goes_through_cpu(torch.empty(1, device=device), group)
+            for device in ("cpu", "meta", "meta")
+        ]
+    return found, lines
+
+
+def test_one_line_says_that_exchanges_go_through_the_cpu(ranks):
+    for found, lines in ranks(2).run(which_go_through_the_cpu):
+        assert found == [False, True, True]
+        assert len(lines) == 1
+        assert "tables are on meta: every exchange copies through the CPU" in lines[0]
 
 
 def send_the_same():

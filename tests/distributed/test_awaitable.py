@@ -52,3 +52,25 @@ def test_a_failure_reaches_who_uses_the_value():
 def test_a_copy_is_the_same_promise():
     waits = Waits([1])
     assert copy.copy(LazyAwaitable(waits)).wait() == [1]
+
+
+class Later(LazyAwaitable):
+    def __init__(self, value):
+        super().__init__()
+        self.waits = Waits(value)
+
+    def _wait_impl(self):
+        return self.waits()
+
+
+def test_a_subclass_may_make_the_value():
+    lazy = Later(torch.ones(2))
+    assert "on its way" in repr(lazy)
+    assert torch.add(lazy, 1).tolist() == [2, 2]
+    assert lazy.shape == (2,)
+    assert lazy.waits.count == 1
+
+
+def test_one_without_a_way_to_make_the_value_says_what_to_do():
+    with pytest.raises(ValueError, match="LazyAwaitable does not say how its value is made. Pass a function"):
+        LazyAwaitable().wait()

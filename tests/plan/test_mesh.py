@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from meshrec.distributed import ShardingEnv
 
@@ -12,7 +13,20 @@ def test_single_process_has_one_rank_on_every_axis():
     assert env.shard_mesh is None
 
 
-def test_axes_must_be_known():
-    mesh = SimpleNamespace(mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"a mesh with axes \('dp', 'tp'\) cannot carry sharded tables"):
+@pytest.mark.parametrize(
+    ("names", "shape", "message"),
+    [
+        (
+            ("dp", "tp"),
+            (2, 2),
+            r"axes \('dp', 'tp'\) and shape .* mesh_dim_names=\('replicate', 'shard'\) or",
+        ),
+        (None, (4,), r"whose axes have no names .*\(4,\), \.\.\.\) and mesh_dim_names=\('shard',\) or"),
+        (None, (1, 1, 1, 1), r"init_device_mesh\('cpu', \(\.\.\.\), \.\.\.\) and mesh_dim_names="),
+        (("replicate", "stage"), (2, 2), "is for stages: pass it to meshrec.pipeline.stages.StagedOverRanks"),
+    ],
+)
+def test_wrong_axes_say_what_would_work(names, shape, message):
+    mesh = SimpleNamespace(mesh_dim_names=names, mesh=torch.empty(shape), device_type="cpu")
+    with pytest.raises(ValueError, match=message):
         ShardingEnv.from_mesh(mesh)

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,60 @@ def test_a_model_on_meta_is_planned_without_its_memory():
     plan = planner(topology=roomy).plan(nn.ModuleDict({"tables": module}))
     verify_plan(plan, {"tables": {"items": TableSize(20_000_000_000, 128)}}, world_size=8)
     assert set(plan.plan["tables"]["items"].ranks) == set(range(8))
+
+
+CHANGES = {
+    "sharding_types": ["column_wise"],
+    "min_partition": 8,
+    "pooling_factors": [30.0],
+    "num_poolings": [4.0],
+    "batch_sizes": [640],
+    "ranks": [3],
+    "effective_rows": 20.0,
+    "all_ranks": True,
+}
+
+
+def test_the_list_of_changes_has_every_constraint():
+    assert set(CHANGES) == {field.name for field in fields(ParameterConstraints)}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_every_constraint_changes_the_plan_or_its_estimate(field):
+    """Beside what makes the field matter: columns where it is about columns, few ranks where about ranks."""
+    beside = {
+        "min_partition": {"sharding_types": ["column_wise"]},
+        "all_ranks": {"sharding_types": ["row_wise"]},
+    }
+    before = ParameterConstraints(**beside.get(field, {}))
+    machine = Topology(world_size=4, compute_device="cuda")
+
+    def planned(constraint):
+        found = planner(topology=machine, constraints={"a": constraint}).plan(Bags(rows=100_000))
+        return found.plan[""]["a"], found.seconds
+
+    assert planned(replace(before, **{field: CHANGES[field]})) != planned(before)
+
+
+def test_row_wise_tables_may_ask_for_all_ranks():
+    for world_size, local in ((4, 4), (8, 8), (16, 8), (4, 2)):
+        machine = Topology(world_size=world_size, compute_device="cuda", local_world_size=local)
+        constraint = ParameterConstraints(sharding_types=["row_wise"], all_ranks=True)
+        found = planner(topology=machine, constraints=dict.fromkeys("abc", constraint)).plan(Bags(rows=1000))
+        assert {placed.ranks for placed in found.plan[""].values()} == {tuple(range(world_size))}
+        assert "ParameterConstraints(all_ranks=True)" not in str(found)
+    few = planner(topology=machine, constraints={"a": constraint}).plan(Bags(rows=3))
+    assert len(few.plan[""]["a"].ranks) == 3
+
+
+def test_a_plan_prints_its_step_its_gap_and_that_rows_are_on_few_ranks():
+    machine = Topology(world_size=4, compute_device="cuda")
+    constraint = ParameterConstraints(sharding_types=["row_wise"])
+    found = planner(topology=machine, constraints=dict.fromkeys("abc", constraint)).plan(Bags(rows=1000))
+    text = str(found)
+    assert f"predicted step without the dense part: {found.seconds * 1e3:.3f} ms" in text
+    assert f"(gap {found.gap:.2%})" in text
+    assert "table 'a': its rows are on 2 of 4 ranks" in text
 
 
 def test_constraints_hold():

@@ -4,6 +4,7 @@ A failure names the collective, this rank, and the ranks that do not answer; tha
 store of the process group, since a broken connection tells an address, not a rank.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ _ANSWER_SECONDS = 3.0
 # The older name warns where the newer one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []
+_logger = logging.getLogger("meshrec")
+_told: set[str] = set()
 
 
 class CollectiveError(RuntimeError):
@@ -71,6 +74,17 @@ class InFlight:
         return cast(Tensor, work.result)
 
 
+class _CopyBack:
+    """A collective of CPU copies; its wait copies what arrived to the tensor on the device."""
+
+    def __init__(self, work: Any, arrived: Tensor, target: Tensor) -> None:
+        self._work, self._arrived, self._target = work, arrived, target
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.copy_(self._arrived)
+
+
 class Splits(NamedTuple):
     """Elements for (or from) each rank of an axis."""
 
@@ -102,9 +116,14 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
         if link is not None:
             work = link.start(sent, splits.sent, None, splits.received, same=same)
         else:
-            work = dist.all_to_all_single(
-                received, sent, splits.received, splits.sent, group=group, async_op=True
-            )
+            assert received is not None
+
+            def start(into: Tensor, out_of: Tensor) -> Any:
+                return dist.all_to_all_single(
+                    into, out_of, splits.received, splits.sent, group=group, async_op=True
+                )
+
+            work = _started(start, received, sent, group)
     except RuntimeError as error:
         raise _explained(error, name, group) from error
     started = InFlight(received, work, name, group)
@@ -135,7 +154,11 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
             sizes = [sent.numel()] * axis.size
             work = link.start(sent, sizes, received, sizes, same=True)
         else:
-            work = _all_gather(received, sent.view(-1), group=group, async_op=True)
+
+            def start(into: Tensor, out_of: Tensor) -> Any:
+                return _all_gather(into, out_of, group=group, async_op=True)
+
+            work = _started(start, received, sent.view(-1), group)
     except RuntimeError as error:
         raise _explained(error, name, group) from error
     started = InFlight(received.view(axis.size, *sent.shape), work, name, group)
@@ -152,7 +175,12 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
         share = 2 * tensor.numel() // axis.size
         _count(name, tensor, [share] * axis.size, axis.rank)
     try:
-        dist.all_reduce(tensor, group=axis.group)
+        if goes_through_cpu(tensor, axis.group):
+            copied = tensor.cpu()
+            dist.all_reduce(copied, group=axis.group)
+            tensor.copy_(copied)
+        else:
+            dist.all_reduce(tensor, group=axis.group)
     except RuntimeError as error:
         raise _explained(error, name, axis.group) from error
 
@@ -162,7 +190,10 @@ def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None
     if axis.group is None or axis.size == 1:
         return
     try:
-        dist.broadcast(tensor, dist.get_global_rank(axis.group, source), group=axis.group)
+        copied = tensor.cpu() if goes_through_cpu(tensor, axis.group) else tensor
+        dist.broadcast(copied, dist.get_global_rank(axis.group, source), group=axis.group)
+        if copied is not tensor:
+            tensor.copy_(copied)
     except RuntimeError as error:
         raise _explained(error, name, axis.group) from error
 
@@ -188,6 +219,31 @@ def measure_traffic() -> Iterator[Counter[str]]:
         yield counter
     finally:
         _traffic.remove(counter)
+
+
+def goes_through_cpu(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether a collective of this group takes a CPU copy of the tensor: gloo moves CUDA tensors that
+    way itself, but not in every collective."""
+    if tensor.is_cpu or "nccl" in dist.get_backend(group):
+        return False
+    if tensor.device.type not in _told:
+        _told.add(tensor.device.type)
+        _logger.warning(
+            "the process group works on the CPU and tables are on %s: every exchange copies through the "
+            "CPU. A group of the backend nccl would not.",
+            tensor.device.type,
+        )
+    return True
+
+
+def _started(
+    start: Callable[[Tensor, Tensor], Any], received: Tensor, sent: Tensor, group: dist.ProcessGroup
+) -> Any:
+    """Start a collective that fills ``received``, through CPU copies where the group needs them."""
+    if not goes_through_cpu(sent, group):
+        return start(received, sent)
+    arrived = torch.empty_like(received, device="cpu")
+    return _CopyBack(start(arrived, sent.cpu()), arrived, received)
 
 
 def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:

@@ -9,17 +9,28 @@ W = TypeVar("W")
 
 
 class LazyAwaitable(Generic[W]):
-    """Calls ``finish`` once, when the value is first used: an attribute, an index, a loop, a torch function.
+    """A value that is made once, when it is first used: an attribute, an index, a loop, a torch function.
 
-    ``wait()`` gives the value itself, for code that asks for its type.
+    ``wait()`` gives the value itself, for code that asks for its type. Two ways to say how it is made: pass
+    ``finish``, or write a subclass with a method ``_wait_impl``.
+
+    Args:
+        finish: makes the value; None: ``_wait_impl`` does.
     """
 
-    def __init__(self, finish: Callable[[], W]) -> None:
-        self._finish: Callable[[], W] | None = finish
+    def __init__(self, finish: Callable[[], W] | None = None) -> None:
+        self._finish: Callable[[], W] | None = self._wait_impl if finish is None else finish
         self._value: W | None = None
 
+    def _wait_impl(self) -> W:
+        """Wait for the value and return it; for subclasses to write."""
+        raise ValueError(
+            f"{type(self).__name__} does not say how its value is made. Pass a function to its constructor, "
+            "or write a subclass with a method _wait_impl(self) that returns the value."
+        )
+
     def wait(self) -> W:
-        """The value; waits for it the first time."""
+        """Return the value; wait for it the first time."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._value = finish()
@@ -58,5 +69,5 @@ class LazyAwaitable(Generic[W]):
 
 
 def awaited(value: Any) -> Any:
-    """The value of a LazyAwaitable; anything else as it is."""
+    """Return the value of a LazyAwaitable; anything else as it is."""
     return value.wait() if isinstance(value, LazyAwaitable) else value

@@ -25,7 +25,12 @@ from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.parts import mark_part
 from meshrec.plan.checks import verify_module_plan, verify_same_plan
 from meshrec.plan.mesh import Axis, ShardingEnv
-from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan, TableSize
+from meshrec.plan.sharding_plan import (
+    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
+    ShardingPlan,
+    TableSize,
+)
 from meshrec.tables.fused import UpdateMode
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.initial import init_rectangle
@@ -213,7 +218,7 @@ def assemble(
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made: they are handed back when they are freed
     return ModuleParts(
-        plan=plan,
+        plan=plan.with_kernels(_kernels(routing, rules, storages)),
         routing=routing,
         rules=rules,
         env=env,
@@ -226,6 +231,17 @@ def assemble(
         dims=routing.dims,
         fused=fused,
     )
+
+
+def _kernels(
+    routing: Routing, rules: Sequence[UpdateRule | None], storages: Sequence[RowStorage]
+) -> dict[str, EmbeddingComputeKernel]:
+    """Return how each table is updated at run time, whatever the plan's maker assumed."""
+    kernels = {}
+    for table, rule, storage in zip(routing.tables, rules, storages, strict=True):
+        kernel = EmbeddingComputeKernel.DENSE if rule is None else EmbeddingComputeKernel.FUSED
+        kernels[table.name] = kernel if storage.is_trainable else EmbeddingComputeKernel.QUANT
+    return kernels
 
 
 def compiled(

@@ -132,10 +132,10 @@ def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[Shardi
             f"device {device} is not the first of ShardingEnv.from_local, {needed}, which takes the input. "
             "Leave device out."
         )
-    if env.world.group is not None and torch.device(device).type != needed.type:
+    if env.world.group is not None and needed.type == "cuda" != torch.device(device).type:
         raise ValueError(
-            f"device {device} does not fit the process group, which works on {needed.type}. Use a "
-            f"{needed.type} device, or a process group of another backend."
+            f"device {device} does not fit the process group, whose backend nccl takes CUDA tensors only. "
+            "Use a cuda device, or a process group of the backend gloo, which takes both."
         )
     return env, torch.device(device)
 

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_AXES = (("shard",), ("replicate", "shard"), ("node", "local"), ("replicate", "node", "local"))
+_AXES = (
+    ("shard",),
+    ("replicate",),
+    ("replicate", "shard"),
+    ("node", "local"),
+    ("replicate", "node", "local"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +74,16 @@ class ShardingEnv:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ShardingEnv":
-        """Axes by name. ValueError unless the mesh's axes are one of: shard; replicate, shard; node, local;
-        replicate, node, local.
+        """Axes by name. ValueError unless the mesh's axes are one of: shard; replicate; replicate, shard;
+        node, local; replicate, node, local. With ``replicate`` alone every rank holds all tables whole.
         """
         names = mesh.mesh_dim_names
         if names not in _AXES:
-            allowed = ", or ".join(str(axes) for axes in _AXES)
-            raise ValueError(
-                f"a mesh with axes {names} cannot carry sharded tables: use {allowed}. Name them with "
-                "init_device_mesh(..., mesh_dim_names=...)."
-            )
-        replicate, node, local = (_axis(mesh, name) if name in names else None for name in _AXES[3])
+            raise ValueError(_wrong_axes(mesh))
+        replicate, node, local = (_axis(mesh, name) if name in names else None for name in _AXES[-1])
+        if names == ("replicate",):
+            assert replicate is not None
+            return cls(world=replicate, replicate=replicate, mesh=mesh)
         shard = _axis(mesh, "shard") if node is None else _flat_axis(mesh, ("node", "local"), "shard")
         world = shard if replicate is None else _flat_axis(mesh, names, "world")
         return cls(world=world, shard=shard, replicate=replicate or Axis(), node=node, local=local, mesh=mesh)
@@ -93,11 +98,22 @@ class ShardingEnv:
         """The mesh of the ``shard`` axis alone; None with one process."""
         if self.mesh is None or self.mesh.mesh_dim_names == ("shard",):
             return self.mesh
+        if self.shard.group is None:
+            return None
         return _flat_mesh(self.mesh, ("node", "local"), "shard") if self.node else self.mesh["shard"]
 
     @property
     def dense_mesh(self) -> DeviceMesh | None:
-        """The mesh that FSDP2 takes: (replicate, shard) for HSDP, else all ranks on one axis."""
+        """The mesh that FSDP2 takes: (replicate, shard) for HSDP, else all ranks on one axis.
+
+        Raises:
+            ValueError: for a mesh whose only axis is ``replicate``.
+        """
+        if self.mesh is not None and self.mesh.mesh_dim_names == ("replicate",):
+            raise ValueError(
+                "dense='fsdp2' splits parameters over an axis 'shard', and the mesh has 'replicate' only, which "
+                "copies them. Name the axis 'shard', or use dense='ddp'."
+            )
         if self.mesh is None or self.node is None:
             return self.mesh
         if self.replicate.group is None:
@@ -109,6 +125,22 @@ class ShardingEnv:
             mesh=self.mesh.mesh.flatten(1),
             mesh_dim_names=("replicate", "shard"),
         )
+
+
+def _wrong_axes(mesh: DeviceMesh) -> str:
+    names, shape = mesh.mesh_dim_names, tuple(mesh.mesh.shape)
+    what = "whose axes have no names" if names is None else f"with axes {names}"
+    if names is not None and "stage" in names:
+        return (
+            f"a mesh {what} is for stages: pass it to meshrec.pipeline.stages.StagedOverRanks, which shards "
+            "the tables of each stage over the axes beside 'stage'."
+        )
+    fitting = [axes for axes in _AXES if len(axes) == len(shape)]
+    better = " or ".join(f"mesh_dim_names={axes}" for axes in fitting or _AXES)
+    return (
+        f"a mesh {what} and shape {shape} cannot carry sharded tables. Make it with "
+        f"init_device_mesh({mesh.device_type!r}, {shape if fitting else '(...)'}, ...) and {better}."
+    )
 
 
 def default_env() -> ShardingEnv:

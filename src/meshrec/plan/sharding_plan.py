@@ -8,7 +8,7 @@ axis every replica group follows the same plan.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,9 @@ class ShardingType(Enum):
 
 
 class EmbeddingComputeKernel(Enum):
-    """What the plan's maker assumed about the update; the optimizer that the user attached decides at run
-    time.
+    """How a table is updated: by autograd's ordinary gradients (``dense``), in the backward pass (``fused``),
+    or never (``quant``). A plan made beforehand says what its maker assumed; the plan of a sharded module
+    says what runs, which the attached optimizer decides.
     """
 
     DENSE = "dense"
@@ -141,6 +142,12 @@ class ParameterSharding:
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
     """The placement of every table of one module: table name -> ``ParameterSharding``."""
+
+    def with_kernels(self, kernels: Mapping[str, EmbeddingComputeKernel]) -> "EmbeddingModuleShardingPlan":
+        """Return the same placement with the given kernel for each table."""
+        return EmbeddingModuleShardingPlan(
+            {table: replace(sharding, compute_kernel=kernels[table]) for table, sharding in self.items()}
+        )
 
     def __str__(self) -> str:
         rows = [("table", "sharding type", "kernel", "ranks", "rectangles [rows, columns]@rank")]

@@ -41,7 +41,7 @@ def column_widths(columns: int, parts: int) -> tuple[int, ...]:
 
 
 def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, node_size: int) -> list[Layout]:
-    """All useful ways to split one table."""
+    """Return all useful ways to split one table."""
     allowed = constraints.allowed_types
     num_nodes = num_ranks // node_size
     splits = _column_splits(table.embedding_dim, _min_partition(constraints))
@@ -59,9 +59,14 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
         found += [Layout(Scope.ONE_NODE, widths, 1) for widths in splits if len(widths) <= node_size]
     if ShardingType.ROW_WISE in allowed:
         parts = _row_parts(num_ranks, num_nodes, table.num_embeddings)
+        if constraints.all_ranks:
+            # Over several nodes whole nodes do it, below, where the table has a row for each rank.
+            most = min(num_ranks, table.num_embeddings)
+            parts = [most] if num_nodes == 1 or most < num_ranks else []
         found += [Layout(Scope.RANKS, whole, part) for part in parts]
     if num_nodes > 1 and constraints.ranks is None and table.num_embeddings >= node_size:
-        found += _node_layouts(table, allowed, splits, num_nodes, node_size)
+        by_nodes = _node_layouts(table, allowed, splits, num_nodes, node_size)
+        found += [each for each in by_nodes if not constraints.all_ranks or _is_everywhere(each, num_nodes)]
     elif num_nodes == 1 and num_ranks > 1 and _TWRW in allowed and ShardingType.ROW_WISE not in allowed:
         found.append(Layout(Scope.RANKS, whole, min(num_ranks, table.num_embeddings)))
     if num_ranks > 1 and ShardingType.GRID_SHARD in allowed and num_nodes == 1:
@@ -72,6 +77,12 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
             if rows <= table.num_embeddings
         ]
     return found
+
+
+def _is_everywhere(layout: Layout, num_nodes: int) -> bool:
+    """Return whether a layout by nodes may stay where row-wise tables go over all ranks."""
+    is_row_wise = len(layout.widths) == 1 and layout.row_parts > 1
+    return not is_row_wise or layout.row_parts == num_nodes
 
 
 _TWRW = ShardingType.TABLE_ROW_WISE

@@ -211,11 +211,9 @@ def to_plan(
         )
     plan: dict[str, EmbeddingModuleShardingPlan] = {}
     for index, table in enumerate(tables):
-        kernel = (
-            EmbeddingComputeKernel.DENSE
-            if table.optimizer is OptimizerKind.NONE
-            else EmbeddingComputeKernel.FUSED
-        )
+        has_optimizer = table.optimizer is not OptimizerKind.NONE
+        kernel = EmbeddingComputeKernel.FUSED if has_optimizer else EmbeddingComputeKernel.DENSE
+        kernel = kernel if table.trained else EmbeddingComputeKernel.QUANT
         whole = bool(placements.replicated_T[index])
         plan.setdefault(table.module_path, EmbeddingModuleShardingPlan())[table.name] = ParameterSharding(
             sharding_type=types_T[index],

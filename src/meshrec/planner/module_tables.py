@@ -100,6 +100,11 @@ def table_of_config(
             f"{list(config.feature_names)}; give one per feature."
         )
     batch_sizes, bits = constraints.batch_sizes, _bits(config)
+    if batch_sizes and len(batch_sizes) != num_features:
+        raise ValueError(
+            f"table {config.name!r}: {len(batch_sizes)} batch_sizes for the {num_features} features "
+            f"{list(config.feature_names)}; give one per feature."
+        )
     return Table(
         name=config.name,
         num_embeddings=config.num_embeddings,

@@ -84,6 +84,25 @@ class PlannedShardingPlan(ShardingPlan):
         """How far the plan may be from the best, as a fraction of its time."""
         return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
 
+    def __str__(self) -> str:
+        """The placement, the predicted step and its gap, and tables whose rows use only some ranks."""
+        if self.inputs is None:
+            return super().__str__()
+        ranks = self.inputs.topology.world_size // self.replicas
+        lines = [
+            super().__str__(),
+            f"predicted step without the dense part: {self.seconds * 1e3:.3f} ms. No plan of the allowed kinds "
+            f"takes less than {self.lower_bound * 1e3:.3f} ms (gap {self.gap:.2%}).",
+        ]
+        for _, table, placed in self.tables():
+            used = len(set(placed.ranks or ()))
+            if placed.sharding_type is ShardingType.ROW_WISE and used < ranks:
+                lines.append(
+                    f"table {table!r}: its rows are on {used} of {ranks} ranks, which the planner predicts to be "
+                    "the fastest. For all of them give it ParameterConstraints(all_ranks=True)."
+                )
+        return "\n\n".join(lines)
+
     def estimate(self) -> StepEstimate:
         """The cost of the plan, rank by rank. ValueError for a plan without inputs."""
         inputs = self.required_inputs()

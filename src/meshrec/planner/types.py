@@ -105,6 +105,7 @@ class ParameterConstraints:
         batch_sizes: samples per rank, per feature (their mean counts).
         ranks: the only ranks that may hold a part of the table.
         effective_rows: see `Table`.
+        all_ranks: whether a row-wise table is split over every rank; otherwise the planner chooses how many.
     """
 
     sharding_types: Sequence[ShardingType | str] | None = None
@@ -114,8 +115,11 @@ class ParameterConstraints:
     batch_sizes: Sequence[int] | None = None
     ranks: Sequence[int] | None = None
     effective_rows: float | None = None
+    all_ranks: bool = False
 
     def __post_init__(self) -> None:
+        if self.all_ranks and self.ranks is not None:
+            raise ValueError(f"all_ranks asks for every rank, and ranks for {list(self.ranks)}. Give one.")
         if self.sharding_types is not None:
             allowed = [kind.value for kind in ShardingType]
             for kind in self.sharding_types:

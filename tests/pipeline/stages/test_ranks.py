@@ -143,7 +143,6 @@ def joint(model, batches):
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
 def test_every_layout_trains_to_the_numbers_of_one_process(ranks, names, sizes, cuts, dense):
-    names = tuple("shard" if name == "replicate" and "shard" not in names else name for name in names)
     found = ranks(torch.Size(sizes).numel()).run(train_staged, names, sizes, cuts, dense)
     losses, state = train_plain(torch.Size(sizes).numel() // sizes[names.index("stage")])
     seen = set()
