@@ -19,7 +19,7 @@ def test_single_process_has_one_rank_on_every_axis():
         (
             ("dp", "tp"),
             (2, 2),
-            r"axes \('dp', 'tp'\) and shape .* mesh_dim_names=\('replicate', 'shard'\) or",
+            r"axes \('dp', 'tp'\) and shape .*=\('replicate', 'shard'\) or",
         ),
         (None, (4,), r"whose axes have no names .*\(4,\), \.\.\.\) and mesh_dim_names=\('shard',\) or"),
         (None, (1, 1, 1, 1), r"init_device_mesh\('cpu', \(\.\.\.\), \.\.\.\) and mesh_dim_names="),

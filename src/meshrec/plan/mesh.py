@@ -111,8 +111,8 @@ class ShardingEnv:
         """
         if self.mesh is not None and self.mesh.mesh_dim_names == ("replicate",):
             raise ValueError(
-                "dense='fsdp2' splits parameters over an axis 'shard', and the mesh has 'replicate' only, which "
-                "copies them. Name the axis 'shard', or use dense='ddp'."
+                "dense='fsdp2' splits parameters over an axis 'shard', and the mesh has only 'replicate', "
+                "which copies them. Name the axis 'shard', or use dense='ddp'."
             )
         if self.mesh is None or self.node is None:
             return self.mesh

@@ -91,15 +91,15 @@ class PlannedShardingPlan(ShardingPlan):
         ranks = self.inputs.topology.world_size // self.replicas
         lines = [
             super().__str__(),
-            f"predicted step without the dense part: {self.seconds * 1e3:.3f} ms. No plan of the allowed kinds "
-            f"takes less than {self.lower_bound * 1e3:.3f} ms (gap {self.gap:.2%}).",
+            f"predicted step without the dense part: {self.seconds * 1e3:.3f} ms. No plan of the allowed "
+            f"kinds takes less than {self.lower_bound * 1e3:.3f} ms (gap {self.gap:.2%}).",
         ]
         for _, table, placed in self.tables():
             used = len(set(placed.ranks or ()))
             if placed.sharding_type is ShardingType.ROW_WISE and used < ranks:
                 lines.append(
-                    f"table {table!r}: its rows are on {used} of {ranks} ranks, which the planner predicts to be "
-                    "the fastest. For all of them give it ParameterConstraints(all_ranks=True)."
+                    f"table {table!r}: its rows are on {used} of {ranks} ranks, which the planner predicts to "
+                    "be the fastest. For all of them give it ParameterConstraints(all_ranks=True)."
                 )
         return "\n\n".join(lines)
 
