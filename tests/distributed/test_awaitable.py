@@ -72,7 +72,5 @@ def test_a_subclass_may_make_the_value():
 
 
 def test_one_without_a_way_to_make_the_value_says_what_to_do():
-    with pytest.raises(
-        ValueError, match=r"LazyAwaitable does not say how its value is made. Pass a function"
-    ):
+    with pytest.raises(ValueError, match=r"LazyAwaitable does not say how its value is made. Pass"):
         LazyAwaitable().wait()

@@ -98,8 +98,8 @@ class PlannedShardingPlan(ShardingPlan):
             used = len(set(placed.ranks or ()))
             if placed.sharding_type is ShardingType.ROW_WISE and used < ranks:
                 lines.append(
-                    f"table {table!r}: its rows are on {used} of {ranks} ranks, which the planner predicts to "
-                    "be the fastest. For all of them give it ParameterConstraints(all_ranks=True)."
+                    f"table {table!r}: its rows are on {used} of {ranks} ranks, which the planner predicts "
+                    "to be the fastest. For all of them give it ParameterConstraints(all_ranks=True)."
                 )
         return "\n\n".join(lines)
 
