@@ -1,4 +1,4 @@
-"""Quality of predictions and of retrieval, over all ranks, since the last look and since the start."""
+"""Metrics of predictions and of retrieval, over all ranks, for the current window and since the start."""
 
 from meshrec.metrics.binary import area_under_curve, binary_metrics
 from meshrec.metrics.grouped import Interval, bootstrap_intervals, grouped_auc, sliced_metrics

@@ -1,8 +1,8 @@
-"""Metrics of click models.
+"""Metrics of binary classification.
 
-AUC is that of torchmetrics where all samples are at hand and count alike; torchmetrics has no weights for it,
-nor for accuracy, and neither log loss, normalized entropy nor calibration as a ratio. These follow from a few
-sums over samples, which is what ranks exchange.
+AUC comes from torchmetrics when all samples are available and unweighted. torchmetrics has no weights for AUC
+or accuracy, and no log loss, normalized entropy or calibration ratio. Those follow from a few sums over
+samples, and the sums are what ranks exchange.
 """
 
 import math
@@ -18,7 +18,7 @@ from meshrec.data.faults import needs
 
 
 class BinarySums(NamedTuple):
-    """Sums over samples, each times its weight."""
+    """Weighted sums over samples."""
 
     weight: float
     labels: float
@@ -28,7 +28,7 @@ class BinarySums(NamedTuple):
 
 
 def binary_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:
-    """`BinarySums` as a float64 tensor; takes float64 tensors."""
+    """Return `BinarySums` as a float64 tensor [5] from float64 tensors [n]."""
     loss = nn.functional.binary_cross_entropy_with_logits(logits_n, labels_n, reduction="none")
     correct = ((logits_n > 0) == (labels_n > 0.5)).double()
     return (
@@ -37,11 +37,12 @@ def binary_sums(logits_n: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor
 
 
 def metrics_of(sums: BinarySums) -> dict[str, float]:
-    """``loss`` (log loss), ``accuracy``, ``calibration``, ``normalized_entropy``; without what is undefined.
+    """Return ``loss`` (log loss), ``accuracy``, ``calibration`` and ``normalized_entropy``, where they are
+    defined.
 
-    Calibration is the sum of predictions over the sum of labels. Normalized entropy is the log loss over that
-    of predicting the mean label: He et al., "Practical lessons from predicting clicks on ads at Facebook"
-    (2014).
+    Calibration is the sum of the predictions over the sum of the labels. Normalized entropy is the log loss
+    divided by the log loss of always predicting the mean label: He et al., "Practical lessons from predicting
+    clicks on ads at Facebook" (2014).
     """
     if sums.weight <= 0:
         return {}
@@ -55,7 +56,10 @@ def metrics_of(sums: BinarySums) -> dict[str, float]:
 
 
 def area_under_histograms(positive_H: Tensor, negative_H: Tensor) -> float | None:
-    """P(a positive lies in a higher bin than a negative), one bin counting half; None without both kinds."""
+    """Return P(a positive is in a higher bin than a negative), where a pair in one bin counts half.
+
+    None if there are no positives or no negatives.
+    """
     below = negative_H.cumsum(0) - negative_H
     pairs = positive_H.sum() * negative_H.sum()
     if not pairs > 0:
@@ -64,13 +68,15 @@ def area_under_histograms(positive_H: Tensor, negative_H: Tensor) -> float | Non
 
 
 def area_under_curve(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float | None:
-    """The exact area under the ROC curve: P(score of a positive > score of a negative), ties counting half.
-
-    None where labels are of one kind.
+    """Return the exact area under the ROC curve: P(score of a positive > score of a negative), ties counting
+    half.
 
     Args:
-        scores, labels: [n], labels in [0, 1].
-        weights: [n], of samples.
+        scores, labels: tensors [n]; labels in [0, 1].
+        weights: sample weights [n].
+
+    Returns:
+        The area, or None if all labels are equal.
     """
     labels = labels.double()
     distinct, place = torch.unique(scores, return_inverse=True)
@@ -95,18 +101,19 @@ def binary_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """All metrics of all ranks' samples, with the exact AUC under ``auc``; see :func:`metrics_of`.
+    """Compute all metrics over the samples of all ranks, with the exact AUC under ``auc``; see `metrics_of`.
 
-    Collective where a process group is initialized. Keeps and sends all samples: for validation data.
+    Collective if a process group is initialized. This keeps and sends every sample, so it is meant for
+    validation data; use `MetricSet` during training.
 
     Args:
-        logits, labels: [n] or [n, 1]; ranks may have different numbers of samples.
-        weights: of samples; on all ranks or on none.
-        group: the ranks; without it all.
-        gather: whether other ranks' samples count; otherwise this is not collective.
+        logits, labels: tensors [n] or [n, 1]. Ranks may have different numbers of samples.
+        weights: sample weights, on all ranks or on none.
+        group: process group of the ranks; None: all ranks.
+        gather: whether to include the samples of other ranks. If False, nothing is collective.
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: the shapes differ.
     """
     columns = checked(logits, labels, weights)
     if gather and dist.is_available() and dist.is_initialized():
@@ -118,10 +125,10 @@ def binary_metrics(
 
 
 def checked(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Logits, labels, weights [3, n] in float64, detached.
+    """Stack logits, labels and weights into a detached float64 tensor [3, n].
 
     Raises:
-        ValueError: their numbers differ.
+        ValueError: their sizes differ.
     """
     flat = logits.detach().reshape(-1)
     sizes = [flat.numel(), labels.numel(), flat.numel() if weights is None else weights.numel()]

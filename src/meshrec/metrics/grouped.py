@@ -1,4 +1,4 @@
-"""Metrics of parts of the samples, and how far chance could have moved them."""
+"""AUC within groups, metrics of slices, and bootstrap confidence intervals."""
 
 from typing import NamedTuple
 
@@ -20,24 +20,24 @@ from meshrec.metrics.binary import (
 
 
 class Interval(NamedTuple):
-    """Where a metric lies with so much confidence."""
+    """Confidence interval of a metric."""
 
     low: float
     high: float
 
 
 def grouped_auc(logits: Tensor, labels: Tensor, groups: Tensor) -> float | None:
-    """GAUC: the AUC inside each group, such as a user's samples, averaged with the groups' sizes as weights.
+    """Compute GAUC: the mean AUC within each group, such as the samples of one user, weighted by group size.
 
-    Groups whose labels are of one kind have no AUC and do not count. Zhou et al.: "Deep interest network for
+    Groups whose labels are all equal have no AUC and are left out. Zhou et al.: "Deep interest network for
     click-through rate prediction" (2018).
 
     Args:
-        logits, labels: [n], labels 0 or 1.
-        groups: [n] integers.
+        logits, labels: tensors [n]; labels 0 or 1.
+        groups: integer group of each sample, [n].
 
     Returns:
-        None where no group has labels of both kinds.
+        GAUC, or None if no group has labels of both classes.
     """
     scores, truth, group = logits.double().numpy(), labels.numpy() > 0.5, groups.numpy()
     order = np.lexsort((scores, group))
@@ -66,12 +66,12 @@ def grouped_auc(logits: Tensor, labels: Tensor, groups: Tensor) -> float | None:
 def sliced_metrics(
     logits: Tensor, labels: Tensor, slices: "npt.NDArray[np.int64]", num_slices: int
 ) -> list[dict[str, float]]:
-    """`binary_metrics` of each slice, with the number of its samples under ``samples``.
+    """Compute `binary_metrics` of each slice, and its number of samples under ``samples``.
 
     Args:
-        logits, labels: [n].
-        slices: [n], which slice a sample is in.
-        num_slices: how many there are.
+        logits, labels: tensors [n].
+        slices: the slice of each sample, [n], in [0, num_slices).
+        num_slices: number of slices.
     """
     found = []
     for number in range(num_slices):
@@ -84,19 +84,19 @@ def sliced_metrics(
 def bootstrap_intervals(
     logits: Tensor, labels: Tensor, *, num: int = 200, confidence: float = 0.95, seed: int = 0
 ) -> dict[str, Interval]:
-    """Percentile intervals of `binary_metrics`: what samples drawn anew from these samples would say.
+    """Compute bootstrap percentile intervals of `binary_metrics`.
 
-    Each sample counts a Poisson number of times, which is the bootstrap for many samples. Efron: "Bootstrap
-    methods: another look at the jackknife" (1979).
+    Each sample is weighted by a Poisson(1) count, which approximates resampling for large n. Efron:
+    "Bootstrap methods: another look at the jackknife" (1979).
 
     Args:
-        logits, labels: [n].
-        num: how often samples are drawn.
-        confidence: the share of draws inside the interval.
-        seed: of the draws.
+        logits, labels: tensors [n].
+        num: number of resamplings.
+        confidence: share of the resamplings inside the interval.
+        seed: seed of the resampling.
 
     Raises:
-        ValueError: numbers out of range.
+        ValueError: ``num`` or ``confidence`` is out of range.
     """
     if num < 2 or not 0 < confidence < 1:
         raise ValueError(f"num must be at least 2 and confidence in (0, 1), got {num} and {confidence}.")

@@ -1,4 +1,4 @@
-"""The metrics of a training run: cheap per step, exchanged when they are looked at."""
+"""Metrics for a training run: cheap per step, and exchanged among ranks only when they are read."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,18 +24,19 @@ class _Pair(NamedTuple):
 
 
 class MetricSet:
-    """``auc``, ``loss`` (log loss), ``normalized_entropy``, ``calibration``, ``accuracy`` of a click model.
+    """Running ``auc``, ``loss`` (log loss), ``normalized_entropy``, ``calibration`` and ``accuracy`` of a
+    click model.
 
-    ``update`` only keeps the tensors of a step; they are summed up when there are many, or when
-    :meth:`compute` is called, which is collective. AUC comes from histograms of the logits, where pairs
-    within one bin count half; :func:`binary_metrics` is exact.
+    ``update`` only keeps the tensors of a step. They are summed up when many have accumulated, or when
+    `compute` is called, which is collective. AUC comes from histograms of the logits, in which a pair in one
+    bin counts half; for the exact AUC see `binary_metrics`.
 
     Args:
-        num_bins: of the histograms, which cut logits from -16 to 16 into equal parts.
-        extra: metrics of torchmetrics, which see probabilities and integer labels. They exchange among ranks
-            themselves; they do not see weights.
-        device: where sums are kept.
-        group: the ranks; without it all, where a process group is initialized.
+        num_bins: number of histogram bins, which divide the logits from -16 to 16 into equal parts.
+        extra: metrics of torchmetrics, by name. They get probabilities and integer labels but no weights, and
+            exchange their state among ranks themselves.
+        device: device of the sums.
+        group: process group of the ranks; None: all ranks, if a process group is initialized.
 
     Raises:
         ValueError: fewer than 2 bins.
@@ -68,10 +69,10 @@ class MetricSet:
         }
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Takes a step's samples: [B] or [B, 1], of any float dtype.
+        """Add the samples of a step: tensors [B] or [B, 1] of any floating-point dtype.
 
         Raises:
-            ValueError: shapes differ.
+            ValueError: the shapes differ.
         """
         self._waiting.append(checked(logits, labels, weights))
         self._num_waiting += labels.numel()
@@ -81,14 +82,13 @@ class MetricSet:
     def update_probabilities(
         self, probabilities: Tensor, labels: Tensor, weights: Tensor | None = None
     ) -> None:
-        """The same for a model that predicts probabilities; 0 and 1 count as 1e-12 and 1 - 1e-12."""
+        """Add the samples of a model that predicts probabilities, which are clamped to [1e-12, 1 - 1e-12]."""
         self.update(torch.logit(probabilities.detach().double(), eps=1e-12), labels, weights)
 
     def compute(self) -> Computed:
-        """All metrics over all ranks, after which the window begins anew. Collective.
+        """Compute all metrics over all ranks, and start a new window. Collective.
 
-        What the samples leave undefined is left out: AUC where labels are of one kind, everything where there
-        are no samples.
+        Undefined metrics are left out: AUC if all labels are equal, and every metric if there are no samples.
         """
         self._flush()
         found = Computed(*(self._metrics(totals) for totals in self._sums.take()))
@@ -100,14 +100,17 @@ class MetricSet:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``compute`` has seen: call it before saving. The same on every rank; without extra metrics."""
+        """Return the lifetime sums, without those of ``extra``. The same on every rank.
+
+        Call `compute` first: samples since the last `compute` are not included.
+        """
         return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, on any number of ranks.
+        """Restore the sums that `state_dict` returned, on any number of ranks.
 
         Raises:
-            ValueError: it was saved with another ``num_bins``.
+            ValueError: the state has another ``num_bins``.
         """
         self._waiting, self._num_waiting = [], 0
         self._sums.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Metrics of models that say numbers."""
+"""Metrics of regression models."""
 
 import torch
 import torch.distributed as dist
@@ -11,18 +11,18 @@ from meshrec.metrics.binary import checked
 def number_metrics(
     values: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
 ) -> dict[str, float]:
-    """``loss`` (mean squared error), ``rmse``, ``mae``, ``r2`` of all ranks' samples; empty without samples.
+    """Compute ``loss`` (mean squared error), ``rmse``, ``mae`` and ``r2`` over the samples of all ranks.
 
-    ``r2`` is the share of the labels' variance that is explained; left out where they have none. Collective
-    where a process group is initialized.
+    ``r2`` is the share of the labels' variance that the model explains; it is left out if the variance is 0.
+    The result is empty without samples. Collective if a process group is initialized.
 
     Args:
-        values, labels: [n] or [n, 1]; ranks may have different numbers of samples.
-        group: the ranks; without it all.
-        gather: whether other ranks' samples count; otherwise this is not collective.
+        values, labels: tensors [n] or [n, 1]. Ranks may have different numbers of samples.
+        group: process group of the ranks; None: all ranks.
+        gather: whether to include the samples of other ranks. If False, nothing is collective.
 
     Raises:
-        ValueError: shapes differ.
+        ValueError: the shapes differ.
     """
     columns = checked(values, labels, None)
     if gather and dist.is_available() and dist.is_initialized():

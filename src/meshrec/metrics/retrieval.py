@@ -1,4 +1,4 @@
-"""How good a ranked list is, given what was relevant."""
+"""Metrics of ranked lists: recall, NDCG and MRR."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,20 +17,20 @@ _KINDS = {"recall": "RetrievalRecall", "ndcg": "RetrievalNormalizedDCG", "mrr": 
 
 
 class RetrievalMetrics:
-    """``recall@k``, ``ndcg@k`` and ``mrr@k`` of torchmetrics: means over the queries with relevant items.
+    """Mean ``recall@k``, ``ndcg@k`` and ``mrr@k`` over the queries that have relevant items, by torchmetrics.
 
-    Recall is the share of a query's relevant items among its first k. NDCG discounts a hit at place i (from
-    1) by log2(i + 1) and divides by the best possible order, with gains of 0 and 1. MRR is 1 / the place of
-    the first relevant item, and 0 where it is not among the first k. Takes about a millisecond per query and
-    k. What users have seen before is to be left out of the list: ``BruteForceIndex.search(exclude=...)``.
+    Recall is the share of a query's relevant items among its first k. NDCG discounts a hit at rank i (from 1)
+    by log2(i + 1) and divides by the value of the best possible order; gains are 0 and 1. MRR is 1 / the rank
+    of the first relevant item, or 0 if it is not among the first k. The cost is about a millisecond per query
+    and k. Leave items that users have already seen out of the lists: ``BruteForceIndex.search(exclude=...)``.
 
     Args:
-        ks: how many items count.
-        device: where sums are kept.
-        group: the ranks; without it all, where a process group is initialized.
+        ks: cut-offs, such as (10, 100).
+        device: device of the sums.
+        group: process group of the ranks; None: all ranks, if a process group is initialized.
 
     Raises:
-        ValueError: a k is below 1, or there is none.
+        ValueError: a cut-off is below 1, or there is none.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class RetrievalMetrics:
         self._sums = WindowedSum(1 + len(_KINDS) * len(self._ks), torch.device(device), group)
 
     def update(self, ranked_QL: Tensor, relevant: JaggedTensor) -> None:
-        """Takes queries.
+        """Add the ranked lists of some queries.
 
         Args:
-            ranked_QL: item ids, the best first, without repetition within a query.
-            relevant: Q bags of item ids, without repetition within a bag.
+            ranked_QL: item IDs, best first, without repetition within a query.
+            relevant: Q bags of item IDs, without repetition within a bag.
 
         Raises:
-            ValueError: shapes do not fit, or lists are shorter than the largest k.
+            ValueError: the shapes do not fit, or the lists are shorter than the largest cut-off.
         """
         lengths = relevant.lengths()
         if ranked_QL.dim() != 2 or len(lengths) != len(ranked_QL):
@@ -75,21 +75,21 @@ class RetrievalMetrics:
         self._sums.window[: len(sums)] += self._sums.window.new_tensor(sums)
 
     def compute(self) -> Computed:
-        """Means over all ranks' queries, after which the window begins anew; empty without queries.
+        """Compute the means over the queries of all ranks, and start a new window. Collective.
 
-        Collective.
+        The result is empty without queries.
         """
         return Computed(*(self._metrics(totals) for totals in self._sums.take()))
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``compute`` has seen: call it before saving. The same on every rank."""
+        """Return the lifetime sums, the same on every rank. Call `compute` first."""
         return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, on any number of ranks.
+        """Restore the sums that `state_dict` returned, on any number of ranks.
 
         Raises:
-            ValueError: it was saved with other ``ks``.
+            ValueError: the state has other cut-offs.
         """
         self._sums.load_state_dict(state)
 
@@ -102,9 +102,9 @@ class RetrievalMetrics:
 
 
 def _samples(ranked_QL: Tensor, relevant: JaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of items, whether they are relevant, and their queries, as torchmetrics takes them.
+    """Return scores of items, whether they are relevant, and their queries, in the form of torchmetrics.
 
-    The first ranked item has score L; below them all, with 0, are relevant ones that are not ranked.
+    The first ranked item has score L. Relevant items that are not in the list have score 0, below all others.
     """
     num_queries, num_items = ranked_QL.shape
     values, device = relevant.values(), ranked_QL.device
@@ -127,18 +127,20 @@ def place_metrics(
     group: dist.ProcessGroup | None = None,
     gather: bool = True,
 ) -> dict[str, float]:
-    """``loss``, ``recall@k``, ``ndcg@k`` and ``mrr`` of all ranks' queries with one relevant item each.
+    """Compute ``loss``, ``recall@k``, ``ndcg@k`` and ``mrr`` over all ranks' queries, each with one relevant
+    item.
 
-    Exact, from the place of that item among all candidates. Recall is then the share of queries that find it
-    among the first k (hit rate); MRR is the mean of 1 / place. Empty without queries; only the loss where no
-    item has a place. Collective where a process group is initialized.
+    Exact, from the rank of that item among all candidates. With one relevant item, recall is the hit rate:
+    the share of queries whose item is among the first k. MRR is the mean of 1 / rank. The result is empty
+    without queries, and has only the loss if no item has a rank. Collective if a process group is
+    initialized.
 
     Args:
-        losses: [n].
-        places: [n] from 1; 0: not ranked.
-        ks: how many items count.
-        group: the ranks; without it all.
-        gather: whether other ranks' queries count; otherwise this is not collective.
+        losses: losses [n].
+        places: ranks [n] from 1; 0: not ranked.
+        ks: cut-offs.
+        group: process group of the ranks; None: all ranks.
+        gather: whether to include the queries of other ranks.
     """
     ranked = places[places > 0].double()
     sums = [float(len(losses)), float(losses.double().sum()), float(len(ranked)), float((1 / ranked).sum())]

@@ -1,4 +1,4 @@
-"""Sums since the last look, and since the start, over all ranks."""
+"""Sums over all ranks, for the current window and since the start."""
 
 from typing import Any, NamedTuple
 
@@ -8,29 +8,29 @@ from torch import Tensor
 
 
 class Computed(NamedTuple):
-    """Metrics since the last look, and since the start."""
+    """Metrics of the current window, and since the start."""
 
     window: dict[str, float]
     lifetime: dict[str, float]
 
 
 class Totals(NamedTuple):
-    """Sums over all ranks."""
+    """Sums over all ranks, of the current window and since the start."""
 
     window: Tensor
     lifetime: Tensor
 
 
 class WindowedSum:
-    """A vector of sums.
+    """A vector of sums that starts a new window whenever it is read.
 
-    Not a metric of torchmetrics, whose states belong to ranks: these, saved on some, load on any number of
-    them, and they are exchanged in one collective, not three for each state.
+    This is not a torchmetrics metric, because the state of those belongs to a rank. These sums can be saved
+    on some ranks and loaded on any number of them, and they need one collective instead of three per state.
 
     Args:
-        size: of the vector.
-        device: where it is kept.
-        group: the ranks; without it all, where a process group is initialized.
+        size: number of sums.
+        device: device of the sums.
+        group: process group of the ranks; None: all ranks, if a process group is initialized.
     """
 
     def __init__(self, size: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -40,11 +40,11 @@ class WindowedSum:
 
     @property
     def window(self) -> Tensor:
-        """This rank's sums since the last look: add to it."""
+        """This rank's sums in the current window. Add to it in place."""
         return self._window
 
     def take(self) -> Totals:
-        """The sums, after which the window begins anew. Collective."""
+        """Return the sums over all ranks, and start a new window. Collective."""
         window = self._window
         self._window = torch.zeros_like(window)
         if dist.is_available() and dist.is_initialized():
@@ -53,14 +53,14 @@ class WindowedSum:
         return Totals(window, self._lifetime)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been taken: the same on every rank, and good for any number of ranks."""
+        """Return the lifetime sums, which are the same on every rank and load on any number of ranks."""
         return {"lifetime": self._lifetime.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there, with an empty window.
+        """Restore the lifetime sums, and empty the window.
 
         Raises:
-            ValueError: the state is that of another configuration.
+            ValueError: the state belongs to another configuration.
         """
         lifetime = state["lifetime"]
         if lifetime.shape != self._lifetime.shape:

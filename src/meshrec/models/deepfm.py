@@ -16,29 +16,32 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class FMInteractionArch(nn.Module):
-    """The sum of the dot products of all pairs of vectors: half of (sum)^2 - sum of squares, per column."""
+    """Factorization machine: the sum of the dot products of all pairs of vectors.
+
+    Computed per column as half of (sum squared - sum of squares), which takes F steps and not F squared.
+    """
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[B, F, D] -> [B, 1]."""
+        """Map vectors [B, F, D] to their pairwise term [B, 1]."""
         pairs = vectors.sum(1).square() - vectors.square().sum(1)
         return 0.5 * pairs.sum(1, keepdim=True)
 
 
 class DeepFMModel(nn.Module):
-    """The sum of three logits: linear, products of pairs, and deep, over the embeddings and a dense vector.
+    """DeepFM: the sum of a linear, a factorization-machine and an MLP logit over the same embeddings.
 
-    The dense input becomes one more vector of width D. The paper's linear term has a weight for each id; here
-    it is a linear function of the embeddings, so that there is one set of tables.
+    The dense input becomes one more vector of width D. The paper's linear term has a weight for each ID; here
+    it is a linear function of the embeddings, so that one set of tables is enough.
 
     Args:
         embedding_bag_collection: the tables, all of one width D.
-        dense_in_features: columns of the dense input.
-        dense_arch_layer_sizes: the MLP over it; the last size must be D.
-        deep_layer_sizes: the MLP over all vectors; the last size must be 1.
-        dense_device: where the dense parameters live.
+        dense_in_features: number of columns of the dense input.
+        dense_arch_layer_sizes: layer sizes of the MLP over the dense input; the last size must be D.
+        deep_layer_sizes: layer sizes of the MLP over all vectors; the last size must be 1.
+        dense_device: device of the dense parameters.
 
     Raises:
-        ValueError: when widths do not fit.
+        ValueError: the tables differ in width, or the last layer sizes are not D and 1.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DeepFMModel(nn.Module):
         self.over_arch = OverArch(width, deep_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, dense_in_features] and the ids -> logits [B, 1]."""
+        """Return logits [B, 1] for dense values [B, dense_in_features] and the IDs of all features."""
         arch = self.sparse_arch
         # Asked for first and read last: sharded tables send embeddings while the dense MLP runs.
         embeddings = arch.embedding_bag_collection(sparse_features)

@@ -1,4 +1,4 @@
-"""DIN: how much each item of a history counts depends on the item that is offered.
+"""Deep interest network (DIN): attention over a user's history that depends on the offered item.
 
 Zhou et al.: "Deep interest network for click-through rate prediction" (2018).
 """
@@ -16,14 +16,16 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 
 class InterestPooling(nn.Module):
-    """The sum of a history's vectors, each times what a small MLP says of it beside the offered item.
+    """Weighted sum of a history's vectors; an MLP computes each weight from the vector and the offered item.
 
-    The weights are not made to sum to 1: their sum says how strong the interest is. Nothing is padded.
+    The weights are not normalised to sum to 1, because their sum carries the strength of the interest.
+    Nothing is padded.
 
     Args:
-        width: D.
-        layer_sizes: hidden layers of the MLP over history vector, offered vector, difference and product.
-        device: of the MLP.
+        width: the width D of all vectors.
+        layer_sizes: hidden layers of the MLP, which reads history vector, offered vector, difference and
+            product.
+        device: device of the MLP.
     """
 
     def __init__(self, width: int, layer_sizes: Sequence[int], device: torch.device | None = None) -> None:
@@ -31,7 +33,7 @@ class InterestPooling(nn.Module):
         self.weigh = OverArch(4 * width, [*layer_sizes, 1], device)
 
     def forward(self, history: JaggedTensor, offered_BD: Tensor) -> Tensor:
-        """B bags of vectors, and a vector for each -> [B, D]."""
+        """Pool B bags of history vectors by the offered vectors [B, D]; returns [B, D]."""
         values_ND, lengths_B = history.values(), history.lengths()
         of_N = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
         offered_ND = offered_BD[of_N]
@@ -42,17 +44,17 @@ class InterestPooling(nn.Module):
 
 
 class DIN(nn.Module):
-    """Logits of clicks from a history, an offered item, other ids, and dense values.
+    """Click model that reads a history, an offered item, other IDs and dense values.
 
     Args:
-        embedding_collection: one table, which is read by the features ``history`` and ``item``.
-        embedding_bag_collection: the tables of all other ids; None: there are none.
-        history: the feature with the items before.
-        item: the feature with the item that is offered; of several ids the last one counts.
-        dense_in_features: columns of the dense input.
-        attention: hidden layers of the MLP that weighs the history.
-        over: layers of the MLP over all vectors; the last one has the width 1.
-        device: of the MLPs.
+        embedding_collection: a collection of one table, read by the features ``history`` and ``item``.
+        embedding_bag_collection: the tables of all other IDs; None if there are none.
+        history: name of the feature that holds the earlier items.
+        item: name of the feature that holds the offered item. If a bag has several IDs, the last one is used.
+        dense_in_features: number of columns of the dense input.
+        attention: hidden layers of the MLP that weights the history.
+        over: layers of the MLP over all vectors; the last size must be 1.
+        device: device of the MLPs.
 
     Raises:
         ValueError: history and item do not share a table.
@@ -88,7 +90,7 @@ class DIN(nn.Module):
         self.over = OverArch(3 * table.embedding_dim + others + dense_in_features, over, device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, dense_in_features] and the ids of all features -> logits [B, 1]."""
+        """Return logits [B, 1] for dense values [B, dense_in_features] and the IDs of all features."""
         found = self.embedding_collection(sparse_features)
         history, items = found[self._history], found[self._item]
         item_BD = _last_rows(items)
@@ -101,7 +103,7 @@ class DIN(nn.Module):
 
 
 def _last_rows(bags: JaggedTensor) -> Tensor:
-    """The last row of each bag, [B, D]; zeros where it is empty."""
+    """Return the last row of each bag, [B, D]; zeros for an empty bag."""
     lengths, rows = bags.lengths(), bags.values()
     has_any = lengths > 0
     last = (bags.offsets()[1:] - 1)[has_any]

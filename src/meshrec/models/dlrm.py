@@ -22,7 +22,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class ClickBatch(Protocol):
-    """What DLRMTrain reads of a batch."""
+    """The fields of a batch that DLRMTrain reads."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
@@ -30,7 +30,7 @@ class ClickBatch(Protocol):
 
 
 class TrainOutputs(NamedTuple):
-    """For metrics: detached loss, logits [B] and labels [B]."""
+    """Detached values for metrics: the loss, logits [B] and labels [B]."""
 
     loss: Tensor
     logits: Tensor
@@ -38,7 +38,11 @@ class TrainOutputs(NamedTuple):
 
 
 class SparseArch(nn.Module):
-    """Embeddings of all features, which must have one width."""
+    """Embeddings of all features, which must have one width.
+
+    Raises:
+        ValueError: the tables differ in width.
+    """
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -54,7 +58,7 @@ class SparseArch(nn.Module):
         self.F: int = sum(len(config.feature_names) for config in configs)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """[B, F, D]."""
+        """Look up the pooled embeddings, [B, F, D]."""
         values: Tensor = self.embedding_bag_collection(features).values()
         return values.view(-1, self.F, self.D)
 
@@ -72,7 +76,7 @@ class DenseArch(nn.Module):
             self.model = MLP(in_features, layer_sizes, device=device)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[B, in_features] -> [B, layer_sizes[-1]]."""
+        """Map dense features [B, in_features] to [B, layer_sizes[-1]]."""
         out: Tensor = self.model(features)
         return out
 
@@ -85,13 +89,13 @@ class InteractionArch(nn.Module):
         self.model = DotInteraction(num_sparse_features)
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Dense [B, D], sparse [B, F, D] -> [B, D + F (F + 1) / 2]."""
+        """Combine dense [B, D] and sparse [B, F, D] vectors into [B, D + F (F + 1) / 2]."""
         out: Tensor = self.model(dense_features, sparse_features)
         return out
 
 
 class InteractionDCNArch(nn.Module):
-    """A cross network over all features side by side."""
+    """A cross network over the concatenated vectors of all features."""
 
     def __init__(self, num_sparse_features: int, crossnet: nn.Module) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class InteractionDCNArch(nn.Module):
         self.crossnet = crossnet
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Dense [B, D], sparse [B, F, D] -> [B, (F + 1) D]."""
+        """Combine dense [B, D] and sparse [B, F, D] vectors into [B, (F + 1) D]."""
         out: Tensor = self.crossnet(torch.cat([dense_features, sparse_features.flatten(1)], dim=1))
         return out
 
@@ -119,23 +123,23 @@ class OverArch(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """[B, in_features] -> [B, layer_sizes[-1]]."""
+        """Map features [B, in_features] to [B, layer_sizes[-1]]."""
         out: Tensor = self.model(features)
         return out
 
 
 class DLRM(nn.Module):
-    """Embeddings and a dense vector, their dot products, and an MLP over all that.
+    """DLRM: embeddings and a dense vector, the dot products of all pairs, and an MLP over the result.
 
     Args:
         embedding_bag_collection: the tables, all of one width D.
-        dense_in_features: columns of the dense input.
-        dense_arch_layer_sizes: the MLP over it; the last size must be D.
-        over_arch_layer_sizes: the MLP at the end; the last size is the number of logits.
-        dense_device: where the dense parameters live.
+        dense_in_features: number of columns of the dense input.
+        dense_arch_layer_sizes: layer sizes of the MLP over the dense input; the last size must be D.
+        over_arch_layer_sizes: layer sizes of the final MLP; the last size is the number of logits.
+        dense_device: device of the dense parameters.
 
     Raises:
-        ValueError: when widths do not fit.
+        ValueError: the tables differ in width, or the layer sizes do not fit them.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class DLRM(nn.Module):
         self.over_arch = OverArch(over_in, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, dense_in_features] and the ids -> logits [B, over_arch_layer_sizes[-1]]."""
+        """Return logits [B, over_arch_layer_sizes[-1]] for dense values [B, dense_in_features] and IDs."""
         # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features)
@@ -168,10 +172,10 @@ class DLRM_DCN(nn.Module):
     """DLRM with a low-rank cross network in place of the dot products.
 
     Args:
-        dcn_num_layers: crosses.
-        dcn_low_rank_dim: columns inside a cross.
+        dcn_num_layers: number of cross layers.
+        dcn_low_rank_dim: number of columns inside a cross layer.
 
-    The other arguments are those of DLRM.
+    The other arguments are those of `DLRM`.
     """
 
     def __init__(
@@ -194,7 +198,7 @@ class DLRM_DCN(nn.Module):
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, dense_in_features] and the ids -> logits [B, over_arch_layer_sizes[-1]]."""
+        """Return logits [B, over_arch_layer_sizes[-1]] for dense values [B, dense_in_features] and IDs."""
         # The embeddings are asked for first and read last: sharded tables send them while the dense MLP runs.
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features)
@@ -211,14 +215,14 @@ class DLRMTrain(nn.Module):
         self.model = dlrm_module
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, TrainOutputs]:
-        """The loss, and what metrics need, detached."""
+        """Return the loss, and detached values for metrics."""
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float())
         return loss, TrainOutputs(loss.detach(), logits.detach(), batch.labels.detach())
 
 
 def check_widths(sparse_arch: SparseArch, dense_arch_layer_sizes: Sequence[int]) -> None:
-    """Raises ValueError unless the dense vector is as wide as an embedding."""
+    """Raise ValueError unless the dense vector is as wide as an embedding."""
     if dense_arch_layer_sizes[-1] != sparse_arch.D:
         raise ValueError(
             f"the last of dense_arch_layer_sizes {list(dense_arch_layer_sizes)} must be the embedding_dim "

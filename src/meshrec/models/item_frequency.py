@@ -1,7 +1,7 @@
-"""How often each item is in the data, estimated as the data streams by.
+"""Streaming estimate of how often each item occurs in the data.
 
 After Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019),
-algorithm 2, with one place per item where the paper hashes.
+algorithm 2, with one counter per item where the paper hashes items into buckets.
 """
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 
 class ItemFrequency(nn.Module):
-    """The share of samples that are of an item, from the distance between its occurrences.
+    """Share of the samples that belong to each item, estimated from the distance between its occurrences.
 
-    An item's distance is the mean of its first occurrences, then a moving mean, so that the estimate follows
-    data that changes. An item that was never seen counts as if it came next.
+    The distance is the plain mean of an item's first occurrences and a moving mean afterwards, so that the
+    estimate follows data that changes. An item that was never seen counts as if it came next.
 
     Args:
-        num_items: I; ids lie in [0, I).
+        num_items: number of items I; IDs lie in [0, I).
         rate: weight of the newest distance in the moving mean, in (0, 1]; the paper's alpha.
-        device: of the estimates, 20 bytes per item.
+        device: device of the estimates, which take 20 bytes per item.
 
     Raises:
         ValueError: there is no item, or the rate is not in (0, 1].
@@ -44,7 +44,9 @@ class ItemFrequency(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids_B: Tensor) -> Tensor:
-        """The log of each item's share of the samples, [B] in float32; a batch in training mode counts."""
+        """Return the log of each item's share of the samples, [B] in float32. In training mode, count the
+        batch first.
+        """
         if self.training:
             self._see(ids_B)
         share = torch.where(self.num_seen[ids_B] > 0, self.distance[ids_B], self.num_samples + 1.0)

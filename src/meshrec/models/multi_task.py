@@ -1,4 +1,4 @@
-"""Several labels at once: a shared bottom, or experts that each task mixes as it needs.
+"""Models for several labels: a shared bottom, or experts that each task mixes with its own gate.
 
 Ma et al.: "Modeling task relationships in multi-task learning with multi-gate mixture-of-experts" (2018);
 Tang et al.: "Progressive layered extraction (PLE): a novel multi-task learning model for personalized
@@ -19,20 +19,20 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class Mixture(nn.Module, ABC):
-    """From what all tasks share to a vector for each."""
+    """The part of a multi-task model that turns one shared input into a vector for each task."""
 
     @abstractmethod
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
-        """[B, I] -> T times [B, H]."""
+        """Map the shared input [B, I] to a list of T vectors [B, H]."""
 
 
 class SharedBottom(Mixture):
-    """One MLP, whose vector all tasks take.
+    """One MLP whose output all tasks share.
 
     Args:
-        in_features: I.
-        layer_sizes: of the MLP; the last is H.
-        num_tasks: T.
+        in_features: number of input columns I.
+        layer_sizes: layer sizes of the MLP; the last size is H.
+        num_tasks: number of tasks T.
     """
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], num_tasks: int) -> None:
@@ -41,18 +41,17 @@ class SharedBottom(Mixture):
         self._num_tasks = num_tasks
 
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
-        """See `Mixture`."""
         return [self.bottom(shared_BI)] * self._num_tasks
 
 
 class MMoE(Mixture):
-    """Experts, of which each task takes its own mixture: a softmax of the input says how much of which.
+    """Multi-gate mixture of experts: each task mixes all experts with the softmax of its own gate.
 
     Args:
-        in_features: I.
-        layer_sizes: of each expert; the last is H.
-        num_tasks: T.
-        num_experts: E.
+        in_features: number of input columns I.
+        layer_sizes: layer sizes of each expert; the last size is H.
+        num_tasks: number of tasks T.
+        num_experts: number of experts E.
     """
 
     def __init__(
@@ -63,21 +62,22 @@ class MMoE(Mixture):
         self.gates = nn.ModuleList(nn.Linear(in_features, num_experts) for _ in range(num_tasks))
 
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
-        """See `Mixture`."""
         experts = [expert(shared_BI) for expert in self.experts]
         return [_mixed(gate(shared_BI), experts) for gate in self.gates]
 
 
 class PLE(Mixture):
-    """Layers of experts, some shared and some of one task: a task mixes the shared ones with its own.
+    """Progressive layered extraction: layers of shared experts and of experts that belong to one task.
+
+    Each task mixes the shared experts with its own.
 
     Args:
-        in_features: I.
-        layer_sizes: of each expert in each layer; the last is H.
-        num_tasks: T.
-        num_shared: shared experts of a layer.
-        num_own: experts of each task of a layer.
-        num_layers: layers; between them the shared vector mixes all experts.
+        in_features: number of input columns I.
+        layer_sizes: layer sizes of each expert in each layer; the last size is H.
+        num_tasks: number of tasks T.
+        num_shared: number of shared experts in each layer.
+        num_own: number of experts that each task owns in each layer.
+        num_layers: number of layers. Between two layers the shared vector mixes all experts.
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class PLE(Mixture):
         self._num_tasks = num_tasks
 
     def forward(self, shared_BI: Tensor) -> list[Tensor]:
-        """See `Mixture`."""
         vectors = [shared_BI] * (self._num_tasks + 1)
         for layer in self.layers:
             vectors = layer(vectors)
@@ -106,7 +105,7 @@ class PLE(Mixture):
 
 
 class _Extraction(nn.Module):
-    """A layer of PLE: vectors of all tasks, then the shared one."""
+    """One layer of PLE. Its vectors are those of all tasks, followed by the shared one."""
 
     def __init__(
         self,
@@ -146,15 +145,14 @@ class _Extraction(nn.Module):
 
 
 class MultiTask(nn.Module):
-    """Embeddings and dense values side by side, a mixture, and a tower for each task.
+    """Multi-task model: embeddings and dense values, a mixture, and a tower for each task.
 
     Args:
-        embedding_bag_collection: the tables; widths may differ.
-        dense_in_features: columns of the dense input.
-        mixture: takes all columns of both, and gives H columns for each task.
+        embedding_bag_collection: the tables; their widths may differ.
+        mixture: maps all embedding and dense columns to H columns for each task.
         tower_layer_sizes: hidden layers of each task's tower.
-        num_tasks: T.
-        mixture_out: H.
+        num_tasks: number of tasks T.
+        mixture_out: number of columns H that the mixture gives each task.
     """
 
     def __init__(
@@ -171,13 +169,13 @@ class MultiTask(nn.Module):
         self.towers = nn.ModuleList(OverArch(mixture_out, [*tower_layer_sizes, 1]) for _ in range(num_tasks))
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, ...] and the ids -> outputs [B, T]."""
+        """Return outputs [B, T] for dense values [B, columns] and the IDs."""
         embeddings = self.embedding_bag_collection(sparse_features).values()
         vectors = self.mixture(torch.cat([dense_features, embeddings], dim=1))
         return torch.cat([tower(each) for tower, each in zip(self.towers, vectors, strict=True)], dim=1)
 
 
 def _mixed(scores_BE: Tensor, experts: list[Tensor]) -> Tensor:
-    """The experts' vectors, weighted by the softmax of the scores: [B, H]."""
+    """Mix the experts' vectors with the softmax of the scores; returns [B, H]."""
     weights_BE = torch.softmax(scores_BE, dim=1)
     return torch.einsum("be,beh->bh", weights_BE, torch.stack(experts, dim=1))

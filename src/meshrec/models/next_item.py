@@ -1,7 +1,7 @@
-"""Which item comes next: a softmax over drawn items to train by, and the place among all items to judge by.
+"""Loss and evaluation of next-item models: sampled softmax for training, rank among all items for evaluation.
 
-Models of this kind say two numbers of each sample, [B, 2]: the loss, and the place of the item that followed
-among all others, from 1; it is 0 while they train, and where nothing followed.
+A model of this kind returns two values per sample, [B, 2]: the loss, and the rank of the target item among
+all items, counted from 1. The rank is 0 during training, and for samples without a target.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from meshrec.sparse import JaggedTensor
 # B samples, T targets, N drawn items, C items of a chunk, D vector width
 
 CHUNK = 4096
-"""Items that are compared with all samples at a time."""
+"""Number of items that are compared with all samples at a time."""
 
 
 class ItemChunk(NamedTuple):
-    """Vectors [C, D] of the items from ``first`` on."""
+    """Vectors [C, D] of the items ``first`` to ``first + C - 1``."""
 
     first: int
     vectors_CD: Tensor
@@ -35,20 +35,20 @@ def sampled_softmax(
     log_expected_N: Tensor | float,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Cross-entropy of each target among itself and the drawn items, as if all items were there.
+    """Compute the cross-entropy of each target against drawn items, corrected to estimate the full softmax.
 
-    The product of a drawn item counts as often as it stands for: less the log of how often it is expected
-    among the drawn ones. Draws of the target itself do not count. Jean et al.: "On using very large target
+    The correction subtracts from each drawn item's logit the log of how often the item is expected among the
+    draws. A draw that equals the target is masked out. Source: Jean et al., "On using very large target
     vocabulary for neural machine translation" (2015).
 
     Args:
         query_TD, target_TD, drawn_ND: vectors.
-        target_T, drawn_N: ids of the items.
-        log_expected_N: log of how often each drawn item is expected: of N draws with probability p, log(N p).
-        temperature: products are divided by it.
+        target_T, drawn_N: IDs of the items.
+        log_expected_N: log of the expected count of each drawn item: log(N p) for N draws with probability p.
+        temperature: divisor of the dot products.
 
     Returns:
-        [T] losses.
+        Losses [T].
     """
     own_T = (query_TD * target_TD).sum(1) / temperature
     products_TN = query_TD @ drawn_ND.T / temperature - log_expected_N
@@ -66,17 +66,17 @@ def judge_targets(
     seen: JaggedTensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Loss and place of each target among all items but those seen before, [B, 2].
+    """Return the loss and the rank of each target among all unseen items, [B, 2].
 
-    Items with the target's very product share their mean place with it, so that a model which says the same
-    of all items is no good one.
+    Items whose dot product equals the target's count half, so that a model which scores all items alike gets
+    the middle rank and not the best.
 
     Args:
         query_BD, target_BD: vectors.
-        target_B: ids; -1 where nothing followed, for which the loss and the place are 0.
-        chunks: all items.
-        seen: B bags of ids that are not to be recommended again; the target counts all the same.
-        temperature: of the loss.
+        target_B: IDs; -1 for samples without a target, whose loss and rank are 0.
+        chunks: the vectors of all items, chunk by chunk.
+        seen: B bags of IDs that must not be recommended again. The target is ranked even if it is among them.
+        temperature: divisor of the dot products in the loss.
     """
     own_B = (query_BD * target_BD).sum(1)
     log_sum_B = own_B / temperature
@@ -96,7 +96,7 @@ def judge_targets(
 
 
 def last_ids(items: JaggedTensor) -> Tensor:
-    """The last id of each bag, [B]; -1 where it is empty."""
+    """Return the last ID of each bag, [B]; -1 for an empty bag."""
     lengths, values = items.lengths(), items.values()
     if not len(values):
         return lengths.new_full(lengths.shape, -1, dtype=torch.int64)
@@ -105,7 +105,7 @@ def last_ids(items: JaggedTensor) -> Tensor:
 
 
 def _hide(products_BC: Tensor, first: int, sample_N: Tensor, ids_N: Tensor) -> None:
-    """Sets products of these samples with these items to -inf, as far as they are in the chunk."""
+    """Set the products of the given (sample, item) pairs to -inf, for items within this chunk."""
     place = ids_N.long() - first
     inside = (place >= 0) & (place < products_BC.shape[1])
     products_BC[sample_N[inside], place[inside]] = float("-inf")

@@ -1,9 +1,9 @@
-"""SASRec: self-attention over the items that a user had, to say which one comes next.
+"""SASRec: self-attention over a user's items that predicts the next one.
 
-Kang, McAuley: "Self-attentive sequential recommendation" (2018). With its causal attention, learned
-positions and shared item table; each position learns by a softmax over drawn items (Klenitskiy, Vasilev:
-"Turning dross into gold loss: is BERT4Rec really better than SASRec?", 2023), where the paper compares with
-one other item.
+Architecture: Kang, McAuley, "Self-attentive sequential recommendation" (2018), with its causal attention,
+learned positions and shared item table. Loss: the paper compares each target with one other item; here every
+position learns by a sampled softmax, after Klenitskiy, Vasilev, "Turning dross into gold loss: is BERT4Rec
+really better than SASRec?" (2023).
 """
 
 import math
@@ -22,12 +22,13 @@ _BLOCK = 256
 
 
 class AttentionBlock(nn.Module):
-    """Causal self-attention and a small MLP, each after a layer norm and beside a shortcut.
+    """Transformer block: causal self-attention and a small MLP, each with a layer norm and a residual
+    connection.
 
     Args:
-        width: D.
-        num_heads: of the attention; divides D.
-        dropout: share of values that training drops.
+        width: the width D.
+        num_heads: number of attention heads; must divide D.
+        dropout: share of values dropped during training.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
@@ -44,7 +45,7 @@ class AttentionBlock(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, values_BLD: Tensor) -> Tensor:
-        """[B, L, D] -> [B, L, D]; a position sees itself and those before it."""
+        """Map [B, L, D] to [B, L, D]. A position attends to itself and to earlier positions."""
         heads = self.projections(self.attention_norm(values_BLD)).unflatten(-1, (3, self._num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(
@@ -56,25 +57,26 @@ class AttentionBlock(nn.Module):
 
 
 class SASRec(nn.Module):
-    """Scores items by the product of their vector with what attention makes of a user's history.
+    """Next-item model: an item's score is the dot product of its vector with the encoded history.
 
-    Histories are padded for attention: torch's nested tensors have no causal attention on the CPU. Padding
-    stands at the end, where causal attention does not look; positions are counted from a history's end.
+    Histories are padded for attention, because torch's nested tensors have no causal attention on the CPU.
+    The padding is at the end, where causal attention does not look. Positions are counted from the end of a
+    history.
 
     Args:
-        embedding_collection: one table, which is read by the features ``history`` and ``item``.
-        history: the feature with a user's items, the oldest first.
-        item: the feature with what followed: while training the items that followed the last ones of the
-            history, one for each; otherwise one.
-        seen: the feature with items that are not to be recommended again; None: all items are judged.
-        max_length: the most items of a history.
-        num_blocks, num_heads, dropout: of the attention.
-        num_drawn: items that training draws for each step and rank, all items alike; all targets of the step
-            are compared with them.
-        device: of everything but the table.
+        embedding_collection: a collection with one table that the features ``history`` and ``item`` read.
+        history: name of the feature with a user's items, oldest first.
+        item: name of the feature with the target. In training it holds the items that followed the last items
+            of the history, one for each; in evaluation it holds one item.
+        seen: name of the feature with items that must not be recommended again. None: all items are ranked.
+        max_length: maximum length of a history.
+        num_blocks, num_heads, dropout: see `AttentionBlock`.
+        num_drawn: number of items drawn uniformly per training step and rank. All targets of the step share
+            them.
+        device: device of everything except the table.
 
     Raises:
-        ValueError: the features have no table, or several; or sizes do not fit.
+        ValueError: the two features do not share exactly one table, or the sizes do not fit.
     """
 
     def __init__(
@@ -122,16 +124,21 @@ class SASRec(nn.Module):
             self.blocks.to(device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Loss and place of what followed, [B, 2]; see `meshrec.models.next_item`. No dense value counts."""
+        """Return the loss and the rank of each target, [B, 2]; see `meshrec.models.next_item`.
+
+        ``dense_features`` is ignored.
+        """
         items = sparse_features[self._item]
         return self._losses(sparse_features, items) if self.training else self._places(sparse_features, items)
 
     def query_vectors(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """What is sought after each history, [B, D]: to be compared with `item_vectors` by their products."""
+        """Return a query vector for each history, [B, D]. Its dot products with `item_vectors` are the
+        scores.
+        """
         return self._last(self._look_up(sparse_features[self._history], None)[0])
 
     def item_vectors(self) -> Tensor:
-        """Of all items, [I, D]."""
+        """Return the vectors of all items, [I, D]."""
         return torch.cat([each.vectors_CD for each in self._chunks(self.start.device)])
 
     def _losses(self, features: KeyedJaggedTensor, items: JaggedTensor) -> Tensor:
@@ -186,12 +193,12 @@ class SASRec(nn.Module):
         return nn.functional.pad(places, (0, 0, 0, len(target_B) - size))
 
     def _last(self, history: JaggedTensor) -> Tensor:
-        """[B, D] at the end of each history."""
+        """Encode each history and return the last position, [B, D]."""
         lengths = history.lengths()
         return self._encode(history)[torch.arange(len(lengths), device=lengths.device), lengths]
 
     def _encode(self, history: JaggedTensor) -> Tensor:
-        """[B, 1 + L, D]: at the start, and after each item."""
+        """Encode histories: [B, 1 + L, D], one vector before the first item and one after each item."""
         lengths = history.lengths()
         longest = int(lengths.max()) if len(lengths) else 0
         if longest > self._max_length:
@@ -207,7 +214,7 @@ class SASRec(nn.Module):
         return encoded
 
     def _chunks(self, device: torch.device) -> Iterator[ItemChunk]:
-        """All items; every rank looks them up in step with the others."""
+        """Yield the vectors of all items. The lookups are collective, so all ranks must run this together."""
         none = torch.zeros(1, dtype=torch.int64, device=device)
         for first in range(0, self._num_items, CHUNK):
             ids = torch.arange(first, min(first + CHUNK, self._num_items), device=device)
@@ -218,8 +225,10 @@ class SASRec(nn.Module):
     def _look_up(
         self, history: JaggedTensor, items: JaggedTensor | None, drawn_N: Tensor | None = None
     ) -> tuple[JaggedTensor, Tensor]:
-        """The rows of histories; those of items, and after them those of drawn ones, which the last bag of
-        the items takes in."""
+        """Look up the rows of the histories, and the rows of the items followed by those of the drawn items.
+
+        The drawn items are appended to the last bag of ``items``, so that one lookup serves all three.
+        """
         ids, lengths = history.values(), history.lengths()
         more = torch.zeros_like(lengths) if items is None else items.lengths()
         values = [ids] if items is None else [ids, items.values()]
@@ -238,5 +247,5 @@ class SASRec(nn.Module):
 
 
 def _first_bags(bags: JaggedTensor, size: int) -> JaggedTensor:
-    """The first ``size`` bags."""
+    """Return the first ``size`` bags."""
     return JaggedTensor(bags.values()[: int(bags.offsets()[size])], lengths=bags.lengths()[:size])

@@ -1,4 +1,4 @@
-"""Two towers that a trainer can train and judge: by the items of a batch, and among all items."""
+"""Two towers in the form that the trainer needs: in-batch loss for training, ranks for evaluation."""
 
 from collections.abc import Iterator
 
@@ -14,16 +14,16 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 class TowerRanking(nn.Module):
-    """Says of each sample the loss among the items of its batch, and the place of its item among all.
+    """Two-tower model that returns each sample's in-batch loss and the rank of its item among all items.
 
-    The loss is corrected for how often items are in batches, see `TwoTowerTrain`.
+    The loss is corrected for the frequency of items in batches, see `TwoTowerTrain`.
 
     Args:
         two_tower: the towers.
-        item: the feature with the one item of a sample.
+        item: name of the feature that holds the one item of a sample.
         catalogue: one sample for each item, with all features of the item tower.
-        seen: the feature with items that are not to be recommended again; None: all items are judged.
-        temperature: products are divided by it.
+        seen: name of the feature with items that must not be recommended again. None: all items are ranked.
+        temperature: divisor of the dot products.
 
     Raises:
         ValueError: the catalogue lacks a feature of the item tower.
@@ -51,7 +51,7 @@ class TowerRanking(nn.Module):
         self.frequency = ItemFrequency(catalogue.stride())
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Loss and place of each sample's item, [B, 2]; see `meshrec.models.next_item`."""
+        """Return the loss and the rank of each sample's item, [B, 2]; see `meshrec.models.next_item`."""
         query, item = self.model(dense_features, sparse_features)
         ids = last_ids(sparse_features[self._item])
         if self.training:
@@ -71,7 +71,7 @@ class TowerRanking(nn.Module):
 
 
 def _samples(features: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
-    """The samples ``[first, last)``."""
+    """Return the samples ``[first, last)``."""
     parts = [(features[key].offsets(), features[key]) for key in features.keys()]  # noqa: SIM118
     last = min(last, features.stride())
     return KeyedJaggedTensor(

@@ -1,4 +1,4 @@
-"""Retrieval by two towers: queries and items become vectors, and the best items have the largest products.
+"""Retrieval with two towers: queries and items become vectors, and the dot product is the score.
 
 Yi et al.: "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019).
 """
@@ -18,14 +18,14 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor
 
 
 class TowerVectors(NamedTuple):
-    """One vector of length 1 per query, and per item."""
+    """Unit-length vectors of queries and of items, [B, V] each."""
 
     query_BV: Tensor
     item_BV: Tensor
 
 
 class RetrievalOutputs(NamedTuple):
-    """For metrics, detached: the loss, and the vectors."""
+    """Detached values for metrics: the loss and the vectors of both towers."""
 
     loss: Tensor
     query: Tensor
@@ -33,12 +33,12 @@ class RetrievalOutputs(NamedTuple):
 
 
 class TowerArch(nn.Module):
-    """An MLP over what is known of one side, to vectors of length 1.
+    """One tower: an MLP whose output is normalised to length 1.
 
     Args:
-        in_features: columns of the embeddings side by side, and of the dense input.
-        layer_sizes: of the MLP; the last size is V.
-        device: of the parameters.
+        in_features: total number of columns of the embeddings and the dense input.
+        layer_sizes: layer sizes of the MLP; the last size is V.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class TowerArch(nn.Module):
         self.model = OverArch(in_features, layer_sizes, device)
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
-        """Tensors [B, ...] with ``in_features`` columns together -> [B, V]."""
+        """Concatenate the inputs [B, ...], ``in_features`` columns in all, and map them to [B, V]."""
         return nn.functional.normalize(self.model(torch.cat(inputs, dim=1)), dim=1)
 
 
 class TwoTower(nn.Module):
-    """Tables that both towers read, a query tower and an item tower.
+    """A query tower and an item tower over a shared collection of tables.
 
     Args:
-        embedding_bag_collection: the tables; widths may differ.
-        query_features, item_features: which features each tower sees.
-        layer_sizes: of both towers' MLPs; the last size is V.
-        dense_in_features: columns of the dense input, which the query tower sees.
-        dense_device: where the dense parameters live.
+        embedding_bag_collection: the tables; their widths may differ.
+        query_features, item_features: names of the features that each tower reads.
+        layer_sizes: layer sizes of both MLPs; the last size is V.
+        dense_in_features: number of columns of the dense input, which the query tower reads.
+        dense_device: device of the dense parameters.
 
     Raises:
         ValueError: a feature has no table, or a tower has no feature.
@@ -94,11 +94,11 @@ class TwoTower(nn.Module):
 
     @property
     def num_dense(self) -> int:
-        """Columns of the dense input, which the query tower sees."""
+        """Number of columns of the dense input."""
         return self._dense_in
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> TowerVectors:
-        """Dense [B, dense_in_features] and the ids of both sides -> vectors of both, [B, V]."""
+        """Return the vectors of both towers, [B, V], for dense values [B, dense_in_features] and the IDs."""
         embeddings = self.embedding_bag_collection(sparse_features).to_dict()
         query = [embeddings[name] for name in self.query_features]
         if self._dense_in:
@@ -107,20 +107,20 @@ class TwoTower(nn.Module):
         return TowerVectors(self.query_arch(query), self.item_arch(item))
 
     def embed_items(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Items alone, such as all of the catalogue: ids of ``item_features`` -> [I, V]."""
+        """Return vectors [I, V] for the IDs of ``item_features`` alone, such as those of a catalogue."""
         embeddings = self.embedding_bag_collection(self._completed(sparse_features)).to_dict()
         vectors: Tensor = self.item_arch([embeddings[name] for name in self.item_features])
         return vectors
 
     def embed_queries(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Queries alone: ids of ``query_features`` -> [Q, V]."""
+        """Return vectors [Q, V] for dense values and the IDs of ``query_features`` alone."""
         embeddings = self.embedding_bag_collection(self._completed(sparse_features)).to_dict()
         query = [embeddings[name] for name in self.query_features]
         vectors: Tensor = self.query_arch([*query, dense_features] if self._dense_in else query)
         return vectors
 
     def _completed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """With empty bags for the features that the other tower would read."""
+        """Add empty bags for the features that only the other tower reads."""
         missing = [name for name in self._features if name not in features.keys()]  # noqa: SIM118
         if not missing:
             return features
@@ -135,11 +135,12 @@ class TwoTower(nn.Module):
 
 
 class TwoTowerClicks(nn.Module):
-    """How well an item fits a query, as a logit: for losses over clicks, such as binary cross-entropy.
+    """Two towers as a click model: the scaled dot product is the logit, for losses such as binary cross-
+    entropy.
 
     Args:
-        two_tower: the model.
-        temperature: products of vectors are divided by it.
+        two_tower: the towers.
+        temperature: divisor of the dot products.
     """
 
     def __init__(self, two_tower: TwoTower, *, temperature: float = 0.1) -> None:
@@ -147,7 +148,7 @@ class TwoTowerClicks(nn.Module):
         self.two_tower, self.temperature = two_tower, temperature
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits [B]."""
+        """Return logits [B]."""
         vectors: TowerVectors = self.two_tower(dense_features, sparse_features)
         return (vectors.query_BV * vectors.item_BV).sum(1) / self.temperature
 
@@ -161,18 +162,18 @@ def in_batch_softmax(
     log_q_B: Tensor | None = None,
     weights_B: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of each query's own item among the items of the batch.
+    """Compute the cross-entropy of each query's own item among the items of the batch.
 
     Args:
         query_BV, item_BV: vectors; item b belongs to query b.
-        temperature: products are divided by it.
-        item_ids_B: with it, other occurrences of a query's own item do not count as wrong answers.
-        log_q_B: log of the probability that an item is in a batch. Frequent items are more often among the
-            wrong answers; subtracting this from their products corrects that.
-        weights_B: of queries, such as the labels, so that only clicks count.
+        temperature: divisor of the dot products.
+        item_ids_B: IDs of the items. If given, other occurrences of a query's own item are masked out.
+        log_q_B: log of the probability that an item is in a batch. Frequent items occur more often as
+            negatives; subtracting this value from their logits corrects for it.
+        weights_B: weights of the queries. With labels as weights only clicks count.
 
     Returns:
-        The weighted mean; 0 where all weights are 0.
+        The weighted mean; 0 if all weights are 0.
     """
     losses = in_batch_losses(
         query_BV, item_BV, temperature=temperature, item_ids_B=item_ids_B, log_q_B=log_q_B
@@ -190,7 +191,7 @@ def in_batch_losses(
     item_ids_B: Tensor | None = None,
     log_q_B: Tensor | None = None,
 ) -> Tensor:
-    """The losses of :func:`in_batch_softmax` one by one, [B]."""
+    """Return the unreduced losses of `in_batch_softmax`, [B]."""
     products_BB = query_BV @ item_BV.T / temperature
     if log_q_B is not None:
         products_BB = products_BB - log_q_B
@@ -203,21 +204,22 @@ def in_batch_losses(
 
 
 class TwoTowerTrain(nn.Module):
-    """A two-tower model with its loss; only samples with label 1 count as queries, all as items.
+    """A two-tower model with its loss. Samples with label 1 are queries; the items of all samples are
+    candidates.
 
-    Frequent items are frequent among the wrong answers of a batch, too. Left uncorrected, the model learns to
-    avoid what is popular, and finds less than a list of the most popular items does; so the correction of
-    :func:`in_batch_softmax` is the default, with shares estimated from the batches of the first rank.
+    Frequent items are also frequent among the negatives of a batch. Without a correction the model learns to
+    avoid popular items, and retrieves worse than a list of the most popular items. The correction of
+    `in_batch_softmax` is therefore the default, with item shares estimated from the batches of rank 0.
 
     Args:
         two_tower: the model, with an ``embedding_bag_collection``.
-        item_feature: the feature with one id per sample that tells items apart.
-        temperature: see :func:`in_batch_softmax`.
-        log_q: the correction: "estimated" by :class:`ItemFrequency`, known logs of shares [items], or None
-            for no correction, where wrong answers are not drawn by popularity.
+        item_feature: name of the feature with one ID per sample that identifies the item.
+        temperature: see `in_batch_softmax`.
+        log_q: the correction: "estimated" by `ItemFrequency`, known logs of the shares [items], or None for
+            no correction, which is right when negatives are not drawn by popularity.
 
     Raises:
-        ValueError: no table of the model has the item feature, or ``log_q`` is something else.
+        ValueError: no table of the model reads the item feature, or ``log_q`` is something else.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class TwoTowerTrain(nn.Module):
             self.frequency = ItemFrequency(_num_items(two_tower, item_feature))
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, RetrievalOutputs]:
-        """The loss, and what metrics need, detached."""
+        """Return the loss, and detached values for metrics."""
         query, item = self.model(batch.dense_features, batch.sparse_features)
         ids = batch.sparse_features[self._item_feature].values().long()
         loss = in_batch_softmax(
@@ -262,7 +264,7 @@ class TwoTowerTrain(nn.Module):
 
 
 def _num_items(two_tower: nn.Module, item_feature: str) -> int:
-    """Rows of the item feature's table."""
+    """Return the number of rows of the item feature's table."""
     tables = [
         config
         for config in two_tower.embedding_bag_collection.embedding_bag_configs()  # type: ignore[union-attr, operator]
@@ -277,22 +279,22 @@ def _num_items(two_tower: nn.Module, item_feature: str) -> int:
 
 
 class Retrieved(NamedTuple):
-    """The best items of each query, the best first."""
+    """The best items of each query, best first: scores and IDs, [Q, k] each."""
 
     scores_QK: Tensor
     ids_QK: Tensor
 
 
 class BruteForceIndex:
-    """All items, compared with every query.
+    """Exact nearest-item search that compares every query with all items.
 
     Args:
-        vectors_IV: of the items.
-        ids_I: their ids; without them 0, 1, ...
-        chunk: items that are compared at a time, which bounds the memory to Q x (chunk + k) products.
+        vectors_IV: vectors of the items.
+        ids_I: IDs of the items; 0, 1, ... if None.
+        chunk: number of items compared at a time. Memory is bounded by Q x (chunk + k) products.
 
     Raises:
-        ValueError: there are as many ids as vectors, or the chunk is empty.
+        ValueError: the number of IDs differs from that of the vectors, or chunk is below 1.
     """
 
     def __init__(self, vectors_IV: Tensor, ids_I: Tensor | None = None, *, chunk: int = 65536) -> None:
@@ -307,16 +309,16 @@ class BruteForceIndex:
 
     @torch.no_grad()
     def search(self, query_QV: Tensor, k: int, *, exclude: JaggedTensor | None = None) -> Retrieved:
-        """The ``k`` items with the largest products.
+        """Return the ``k`` items with the largest dot products.
 
         Args:
-            query_QV: vectors.
-            k: how many.
-            exclude: Q bags of item ids that are not to be found, such as those a user has seen. Where too few
-                items are left, scores are -inf.
+            query_QV: vectors of the queries.
+            k: number of items to return.
+            exclude: Q bags of item IDs that must not be returned, such as those a user has seen. If fewer
+                than ``k`` items are left, the remaining scores are -inf.
 
         Raises:
-            ValueError: k is not in [1, number of items].
+            ValueError: ``k`` is not in [1, number of items].
         """
         if not 1 <= k <= len(self._vectors):
             raise ValueError(f"k must lie in [1, {len(self._vectors)}], the number of items, got {k}.")
@@ -335,7 +337,7 @@ class BruteForceIndex:
 
 
 def _among(ids_I: Tensor, bags: JaggedTensor) -> Tensor:
-    """[Q, I]: whether an item is in a query's bag."""
+    """Return a mask [Q, I] that is True where an item is in a query's bag."""
     lengths = bags.lengths()
     order = torch.argsort(ids_I)
     place = torch.searchsorted(ids_I[order], bags.values()).clamp(max=len(ids_I) - 1)
