@@ -40,6 +40,22 @@ def test_stages_of_several_batches_interleave(ranks):
     assert ranks(2).run(overlapped) == [True, True]
 
 
+def ids_change_before_backward(row_wise):
+    _module, sharded = make(md.row_wise() if row_wise else md.data_parallel())
+    batch = KeyedJaggedTensor(["a"], torch.tensor([0, 5]), lengths=torch.tensor([1, 1]))
+    result = sharded(batch).values().sum()
+    batch.values().fill_(3)
+    before = {name: value.detach().clone() for name, value in sharded.named_parameters()}
+    with pytest.raises(ValueError, match=r"^the ids changed in place between the forward pass"):
+        result.backward()
+    return all(torch.equal(before[name], value) for name, value in sharded.named_parameters())
+
+
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_ids_that_change_before_backward_are_refused(ranks, row_wise):
+    assert ranks(2).run(ids_change_before_backward, row_wise) == [True, True]
+
+
 def gradients_are_averaged():
     _module, sharded = make()
     before = torch.cat([shard.detach().clone() for shard in sharded.embedding_bags["t0"].shards()])

@@ -16,7 +16,9 @@ from meshrec.comms.collectives import InFlight, Splits, all_to_all, gather_objec
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BoundsCheckMode
 from meshrec.modules.input_checks import check_device, inverse_rows, positions_of, sample_weights
+from meshrec.ops.tbe.lookup import BATCH_TENSORS
 from meshrec.ops.tbe.reporting import report_clamped
+from meshrec.ops.versions import check_unchanged, versions_of
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -41,6 +43,14 @@ class SourceIds(NamedTuple):
     """int64 [Q] the ids sent on each route of all ranks, local ones included."""
     batches: list[int]
     """[U] bags of each use."""
+    weights: Tensor | None = None
+    """The per-sample weights, fp32 [N]."""
+    versions: Sequence[int] = ()
+    """Versions of ``values``, ``offsets`` and ``weights`` when they were sent."""
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if the caller has written to the batch since it was sent."""
+        check_unchanged(BATCH_TENSORS, (self.values, self.offsets, self.weights), self.versions)
 
     def bag_bounds(self) -> list[int]:
         """[K + 1] the first bag of each key, and the number of bags."""
@@ -217,7 +227,7 @@ class InputDist:
         positions = self._keys[1]
         if not self._sequence and features.variable_stride_per_key():
             features = _expanded(features)
-        weights = sample_weights(features, is_weighted=self._weighted)
+        weights = sample_weights(features, is_weighted=True) if self._weighted else None
         values, offsets = features.values(), features.offsets()
         check_device(values, self._routing.tables[0].name, self.device)
         strides, segments = features.stride_per_key(), features.segments_or_none()
@@ -237,7 +247,10 @@ class InputDist:
         if self._bounds_check is BoundsCheckMode.WARN:
             report_clamped(self._num_clamped, bad, self._routing.names)
         batches = list(map(strides.__getitem__, positions))
-        source = SourceIds(values, offsets, segments, len(keys), positions, counts, batches)
+        versions = versions_of((values, offsets) if weights is None else (values, offsets, weights))
+        source = SourceIds(
+            values, offsets, segments, len(keys), positions, counts, batches, weights, versions
+        )
         wanted = (
             weights if weights is not None and weights.requires_grad and torch.is_grad_enabled() else None
         )

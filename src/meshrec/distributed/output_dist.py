@@ -88,7 +88,7 @@ class Hop:
         """Elements, when every rank p gets ``rows_sent[p]`` rows of ``dim`` columns and gives ``rows`` of
         its own.
         """
-        return Splits([count * dim for count in rows_sent], [rows * width for width in self.dims])
+        return Splits(list(map(dim.__mul__, rows_sent)), list(map(rows.__mul__, self.dims)))
 
 
 def flat_hop(routing: Routing, env: ShardingEnv) -> Hop:

@@ -142,6 +142,7 @@ class ShardedTables:
         """The backward pass up to the wire; gives the gradient of the data-parallel rows."""
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
+        step.asked.source.check_unchanged()
         release_read(self._env.shard)  # the embeddings: all have read them by now
         with phase("gradient") if recorders else OFF:
             step.in_flight, local = self._output.start_grad(grad, step.asked, scale)

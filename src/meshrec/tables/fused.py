@@ -1,6 +1,7 @@
 """The optimizer inside the backward pass, for whole tables."""
 
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from meshrec.ops import tbe
+from meshrec.ops.versions import changed_message, versions_of
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.keyed import Closure, KeyedOptimizer, evaluated
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, check_seed
 from meshrec.tables.holdings import Holdings
+from meshrec.tables.locking import UpdateLock
 from meshrec.tables.packing import Packing, Rectangle, RowGradients
 from meshrec.tables.row_updates import rows_as_lookups
 from meshrec.tables.rule import UpdateRule, distinct, rules_of
@@ -68,6 +71,8 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         self.seed = seed
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
         self._weights = [table.weight for table in tables]
+        self._num_updates = [0] * len(tables)
+        self._updating, self._counting = UpdateLock(), UpdateLock()
         rules = rules_of([table.spec for table in tables], deferred=update == "on_step", seed=seed)
         self._rules = distinct(rules)
         self._members = {
@@ -101,11 +106,38 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         """Whether the backward pass updates the tables (``update="in_backward"``)."""
         return self._update == "in_backward"
 
+    def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
+        """Return how often somebody other than this optimizer has written to each table.
+
+        Raises:
+            ValueError: a parameter of the module was replaced, so that it would not be trained.
+        """
+        if not all(map(operator.is_, weights, self._weights)):
+            replaced = next(t for t, weight in enumerate(weights) if weight is not self._weights[t])
+            raise ValueError(
+                f"the parameter {self._tables[replaced].name!r} was replaced by another one after the module "
+                "was fused; its optimizer would go on to train the old one. Copy the new values into the "
+                "parameter that is there (parameter.data.copy_(values), load_state_dict without assign=True)."
+            )
+        with self._counting:
+            return list(map(operator.sub, versions_of(self._weights), self._num_updates))
+
+    def check_tables(self, before: list[int]) -> None:
+        """Raise ValueError if ``foreign_writes`` has changed since it gave ``before``."""
+        now = self.foreign_writes(self._weights)
+        if now != before:
+            changed = next(t for t, (own, old) in enumerate(zip(now, before, strict=True)) if own != old)
+            raise ValueError(changed_message(f"the table {self._tables[changed].name!r}"))
+
     def take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
         """Uses the gradient of a lookup: updates the tables, or keeps sparse gradients for ``step``.
 
         Tables that do not require a gradient (now, not when they were fused) are left alone.
         """
+        with self._updating:
+            self._take(grad, lookups)
+
+    def _take(self, grad: Tensor, lookups: tbe.Lookups) -> None:
         if not self._has_taken:
             for weight in self.params.values():
                 in_backward_spec(weight)  # torch may have attached another one since
@@ -126,13 +158,17 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
         """Applies the collected gradients (``update="on_step"``); otherwise does nothing."""
         loss = evaluated(closure)
         if self._update == "on_step":
-            for rule in self._rules:
-                rule.refresh()
-            trained = [index for index, table in enumerate(self._tables) if table.spec is not None]
-            collected = self._held.collected({index: repr(self._tables[index].name) for index in trained})
-            for rule in self._rules:
-                self._apply_collected(rule, collected)
+            with self._updating:
+                self._step()
         return loss
+
+    def _step(self) -> None:
+        for rule in self._rules:
+            rule.refresh()
+        trained = [index for index, table in enumerate(self._tables) if table.spec is not None]
+        collected = self._held.collected({index: repr(self._tables[index].name) for index in trained})
+        for rule in self._rules:
+            self._apply_collected(rule, collected)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible: tables join by ``meshrec.fuse``.
@@ -156,7 +192,10 @@ class FusedOptimizer(KeyedOptimizer, TableUpdater):
             state = [slots[name] for name in rule.slot_names for slots in members_slots]
             chosen = lookups if len(members) == len(self._weights) else lookups.of_tables(members)
             tbe.update(grad, *chosen, weights, state, rule.code, rule.hyper_at(step), None, [])
-            increment_version(weights)
+            with self._counting:
+                increment_version(weights)
+                for table in members:
+                    self._num_updates[table] += 1
             for slots in members_slots:
                 slots["step"] = step
 

@@ -13,6 +13,7 @@ from meshrec.ops.tbe import (
     triton,  # noqa: F401 - registers the ops for GPUs
 )
 from meshrec.ops.tbe.layout import Lookups
+from meshrec.ops.versions import check_unchanged, versions_of
 
 # F features, K keys, T tables, N ids, B samples, D width
 
@@ -22,11 +23,27 @@ update: Callable[..., None] = torch.ops.meshrec.tbe_update.default
 """``torch.ops.meshrec.tbe_update``; see ``naive.tbe_update``."""
 
 
+BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch sizes")
+"""Names for the first four fields of ``Lookups`` in messages."""
+
+
 class Updater(Protocol):
     """Takes the gradient of a lookup and updates tables with it."""
 
+    def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
+        """Return how often somebody other than the updater has written to each table.
+
+        Raises:
+            ValueError: ``weights`` are not the updater's tables.
+        """
+
+    def check_tables(self, before: list[int]) -> None:
+        """Raise ValueError if ``foreign_writes`` has changed since it gave ``before``."""
+
     def take(self, grad: Tensor, lookups: Lookups) -> None:
-        """``grad``: shaped like the lookup's output; ``lookups.tables`` index the module's tables."""
+        """Update the tables. ``grad`` is shaped like the lookup's output; ``lookups.tables`` index the
+        module's tables.
+        """
 
 
 def forward(
@@ -95,14 +112,19 @@ class _FusedLookup(torch.autograd.Function):
         plain: list[int],
         *plain_weights: Tensor,
     ) -> Tensor:
-        # Not saved for backward: the update changes the weights in place, and that is meant.
+        # Not saved for backward: the update changes the weights in place, and that is meant. All other
+        # in-place writes are found by comparing versions, as torch does for what it saves.
         ctx.weights, ctx.lookups, ctx.updater, ctx.plain = weights, lookups, updater, plain
+        ctx.versions = versions_of(lookups[:4])
+        ctx.foreign_writes = updater.foreign_writes(weights)
         # This is the gradient's formula; tbe_forward's own would be found, in Python, and not used.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(weights, lookups, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_unchanged(BATCH_TENSORS, ctx.lookups[:4], ctx.versions)
+        ctx.updater.check_tables(ctx.foreign_writes)
         sample_grad = None
         if ctx.needs_input_grad[1]:
             sample_grad = sample_weight_grad(grad, ctx.weights, ctx.lookups)
