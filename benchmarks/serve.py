@@ -27,8 +27,9 @@ from torch import Tensor
 
 from benchmarks.harness import Bar, Effort, Result, table
 from benchmarks.serve_load import Outcome, closed, http, open_loop
+from meshrec.durable import sha256_of
 from meshrec.export import Predictor, export
-from meshrec.export.package import MANIFEST, WEIGHTS, digest_of
+from meshrec.export.package import MANIFEST, WEIGHTS
 from meshrec.models.dlrm import DLRM
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
 
@@ -269,7 +270,7 @@ def _with_other_weights(package: Path, folder: Path) -> Path:
     weights *= 0.5
     weights.flush()
     manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["sha256"][WEIGHTS] = digest_of(folder / WEIGHTS)
+    manifest["sha256"][WEIGHTS] = sha256_of(folder / WEIGHTS)
     (folder / MANIFEST).write_text(json.dumps(manifest))
     return folder
 

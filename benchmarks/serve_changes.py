@@ -37,7 +37,8 @@ from benchmarks.serve import (
 )
 from benchmarks.serve_load import Connection, closed, open_loop
 from meshrec.checkpoint.delta import write_tensors
-from meshrec.checkpoint.publishing import FORMAT, digest_of
+from meshrec.checkpoint.publishing import FORMAT
+from meshrec.durable import sha256_of
 from meshrec.export import Predictor, export
 from meshrec.export.package import WEIGHTS
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
@@ -195,7 +196,7 @@ class _Prepared:
         for kind, tensors in (("rows", flat), ("dense", whole)):
             path = self.folder / f"{self._count:08d}.{kind}.safetensors"
             write_tensors(path, tensors)
-            digests[path.name] = digest_of(path)
+            digests[path.name] = sha256_of(path)
         said = {
             "format": FORMAT,
             "number": self._count,

@@ -1,7 +1,5 @@
 import json
-import os
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from meshrec.checkpoint.manifest import (
     StoredPiece,
     TensorRecord,
     read_manifest,
-    write_durably,
 )
 
 
@@ -103,17 +100,3 @@ def test_files_must_be_there_with_their_sizes(tmp_path):
         read_manifest(tmp_path)
     (tmp_path / "data.safetensors").write_bytes(bytes(100))
     assert read_manifest(tmp_path) == manifest()
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_durably(path, b"old")
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_durably(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [Path(each).name for each in tmp_path.iterdir()] == ["file"]

@@ -9,9 +9,9 @@ from torch import Tensor
 from meshrec.checkpoint.agreement import agreed, ranks_of
 from meshrec.checkpoint.blocks import FileWriter, memory_of
 from meshrec.checkpoint.data_file import header_of
-from meshrec.checkpoint.manifest import durable_file
 from meshrec.comms.collectives import gather_objects
 from meshrec.distributed.touched_rows import TouchedRows
+from meshrec.durable import durable_file
 from meshrec.model_parallel import DistributedModelParallel
 
 _Piece = tuple[Tensor, int, int, Tensor]

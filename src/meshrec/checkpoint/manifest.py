@@ -5,14 +5,12 @@ Nothing in it is ever executed, and no name in it leads out of the folder.
 """
 
 import json
-import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -165,36 +163,6 @@ def read_manifest(folder: Path) -> Manifest:
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {error}.") from error
     return manifest
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file by way of ``durable_file``."""
-    with durable_file(path) as file:
-        file.write(content)
-
-
-@contextmanager
-def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """A file under another name, renamed once it is on the disk; a failure leaves none behind."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_places(manifest: Manifest) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from meshrec.checkpoint.agreement import agreed, ranks_of
 from meshrec.checkpoint.delta import RowTracker, write_tensors
-from meshrec.checkpoint.manifest import write_durably
 from meshrec.checkpoint.tables import read_weights
+from meshrec.durable import sha256_of, write_durably
 from meshrec.model_parallel import DistributedModelParallel
 
 FORMAT = 1
@@ -130,7 +130,7 @@ class DeltaPublisher:
                 "since": self._step,
                 "step": step,
                 "rows": rows,
-                "sha256": {path.name: digest_of(path) for path in (rows_path, dense_path)},
+                "sha256": {path.name: sha256_of(path) for path in (rows_path, dense_path)},
                 "previous": self.last.digest if self.last is not None else "",
             }
             write_durably(self._folder / _name(number), (json.dumps(said, indent=1) + "\n").encode())
@@ -212,7 +212,7 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
     """
     for name, digest in record.sha256.items():
         path = Path(folder) / name
-        if not path.is_file() or digest_of(path) != digest:
+        if not path.is_file() or sha256_of(path) != digest:
             raise DeltaError(f"delta {record.number}: {path} is not what was written. Publish it again.")
     rows = read_weights(Path(folder) / _name(record.number, "rows"))
     whole = read_weights(Path(folder) / _name(record.number, "dense"))
@@ -256,15 +256,6 @@ def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
         read_delta(folder, record)
         last = record
     return records
-
-
-def digest_of(path: Path) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _name(number: int, kind: str | None = None) -> str:

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_error, combined, ranks_of
 from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
-from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
+from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, collect, merged, prepare
 from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
+from meshrec.durable import write_durably
 from meshrec.plan.mesh import Axis
 
 Group = dist.ProcessGroup | None

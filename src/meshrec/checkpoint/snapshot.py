@@ -27,7 +27,7 @@ from typing import Any
 
 from meshrec.checkpoint.agreement import CheckpointError, describe
 from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
-from meshrec.checkpoint.manifest import write_durably
+from meshrec.durable import write_durably
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_BEGIN = 10.0

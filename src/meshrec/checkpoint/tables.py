@@ -19,16 +19,9 @@ from torch import Tensor
 
 from meshrec.checkpoint.blocks import FileWriter, grid_of, memory_of, read_region
 from meshrec.checkpoint.data_file import TensorPart, header_of, write_data_file
-from meshrec.checkpoint.manifest import (
-    DTYPES,
-    MANIFEST,
-    Manifest,
-    TensorRecord,
-    durable_file,
-    read_manifest,
-    write_durably,
-)
+from meshrec.checkpoint.manifest import DTYPES, MANIFEST, Manifest, TensorRecord, read_manifest
 from meshrec.checkpoint.storage import open_data, stored_rows
+from meshrec.durable import durable_file, write_durably
 
 _log = logging.getLogger(__name__)
 

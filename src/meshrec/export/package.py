@@ -12,14 +12,12 @@
 It is written beside its place and moved there at the end: a folder with a manifest is whole.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import meshrec.ops.library as library
+from meshrec.durable import durable_folder, sha256_of
 from meshrec.export.archive import PackageError, load_exported
 from meshrec.export.program import DENSE, Program, example_inputs, exported
 from meshrec.export.raw_values import RawValues
@@ -108,7 +107,7 @@ def export(
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(state, features, num_dense, shared, raw)
-    with written(folder) as parts:
+    with durable_folder(folder) as parts:
         was_training = model.training
         model.eval()
         try:
@@ -168,7 +167,7 @@ def compile_anew(package: str | Path, folder: str | Path) -> Path:
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
     manifest = read_manifest(package)
     weights = mapped(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]])
-    with written(folder) as parts:
+    with durable_folder(folder) as parts:
         for name in manifest["sha256"]:
             if name not in (COMPILED, SHARED, LAYOUT):
                 link(package / name, parts / name)
@@ -272,19 +271,6 @@ def _exported(
         ) from error
 
 
-@contextlib.contextmanager
-def written(folder: Path) -> Iterator[Path]:
-    """A scratch folder that becomes ``folder`` at the end, and is gone after an error."""
-    parts = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
-    parts.mkdir(parents=True)
-    try:
-        yield parts
-        os.replace(parts, folder)
-    except BaseException:
-        shutil.rmtree(parts, ignore_errors=True)
-        raise
-
-
 def link(source: Path, target: Path) -> None:
     """A second name of a file, or a copy on another file system."""
     try:
@@ -304,8 +290,6 @@ def _write_weights(path: Path, state: Mapping[str, Tensor]) -> list[WeightRecord
             for start in range(0, flat.numel(), _BLOCK):
                 file.write(flat[start : start + _BLOCK].numpy().tobytes())
         file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-        file.flush()
-        os.fsync(file.fileno())
     return records
 
 
@@ -323,11 +307,9 @@ def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
         shape = " ".join(map(str, [len(record.shape), *record.shape]))
         lines.append(f"weight {record.dtype} {shape} {record.offset} {record.name}")
     (parts / LAYOUT).write_text("\n".join(lines) + "\n")
-    files = {path.name: digest_of(path) for path in sorted(parts.iterdir())}
+    files = {path.name: sha256_of(path) for path in sorted(parts.iterdir())}
     with (parts / MANIFEST).open("w") as file:
         json.dump({**manifest, **made_by, "sha256": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -366,15 +348,6 @@ def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
             raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
         found.append(memory[record.offset : record.offset + size].view(dtype).view(record.shape))
     return found
-
-
-def digest_of(path: Path) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _torch() -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the operators must exist
+from meshrec.durable import sha256_of
 from meshrec.export.archive import PackageError, load_exported
 from meshrec.export.package import (
     COMPILED,
@@ -21,7 +22,6 @@ from meshrec.export.package import (
     SHARED_EXPORTED,
     WEIGHTS,
     WeightRecord,
-    digest_of,
     isa,
     mapped,
     operators,
@@ -66,11 +66,11 @@ class Predictor:
         # What a link leads to now: one that is turned to another package meanwhile must not mix the two.
         self.folder = Path(folder).resolve()
         self._manifest = manifest = read_manifest(self.folder)
-        self.version = digest_of(self.folder / MANIFEST)[:12]
+        self.version = sha256_of(self.folder / MANIFEST)[:12]
         for name, digest in manifest["sha256"].items():
             if not (self.folder / name).is_file():
                 raise PackageError(f"{self.folder / name} is missing. Export the model again.")
-            if verify and digest_of(self.folder / name) != digest:
+            if verify and sha256_of(self.folder / name) != digest:
                 raise PackageError(f"{self.folder / name} is not what was written. Export the model again.")
         self.features: list[str] = manifest["features"]
         self.num_dense: int = manifest["num_dense"]

@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from meshrec.export.package import link, read_manifest, written
+from meshrec.durable import durable_folder
+from meshrec.export.package import link, read_manifest
 
 PACKAGE = "package"
 """The package's folder, in that of the model's version."""
@@ -32,7 +33,7 @@ def write_triton(package: str | Path, repository: str | Path, *, name: str) -> P
     manifest = read_manifest(package)
     if folder.exists():
         raise ValueError(f"{folder} is there already. Name another repository, or remove it.")
-    with written(folder) as parts:
+    with durable_folder(folder) as parts:
         (parts / "1").mkdir()
         (parts / "1" / "model.py").write_text(_MODEL)
         shutil.copytree(

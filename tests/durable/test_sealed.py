@@ -1,0 +1,78 @@
+import json
+
+import pytest
+
+from meshrec.durable import DamageError, sealed, unsealed
+from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text, texts
+
+SAID = {"a": 1, "b": [0.1, None, "é"], "c": {"z": 1, "y": -2}}
+
+
+def test_there_and_back():
+    assert unsealed(sealed(SAID), "it", required=True) == SAID
+    assert unsealed(json.dumps(SAID).encode(), "it", required=False) == SAID
+    reordered = dict(reversed(json.loads(sealed(SAID)).items()))
+    assert unsealed(json.dumps(reordered).encode(), "it", required=True) == SAID
+
+
+def test_every_flipped_bit_is_seen_or_changes_nothing():
+    content = sealed(SAID)
+    for place in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << (place % 8)
+        try:
+            assert unsealed(bytes(damaged), "it", required=True) == SAID
+        except DamageError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is not JSON"),
+        (b"[1]", "is not a JSON object"),
+        (b'{"a": 1, "a": 2}', "has a name twice"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"9" * 5000, "is not JSON"),
+        (b'{"a": 1}', "no checksum of itself"),
+        (b'{"a": 1, "crc32": "1"}', "does not have the checksum"),
+    ],
+)
+def test_what_is_none_is_told(content, reason):
+    with pytest.raises(DamageError, match=reason):
+        unsealed(content, "it", required=True)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda: integer(True, "x"),
+        lambda: integer(1.0, "x"),
+        lambda: integer(-1, "x"),
+        lambda: integer(1 << 63, "x"),
+        lambda: integer(5, "x", 0, 4),
+        lambda: text(1, "x"),
+        lambda: text("c", "x", allowed=["a", "b"]),
+        lambda: items("ab", "x"),
+        lambda: items([1], "x", 2),
+        lambda: texts(["a", "a"], "x"),
+        lambda: integers([1, -1], "x"),
+        lambda: fields({"a": 1}, "x", ["a", "b"]),
+        lambda: fields({"a": 1, "c": 1}, "x", ["a"], ["b"]),
+        lambda: fields([], "x", []),
+        lambda: mapping([], "x"),
+    ],
+)
+def test_other_kinds_are_damage(check):
+    with pytest.raises(DamageError):
+        check()
+
+
+def test_what_is_right_is_given():
+    assert integer(4, "x", 4, 4) == 4
+    assert text("a", "x", allowed=["a"]) == "a"
+    assert (items([1], "x", 1), texts(["a"], "x"), integers([1, 2], "x")) == ([1], ["a"], (1, 2))
+    assert fields({"a": 1, "b": 2}, "x", ["a"], ["b"]) == {"a": 1, "b": 2}
+    assert mapping({}, "x") == {}
+    assert parse(b"[NaN]", "x")
