@@ -1,4 +1,4 @@
-"""What users and our own tests call to check that a sharded model equals the unsharded one."""
+"""Tools for tests: equality of sharded and unsharded models, pools of real ranks, and a simulated network."""
 
 from meshrec.testing.equality import assert_equal_to_unsharded
 from meshrec.testing.rank_pool import RankError, RankPool

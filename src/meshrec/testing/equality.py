@@ -1,4 +1,4 @@
-"""Checks that a sharded model computes and learns what the unsharded one does."""
+"""Check that a sharded model computes and learns what the unsharded model does."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -33,26 +33,25 @@ def assert_equal_to_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Trains a model under ``plan`` and, beside it on every rank, the unsharded model on the batches of all
-    ranks.
+    """Train a model under ``plan`` and compare it with the unsharded model on the batches of all ranks.
 
-    Call it on every rank. Compared are the output of every step, and at the end every table and dense
-    parameter.
+    Call this on every rank; each rank trains its own copy of the unsharded model. The outputs are compared
+    after every step, and every table and dense parameter at the end.
 
     Args:
-        make_model: builds the model with the same weights each time; optimizers that
-            ``apply_optimizer_in_backward`` attached count.
+        make_model: builds the model with the same weights each time. Optimizers attached with
+            ``apply_optimizer_in_backward`` are used.
         plan: the plan to check.
-        batches: for every step, for every rank, the arguments of the model's forward.
-        loss: from the model's output to the loss of one rank; the loss of all is their mean.
-        sharders: as for DistributedModelParallel; their optimizer is that of the tables without one. Tables
+        batches: arguments of the model's forward, for every step and every rank.
+        loss: maps the model's output to the loss of one rank. The loss of all ranks is the mean.
+        sharders: as for DistributedModelParallel. Their optimizer applies to tables that have none. Tables
             with ``update="on_step"`` are stepped after every backward pass.
         env, dense: as for DistributedModelParallel.
-        dense_optimizer: for dense parameters, and for tables without a fused optimizer.
-        rtol, atol: how close numbers must be.
+        dense_optimizer: makes the optimizer of dense parameters and of tables without a fused optimizer.
+        rtol, atol: tolerances, as for `torch.isclose`.
 
     Raises:
-        AssertionError: names what differs first, the step, and by how much.
+        AssertionError: something differs. The message names the first difference, its step and its size.
     """
     env = default_env() if env is None else env
     reference = _Reference(make_model(), sharders, dense_optimizer)
@@ -76,7 +75,7 @@ def assert_equal_to_unsharded(
 
 
 def compare(actual: Tensor, expected: Tensor, what: str, rtol: float, atol: float) -> None:
-    """Raises AssertionError unless shapes are equal and values close."""
+    """Raise AssertionError unless the shapes are equal and the values close."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{what} has shape {list(actual.shape)}, unsharded {list(expected.shape)}.")
     close = torch.isclose(actual, expected, rtol=rtol, atol=atol)
@@ -89,7 +88,7 @@ def compare(actual: Tensor, expected: Tensor, what: str, rtol: float, atol: floa
 
 
 class _Reference:
-    """The unsharded model: plain gradients, fused specs applied to the rows that were looked up."""
+    """The unsharded model, with plain gradients. Fused optimizers are applied to the looked-up rows."""
 
     def __init__(
         self, module: nn.Module, sharders: Sequence[Sharder], dense_optimizer: DenseOptimizer
@@ -114,7 +113,7 @@ class _Reference:
         self._optimizer = dense_optimizer(own) if own else None
 
     def step(self, ranks: Sequence[tuple[Any, ...]], loss: Callable[[Any], Tensor]) -> list[Tensor]:
-        """One step on the batches of all ranks; gives their losses."""
+        """Take one step on the batches of all ranks, and return their losses."""
         self.module.zero_grad()
         losses = [loss(self.module(*batch)) for batch in ranks]
         (sum(losses, torch.zeros(())) / len(losses)).backward()
@@ -138,7 +137,7 @@ class _Reference:
         update_rows(weight.detach(), self._state[name], (0, 0), rows_U, grad, spec.code, hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
-        """Records which rows each batch looks up."""
+        """Record which rows each batch looks up."""
         tables: dict[str, tuple[str, list[str]]] = {}
         children = dict(module.named_parameters())
         configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs

@@ -1,4 +1,4 @@
-"""Processes that stay: a process group of real ranks that runs one function after another.
+"""A pool of real ranks in one process group that stays alive between calls.
 
 Starting a process that imports torch takes seconds; a pool pays that once for many tests.
 """
@@ -46,21 +46,21 @@ _MOST_GROUPS = 12
 
 
 class RankError(RuntimeError):
-    """A rank raised; the message holds the traceback of every rank that did."""
+    """Error on some rank. The message holds the traceback of every rank that failed."""
 
 
 class RankPool:
-    """``world_size`` processes in one gloo process group (the default group of each), one thread each.
+    """``world_size`` processes in one gloo process group, with one thread each.
 
-    ``run(function, *args)`` calls a module-level function on every rank and gives the results by rank. The
-    function is found by its file and name, so that tests can hand over their own; arguments and results are
-    pickled. Once functions have made many process groups, or destroyed the default one, the next one finds
-    new processes.
+    ``run(function, *args)`` calls a module-level function on every rank and returns the results by rank.
+    Ranks find the function by its file and name, so tests can pass their own functions. Arguments and results
+    are pickled. The pool starts new processes when functions have made many process groups or destroyed the
+    default one.
 
     Args:
-        world_size: how many.
-        timeout_seconds: how long ``run`` waits for an answer; collectives wait half of it.
-        preload: further modules that ranks find loaded already, of the first pool of a process.
+        world_size: number of processes.
+        timeout_seconds: how long ``run`` waits for an answer. Collectives time out after half of it.
+        preload: further modules to import before ranks fork. Only the first pool of a process applies it.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class RankPool:
             theirs.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of ``function(*args)`` by rank.
+        """Call ``function(*args)`` on every rank and return the results by rank.
 
         Raises:
-            RankError: when a rank raised, died, or did not answer in time. After the latter two the next
-                call begins with new processes, as an answer that comes late would be taken for another.
+            RankError: a rank raised, died, or did not answer in time. After a death or a timeout the next
+                call starts new processes, because a late answer would be taken for that of the next call.
         """
         task = _Call(function.__module__, inspect.getfile(function), function.__qualname__, args)
         if not self._processes:
@@ -130,7 +130,7 @@ class RankPool:
         return [outcomes[rank].result for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Stop all processes."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -182,8 +182,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_sec
 
 
 def _module(task: _Call, modules: dict[str, ModuleType]) -> ModuleType:
-    """The module of a task: under its own name where that leads to its file, so that results of its classes
-    can be sent back; else from the file alone."""
+    """Load the module of a task, by name if the name leads to the task's file, else from the file.
+
+    Results can only be pickled back if their class has an importable module.
+    """
     if task.file not in modules:
         modules[task.file] = _imported(task) or _from_file(task.file)
     return modules[task.file]

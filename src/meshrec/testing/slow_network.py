@@ -1,9 +1,9 @@
-"""A network to test on: gloo, with a latency and a bandwidth of your choice.
+"""A simulated network for tests and benchmarks: gloo with a chosen latency and bandwidth.
 
-Ranks of one machine exchange too fast to show what a pipeline hides. ``init_process_group("slow_gloo")``
-gives a process group whose collectives end no earlier than *start + latency + bytes / bandwidth*, whoever
-starts them: MeshRec, DistributedDataParallel, or any other library. Who waits sleeps, and leaves the core to
-others.
+Ranks on one machine exchange data too fast to show what a pipeline hides. ``init_process_group("slow_gloo")``
+makes a process group whose collectives end no earlier than *start + latency + bytes / bandwidth*, whether
+MeshRec, DistributedDataParallel or another library starts them. A rank that waits sleeps, and leaves its core
+to others.
 """
 
 import queue
@@ -40,7 +40,7 @@ _OLDER = {
 
 
 class _Link:
-    """This rank's way out: what it sends goes one after the other."""
+    """This rank's outgoing link, which sends one message after the other."""
 
     def __init__(self) -> None:
         self.latency_seconds, self.bytes_per_second = 0.0, float("inf")
@@ -48,7 +48,7 @@ class _Link:
         self._lock = threading.Lock()
 
     def arrival(self, num_bytes: float) -> float:
-        """When what is sent now has arrived."""
+        """Return the time at which ``num_bytes`` sent now have arrived."""
         with self._lock:
             self._free_at = max(time.monotonic(), self._free_at) + num_bytes / self.bytes_per_second
             return self._free_at + self.latency_seconds
@@ -58,13 +58,17 @@ _link = _Link()
 
 
 def set_network(*, latency_seconds: float = 0.0, bytes_per_second: float = float("inf")) -> None:
-    """What every collective of this process that starts from now on takes at least, in all slow groups.
+    """Set the least duration of all later collectives of this process in "slow_gloo" groups.
 
-    Call it on every rank. A ring's bytes count: of an all-reduce twice the tensor, of the others the larger
-    of what goes in and comes out, each less this rank's own share.
+    Call this on every rank. An all-reduce counts twice its tensor, as in a ring; other collectives count the
+    larger of input and output. Both are reduced by this rank's own share.
+
+    Args:
+        latency_seconds: latency of a collective.
+        bytes_per_second: bandwidth of this rank's link.
 
     Raises:
-        ValueError: for a latency below 0 or a bandwidth that is not above 0.
+        ValueError: the latency is below 0, or the bandwidth is not above 0.
     """
     if not latency_seconds >= 0:
         raise ValueError(f"latency_seconds is {latency_seconds}; it must be at least 0.")
@@ -74,7 +78,7 @@ def set_network(*, latency_seconds: float = 0.0, bytes_per_second: float = float
 
 
 class _SlowWork(dist._Work):  # type: ignore[name-defined,misc]
-    """A collective of gloo that is not over before ``arrival``."""
+    """A gloo collective that does not finish before its arrival time."""
 
     def __init__(self, group: "_SlowGloo", work: Any, tensors: list[Tensor], num_bytes: float) -> None:
         super().__init__()
@@ -82,7 +86,7 @@ class _SlowWork(dist._Work):  # type: ignore[name-defined,misc]
         self._arrival = _link.arrival(num_bytes)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Sleeps until the collective is over."""
+        """Sleep until the collective has finished."""
         self._work.wait() if not timeout else self._work.wait(timeout)
         while (left := self._arrival - time.monotonic()) > 0:
             time.sleep(left)
@@ -92,14 +96,14 @@ class _SlowWork(dist._Work):  # type: ignore[name-defined,misc]
         return time.monotonic() >= self._arrival and bool(self._work.is_completed())
 
     def get_future(self) -> Any:
-        """Is fulfilled by a thread of the group: DistributedDataParallel asks for it."""
+        """Return a future that a thread of the group fulfils; DistributedDataParallel needs one."""
         future: Any = torch.futures.Future()
         self._group.fulfil(self, future, self._tensors)
         return future
 
 
 class _Letter(dist._Work):  # type: ignore[name-defined,misc]
-    """A message to one rank, which another thread sends."""
+    """A point-to-point message that another thread sends when it is due."""
 
     def __init__(self, arrival: float, send: Callable[[], Any]) -> None:
         super().__init__()
@@ -107,7 +111,7 @@ class _Letter(dist._Work):  # type: ignore[name-defined,misc]
         self._under_way: Any = torch.futures.Future()
 
     def deliver(self) -> None:
-        """Sends it in its time."""
+        """Send the message when its time has come."""
         while (left := self._arrival - time.monotonic()) > 0:
             time.sleep(left)
         try:
@@ -116,7 +120,7 @@ class _Letter(dist._Work):  # type: ignore[name-defined,misc]
             self._under_way.set_exception(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it has been taken. ``timeout``: the group's counts."""
+        """Wait until the message has been received. The group's timeout applies, not ``timeout``."""
         return bool(self._under_way.wait().wait())
 
     def is_completed(self) -> bool:
@@ -124,7 +128,7 @@ class _Letter(dist._Work):  # type: ignore[name-defined,misc]
 
 
 class _SlowGloo(dist.ProcessGroup):
-    """See ``set_network``; all collectives go through a gloo group of the same ranks."""
+    """A process group that delays the collectives of a gloo group of the same ranks; see `set_network`."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -163,7 +167,7 @@ class _SlowGloo(dist.ProcessGroup):
         return self._gloo.recv(tensors, *place)
 
     def run(self, name: str, *args: Any, **options: Any) -> _SlowWork:
-        """A collective of gloo."""
+        """Run a collective of gloo."""
         results = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
         num_bytes = max(_num_bytes(args[0]), _num_bytes(args[1]) if len(args) > 1 else 0)
         rounds = 2 if name == "allreduce" else 1
@@ -171,7 +175,7 @@ class _SlowGloo(dist.ProcessGroup):
         return _SlowWork(self, work(*args, **options), results, rounds * num_bytes * (1 - 1 / self.size()))
 
     def fulfil(self, work: _SlowWork, future: Any, result: list[Tensor]) -> None:
-        """Later, in the order of these calls."""
+        """Fulfil ``future`` when ``work`` has finished. Futures are fulfilled in the order of these calls."""
         if self._keeper is None:
             self._keeper = threading.Thread(target=_keep, args=(self._promises,), daemon=True)
             self._keeper.start()
