@@ -100,3 +100,22 @@ def test_ids_need_64_bits_only_for_huge_rectangles():
 def test_names_are_lines_for_the_kernels():
     assert bytes(compiled(md.row_wise()).names.tolist()) == b"t0\tf0\nt0\tshared\n"
     assert compiled(md.row_wise()).names.dtype == torch.uint8
+
+
+def test_routes_say_how_much_they_read_and_which_take_an_id_once():
+    routing = compiled(md.column_wise(ranks=[0, 1]), md.row_wise(), md.data_parallel())
+    ranks, widths = routing.route_elements
+    # Two uses of each table: halves of rows on both ranks, halves of the other table, the third one local.
+    assert ranks == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert widths == [4, 4, 8, 8, 4, 4, 8, 8, 8, 8]
+    routes, uses = routing.first_columns
+    assert sorted(zip(uses.tolist(), routes.tolist(), strict=True)) == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (2, 6),
+        (3, 3),
+        (3, 7),
+        (4, 8),
+        (5, 9),
+    ]

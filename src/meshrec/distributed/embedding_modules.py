@@ -1,5 +1,6 @@
 """EmbeddingBagCollection and EmbeddingCollection with their tables split over ranks."""
 
+import operator
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -175,11 +176,13 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         source = results.step.asked.source
         order = results.tables.uses_in_order
         bounds = source.bag_bounds()
-        offsets, rows, sizes = [], [], []
-        for key, dim in zip(source.keys, self._dims, strict=True):
+        routes, uses = self.built.routing.first_columns
+        counts = torch.zeros(len(self._dims), dtype=torch.int64)
+        rows: list[int] = counts.index_add_(0, uses, source.counts[routes]).tolist()
+        sizes = list(map(operator.mul, rows, self._dims))
+        offsets = []
+        for key in source.keys:
             offsets.append(source.offsets[bounds[key] : bounds[key + 1] + 1])
-            rows.append(int(offsets[-1][-1] - offsets[-1][0]))
-            sizes.append(rows[-1] * dim)
         parts = results.wait().to(dtype=self._dtype).split(list(map(sizes.__getitem__, order)))
         values: list[Tensor] = [torch.empty(0)] * len(rows)
         for use, part in zip(order, parts, strict=True):

@@ -6,16 +6,16 @@ and none waits for a message that will not come.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import meshrec.ops.dist  # noqa: F401 - the ops must exist
 from meshrec.comms.collectives import InFlight, Splits, all_to_all, gather_objects
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BoundsCheckMode
 from meshrec.modules.input_checks import check_device, inverse_rows, positions_of, sample_weights
+from meshrec.ops.dist import naive
 from meshrec.ops.tbe.lookup import BATCH_TENSORS
 from meshrec.ops.tbe.reporting import report_clamped
 from meshrec.ops.versions import check_unchanged, versions_of
@@ -25,6 +25,7 @@ from meshrec.sparse import KeyedJaggedTensor
 # U uses, Q routes, R ranks, K keys, N ids
 
 _HEADER = 4  # status, words, ids, bags per route (-1: they differ)
+_STATUS, _WORDS = 0, 1
 # What a rank says of itself in the status, as bits.
 _BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
 
@@ -40,7 +41,8 @@ class SourceIds(NamedTuple):
     keys: list[int]
     """[U] the key that each use reads."""
     counts: Tensor
-    """int64 [Q] the ids sent on each route of all ranks, local ones included."""
+    """int64 [Q]: the IDs sent on each route of all ranks, local ones included; on the CPU once
+    ``InputDist.exchange`` has read the sizes."""
     batches: list[int]
     """[U] bags of each use."""
     weights: Tensor | None = None
@@ -62,10 +64,13 @@ class SourceIds(NamedTuple):
 
 
 class PackedIds(NamedTuple):
-    """Ids packed by ``route_ids``: one message of int32 words for each row of the header [n, 4]."""
+    """IDs packed by ``route_ids``: one message of int32 words for each row of the header."""
 
     words: Tensor
     header: Tensor
+    """int64 [n, 4] on the CPU."""
+    elements: tuple[int, ...] = ()
+    """[n]: the elements of the rows that each message asks for; empty where rows are pooled."""
 
 
 class LookupIds(NamedTuple):
@@ -79,6 +84,8 @@ class LookupIds(NamedTuple):
     """Bags per route of each block, -1 where they differ."""
     ragged: bool
     """Whether they differ in some block."""
+    elements: tuple[int, ...] = ()
+    """Elements of the output for each block; empty where rows are pooled."""
 
 
 class Wishes(NamedTuple):
@@ -101,13 +108,26 @@ class Arrived(NamedTuple):
     wishes: Wishes
 
 
+class Routed(NamedTuple):
+    """The result of ``route_ids``, on the device of the IDs: no rank has read it yet."""
+
+    payload: Tensor
+    """The messages to all ranks, then the local one; the device may leave unused words behind them."""
+    header: Tensor
+    """int64 [R + 1, 4], or [R + 1, 5] with the elements that each message asks for."""
+    counts: Tensor
+    num_bad: Tensor
+    """int64 [U]: the IDs of each use that lie outside its table."""
+
+
 @dataclass
 class SizesInFlight:
-    """Sizes are under way."""
+    """A batch whose sizes are under way."""
 
     source: SourceIds | None
-    message: PackedIds
-    local: PackedIds
+    arguments: tuple[Any, ...]
+    """The arguments of ``route_ids``, which explain what is wrong with them."""
+    routed: Routed
     weights: Tensor | None
     sizes: InFlight
     error: Exception | None
@@ -122,6 +142,7 @@ class Exchanging:
     weights: Tensor | None
     wishes: Wishes
     header: Tensor
+    elements: tuple[int, ...]
     payload: InFlight
 
 
@@ -152,8 +173,12 @@ class InputDist:
         self._readers = [routing.tables[use.table].name for use in routing.uses]
         self._keys: tuple[Sequence[str], list[int]] | None = None
         self._first = env.replicate.rank * env.shard.size
-        sizes = [_HEADER] * env.world.size
+        fields = _HEADER + sequence
+        sizes = [fields] * env.world.size
         self._size_splits = Splits(sizes, sizes)
+        # A sequence has a row per ID: who receives the rows cannot know how many without being told.
+        ranks, widths = (torch.tensor(column) for column in routing.route_elements)
+        self._route_ranks, self._route_widths = ranks.to(device), widths.to(device)
 
     @property
     def num_clamped_ids(self) -> int:
@@ -166,22 +191,27 @@ class InputDist:
 
         ``trains``: whether this rank has tables to train, under grad mode.
         """
-        num_ranks = self._env.shard.size
-        weights = error = None
+        weights = error = source = None
+        arguments: tuple[Any, ...] = ()
         try:
-            source, weights, payload, header = self._route(features)
+            source, weights, arguments = self._checked(features)
+            routed = Routed(*torch.ops.meshrec.route_ids.default(*arguments))
+            if self._sequence:
+                elements = torch.zeros_like(routed.header[:, 0])
+                elements.index_add_(0, self._route_ranks, routed.counts * self._route_widths)
+                header = torch.cat([routed.header, elements[:, None]], 1)
+                routed = Routed(routed.payload, header, routed.counts, routed.num_bad)
             status = (_TRAINS if trains else 0) | (_WANTS_WEIGHT_GRADS if weights is not None else 0)
         except Exception as caught:  # every error must reach the other ranks
             source, error, status = None, caught, _BAD_INPUT
-            payload = torch.empty(0, dtype=torch.int32)
-            header = torch.zeros(num_ranks + 1, _HEADER, dtype=torch.int64)
-        header[:, 0] = status
-        rows = header[:-1].reshape(-1) if self._env.replicate.size == 1 else self._world_rows(header)
+            routed = self._nothing_routed()
+        # The op on a GPU reports bad input in the status, where it costs no wait.
+        routed.header[:, _STATUS] |= status
+        one_group = self._env.replicate.size == 1
+        rows = routed.header[:-1].reshape(-1) if one_group else self._world_rows(routed.header)
         sizes = all_to_all(rows, self._size_splits, self._env.world, "sizes of ids")
-        own = payload.numel() - int(header[-1, 1])
-        message, local = PackedIds(payload[:own], header[:-1]), PackedIds(payload[own:], header[-1:])
         try:
-            return SizesInFlight(source, message, local, weights, sizes, error)
+            return SizesInFlight(source, arguments, routed, weights, sizes, error)
         finally:
             del error  # in a circle of its traceback and this frame it would keep the batch
 
@@ -191,23 +221,44 @@ class InputDist:
         Raises:
             ValueError: on every rank, when the input of any rank was bad.
         """
-        rows = started.sizes.wait().cpu().view(-1, _HEADER)
+        routed = started.routed
+        unread = (started.sizes.wait(), routed.header.view(-1), routed.counts, routed.num_bad)
+        # The one read of a forward pass: each read of a GPU waits for everything that was started on it.
+        found = torch.cat(unread).cpu().split(list(map(len, unread)))
+        fields = routed.header.shape[1]
+        rows, own = found[0].view(-1, fields), found[1].view(-1, fields)
         status = 0
-        for each in rows[:, 0].tolist():
+        for each in rows[:, _STATUS].tolist():
             status |= each
         if status & _BAD_INPUT:
-            self._raise(started)
+            self._raise(started, int(own[0, _STATUS]))
         assert started.source is not None
+        if self._bounds_check is BoundsCheckMode.WARN:
+            report_clamped(self._num_clamped, found[3], self._routing.names)
         wants_weight_grads = bool(status & _WANTS_WEIGHT_GRADS)
         wishes = Wishes(wants_weight_grads or bool(status & _TRAINS), wants_weight_grads)
-        header = rows[self._first : self._first + self._env.shard.size]
-        splits = Splits(started.message.header[:, 1].tolist(), header[:, 1].tolist())
-        payload = all_to_all(started.message.words, splits, self._env.shard, "ids")
-        return Exchanging(started.source, started.local, started.weights, wishes, header, payload)
+        rows = rows[self._first : self._first + self._env.shard.size]
+        header, own_header = rows[:, :_HEADER], own[:, :_HEADER]
+        *sent, local_words = own_header[:, _WORDS].tolist()
+        words, local = routed.payload[: sum(sent)], routed.payload[sum(sent) : sum(sent) + local_words]
+        payload = all_to_all(words, Splits(sent, header[:, _WORDS].tolist()), self._env.shard, "ids")
+        elements: tuple[int, ...] = ()
+        local_elements: tuple[int, ...] = ()
+        if self._sequence:
+            elements, local_elements = tuple(rows[:, _HEADER].tolist()), (int(own[-1, _HEADER]),)
+        return Exchanging(
+            started.source._replace(counts=found[2]),
+            PackedIds(local, own_header[-1:], local_elements),
+            started.weights,
+            wishes,
+            header,
+            elements,
+            payload,
+        )
 
     def finish(self, exchanging: Exchanging) -> Arrived:
         """Waits for the ids."""
-        message = PackedIds(exchanging.payload.wait(), exchanging.header)
+        message = PackedIds(exchanging.payload.wait(), exchanging.header, exchanging.elements)
         return Arrived(exchanging.source, message, exchanging.local, exchanging.weights, exchanging.wishes)
 
     def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
@@ -216,11 +267,19 @@ class InputDist:
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
         )
         batches = message.header[blocks, 3].tolist()
+        elements = tuple(map(message.elements.__getitem__, blocks)) if message.elements else ()
         return LookupIds(
-            values, offsets, weights if self._weighted else None, segments, batches, -1 in batches
+            values,
+            offsets,
+            weights if self._weighted else None,
+            segments,
+            batches,
+            -1 in batches,
+            elements,
         )
 
-    def _route(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor | None, Tensor, Tensor]:
+    def _checked(self, features: KeyedJaggedTensor) -> tuple[SourceIds, Tensor | None, tuple[Any, ...]]:
+        """Return the IDs, the weights if they require a gradient, and the arguments of ``route_ids``."""
         keys = features.keys()
         if self._keys is None or self._keys[0] != keys:
             self._keys = list(keys), positions_of(keys, self._features, self._readers)
@@ -231,7 +290,7 @@ class InputDist:
         values, offsets = features.values(), features.offsets()
         check_device(values, self._routing.tables[0].name, self.device)
         strides, segments = features.stride_per_key(), features.segments_or_none()
-        payload, header, counts, bad = torch.ops.meshrec.route_ids.default(
+        arguments = (
             values,
             offsets,
             None if weights is None else weights.detach(),
@@ -244,27 +303,33 @@ class InputDist:
             self._bounds_check is BoundsCheckMode.ERROR,
             self._routing.names,
         )
-        if self._bounds_check is BoundsCheckMode.WARN:
-            report_clamped(self._num_clamped, bad, self._routing.names)
         batches = list(map(strides.__getitem__, positions))
         versions = versions_of((values, offsets) if weights is None else (values, offsets, weights))
         source = SourceIds(
-            values, offsets, segments, len(keys), positions, counts, batches, weights, versions
+            values, offsets, segments, len(keys), positions, torch.empty(0), batches, weights, versions
         )
         wanted = (
             weights if weights is not None and weights.requires_grad and torch.is_grad_enabled() else None
         )
-        return source, wanted, payload, header
+        return source, wanted, arguments
+
+    def _nothing_routed(self) -> Routed:
+        """Return what a rank sends that found an error in its input."""
+        shape = self._env.shard.size + 1, _HEADER + self._sequence
+        header = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return Routed(header.new_empty(0, dtype=torch.int32), header, header[:0, 0], header[:0, 0])
 
     def _world_rows(self, header: Tensor) -> Tensor:
         """A row for every rank of the world: ranks of other replica groups learn the status only."""
-        rows = torch.zeros(self._env.world.size, _HEADER, dtype=torch.int64)
-        rows[:, 0] = header[0, 0]
+        rows = header.new_zeros(self._env.world.size, header.shape[1])
+        rows[:, _STATUS] = header[0, _STATUS]
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
         return rows.view(-1)
 
-    def _raise(self, started: SizesInFlight) -> None:
+    def _raise(self, started: SizesInFlight, status: int) -> None:
         error, started.error = started.error, None
+        if error is None and status & _BAD_INPUT:
+            error = _explanation(started.arguments)
         messages = gather_objects(None if error is None else str(error), self._env.world, "input errors")
         causes = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
         try:
@@ -273,6 +338,15 @@ class InputDist:
             raise ValueError("\n".join(causes)) from error
         finally:
             del error  # as in ``start``
+
+
+def _explanation(arguments: tuple[Any, ...]) -> Exception | None:
+    """Return the error of an op that could only report in the header that its input is bad."""
+    try:
+        naive.route_ids(*arguments)
+    except ValueError as error:
+        return error
+    return None
 
 
 def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -121,10 +121,11 @@ class LookupTables:
         """Elements of the output for each block, that is for each rank that asked."""
         if self.is_empty:
             return [0] * len(ids.batches)
-        if not (self.sequence or ids.ragged):
+        if self.sequence:
+            return list(ids.elements)
+        if not ids.ragged:
             return list(map(self._dim.__mul__, ids.batches))
-        starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu() if self.sequence else ids.segments
-        rows = starts.diff().view(len(ids.batches), -1)
+        rows = ids.segments.diff().view(len(ids.batches), -1)
         sizes: list[int] = (rows @ self._route_widths).tolist()
         return sizes
 

@@ -202,12 +202,9 @@ class SequenceOutput:
             for lookup in work.lookups:
                 lookups.append([first_route + lookup.route, lookup.use, lookup.c0, lookup.width])
             first_route += len(work.routes)
-        self._route_ranks = torch.tensor(
-            [rank for rank, work in enumerate(routing.work) for _ in work.routes], dtype=torch.int64
-        )
-        self._route_widths = torch.zeros(first_route, dtype=torch.int64)
-        for route, _, _, width in lookups:
-            self._route_widths[route] += width
+        ranks, widths = routing.route_elements
+        self._route_ranks = torch.tensor(ranks[:first_route], dtype=torch.int64)
+        self._route_widths = torch.tensor(widths[:first_route], dtype=torch.int64)
         replicated = [routing.replicated[use.table] for use in routing.uses]
         self.uses_in_order = sorted(range(len(replicated)), key=replicated.__getitem__)
         self._lookups = torch.tensor(lookups, dtype=torch.int64).view(-1, 4)
@@ -229,11 +226,11 @@ class SequenceOutput:
 
     def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
         """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local part."""
-        split = self._num_elements(asked.source)
+        splits = self._splits(asked)
+        split = sum(splits.received)  # each element of the split tables' rows came from one rank
         sent = torch.ops.meshrec.scatter_sequence.default(
             grad[:split], *self._ids(asked.source), scale, self._precision.backward
         )
-        splits = self._splits(asked)
         back = Splits(splits.received, splits.sent)
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
 
@@ -255,11 +252,6 @@ class SequenceOutput:
             .tolist()
         )
         return Splits(asked.block_sizes, received)
-
-    def _num_elements(self, source: SourceIds) -> int:
-        """Elements of the result that come from split tables."""
-        num_ids = source.offsets.cpu()[source.bag_bounds()].diff().tolist()
-        return sum(num_ids[key] * dim for key, dim in zip(source.keys, self._dims, strict=True))
 
 
 def _pieces(sources: Sequence[Sequence[Span]], local: Sequence[Span]) -> Tensor:

@@ -152,6 +152,32 @@ class Routing:
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
     @cached_property
+    def route_elements(self) -> tuple[list[int], list[int]]:
+        """The rank of each route, and the number of columns that one of its IDs reads there, [Q] each.
+
+        As in ``router``, the data-parallel tables are those of one more rank.
+        """
+        ranks = [rank for rank, work in enumerate(self._all_work) for _ in work.routes]
+        widths = []
+        for work in self._all_work:
+            of_rank = [0] * len(work.routes)
+            for lookup in work.lookups:
+                of_rank[lookup.route] += lookup.width
+            widths += of_rank
+        return ranks, widths
+
+    @cached_property
+    def first_columns(self) -> tuple[Tensor, Tensor]:
+        """Routes and their uses, two int64 tensors: these routes take each ID of a use exactly once."""
+        routes, uses, first = [], [], 0
+        for work in self._all_work:
+            firsts = [lookup for lookup in work.lookups if lookup.c0 == 0]
+            routes += [first + lookup.route for lookup in firsts]
+            uses += [lookup.use for lookup in firsts]
+            first += len(work.routes)
+        return torch.tensor(routes, dtype=torch.int64), torch.tensor(uses, dtype=torch.int64)
+
+    @cached_property
     def names(self) -> Tensor:
         """uint8: a line "table, tab, feature" for each use, for the kernels' error messages."""
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)

@@ -219,9 +219,9 @@ class ShardedTables:
                 "tables over several devices of one process are for inference: a lookup in them has no "
                 "gradient. Call the model under torch.no_grad(), or detach the per-sample weights."
             )
-        words, header = arrived.message
+        words, header, elements = arrived.message
         messages = [
-            PackedIds(own, header[rank : rank + 1])
+            PackedIds(own, header[rank : rank + 1], elements[rank : rank + 1])
             for rank, own in enumerate(words.split(header[:, 1].tolist()))
         ]
         mine, *others = messages
