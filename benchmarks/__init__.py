@@ -1,1 +1,1 @@
-"""Side by side with the peers, in one process: every bench first verifies the results, then times."""
+"""Benchmarks beside the peers, in one process: each first verifies its results, then times."""

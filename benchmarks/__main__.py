@@ -1,4 +1,4 @@
-"""`python -m benchmarks [tbe] [import] [--case N] [--quick]`: all benches, or those named."""
+"""Run all benchmarks, or those named: `python -m benchmarks [tbe] [import] [--case N] [--quick]`."""
 
 import argparse
 import sys
@@ -143,7 +143,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the benches named on the command line; 1 if a bar is missed."""
+    """Run the benchmarks named on the command line; return 1 if a bar is missed."""
     arguments = parse()
     effort = Effort(rounds=2, calls=1) if arguments.quick or arguments.tiny else Effort()
     missed = 0

@@ -1,7 +1,8 @@
-"""Saving and loading a table over 2 ranks, beside plain sequential writes and reads on the same disk.
+"""Time to save and load a table over 2 ranks, beside plain sequential writes and reads on the same disk.
 
-Both sides write and read as many bytes from the same two processes, and both end with fsync; before reads the
-page cache is dropped for the files. Sides take turns, so that a slow minute of the disk meets both.
+Both sides write and read the same number of bytes from the same two processes, and both end with fsync. The
+page cache of the files is dropped before reads. The two sides take turns, so that a slow minute of the disk
+affects both.
 """
 
 import os
@@ -33,7 +34,7 @@ _WRITE = 1 << 22
 
 
 def make(num_rows: int) -> int:
-    """A row-wise table on all ranks; bytes of this rank's part."""
+    """Make a row-wise table on all ranks; return the bytes of this rank's part."""
     config = EmbeddingBagConfig(
         name="t", num_embeddings=num_rows, embedding_dim=DIM, feature_names=["f"], init_fn=torch.Tensor.zero_
     )
@@ -56,7 +57,7 @@ def weights(model: DistributedModelParallel) -> list[Tensor]:
 
 
 def timed(function: object) -> float:
-    """Seconds until all ranks are done."""
+    """Return the seconds until all ranks are done."""
     dist.barrier()
     start = time.perf_counter()
     function()  # type: ignore[operator]
@@ -103,7 +104,7 @@ def drop_cache(path: Path) -> None:
 
 
 def saved(folder: Path) -> tuple[float, int]:
-    """Seconds, and bytes by which the peak memory of this rank rose."""
+    """Return the seconds, and the rise of this rank's peak memory in bytes."""
     model = _state["model"]
     before = reset_peak()
     seconds = timed(lambda: save(folder / "checkpoint", {"model": model}))
@@ -111,7 +112,9 @@ def saved(folder: Path) -> tuple[float, int]:
 
 
 def saved_in_background(folder: Path) -> tuple[float, float, float]:
-    """Seconds of the stop, seconds until it is on the disk, and a step meanwhile over one before."""
+    """Time a background save: how long training stops, when the disk has it, and a step meanwhile over one
+    before.
+    """
     model = _state["model"]
     before = step(model)
     box = []
@@ -125,7 +128,7 @@ def saved_in_background(folder: Path) -> tuple[float, float, float]:
 
 
 def step(model: DistributedModelParallel) -> float:
-    """Seconds of an update of 4096 rows of this rank's part: nothing waits for a peer."""
+    """Time an update of 4096 rows of this rank's part, which waits for no other rank."""
     (shard,) = weights(model)
     start = time.perf_counter()
     ids = torch.randint(0, shard.shape[0], (4096,))
@@ -141,7 +144,7 @@ def loaded(folder: Path) -> float:
 
 
 def verified(folder: Path) -> bool:
-    """A save and a load give back the same bits."""
+    """Check that saving and loading gives back the same bits."""
     model = _state["model"]
     before = [shard[::1000].clone() for shard in weights(model)]
     save(folder / "checkpoint", {"model": model})
@@ -152,7 +155,7 @@ def verified(folder: Path) -> bool:
 
 
 def reset_peak() -> int:
-    """Forgets the peak so far; the resident memory of now, in bytes."""
+    """Reset the peak memory counter; return the resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

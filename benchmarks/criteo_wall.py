@@ -1,8 +1,8 @@
-"""A Criteo TSV to a trained model: the whole command's time, beside the training in it.
+"""Wall-clock time from a Criteo TSV file to a trained model, beside the training within it.
 
-200,000 made-up lines of Criteo's form, one epoch of the step benchmark's DLRM on 2 ranks. What the command
-takes more than its training is starting, counting lines, planning, reading ahead, saving and the pages. What
-was trained on is compared with what was written before the times count.
+The input is 200,000 generated lines in Criteo's format; the run is one epoch of the step benchmark's DLRM on
+2 ranks. The difference is start-up, counting lines, planning, read-ahead, saving and report pages. The
+samples that were trained on are compared with those that were written before the times count.
 """
 
 import json
@@ -35,7 +35,7 @@ def recipe():
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The lines, and the model."""
+    """Size of the file and of the model."""
 
     lines: int = 200_000
     rows: int = 100_000
@@ -48,7 +48,7 @@ TINY = Shape(lines=3000, rows=100, dim=8, bottom=(8,), top=(8,))
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Write, train, verify, and hold against the bar: the best of the rounds."""
+    """Write, train, verify and compare the best round with the bar."""
     shape = TINY if tiny else Shape()
     found = []
     with tempfile.TemporaryDirectory() as name:
@@ -66,10 +66,10 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
 
 
 def train(folder: Path, name: str, lines: int, *, num_ranks: int = 2) -> tuple[float, float]:
-    """Seconds of the command, and of the training in it.
+    """Return the seconds of the command, and of the training within it.
 
     Raises:
-        AssertionError: it trained on other samples than were written.
+        AssertionError: the run trained on other samples than were written.
     """
     command = [sys.executable, "-m", "meshrec", "train", f"{folder / 'criteo.py'}:recipe", "--quiet"]
     start = time.perf_counter()
@@ -86,7 +86,9 @@ def train(folder: Path, name: str, lines: int, *, num_ranks: int = 2) -> tuple[f
 
 
 def write(path: Path, lines: int, seed: int = 0) -> None:
-    """Lines of Criteo's form: counts and categories that are sometimes missing, a click in four."""
+    """Write lines in Criteo's format: counts and categories, some of them missing, and a click in every
+    fourth line.
+    """
     rng = np.random.default_rng(seed)
     counts = rng.geometric(0.02, (lines, 13)) - 2
     names = (rng.zipf(1.2, (lines, 26)) % 1_000_000 * 2_654_435_761) & 0xFFFFFFFF

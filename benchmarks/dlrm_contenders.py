@@ -1,4 +1,4 @@
-"""The same DLRM, built and trained one step with each library, for benchmarks.dlrm_step."""
+"""The same DLRM in each library, built and trained for `benchmarks.dlrm_step`."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _PATH = "sparse_arch.embedding_bag_collection"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The model and its batches; ``batch`` samples on each rank, ``bag`` ids in each table."""
+    """Size of the model and its batches: ``batch`` samples on each rank, ``bag`` IDs per sample and table."""
 
     num_tables: int = 26
     num_rows: int = 100_000
@@ -34,7 +34,7 @@ TINY = Shape(num_tables=4, num_rows=100, dim=8, batch=16, bottom=(16, 8), top=(1
 
 
 class Inputs(NamedTuple):
-    """A batch of one rank."""
+    """One batch of one rank."""
 
     dense: Tensor
     ids: Tensor
@@ -43,11 +43,11 @@ class Inputs(NamedTuple):
 
 
 class Trainee(NamedTuple):
-    """A model in training. ``step`` takes a batch and gives its loss."""
+    """A model in training. ``step`` trains on a batch and returns its loss."""
 
     step: Callable[[Inputs], Tensor]
     table_bytes: int = 0
-    """This rank's part of the tables with its optimizer state, where the library says it."""
+    """Bytes of this rank's tables with their optimizer state, for libraries that tell."""
 
 
 def make_inputs(shape: Shape, number: int) -> Inputs:
@@ -62,7 +62,9 @@ def make_inputs(shape: Shape, number: int) -> Inputs:
 
 
 def fill(weight: Tensor, first_row: int = 0) -> Tensor:
-    """First values that depend on the row alone: TorchRec fills every shard as if it were a table."""
+    """Fill a table with values that depend only on the row, because TorchRec initialises every shard as a
+    whole table.
+    """
     values = 0.01 * torch.arange(first_row, first_row + weight.shape[0]).sin()
     with torch.no_grad():
         return weight.copy_(values[:, None] if weight.dim() == 2 else values)
@@ -73,7 +75,7 @@ def keyed(shape: Shape) -> list[str]:
 
 
 def build(library: str, kind: str, shape: Shape) -> Trainee:
-    """The model of a library, with its tables sharded in the way of ``kind``."""
+    """Build a library's model with its tables sharded as ``kind`` says."""
     builders = {"meshrec": _meshrec, "torchrec": _torchrec, "plain": _plain}
     if kind == "dense alone":
         return _dense(library, shape)
@@ -81,7 +83,7 @@ def build(library: str, kind: str, shape: Shape) -> Trainee:
 
 
 def plan_tables(kind: str, shape: Shape, num_ranks: int) -> "EmbeddingModuleShardingPlan":
-    """All tables sharded in one way."""
+    """Return a plan that shards all tables in the same way."""
     from meshrec import distributed as md
     from meshrec.plan.builders import WorldShape
 
@@ -208,7 +210,7 @@ def _torchrec(kind: str, shape: Shape) -> Trainee:
 
 
 class _PlainTables(nn.Module):
-    """What a user without a library writes."""
+    """Plain torch: the model that a user would write without a library."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -227,7 +229,7 @@ class _PlainTables(nn.Module):
 
 
 class _NoTables(nn.Module):
-    """The same sizes without a table."""
+    """Plain torch: the dense part alone, with the same sizes and no tables."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -238,7 +240,7 @@ class _NoTables(nn.Module):
 
 
 class _PlainModel(nn.Module):
-    """As one writes it without a library."""
+    """Build the dense part in plain torch, as a user would without a library."""
 
     def __init__(self, shape: Shape, tables: nn.Module) -> None:
         super().__init__()
@@ -264,7 +266,7 @@ def _layers(sizes: Sequence[int], last: nn.Module) -> nn.Sequential:
 
 
 class _OurDenseModel(nn.Module):
-    """MeshRec's DLRM without tables."""
+    """The dense part of MeshRec's DLRM, without tables."""
 
     def __init__(self, shape: Shape, tables: nn.Module) -> None:
         from meshrec.models import DenseArch, InteractionArch, OverArch
@@ -286,7 +288,7 @@ def _plain(kind: str, shape: Shape) -> Trainee:
 
 
 def _dense(library: str, shape: Shape) -> Trainee:
-    """Without a process group's work either: what no sharding can save."""
+    """The dense part without a process group: the time that no sharding can save."""
     build_model = _OurDenseModel if library == "meshrec" else _PlainModel
     model = build_model(shape, _NoTables(shape))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)

@@ -1,4 +1,4 @@
-"""What the planner's model says of the step of benchmarks.dlrm_step, beside what its phases took."""
+"""Planner's prediction of the step in `benchmarks.dlrm_step`, beside the measured phases."""
 
 import gc
 
@@ -16,12 +16,12 @@ _STEPS = 10
 
 
 def measure_profile() -> HardwareProfile:
-    """On every rank: this machine as ``meshrec calibrate`` sees it."""
+    """Calibrate this machine on every rank, as ``meshrec calibrate`` does."""
     return calibrate(dist.group.WORLD)
 
 
 def measure_phases(kind: str, shape: Shape) -> list[PhaseTime]:
-    """On every rank: the phases of some steps, each collective waited for where it starts."""
+    """Measure the phases of some steps on every rank, waiting for each collective where it starts."""
     gc.collect()  # the tables of the model before lie in reference cycles
     step = build("meshrec", kind, shape).step
     batches = [make_inputs(shape, number) for number in range(4)]
@@ -37,7 +37,7 @@ def measure_phases(kind: str, shape: Shape) -> list[PhaseTime]:
 
 
 def compared(kind: str, shape: Shape, profile: HardwareProfile, times: list[PhaseTime]) -> list[Comparison]:
-    """Prediction and measurement by phase, and of their sum."""
+    """Predicted and measured milliseconds of each phase and of their sum."""
     tables = tuple(
         Table(
             name=name,

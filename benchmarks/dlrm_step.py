@@ -1,8 +1,10 @@
-"""One training step of the same DLRM on 2 ranks: MeshRec, TorchRec, plain nn.EmbeddingBag, and the dense
-part alone: MeshRec's, and that of plain torch, which stands for the others'.
+"""One training step of the same DLRM on 2 ranks: MeshRec, TorchRec, plain nn.EmbeddingBag and the dense part
+alone.
 
-Every contender starts from the same weights and sees the same data; losses of the first steps are compared
-before anything is timed. Each contender has processes of its own; those whose times are compared take turns.
+The dense part is timed in MeshRec's version and in plain torch; the latter stands for the other libraries.
+Every contender starts from the same weights and sees the same data, and the losses of the first steps are
+compared before anything is timed. Each contender has its own processes. Contenders whose times are compared
+take turns.
 """
 
 import contextlib
@@ -49,15 +51,15 @@ _PHASE_ROUNDS = 4
 
 
 _prepared: list[tuple[Callable[[Inputs], Tensor], list[Inputs]]] = []
-"""On a rank: the step of its contender, and its batches."""
+"""The contender of one rank, with its batches."""
 
 
 class Measured(NamedTuple):
-    """What a contender did on one rank."""
+    """Measurements of one contender on one rank."""
 
     losses: list[float]
     milliseconds: list[list[float]]
-    """By round."""
+    """Step times by round."""
     sent_bytes: int
 
 
@@ -69,17 +71,17 @@ class Round(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank's process."""
+    """Memory of one rank's process, in bytes."""
 
     peak: int
-    """Above that of the process before the model was built."""
+    """Peak above the memory of the process before the model was built."""
     tables: int
-    """The rank's part of the tables, and its optimizer state."""
+    """The rank's part of the tables and of their optimizer state."""
 
 
 @dataclass
 class Found:
-    """All measurements by contender, then by rank; times are also kept by group."""
+    """All measurements by contender and rank; step times also by group."""
 
     groups: list[dict[str, list[Measured]]] = field(default_factory=list)
     memory: dict[str, list[Memory]] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Found:
 def run(
     effort: Effort, *, tiny: bool = False, only: Sequence[str] = (), parts: Sequence[str] = PARTS
 ) -> Result:
-    """Verify, time, and hold against the bars. ``only``: contenders whose name contains one of these."""
+    """Verify, time and compare with the bars. ``only``: names, or parts of names, of contenders."""
     shape = TINY if tiny else Shape()
     found = Found()
     groups = _chosen(only)
@@ -106,7 +108,7 @@ def run(
 
 
 def _phases(names: Sequence[str], shape: Shape) -> dict[str, list[Comparison]]:
-    """The planner's prediction beside what phases took, for our contenders."""
+    """Compare the planner's predictions with measured phases, for our contenders."""
     ours = [name for name in names if name.startswith("meshrec ") and name not in DENSE]
     times: dict[str, list[PhaseTime]] = {name: [] for name in ours}
     with RankPool(2, timeout_seconds=900) as pool:
@@ -123,7 +125,7 @@ def _phases(names: Sequence[str], shape: Shape) -> dict[str, list[Comparison]]:
 
 
 def _timed(group: Sequence[str], shape: Shape, effort: Effort) -> dict[str, list[Measured]]:
-    """Each contender in processes of its own, all of which take turns."""
+    """Run every contender in its own processes, in turns."""
     with contextlib.ExitStack() as stack:
         pools = {name: stack.enter_context(RankPool(2, timeout_seconds=900)) for name in group}
         losses = {name: pool.run(prepare, name, shape) for name, pool in pools.items()}
@@ -145,7 +147,9 @@ def _timed(group: Sequence[str], shape: Shape, effort: Effort) -> dict[str, list
 
 
 def _chosen(only: Sequence[str]) -> list[list[str]]:
-    """The groups, less what was not asked for or is not installed; the dense part stays with the others."""
+    """Return the groups without contenders that were not asked for or are not installed; keep the dense
+    part.
+    """
     known = names = {name for group in GROUPS for name in group}
     if importlib.util.find_spec("torchrec") is None:
         names = {name for name in names if not name.startswith("torchrec")}
@@ -158,7 +162,7 @@ def _chosen(only: Sequence[str]) -> list[list[str]]:
 
 
 def prepare(name: str, shape: Shape) -> list[float]:
-    """On every rank: builds the model, takes three steps; their losses."""
+    """Build the model on every rank and take three steps; return their losses."""
     batches = [make_inputs(shape, number) for number in range(4)]
     step, losses = _built(name, shape).step, []
     for batch in batches[:_WARM_UP]:
@@ -170,7 +174,7 @@ def prepare(name: str, shape: Shape) -> list[float]:
 
 
 def time_round(calls: int) -> Round:
-    """On every rank: times some steps after one that is not timed, as many as a second allows."""
+    """Time as many steps as a second allows on every rank, after one step that is not timed."""
     step, batches = _prepared[0]
     dist.barrier()
     start = time.perf_counter()
@@ -188,7 +192,7 @@ def time_round(calls: int) -> Round:
 
 
 def measure_memory(name: str, shape: Shape) -> Memory:
-    """On every rank of fresh processes: the peak of building and of some steps."""
+    """Measure the peak memory of building the model and of some steps, in new processes."""
     small = _built(name, TINY)
     small.step(make_inputs(TINY, 0))  # an idle rank has imported, and started, what the first step needs
     del small
@@ -213,13 +217,15 @@ def _resident(field_name: str) -> int:
 
 
 def _bytes_sent() -> int:
-    """What left all network interfaces of this machine, the one to itself included."""
+    """Return the bytes sent on all network interfaces of this machine, loopback included."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines)
 
 
 def _round_medians(ranks: list[Measured]) -> list[float]:
-    """For each round the median step in milliseconds, each step as long as the slower rank took."""
+    """Return the median step of each round in milliseconds, where a step takes as long as on the slower
+    rank.
+    """
     return [
         statistics.median(map(max, zip(*calls, strict=True)))
         for calls in zip(*(rank.milliseconds for rank in ranks), strict=True)
@@ -227,7 +233,9 @@ def _round_medians(ranks: list[Measured]) -> list[float]:
 
 
 def _verify(measured: dict[str, list[Measured]]) -> None:
-    """All but the dense part alone start with one loss; those with the same optimizer keep to it."""
+    """Check that all contenders but the dense part start with one loss, and that those with one optimizer
+    stay equal.
+    """
     names = [name for name in measured if name not in DENSE]
     reference = next((n for n in names if n.startswith("meshrec")), None)
     for name in names if reference is not None else []:
@@ -274,7 +282,7 @@ def _report(found: Found) -> Result:
 
 
 def _dense_of(name: str) -> str:
-    """The dense part alone, as the contender has it."""
+    """Return the name of the dense part alone that belongs to a contender."""
     return OUR_DENSE if name.startswith("meshrec") else PLAIN_DENSE
 
 
@@ -295,7 +303,7 @@ def _memory(found: dict[str, list[Memory]]) -> tuple[list[list[str]], list[Bar]]
 
 
 def speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:
-    """Ratios of the same round, the median over rounds."""
+    """Return the median over rounds of the ratio within a round."""
 
     def ratio(name: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(rounds[name], rounds[other], strict=True))
@@ -323,7 +331,7 @@ def speed_bars(rounds: dict[str, list[float]]) -> list[Bar]:
 
 
 def _not_dense_bar(name: str, ours: list[float], theirs: list[float]) -> Bar:
-    """Where our time is lost in what rounds differ by, the sum of both tells the least ratio."""
+    """Return the least ratio: our time goes up, and the other's down, by what rounds differ."""
     middle = statistics.median(ours)
     first, _, last = statistics.quantiles(ours, n=4, method="inclusive")
     if middle <= last - first:

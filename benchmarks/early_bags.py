@@ -1,10 +1,10 @@
-"""Which bags of a batch could be looked up before the update of the batch before, exactly, and what that
-would save.
+"""Share of bags that could be looked up before the update of the previous batch, and the time that would
+save.
 
-A bag is early when none of its rows is touched by the batch before. Early bags leave the critical path the
-bytes of their embeddings, but not its latencies: the others still go after the update. With C the time of a
-step without a network, a = C/4 its latency, and e the time in which a step's embeddings cross the network (as
-long as their gradients), a pipelined step takes C + 2a + 2e; early bags save e times their share.
+A bag is early when the previous batch touches none of its rows. Early bags take the bytes of their embeddings
+off the critical path, but not the latency, because the other bags still follow the update. Let C be the time
+of a step without a network, a = C/4 its latency, and e the time for a step's embeddings, which equals that
+for their gradients. A pipelined step takes C + 2a + 2e; early bags save e times their share.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ CRITEO_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
-"""Rows of the 26 columns of the Criteo Kaggle data."""
+"""Number of rows of the 26 categorical columns of the Criteo Kaggle data."""
 EXPONENT = 1.05
 BATCHES = (1024, 4096, 16384)
 NETWORKS = {"e = C/20": 0.05, "e = C/4": 0.25, "e = C/2": 0.5}
@@ -32,7 +32,7 @@ _NUM_BATCHES = 6
 
 
 def movielens(batch: int) -> Iterator[KeyedJaggedTensor]:
-    """Of the MovieLens recipe, in its order."""
+    """Yield the batches of the MovieLens recipe in its order."""
     for number, each in enumerate(resolve("movielens_dlrm").data.load().train.batches(batch)):
         if number == _NUM_BATCHES or len(each) < batch:
             return
@@ -40,7 +40,7 @@ def movielens(batch: int) -> Iterator[KeyedJaggedTensor]:
 
 
 def criteo(batch: int) -> Iterator[KeyedJaggedTensor]:
-    """One id per column, drawn by Zipf's law."""
+    """Yield batches of one ID per column, drawn by Zipf's law."""
     generator = torch.Generator().manual_seed(0)
     names = [f"c{i}" for i in range(len(CRITEO_ROWS))]
     for _ in range(_NUM_BATCHES):
@@ -54,7 +54,7 @@ def criteo(batch: int) -> Iterator[KeyedJaggedTensor]:
 
 
 def early_share(batches: Iterable[KeyedJaggedTensor]) -> float:
-    """Of all bags that hold ids, those without a row of the batch before."""
+    """Return the share of non-empty bags without a row of the previous batch."""
     early = total = 0
     before: KeyedJaggedTensor | None = None
     for features in batches:
@@ -72,13 +72,13 @@ def early_share(batches: Iterable[KeyedJaggedTensor]) -> float:
 
 
 def gain(share: float, exchange: float) -> float:
-    """What early bags save, as a part of the step; ``exchange``: e, as a part of C."""
+    """Return the saving of early bags as a share of the step; ``exchange`` is e / C."""
     step = 1 + 2 * _LATENCY + 2 * exchange
     return share * exchange / step
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Prints the shares and the gains; there is nothing to time."""
+    """Print the shares and the savings. There is nothing to time."""
     figures: dict[str, Any] = {}
     rows = []
     for name, source in {"MovieLens": movielens, "Criteo-shaped": criteo}.items():

@@ -1,4 +1,4 @@
-"""Fair timing, bars that pass or miss, and reports as text and JSON: what all benches share."""
+"""Shared parts of all benchmarks: fair timing, bars that pass or miss, and reports as text and JSON."""
 
 import datetime
 import json
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """``rounds`` over all contenders, with ``calls`` timed calls of each after ``warm_ups`` untimed ones."""
+    """Number of rounds, of timed calls per round, and of untimed calls before them."""
 
     rounds: int = 7
     calls: int = 3
@@ -34,10 +34,10 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A figure that a bench promises: ``figure`` has to reach ``asked`` (or stay below it).
+    """A figure that a benchmark promises: ``figure`` must reach ``asked``, or stay below it.
 
-    ``ceiling``: what the figure would be on this machine for a code that waits for memory only (or, of
-    a training step, for its dense part).
+    ``ceiling`` is the value that the figure would have on this machine for code that only waits for memory
+    (or, for a training step, only computes its dense part).
     """
 
     name: str
@@ -53,14 +53,14 @@ class Bar:
 
 
 class Result(NamedTuple):
-    """What a bench hands back: its figures as JSON would hold them, and its bars."""
+    """Result of a benchmark: its figures in the form of JSON, and its bars."""
 
     figures: Any
     bars: list[Bar]
 
 
 def measure(contenders: Mapping[str, Callable[[], Any]], effort: Effort) -> dict[str, Timing]:
-    """Time the contenders in turn, round after round, so that a slow minute of the machine meets all."""
+    """Time the contenders in turns, round after round, so that a slow minute of the machine affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(effort.rounds):
         for name, call in contenders.items():
@@ -74,7 +74,7 @@ def measure(contenders: Mapping[str, Callable[[], Any]], effort: Effort) -> dict
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Plain text: the first column to the left, the others to the right."""
+    """Format a plain-text table, with the first column left-aligned and the others right-aligned."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(row: list[str]) -> str:
@@ -99,7 +99,7 @@ def bars_table(bars: list[Bar]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on, without the machine's name."""
+    """Return what a figure depends on: processor, memory and versions, without the machine's name."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")

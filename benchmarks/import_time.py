@@ -1,4 +1,4 @@
-"""What `import meshrec` costs over `import torch`."""
+"""Time of `import meshrec` beyond that of `import torch`."""
 
 import importlib.util
 import statistics
@@ -17,7 +17,7 @@ print(time.perf_counter() - start)
 
 
 def seconds_over_torch(package: str) -> float:
-    """How long one fresh process takes to import ``package`` after torch."""
+    """Return how long a new process takes to import ``package`` after torch."""
     command = [sys.executable, "-c", CODE.format(package=package)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])

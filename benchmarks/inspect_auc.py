@@ -1,7 +1,8 @@
-"""What the recipe that ``meshrec inspect`` writes is worth, unedited, beside sklearn's logistic regression.
+"""Test AUC of the recipe that ``meshrec inspect`` writes, unedited, beside scikit-learn's logistic
+regression.
 
-The packaged ratings as a user would have them, in one Parquet file, split by time; the regression has a
-column for each id and each dense value that the recipe's features make, and sklearn's own penalty.
+The data is the packaged ratings in one Parquet file, split by time. The regression has a column for each ID
+and each dense value that the recipe's features make, and scikit-learn's default penalty.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ _BATCH = 8192
 
 
 def write_ratings(path: Path) -> None:
-    """The packaged ratings with their movies' genres and years: user, item, genres, year, time, rating."""
+    """Write the packaged ratings with their movies' genres and years: user, item, genres, year, time,
+    rating.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -47,7 +50,9 @@ def write_ratings(path: Path) -> None:
 
 
 def matrix(dataset: "Dataset", reader: "Reader") -> tuple[Any, Any]:
-    """A column for each id of each feature, which counts how often it is there, and for each dense value."""
+    """Build a sparse matrix with a count column for each ID of each feature, and a column for each dense
+    value.
+    """
     import numpy as np
     from scipy import sparse
 
@@ -66,7 +71,7 @@ def matrix(dataset: "Dataset", reader: "Reader") -> tuple[Any, Any]:
 
 
 def regression(dataset: "Dataset", judged: "Reader") -> tuple[Tensor, Tensor]:
-    """The logits and the labels of ``judged``, by sklearn's logistic regression as it is by default."""
+    """Return the logits of scikit-learn's default logistic regression on ``judged``, and the labels."""
     from sklearn.linear_model import LogisticRegression
 
     fitted = LogisticRegression(max_iter=1000).fit(*matrix(dataset, dataset.train))
@@ -75,7 +80,7 @@ def regression(dataset: "Dataset", judged: "Reader") -> tuple[Tensor, Tensor]:
 
 
 def proposed(data: Path, folder: Path, label: str, *more: str) -> "RunFolder":
-    """``meshrec inspect`` and ``meshrec train``, with nothing edited between them."""
+    """Run ``meshrec inspect`` and ``meshrec train`` without editing anything in between."""
     from meshrec.cli.inspect import main as inspect
     from meshrec.cli.train import main as train
     from meshrec.train.run_folder import find_run
@@ -92,7 +97,7 @@ def proposed(data: Path, folder: Path, label: str, *more: str) -> "RunFolder":
 
 
 def measured(run: "RunFolder") -> dict[str, dict[str, float]]:
-    """The AUCs on the test data, and 95 % intervals by bootstrap."""
+    """Return the AUCs on the test data, with bootstrap 95 % intervals."""
     from meshrec.metrics import bootstrap_intervals
     from meshrec.quant.runs import trained_model
     from meshrec.train import join, score
@@ -111,7 +116,7 @@ def measured(run: "RunFolder") -> dict[str, dict[str, float]]:
 
 
 def run(*, tiny: bool = False) -> Result:
-    """The four-command way on the packaged ratings; ``tiny``: one epoch."""
+    """Run the benchmark on the packaged ratings; ``tiny``: one epoch."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_ratings(folder / "ratings.parquet")

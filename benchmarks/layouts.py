@@ -1,9 +1,9 @@
-"""Which layout of the dense part wins on a link: as `meshrec plan --layouts` predicts, and as measured.
+"""The fastest layout of the dense part on a link: prediction of `meshrec plan --layouts` beside measurement.
 
-Two ranks with a core each, and a network of several speeds between them. On every link all layouts train the
-same model: copies (DistributedDataParallel), parameters split over the ranks (FSDP2), and two stages with the
-cut and the number of splits that were predicted to be best. First all of them give the gradients of the
-whole batch in one process.
+Two ranks with one core each are connected by a simulated network of several speeds. On every link the layouts
+train the same model: replicas (DistributedDataParallel), sharded parameters (FSDP2), and two stages with the
+predicted cut and number of splits. All of them must first give the gradients of the whole batch in one
+process.
 """
 
 import statistics
@@ -32,11 +32,11 @@ LINKS = {
     "1 ms, 200 MB/s": (1e-3, 2e8),
     "5 ms, 50 MB/s": (5e-3, 5e7),
 }
-"""Seconds of latency, bytes per second."""
+"""Latency in seconds and bandwidth in bytes per second of the simulated network."""
 
 
 class Dense(nn.Module):
-    """A dense part alone: eight layers."""
+    """A dense part of eight layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Dense(nn.Module):
         )
 
     def forward(self, dense: Tensor, sparse: Any) -> Tensor:
-        """Logits [B, 1]."""
+        """Return logits [B, 1]."""
         logits: Tensor = self.over(dense)
         return logits
 
 
 class Found(NamedTuple):
-    """On a link: what was predicted, and milliseconds of measured steps by layout."""
+    """Predicted and measured milliseconds of a step on one link, by layout."""
 
     predicted: list[DenseLayout]
     measured: dict[str, list[float]]
@@ -67,7 +67,7 @@ def _make(width: int) -> Dense:
 
 
 class _Contenders:
-    """On a rank: the model under each layout, all on the slow network."""
+    """The model of a rank under each layout, on the simulated network."""
 
     def __init__(self, width: int, batch: int) -> None:
         self._width = width
@@ -87,7 +87,7 @@ class _Contenders:
         self._staged: dict[tuple[tuple[str, ...], int], StagedOverRanks] = {}
 
     def step_of(self, layout: DenseLayout) -> Callable[[], nn.Module]:
-        """A forward and backward pass; the model whose gradients it leaves."""
+        """Run a forward and backward pass; return the model that holds the gradients."""
         if layout.split_size is None:
             kind = "ddp" if "DDP" in layout.name else "fsdp2"
             return lambda: self._together(self._copies[kind])
@@ -100,7 +100,7 @@ class _Contenders:
         return lambda: self._in_stages(self._staged[key])
 
     def gradients(self, layout: DenseLayout) -> dict[str, Tensor]:
-        """By name, those of the whole batch that this rank holds."""
+        """Return this rank's gradients of the whole batch by name."""
         model = self.step_of(layout)()
         found = {}
         for name, parameter in model.named_parameters():
@@ -127,7 +127,7 @@ class _Contenders:
 
 
 def compare(tiny: bool, effort: Effort) -> dict[str, Found]:
-    """On a rank: all links."""
+    """Measure all links on a rank."""
     width, batch = (16, 64) if tiny else (768, 512)
     contenders = _Contenders(width, batch)
     base = _base(contenders.env.world.group)
@@ -149,7 +149,7 @@ def compare(tiny: bool, effort: Effort) -> dict[str, Found]:
 
 
 def _base(group: Any) -> Link:
-    """What the network under the slow one does, by all-reduces."""
+    """Measure the network under the simulated one with all-reduces."""
 
     def seconds(num_elements: int) -> float:
         tensor = torch.ones(num_elements)
@@ -166,7 +166,7 @@ def _base(group: Any) -> Link:
 
 
 def _slower(base: Link, latency: float, speed: float) -> Link:
-    """The network underneath works first, and nothing ends before the slow one's time."""
+    """Return the link as it is in effect: the real network first, and then at least the simulated time."""
     own = [min(each, speed) for each in (base.all_to_all, base.reduce_scatter, base.all_reduce)]
     return Link(
         latency=max(base.latency, latency), all_to_all=own[0], reduce_scatter=own[1], all_reduce=own[2]
@@ -174,7 +174,7 @@ def _slower(base: Link, latency: float, speed: float) -> Link:
 
 
 def _verify(contenders: _Contenders, predicted: list[DenseLayout]) -> None:
-    """Every layout gives the gradients of one process."""
+    """Check that every layout gives the gradients of one process."""
     plain = _make(contenders.dense.shape[1])
     _loss(plain(contenders.dense, None), contenders.target).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
@@ -205,7 +205,7 @@ def _measured(
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify, predict, measure, and compare."""
+    """Verify, predict, measure and compare."""
     with RankPool(2, timeout_seconds=900) as pool:
         ranks = pool.run(compare, tiny, effort)
     figures: dict[str, Any] = {}

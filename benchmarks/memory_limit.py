@@ -1,4 +1,6 @@
-"""The memory limit: the time of a loop that only touches the rows of a lookup, in the tables' own memory."""
+"""The memory limit: the time of a loop that only touches the rows of a lookup, in the memory of the
+tables.
+"""
 
 import ctypes
 import functools
@@ -16,12 +18,12 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class Prefetch(NamedTuple):
-    """How the loop asks for rows before it needs them; which way is fastest, the machine decides."""
+    """How the loop prefetches rows. Which way is fastest depends on the machine."""
 
     rows: int
-    """How many places ahead."""
+    """Prefetch distance in IDs."""
     to_l1: bool
-    """Into the L1 cache; otherwise into L2."""
+    """Whether to prefetch into the L1 cache instead of L2."""
 
 
 PREFETCHES = [Prefetch(16, True), Prefetch(32, True), Prefetch(32, False), Prefetch(64, False)]
@@ -42,7 +44,7 @@ def _library() -> ctypes.CDLL:
 
 
 class _Rows:
-    """Rows of several tables, laid out as the C++ functions want them."""
+    """Rows of several tables in the form that the C++ functions take."""
 
     def __init__(self, weights: list[Tensor], ids_per_table: list[Tensor]) -> None:
         self.weights = weights  # kept alive: the loop sees their addresses only
@@ -59,11 +61,11 @@ class _Rows:
 
 
 class MemoryLimit:
-    """Touches the rows that a lookup and its update have to touch.
+    """A loop that touches the rows of a lookup and its update.
 
     Args:
-        weights: fp32 tables of one width, a multiple of 64; they keep their values.
-        ids_per_table: for each table the ids that are looked up, in the order of the lookup.
+        weights: fp32 tables of one width, a multiple of 64. Their values are kept.
+        ids_per_table: the IDs of each table, in the order of the lookup.
     """
 
     def __init__(self, weights: list[Tensor], ids_per_table: list[Tensor]) -> None:
@@ -86,12 +88,14 @@ class MemoryLimit:
 
 
 class LineLimit:
-    """Touches the cache lines of rows of any bytes, a multiple of 4: quantised ones."""
+    """A loop that touches the cache lines of rows of any size in bytes, a multiple of 4, such as quantised
+    rows.
+    """
 
     def __init__(self, rows: list[Tensor], ids_per_table: list[Tensor]) -> None:
         assert all(table.dtype == torch.uint8 and table.shape[1] % 4 == 0 for table in rows)
         self._looked_up = _Rows(rows, ids_per_table)
 
     def forward(self, prefetch: Prefetch = PREFETCHES[0]) -> int:
-        """Read something of each line of each looked-up row, in the order of the lookup."""
+        """Read a value from each cache line of each looked-up row, in the order of the lookup."""
         return int(_library().read_lines(*self._looked_up.arguments(prefetch)))

@@ -1,4 +1,4 @@
-"""A package in MLServer as one of its custom models: run by `serve_mlserver`, in that environment."""
+"""A custom MLServer model that serves a package. `serve_mlserver` runs it in MLServer's environment."""
 
 import torch
 from mlserver import MLModel

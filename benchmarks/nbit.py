@@ -1,4 +1,4 @@
-"""Lookups of quantised tables, and quantising, against FBGEMM, our own fp32 tables and the memory limit."""
+"""Quantised lookups and quantisation, against FBGEMM, our fp32 tables and the memory limit."""
 
 import importlib.util
 import itertools
@@ -23,7 +23,7 @@ OURS, THEIRS = "meshrec", "FBGEMM"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Rows of 8 bits are four times the last-level cache (of 32 MiB)."""
+    """Number of rows. At 8 bits they take four times a last-level cache of 32 MiB."""
 
     num_tables: int = 4
     num_rows: int = 500_000
@@ -31,15 +31,15 @@ class Shape:
     batch: int = 2048
     bag: int = 20
     hot: int | None = None
-    """How many of the tables get 99 % of the ids."""
+    """Number of tables that get 99 % of the IDs."""
 
 
 NUM_BATCHES = 4
-"""Taken in turn: the rows of one would stay in the last-level cache from call to call."""
+"""Batches used in turn, because the rows of a single one would stay in the last-level cache."""
 
 
 class Lookups:
-    """One batch of int32 ids, table after table."""
+    """One batch of int32 IDs, table by table."""
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         self.shape = shape
@@ -77,7 +77,7 @@ def our_model(shape: Shape) -> Any:
 
 
 def our_call(model: Any, lookups: Lookups) -> Callable[[], Tensor]:
-    """The public module, with a new KeyedJaggedTensor in every call."""
+    """Our public module, with a new KeyedJaggedTensor in every call."""
     import meshrec
 
     keys = [f"f{t}" for t in range(lookups.shape.num_tables)]
@@ -91,13 +91,13 @@ def our_call(model: Any, lookups: Lookups) -> Callable[[], Tensor]:
 
 
 def in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    """The next of several calls, each time."""
+    """Return a function that calls the next of several functions each time."""
     turns = itertools.cycle(calls)
     return lambda: next(turns)()
 
 
 def their_op(weights: list[Tensor], bits: int, shape: Shape) -> Any:
-    """FBGEMM with the same rows."""
+    """FBGEMM's lookup of the same rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from fbgemm_gpu import split_table_batched_embeddings_ops_inference as inference
@@ -149,7 +149,7 @@ def at_threads(calls: dict[str, Callable[[], Any]], effort: Effort) -> dict[int,
 def time_kind(
     kind: str, batches: Sequence[Lookups], model: Any, effort: Effort
 ) -> dict[int, dict[str, Timing]]:
-    """Verify against the numbers that the rows stand for (and FBGEMM), then time."""
+    """Compare the sums with those of the decoded rows and of FBGEMM, then time."""
     from meshrec import DataType
     from meshrec.quant import quantize
 
@@ -219,7 +219,7 @@ def bars_of(kind: str, timings: dict[int, dict[str, Timing]], *, hot: bool) -> l
 
 
 def quantising(shape: Shape, effort: Effort) -> tuple[dict[str, dict[str, Timing]], list[Bar]]:
-    """One table to codes, per thread."""
+    """Time the quantisation of one table, for each number of threads."""
     from meshrec.ops import nbit
 
     weight = torch.randn(shape.num_rows // 4, shape.dim)
@@ -250,7 +250,7 @@ def report(title: str, timings: dict[int, dict[str, Timing]]) -> str:
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify and time; ``tiny`` shrinks the tables until they only show that the bench itself works."""
+    """Verify and time. ``tiny`` shrinks the tables, which only shows that the benchmark works."""
     shape = replace(Shape(), num_rows=1000, batch=32) if tiny else Shape()
     shapes = {"": shape, ", hot": replace(shape, num_tables=14, num_rows=shape.num_rows // 2, hot=2, bag=8)}
     figures: dict[str, Any] = {}

@@ -1,8 +1,7 @@
-"""The planner on the task files and on random tables: time, proven gap, and other people's plans under our
-model.
+"""The planner on task files and random tables: time, proven gap, and other plans under our cost model.
 
-TorchRec's plans come from its own interpreter (``planner_torchrec.py``); where it is missing they are left
-out. They hold tables in the device's memory only, as ours do.
+TorchRec's plans come from its own interpreter (``planner_torchrec.py``) and are left out if it is missing.
+They use device memory only, as ours do.
 """
 
 import contextlib
@@ -31,11 +30,13 @@ from meshrec.planner.types import Floats, Placements, Topology
 TASKS = Path(os.environ.get("PLANNER_TASKS", Path(__file__).parent / "planner_tasks"))
 TORCHREC_PYTHON = os.environ.get("TORCHREC_PYTHON", ".venv-peers/bin/python")
 _TORCHREC_LIMIT = 600.0
-"""Seconds for its process; it lists what could be planned for minutes before its own limit counts."""
+"""Time limit of TorchRec's process in seconds. It enumerates options for minutes before its own limit
+counts.
+"""
 _TORCHREC_SECONDS = {True: 300, False: 60}
-"""What it gets to plan a named input, and a drawn one: thirty times as long as ours and more."""
+"""Time limits of TorchRec for a named and for a drawn input: at least thirty times ours."""
 TORCHREC, BY_TORCHREC = "torchrec", "by its model"
-"""Its plan under our model; both plans under its own."""
+"""Cost of TorchRec's plan under our model, and of both plans under TorchRec's."""
 
 NAMED = (
     ("dlrm_dcnv2", 8),
@@ -48,19 +49,21 @@ NAMED = (
     ("random_1000", 128),
     ("random_2000", 1024),
 )
-"""Tasks, and on how many ranks."""
+"""Names of the task files, with their numbers of ranks."""
 _FIRST_SEED = 20
-"""Of the even seeds that the report is of: those below served to work with once."""
+"""First even seed of the report. The even seeds below were once used for development."""
 _GAP = 0.005
-"""Good enough: ten times as close as what is asked on average."""
+"""Gap at which the search stops: ten times smaller than the average that the bar asks for."""
 _OF_LIMIT = 0.93
-"""The part of the time asked that the search takes: what comes before and after it takes the rest."""
+"""Share of the allowed time that the search may use. Work before and after it takes the rest."""
 _NAMED = "named"
 
 
 def run(effort: Effort, *, tiny: bool = False, only: Sequence[str] = ()) -> Result:
-    """Plans every input (of the named ones those of `only`, such as ``medium:32``, if there are any), checks
-    that plans fit and cost what was claimed, and compares."""
+    """Plan every input, check that plans fit and cost what was claimed, and compare.
+
+    ``only``: names of inputs such as ``medium:32``; all inputs if empty.
+    """
     figures = [_run(case) for case in _inputs(tiny=tiny, only=only)]
     planned = [found for found in figures if found["gap"] is not None]
     gaps = [100 * found["gap"] for found in planned]
@@ -109,7 +112,7 @@ def _inputs(*, tiny: bool, only: Sequence[str]) -> Iterator[PlannerInput]:
 
 
 def _run(case: PlannerInput) -> dict[str, Any]:
-    """Plans an input in the time that its number of tables allows."""
+    """Plan an input in the time that its number of tables allows."""
     limit = 2.0 if len(case.tables) <= 100 else 10.0 if len(case.tables) <= 1000 else 30.0
     limits = PlannerEffort(time_limit=_OF_LIMIT * limit, max_work=1e10, gap=_GAP)
     plan, others = None, {}
@@ -159,8 +162,7 @@ BASELINES: dict[str, Callable[[CostModel], Floats]] = {
     "size x lookup": _size_lookup,
     "LPT": _time,
 }
-"""Whole tables, heaviest first, each to the lightest rank with room: by these weights (LPT: by our model's
-time)."""
+"""Weights for the LPT rule: whole tables, heaviest first, each to the least loaded rank with room."""
 
 
 def _baseline(model: CostModel, weigh: Callable[[CostModel], Floats]) -> float:
@@ -185,9 +187,10 @@ def _baseline(model: CostModel, weigh: Callable[[CostModel], Floats]) -> float:
 
 
 def _torchrec(case: PlannerInput, model: CostModel, plan: ShardingPlan) -> dict[str, float]:
-    """How much longer a step of TorchRec's plan takes than one of ours, under our model and under theirs.
+    """Return how much longer a step of TorchRec's plan takes than one of ours, under our model and under
+    theirs.
 
-    Nothing where it has no plan, or none in time.
+    Empty if TorchRec has no plan, or none in time.
     """
     python, topology = shutil.which(TORCHREC_PYTHON), case.topology
     if python is None:
@@ -239,13 +242,13 @@ def _torchrec(case: PlannerInput, model: CostModel, plan: ShardingPlan) -> dict[
 
 
 def _shards(sharding: ParameterSharding) -> dict[str, Any]:
-    """A table of our plan as the script has it."""
+    """Convert a table of our plan to the form of the TorchRec script."""
     shards = [[*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank] for shard in sharding.shards]
     return {"sharding_type": sharding.sharding_type.value, "shards": shards}
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs the bench on its own (``--case medium:32 ...``: only these); 1 if a bar is missed."""
+    """Run this benchmark alone (``--case medium:32 ...``: only these inputs); return 1 if a bar is missed."""
     only = arguments[arguments.index("--case") + 1 :] if "--case" in arguments else ()
     result = run(Effort(), tiny="--tiny" in arguments, only=only)
     for bar in result.bars:

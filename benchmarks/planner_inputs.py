@@ -1,6 +1,7 @@
-"""Inputs for the planner, drawn from seeds: odd seeds to work with, even ones only to judge the work by.
+"""Planner inputs drawn from seeds. Odd seeds are for development; even seeds are only for the report.
 
-`draw(seed)` is one input: a family of table sets, 4 to 2,000 tables, 2 to 1,024 ranks in nodes of eight.
+`draw(seed)` makes one input: a family of table sets with 4 to 2,000 tables, on 2 to 1,024 ranks in nodes of
+eight.
 """
 
 import math
@@ -15,12 +16,14 @@ from meshrec.planner.enumerators import build_problem
 from meshrec.planner.estimators import CostModel
 
 _MOST_WEIGHTS, _MOST_MEMORY = 0.4, 0.6
-"""Parts of all ranks' memory that weights and all of an input may take, unless its family says how much."""
+"""Shares of the memory of all ranks that weights, and the whole input, may take, unless the family says
+otherwise.
+"""
 _MEMORY, _RESERVE = 80 * 2**30, 0.15
 
 
 class PlannerInput(NamedTuple):
-    """Tables to plan for a machine; `batch_size` samples per rank."""
+    """Tables and the machine to plan them for; `batch_size` samples per rank."""
 
     name: str
     family: str
@@ -93,12 +96,14 @@ _FAMILIES: dict[str, tuple[Callable[[_Random, int], _Sizes], tuple[int, int], fl
     "one giant": (_one_giant, (4, 500), None),
     "mixed": (_mixed, (4, 2000), None),
 }
-"""How sizes are drawn, how many tables there are, and how much of the memory any plan takes at least."""
+"""A family of inputs: distribution of sizes, number of tables, and least share of the memory that any plan
+takes.
+"""
 NUM_FAMILIES = len(_FAMILIES)
 
 
 def draw(seed: int) -> PlannerInput:
-    """The input of a seed; each two seeds in a row have the same family, ten families one after the other."""
+    """Draw the input of a seed. Seeds 2k and 2k + 1 share a family; there are ten families in rotation."""
     family = list(_FAMILIES)[seed // 2 % NUM_FAMILIES]
     sizes_of, (least, most), memory = _FAMILIES[family]
     random = np.random.default_rng(seed)
@@ -108,13 +113,15 @@ def draw(seed: int) -> PlannerInput:
 
 
 def largest(seed: int) -> PlannerInput:
-    """2,000 tables on 1,024 ranks."""
+    """Return an input of 2,000 tables on 1,024 ranks."""
     sizes = _mixed(np.random.default_rng(seed), 2000)
     return _input(f"seed {seed}, largest", "mixed", sizes, 1024, 65536, None)
 
 
 def random_input(num_tables: int, num_ranks: int) -> PlannerInput:
-    """Tables of all sizes: rows log-uniform in 1e3..3e7, dim of 32 to 256, pooling log-uniform in 1..100."""
+    """Draw tables of all sizes: rows log-uniform in 1e3..3e7, widths 32 to 256, pooling log-uniform in
+    1..100.
+    """
     random = np.random.default_rng(0)
     rows_T = _log_uniform(random, 1e3, 3e7, num_tables).astype(int)
     columns_T = random.choice([32, 64, 128, 256], num_tables)
@@ -140,7 +147,7 @@ def _tables(sizes: _Sizes) -> tuple[Table, ...]:
 def _input(
     name: str, family: str, sizes: _Sizes, num_ranks: int, global_batch: int, memory: float | None
 ) -> PlannerInput:
-    """Rows and the batch are cut down until the tables fit into the ranks."""
+    """Reduce the rows and the batch until the tables fit on the ranks."""
     room = num_ranks * _MEMORY * (1 - _RESERVE)
     weights = float((sizes.rows_T * (4 * sizes.columns_T + 4)).sum())
     rows_T = np.maximum(sizes.rows_T * min(1.0, _MOST_WEIGHTS * room / weights), 4).astype(int)
@@ -158,7 +165,9 @@ def _input(
 
 
 def _least_bytes(tables: tuple[Table, ...], topology: Topology, batch_size: int) -> float:
-    """Bytes per rank that no plan does without: what tables take that are split into pieces of that size."""
+    """Return the bytes per rank that every plan needs: those of tables that are split into pieces of this
+    size.
+    """
     problem = build_problem(CostModel(tables, topology, batch_size=batch_size), {})
     mean_C, piece_C = problem.mean_bytes_C(), problem.piece_bytes_C() + problem.common_bytes_C
 

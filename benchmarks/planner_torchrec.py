@@ -1,7 +1,7 @@
-"""TorchRec's planner on a set of tables: its plan as rectangles, and what its model says of it and of another
-plan (run by TorchRec's interpreter).
+"""TorchRec's planner on a set of tables, run by TorchRec's interpreter.
 
-Reads one JSON object from standard input (see `Question`), writes one to standard output (see `Answer`).
+It returns the plan as rectangles, and the cost of that plan and of another one under TorchRec's model. Reads
+one JSON object from standard input (see `Question`), writes one to standard output (see `Answer`).
 """
 
 import copy
@@ -24,21 +24,23 @@ from torchrec.distributed.planner.storage_reservations import (  # noqa: E402
 from torchrec.distributed.planner.types import ParameterConstraints, Shard, ShardingOption  # noqa: E402
 
 KERNELS = ("fused", "dense")
-"""What holds a table in the memory of the device: our plans have nothing else."""
+"""Compute kernels that keep a table in device memory; our plans use no others."""
 
 
 class Sharded(TypedDict):
-    """One table of a plan; a shard is its first row and column, its rows and columns, its rank."""
+    """One table of a plan. A shard is its first row and column, its numbers of rows and columns, and its
+    rank.
+    """
 
     sharding_type: str
     shards: list[list[int]]
 
 
 class Question(TypedDict):
-    """What to plan.
+    """The planning problem.
 
-    `tables` have name, num_embeddings, embedding_dim and pooling_factors; each rank has `batch_size` samples
-    and `memory` bytes, of which tables do not get the part `reserve`.
+    `tables` have name, num_embeddings, embedding_dim and pooling_factors. Each rank has `batch_size` samples
+    and `memory` bytes, of which the share `reserve` is not for tables.
     """
 
     tables: list[dict[str, Any]]
@@ -52,7 +54,9 @@ class Question(TypedDict):
 
 
 class Answer(TypedDict):
-    """TorchRec's plan; what its model says of it and of the other: None where it cannot tell."""
+    """TorchRec's plan, and the cost of it and of the other plan under TorchRec's model; None if it cannot
+    tell.
+    """
 
     plan: dict[str, Sharded]
     own: float
@@ -108,7 +112,9 @@ def main() -> None:
 def _rated(
     planner: EmbeddingShardingPlanner, known: list[ShardingOption], plan: dict[str, Sharded]
 ) -> float | None:
-    """What TorchRec's model says of a plan: its own options, with that plan's rectangles in them."""
+    """Return the cost of a plan under TorchRec's model: its own options with that plan's rectangles in
+    them.
+    """
     options = {(option.name, option.sharding_type): option for option in known}
     chosen = []
     for name, one in plan.items():

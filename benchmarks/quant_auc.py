@@ -1,4 +1,4 @@
-"""What quantised tables cost in AUC: on the MovieLens demo and on synthetic clicks, and in error of rows."""
+"""Cost of quantisation: AUC on the MovieLens demo and on synthetic clicks, and error of rows."""
 
 import contextlib
 import io
@@ -15,12 +15,12 @@ RECIPES = {
     "movielens_dlrm": ["--training.epochs", "1"],
     "synthetic_clicks": ["--data.num-samples", "20000", "--data.num-validation", "5000"],
 }
-"""And what makes a try of each short."""
+"""Options that shorten a run for a quick try."""
 WAYS = {"int8": ("INT8", "minmax"), "int4": ("INT4", "minmax"), "int4, search": ("INT4", "search")}
 
 
 def squared_errors(model: nn.Module, small: nn.Module) -> float:
-    """Of the rows of all tables."""
+    """Return the mean squared error over the rows of all tables."""
     from meshrec.modules.embedding_modules import TableCollection
     from meshrec.ops import nbit
 
@@ -35,7 +35,7 @@ def squared_errors(model: nn.Module, small: nn.Module) -> float:
 
 
 def measured(recipe: str, folder: str, *, tiny: bool) -> dict[str, Any]:
-    """Trains, quantises, and judges on the test data."""
+    """Train, quantise and evaluate on the test data."""
     from meshrec import DataType
     from meshrec.cli.train import main as train
     from meshrec.quant import quantize
@@ -83,7 +83,7 @@ def bars_of(recipe: str, found: dict[str, Any]) -> list[Bar]:
 
 
 def run(*, tiny: bool = False) -> Result:
-    """One run of each recipe with its own seed; ``tiny``: short ones."""
+    """Run each recipe once with its own seed; ``tiny``: short runs."""
     torch.manual_seed(0)
     figures, bars = {}, []
     with tempfile.TemporaryDirectory() as folder:

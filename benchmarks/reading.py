@@ -1,7 +1,7 @@
-"""Samples per second of one core: reading Criteo-shaped Parquet, beside the DLRM step that consumes them.
+"""Throughput of one core that reads Criteo-shaped Parquet, beside the DLRM step that consumes the samples.
 
-The reader's work is counted in CPU seconds of the process, decompression and hashing included. What was read
-is compared with what was written before anything is timed.
+The reader is measured in CPU seconds of the process, with decompression and hashing. Samples are compared
+with those that were written before anything is timed.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ _ASKED = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The samples, the files that hold them, and the model: that of the step benchmark."""
+    """Number of samples, the files that hold them, and the model of the step benchmark."""
 
     samples: int = 131_072
     row_group: int = 32_768
@@ -44,7 +44,7 @@ TINY = Shape(
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Write, verify, time, and hold against the bar."""
+    """Write, verify, time and compare with the bar."""
     shape = TINY if tiny else Shape()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
 
 
 def write(path: Path, shape: Shape) -> dict[str, int]:
-    """A file of random samples; gives the sum of every column of ids."""
+    """Write a file of random samples; return the sum of every ID column."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -103,7 +103,7 @@ def load(folder: str, shape: Shape, *, hashed: bool) -> Dataset:
 
 
 def verify(dataset: Dataset, written: dict[str, int], shape: Shape) -> None:
-    """Every id came, once."""
+    """Check that every ID was read once."""
     read = dict.fromkeys(written, 0)
     num = 0
     for batch in dataset.train.batches(shape.batch):
@@ -115,7 +115,7 @@ def verify(dataset: Dataset, written: dict[str, int], shape: Shape) -> None:
 
 
 def read(dataset: Dataset, shape: Shape) -> float:
-    """Samples per CPU second of one epoch."""
+    """Return the samples per CPU second of one epoch."""
     start = time.process_time()
     num = sum(len(batch) for batch in dataset.train.batches(shape.batch))
     return num / (time.process_time() - start)

@@ -1,6 +1,6 @@
-"""The server beside a bare call of its package: throughput, batching, latency, overload, reloads, sharing.
+"""The server beside a bare call of its package: throughput, batching, latency, overload, reloads and sharing.
 
-The load comes from this process, on the same cores; server and bare call have one thread each.
+The load comes from this process, on the same cores. Server and bare call have one thread each.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ Inputs = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify that the server's scores are those of the bare call, then time both."""
+    """Verify that the server's scores equal those of the bare call, then time both."""
     shape = TINY if tiny else Shape()
     # Much is known of the user, and a small network ranks the items.
     heavy = TINY if tiny else Shape(num_dense=256, bottom=(1024, 512, 64), top=(128, 64, 1), history=300)
@@ -105,7 +105,7 @@ def _measure(shape: Shape, heavy: Shape, folder: Path, num_turns: int) -> Result
 
 
 def _turn(shape: Shape, predictor: Predictor, server: "Running", single: "Running") -> dict[str, float]:
-    """What is measured of a server with batching, and of one that scores request by request."""
+    """Measure a server with batching, and one that scores request by request."""
     large, one, middle = (inputs_of(shape, predictor.features, n) for n in (shape.batch, 1, 64))
     figures: dict[str, float] = {}
 
@@ -146,7 +146,7 @@ def _turn(shape: Shape, predictor: Predictor, server: "Running", single: "Runnin
 
 
 class Running(NamedTuple):
-    """A server in a process of its own."""
+    """A server in its own process."""
 
     process: "subprocess.Popen[bytes]"
     port: int
@@ -184,7 +184,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(command: list[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """A server of the Open Inference Protocol with one thread, ready; stopped at the end."""
+    """Start a server of the Open Inference Protocol with one thread, wait until it is ready, and stop it at
+    the end.
+    """
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
     process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -202,7 +204,7 @@ def started(command: list[str], port: int, environment: Mapping[str, str] | None
 
 
 def _lost_over_reloads(packages: list[Path], inputs: Inputs, folder: Path) -> float:
-    """Requests without an answer, or with scores of another version than it says."""
+    """Count requests without an answer, or whose scores belong to another version than the answer says."""
     place = folder / "current"
     place.symlink_to(packages[0])
     versions = {p.version: p(*inputs).numpy().tobytes() for p in map(Predictor, packages)}
@@ -231,10 +233,11 @@ def _lost_over_reloads(packages: list[Path], inputs: Inputs, folder: Path) -> fl
 
 
 def _plain_over_shared(shape: Shape, folder: Path) -> float:
-    """Latency of ranking items for one user with everything repeated, over that with shared features.
+    """Return the latency of ranking items for one user with repeated features, over that with shared
+    features.
 
-    A quarter of the features are the item's; of the user's, which the dense values belong to, a sixth of all
-    are histories of ``shape.history`` ids, and the others have one.
+    A quarter of the features belong to the item. The dense values and the other features belong to the user.
+    A sixth of all features are histories of ``shape.history`` IDs; the others have one ID.
     """
     features = [f"f{number}" for number in range(shape.num_features)]
     user = features[max(1, len(features) // 4) :]
@@ -264,7 +267,7 @@ def _plain_over_shared(shape: Shape, folder: Path) -> float:
 
 
 def _with_other_weights(package: Path, folder: Path) -> Path:
-    """Another version of a package, which need not be compiled."""
+    """Make another version of a package, which need not be compiled."""
     shutil.copytree(package, folder)
     weights = np.memmap(folder / WEIGHTS, np.float32, "r+")
     weights *= 0.5
@@ -276,7 +279,7 @@ def _with_other_weights(package: Path, folder: Path) -> Path:
 
 
 def package_of(shape: Shape, folder: Path, *, is_zero: bool = False, **options: Any) -> Path:
-    """A DLRM. Tables of zeros take no memory here, however large they are."""
+    """Build a DLRM. Tables of zeros take no memory here, however large they are."""
     torch.manual_seed(0)
     features = [f"f{number}" for number in range(shape.num_features)]
     tables = [
@@ -304,7 +307,7 @@ def package_of(shape: Shape, folder: Path, *, is_zero: bool = False, **options: 
 
 
 def inputs_of(shape: Shape, features: list[str], batch: int, bags: Mapping[str, int] | None = None) -> Inputs:
-    """Samples with one id of each feature, or as many as ``bags`` says."""
+    """Make samples with one ID per feature, or as many as ``bags`` says."""
     generator = torch.Generator().manual_seed(batch)
     sizes = dict.fromkeys(features, 1) | dict(bags or {})
     lengths = {f: torch.full((batch,), sizes[f]) for f in features}
@@ -315,7 +318,7 @@ def inputs_of(shape: Shape, features: list[str], batch: int, bags: Mapping[str, 
 def request_of(
     inputs: Inputs, headers: Mapping[str, str] | None = None, parameters: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Over the Open Inference Protocol, in binary."""
+    """Encode a binary request of the Open Inference Protocol."""
     dense, values, lengths = inputs
     arrays = {"dense": ("FP32", dense.numpy())}
     for f in values:

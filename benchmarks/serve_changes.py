@@ -1,4 +1,4 @@
-"""A server whose world changes: it starts with large tables, takes fresh weights, is stopped under load.
+"""A server through its life: start with large tables, fresh weights, and stops under load.
 
 The load comes from this process, on the same cores.
 """
@@ -47,11 +47,11 @@ from meshrec.sparse import KeyedJaggedTensor
 _GIB = 1 << 30
 _RUN = "benchmark"
 _ROWS_OF_A_WINDOW = 64
-"""Rows of 64 floats in 16 KiB: a page is touched in each of the windows that the kernel maps at once."""
+"""Number of 64-float rows in 16 KiB. One page is touched in each window that the kernel maps at once."""
 
 
 class Changes(NamedTuple):
-    """What changes, and how often."""
+    """Sizes of the benchmark: what changes, and how often."""
 
     served: Shape = Shape()
     table_gib: float = 8.0
@@ -70,7 +70,7 @@ _TINY = Changes(TINY, 0.001, 1, 3, 0.3, 20.0, 1000, 16, 100, 3, 1)
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Each part verifies what it times; the parts stand in the order of a server's life."""
+    """Run all parts in the order of a server's life. Each part verifies what it times."""
     changes = _TINY if tiny else Changes()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
 
 
 def _start(changes: Changes, folder: Path) -> dict[str, float]:
-    """Seconds until a server with large tables is ready, and the memory of its processes."""
+    """Measure the seconds until a server with large tables is ready, and the memory of its processes."""
     row_bytes = 4 * changes.served.dim * changes.served.num_features
     shape = changes.served._replace(num_rows=int(changes.table_gib * _GIB / row_bytes) + 1)
     package = package_of(shape, folder / "large", is_zero=True)
@@ -133,13 +133,13 @@ def _start(changes: Changes, folder: Path) -> dict[str, float]:
 
 
 def _memory_of(server: Running, shape: Shape, size: int, *, workers: int) -> int:
-    """Bytes of all its processes, once every worker has its tables."""
+    """Return the bytes of all processes once every worker has its tables."""
     _touch_all(server, shape, size, workers)
     return sum(_memory(pid)["Pss"] for pid in _tree(server.process.pid))
 
 
 def _touch_all(server: Running, shape: Shape, size: int, workers: int) -> None:
-    """Asks for rows of all parts of the tables, until every worker has mapped nearly all of them."""
+    """Request rows of all parts of the tables until every worker has mapped nearly all of them."""
     features = [f"f{number}" for number in range(shape.num_features)]
     requests = []
     for ids in torch.arange(0, shape.num_rows, _ROWS_OF_A_WINDOW).split(shape.batch):
@@ -172,15 +172,15 @@ def _tree(pid: int) -> list[int]:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Bytes by kind; pages that processes share count in ``Pss`` by the share of each."""
+    """Return bytes by kind. In ``Pss`` a shared page counts in proportion for each process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
 
 
 class _Prepared:
-    """Deltas that were written, but for the file that makes each one seen.
+    """Deltas that are written except for the file that makes each one visible.
 
-    They count from 1, and each is of one training step.
+    They count from 1, and each belongs to one training step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -212,7 +212,7 @@ class _Prepared:
         self._last = hashlib.sha256(data).hexdigest()
 
     async def publish(self, seconds_between: float) -> None:
-        """All of them, at a pace."""
+        """Publish all deltas at a fixed rate."""
         for number in range(1, self._count + 1):
             (self.folder / f".{number:08d}").rename(self.folder / f"{number:08d}.json")
             self.published[number] = time.perf_counter()
@@ -220,13 +220,13 @@ class _Prepared:
 
 
 def _delta_said(head: bytes) -> int:
-    """The number of the last delta that an answer is complete to; 0 for a package as it is."""
+    """Return the number of the last delta that an answer completely contains; 0 for the package itself."""
     version: str = json.loads(head)["model_version"]
     return int(version.partition("+")[2] or 0)
 
 
 def _fresh(changes: Changes, folder: Path) -> dict[str, float]:
-    """Deltas of 1 % of all rows, one a second: when answers show them, and what they cost."""
+    """Publish a delta of 1 % of all rows per second; measure when answers show it, and what it costs."""
     shape = changes.served
     package = package_of(shape, folder / "first", about={"run": _RUN, "step": 0})
     predictor = Predictor(package)
@@ -284,7 +284,7 @@ def _fresh(changes: Changes, folder: Path) -> dict[str, float]:
 
 
 class _Rows(nn.Module):
-    """Answers with the row of an id itself."""
+    """A model that answers with the row of an ID."""
 
     def __init__(self, num_rows: int, dim: int) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class _Rows(nn.Module):
 
 
 def _torn(changes: Changes, folder: Path) -> dict[str, float]:
-    """Reads rows that every delta touches: all numbers of a row are the number of its delta."""
+    """Read rows that every delta touches. All values of a row are the number of its delta."""
     dim, batch = 64, changes.batch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -366,9 +366,9 @@ def _torn(changes: Changes, folder: Path) -> dict[str, float]:
 
 
 def _stop(changes: Changes, folder: Path) -> dict[str, float]:
-    """Servers stopped one after the other; clients go on to the next when nobody listens any more.
+    """Stop servers one after the other, while clients move on to the next when nobody listens any more.
 
-    Only a connection that is refused is no loss: whatever was sent must be answered, and rightly.
+    Only a refused connection is no loss: every request that was sent must be answered, and correctly.
     """
     shape = changes.served
     package = package_of(shape, folder / "package")

@@ -1,4 +1,6 @@
-"""Clients of a server: connections that speak HTTP with as little work as can be, closed or open loop."""
+"""Clients of a server: connections that speak HTTP with as little work as possible, in a closed or open
+loop.
+"""
 
 import asyncio
 import time
@@ -58,7 +60,7 @@ async def closed(
     keep_bodies: bool = False,
     on_body: Callable[[bytes], None] | None = None,
 ) -> Outcome:
-    """Each client asks again as soon as it has its answer."""
+    """Run closed-loop clients: each sends its next request as soon as it has an answer."""
     outcome, end = Outcome(), time.perf_counter() + seconds
 
     async def client() -> None:
@@ -87,7 +89,7 @@ async def open_loop(
     seconds: float,
     on_body: Callable[[bytes], None] | None = None,
 ) -> Outcome:
-    """Requests at times of their own, however long answers take; latencies count from these times."""
+    """Send requests at given times, however long answers take. Latencies count from these times."""
     outcome, free, tasks = Outcome(), [], set()
     start = time.perf_counter()
 

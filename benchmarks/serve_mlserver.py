@@ -1,8 +1,8 @@
-"""The server beside MLServer 1.7 on the same package: samples per CPU second, latency of one sample.
+"""The server beside MLServer 1.7 on the same package: samples per CPU second, and latency of one sample.
 
-Both get the same JSON; MLServer takes no binary tensors over HTTP. It lives in `.venv-mlserver`, which
-`make mlserver` fills (the variable MLSERVER_PYTHON names the Python of another environment), and calls the
-package by `mlserver_runtime`.
+Both get the same JSON, because MLServer takes no binary tensors over HTTP. MLServer runs in `.venv-mlserver`,
+which `make mlserver` creates (the variable MLSERVER_PYTHON names the Python of another environment), and
+calls the package through `mlserver_runtime`.
 """
 
 import json
@@ -40,7 +40,7 @@ class Figures(NamedTuple):
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify that both give the scores of the package, then time them; no bars."""
+    """Verify that both give the scores of the package, then time them. There are no bars."""
     if not _PYTHON.exists():
         print(f"MLServer is left out: there is no {_PYTHON}. `make mlserver` installs it.")
         return Result({}, [])

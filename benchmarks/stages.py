@@ -1,7 +1,8 @@
-"""Two stages on two cores, one thread each, beside one worker that does the same splits one after the other.
+"""Two stages on two cores with one thread each, beside one worker that runs the same splits one after the
+other.
 
-A second core is seldom all ours: two busy loops are timed against one in every round, and what they lose is
-allowed for. Results are compared before anything is timed.
+A second core is seldom free. Two busy loops are timed against one in every round, and the figures allow for
+what they lose. Results are compared before anything is timed.
 """
 
 import copy
@@ -26,14 +27,14 @@ SPLITS = (4, 8, 16, 32)
 
 
 def mlp(tiny: bool) -> tuple[nn.Module, tuple[Any, ...], list[str]]:
-    """Eight equal layers."""
+    """An MLP of eight equal layers."""
     width, batch = (16, 64) if tiny else (768, 2048)
     layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers), (torch.randn(batch, width),), ["8"]
 
 
 def convolutions(tiny: bool) -> tuple[nn.Module, tuple[Any, ...], list[str]]:
-    """A residual chain, as in the source of the idea."""
+    """A chain of residual convolution blocks."""
     channels, size, batch = (4, 8, 64) if tiny else (48, 16, 256)
     return (
         nn.Sequential(*(Residual(channels) for _ in range(6))),
@@ -43,7 +44,7 @@ def convolutions(tiny: bool) -> tuple[nn.Module, tuple[Any, ...], list[str]]:
 
 
 class Residual(nn.Module):
-    """Two convolutions, and what went in added."""
+    """A residual block of two convolutions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -51,12 +52,12 @@ class Residual(nn.Module):
         self.two = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, channels, H, W], twice."""
+        """Map [B, channels, H, W] to the same shape."""
         return torch.relu(x + self.two(torch.relu(self.one(x))))
 
 
 def dlrm(tiny: bool) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Tables beside a bottom MLP."""
+    """A DLRM: tables beside a bottom MLP."""
     batch, width = (64, 8) if tiny else (4096, 64)
     tables = [
         meshrec.EmbeddingBagConfig(
@@ -72,7 +73,7 @@ def dlrm(tiny: bool) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def step(model: nn.Module, inputs: tuple[Any, ...]) -> float:
-    """Seconds of a forward and backward pass."""
+    """Return the seconds of a forward and backward pass."""
     for parameter in model.parameters():
         parameter.grad = None
     start = time.perf_counter()
@@ -81,7 +82,7 @@ def step(model: nn.Module, inputs: tuple[Any, ...]) -> float:
 
 
 def freedom() -> float:
-    """What share of two cores two loops get: 1 where the second is all ours."""
+    """Return the share of two cores that two busy loops get; 1 if the second core is free."""
 
     def loop(results: list[float]) -> None:
         a, start = torch.randn(256, 256), time.perf_counter()
@@ -101,22 +102,21 @@ def freedom() -> float:
 
 
 class SlowLink(StageLink):
-    """Copies that take a while, and no core."""
+    """A link whose copies take time, but no core."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def ready(self, value: Any) -> Any:
-        """Nothing to wait for."""
+    def ready(self, value: Any) -> Any: ...
 
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
-        """After ``seconds``."""
+        """Return a copy after ``seconds``."""
         time.sleep(self.seconds)
         return lambda: value
 
 
 def rounds(contenders: dict[str, Callable[[], float]], effort: Effort) -> tuple[dict[str, float], float]:
-    """Median seconds of contenders that take turns, and the median of `freedom` meanwhile."""
+    """Return the median seconds of contenders that take turns, and the median of `freedom` meanwhile."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     free = []
     for call in contenders.values():
@@ -129,7 +129,9 @@ def rounds(contenders: dict[str, Callable[[], float]], effort: Effort) -> tuple[
 
 
 def verify(model: nn.Module, inputs: tuple[Any, ...], cuts: list[str]) -> None:
-    """Two workers give the bits of one; in float64 the gradients are the unsplit model's to 1e-12."""
+    """Check that two workers give the bits of one, and in float64 the gradients of the unsplit model to
+    1e-12.
+    """
     batch = num_samples(inputs)
     assert batch is not None
     both = [Staged(copy.deepcopy(model), cuts=cuts, split_size=batch // 5, num_workers=n) for n in (None, 1)]
@@ -146,7 +148,7 @@ def verify(model: nn.Module, inputs: tuple[Any, ...], cuts: list[str]) -> None:
 
 
 def balance(staged: Staged, inputs: tuple[Any, ...]) -> float:
-    """Of the work the share that the slower stage would have if both were alike, over the one it has."""
+    """Return the balance: the slower stage's share of the work if both were alike, over its real share."""
     step(staged, inputs)
     own = [0.0, 0.0]
     for event in staged.timeline.events:
@@ -155,7 +157,7 @@ def balance(staged: Staged, inputs: tuple[Any, ...]) -> float:
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """All measures of stages."""
+    """Run all measurements of stages."""
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -195,7 +197,7 @@ def _run(effort: Effort, tiny: bool) -> Result:
 
 
 def _copied(name: str, model: nn.Module, inputs: tuple[Any, ...], cuts: list[str], effort: Effort) -> Bar:
-    """A copy as long as half of what a stage takes for a split, against none."""
+    """Time copies that take half as long as a stage needs for a split, against no copies."""
     batch = num_samples(inputs)
     assert batch is not None
     link = SlowLink()
@@ -216,7 +218,9 @@ def _copied(name: str, model: nn.Module, inputs: tuple[Any, ...], cuts: list[str
 def _predicted(
     name: str, model: nn.Module, inputs: tuple[Any, ...], cuts: list[str], effort: Effort
 ) -> list[Bar]:
-    """The predicted step at each number of splits, and the chosen one against the best."""
+    """Compare the predicted with the measured step at each number of splits, and the chosen number with the
+    best.
+    """
     batch = num_samples(inputs)
     assert batch is not None
     counts = [count for count in CANDIDATES if count <= 32]

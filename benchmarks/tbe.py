@@ -1,4 +1,4 @@
-"""Lookups of many tables, with and without update, against FBGEMM, plain torch and the memory limit."""
+"""Lookups of many tables, with and without an update, against FBGEMM, plain torch and the memory limit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +30,7 @@ Timings = dict[int, dict[str, Timing]]  # threads -> contender -> timing
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A shape, and how many times faster than the peers it has to be."""
+    """A shape, and the speed-ups over the peers that its bars ask for."""
 
     shape: Shape
     step_vs_fbgemm: float
@@ -51,7 +51,7 @@ CASES = {
 
 
 class Expected:
-    """What every contender has to give, in float64: the sums, and the touched rows after some steps."""
+    """Expected results in float64: the sums, and the touched rows after some steps."""
 
     def __init__(self, lookups: Lookups, weights: list[Tensor]) -> None:
         shape = lookups.shape
@@ -69,7 +69,9 @@ class Expected:
         self.out = torch.cat(sums, dim=1)
 
     def rows_after(self, num_steps: int, *, rowwise: bool) -> list[Tensor]:
-        """w -= lr * g / (sqrt(s) + eps) with s += g^2, or s += mean(g^2) over the row when ``rowwise``."""
+        """Apply w -= lr * g / (sqrt(s) + eps) with s += g^2, or s += mean(g^2) over the row if
+        ``rowwise``.
+        """
         after = []
         for before, grad in zip(self._before, self._grads, strict=True):
             square = grad.square().mean(dim=1, keepdim=True) if rowwise else grad.square()
@@ -79,7 +81,7 @@ class Expected:
 
 
 def verify(contender: Contender, expected: Expected, num_steps: int = 2) -> None:
-    """Compare outputs, the touched rows after ``num_steps`` steps, and the sum of the untouched ones."""
+    """Compare outputs, the touched rows after ``num_steps`` steps, and the sum of the untouched rows."""
     torch.testing.assert_close(contender.forward().detach(), expected.out.float(), rtol=1e-4, atol=1e-5)
     totals = [weight.double().sum() for weight in contender.weights]
     before = [
@@ -97,7 +99,7 @@ def verify(contender: Contender, expected: Expected, num_steps: int = 2) -> None
 
 
 def verify_limit(limit: MemoryLimit, lookups: Lookups, weights: list[Tensor]) -> None:
-    """That the loop reads what it says it reads, and writes each distinct row once."""
+    """Check that the memory loop reads each looked-up row, and writes each distinct row once."""
     read = sum(weight[ids].double().sum() for weight, ids in zip(weights, lookups.ids_per_table, strict=True))
     torch.testing.assert_close(torch.tensor(limit.forward()), read.float(), rtol=1e-2, atol=1.0)
     rows = lookups.ids_per_table[0][:1000].unique()
@@ -141,7 +143,7 @@ def time_case(lookups: Lookups, effort: Effort) -> dict[str, Timings]:
 
 
 def with_one_limit(times: Mapping[str, Timing]) -> dict[str, Timing]:
-    """The fastest of the memory limit's ways stands for all."""
+    """Keep the fastest way of the memory limit in place of all."""
     rest = {name: timing for name, timing in times.items() if not name.startswith(LIMIT)}
     return rest | {LIMIT: min(timing for name, timing in times.items() if name not in rest)}
 
@@ -199,7 +201,7 @@ def report(timings: dict[str, Timings]) -> str:
 
 
 def run(effort: Effort, numbers: list[int], *, tiny: bool = False) -> Result:
-    """Verify and time the cases; ``tiny`` shrinks them until they only show that the bench itself works."""
+    """Verify and time the cases. ``tiny`` shrinks them, which only shows that the benchmark works."""
     figures: list[dict[str, Any]] = []
     bars: list[Bar] = []
     for number in numbers:

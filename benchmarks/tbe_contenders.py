@@ -1,4 +1,4 @@
-"""The libraries that look up and train several tables of one shape, each driven in its own best way.
+"""The libraries that look up and train several tables of one shape, each used in its fastest way.
 
 Every contender makes one ``[batch, num_tables * dim]`` tensor of sums, and updates its tables in ``step``.
 """
@@ -17,7 +17,9 @@ LR, EPS = 0.02, 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """``num_tables`` tables of ``num_rows`` x ``dim``; each of ``batch`` samples has ``bag`` ids in each."""
+    """Shape: ``num_tables`` tables of ``num_rows`` x ``dim``, and ``batch`` samples with ``bag`` IDs in each
+    table.
+    """
 
     num_tables: int
     num_rows: int
@@ -33,7 +35,7 @@ class Shape:
 
 
 class Lookups:
-    """One batch, table after table: ids_N (N = num_tables * batch * bag), offsets, an output gradient."""
+    """One batch, table by table: ids_N (N = num_tables * batch * bag), offsets and an output gradient."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -54,7 +56,7 @@ class Lookups:
         return list(self.ids.chunk(self.shape.num_tables))
 
     def fill(self, weights: list[Tensor]) -> None:
-        """The same starting values for every contender."""
+        """Return the initial values, the same for every contender."""
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for weight in weights:
@@ -62,7 +64,7 @@ class Lookups:
 
 
 class Contender(abc.ABC):
-    """A library with its tables: ``weights[t]`` is the memory that ``forward`` reads and ``step`` updates."""
+    """A library with its tables. ``weights[t]`` is the memory that ``forward`` reads and ``step`` updates."""
 
     name: str
     weights: list[Tensor]
@@ -76,7 +78,7 @@ class Contender(abc.ABC):
 
 
 class MeshRec(Contender):
-    """The public modules, a new KeyedJaggedTensor in every call as in training."""
+    """Our public modules, with a new KeyedJaggedTensor in every call as in training."""
 
     name = "meshrec"
 
@@ -113,7 +115,7 @@ class MeshRec(Contender):
 
 
 class Op(Contender):
-    """The operations beneath the modules, called on their own: what the modules cost is the difference."""
+    """Our operations called directly. The difference is the cost of the modules."""
 
     name = "meshrec, ops alone"
 
@@ -175,7 +177,9 @@ class Fbgemm(Contender):
 
 
 class Torch(Contender):
-    """nn.EmbeddingBag(sparse=True) per table, ``cat``, and torch.optim.Adagrad (it has no row-wise one)."""
+    """Plain torch: nn.EmbeddingBag(sparse=True) per table, ``cat``, and Adagrad (torch has no row-wise
+    one).
+    """
 
     name = "torch"
     rowwise = False
@@ -206,7 +210,7 @@ class Torch(Contender):
 
 
 def contenders(lookups: Lookups) -> dict[str, Contender]:
-    """Every contender that is installed, with tables of its own."""
+    """Return every installed contender, each with its own tables."""
     classes: list[type[Contender]] = [MeshRec, Op, Torch]
     if importlib.util.find_spec("fbgemm_gpu") is not None:
         classes.insert(2, Fbgemm)

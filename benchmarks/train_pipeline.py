@@ -1,9 +1,9 @@
-"""The train pipeline beside the plain loop, on a network that is slow by measure.
+"""The train pipeline beside the plain loop, on a simulated network.
 
-C is the time of a step without a network, measured in the same run; every exchange then takes a latency of
-0, C/4 or C/2 more, and bandwidth is such that all bytes of a step take C/10. The loops train the same model
-and take turns, TorchRec's pipeline among them where it is installed; their losses are compared before any is
-timed.
+C is the time of a step without a network, measured in the same run. Every exchange then has an extra latency
+of 0, C/4 or C/2, and a bandwidth at which all bytes of a step take C/10. The loops train the same model and
+take turns, with TorchRec's pipeline among them if it is installed. Their losses are compared before anything
+is timed.
 """
 
 import gc
@@ -42,7 +42,7 @@ _MEMORY_STEPS = (200, 2000)
 
 
 class Batch(NamedTuple):
-    """What the model takes."""
+    """One batch of the model."""
 
     dense: Tensor
     features: meshrec.KeyedJaggedTensor
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class Clicks(nn.Module):
-    """A DLRM and its loss."""
+    """A DLRM with its loss."""
 
     def __init__(self, tiny: bool) -> None:
         super().__init__()
@@ -70,26 +70,26 @@ class Clicks(nn.Module):
         self.dlrm = DLRM(collection, 13, [2 * width, width], top)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss, twice."""
+        """Return the loss twice, in the form of the pipelines."""
         logits = self.dlrm(batch.dense, batch.features).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, loss.detach()
 
 
 def _sizes(tiny: bool) -> tuple[int, list[int]]:
-    """Of the tables' rows and of the top MLP."""
+    """Sizes of the tables' rows and of the top MLP."""
     return (8, [16, 1]) if tiny else (64, [512, 256, 1])
 
 
 class Round(NamedTuple):
-    """Of one rank: milliseconds of each step, and of these what each exchange took (none for the peer)."""
+    """Milliseconds of each step of one rank, and of each exchange within it (none for the peer)."""
 
     steps: list[float]
     exchanges: dict[str, list[float]]
 
 
 class Measured(NamedTuple):
-    """Of one rank: losses by loop, the seconds C, and rounds by latency and loop."""
+    """Results of one rank: losses by loop, C in seconds, and rounds by latency and loop."""
 
     losses: dict[str, list[float]]
     compute: float
@@ -97,7 +97,7 @@ class Measured(NamedTuple):
 
 
 class _Loop:
-    """One of our two loops, on a rank."""
+    """One of our two loops on a rank."""
 
     def __init__(self, name: str, tiny: bool) -> None:
         model = Clicks(tiny)
@@ -157,7 +157,7 @@ def _batches(rank: int, size: int) -> Iterator[Batch]:
 
 
 def all_loops(tiny: bool, num_rounds: int) -> Measured:
-    """On a rank: the losses of the loops' first steps, and then their times in turns."""
+    """Compare the losses of the loops' first steps on a rank, then time the loops in turns."""
     set_network()
     loops: dict[str, Any] = {name: _Loop(name, tiny) for name in LOOPS}
     if train_pipeline_torchrec.is_here():
@@ -177,14 +177,14 @@ def all_loops(tiny: bool, num_rounds: int) -> Measured:
 
 
 def _of_slowest(value: float) -> float:
-    """The largest of all ranks."""
+    """Return the largest value of all ranks."""
     found = torch.tensor([float(value)])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def _bytes_per_step(loop: _Loop) -> int:
-    """What this rank sends in a step of the plain loop, dense gradients among it."""
+    """Return the bytes that this rank sends in a step of the plain loop, with dense gradients."""
     with md.measure_traffic() as traffic:
         loop.step()
     dense = [p.grad for p in loop.model.parameters() if p.grad is not None]
@@ -192,7 +192,7 @@ def _bytes_per_step(loop: _Loop) -> int:
 
 
 def _timed(loop: Any, latency_seconds: float, bytes_per_second: float) -> Round:
-    """Some steps of the loop, with its batches in flight under the same network."""
+    """Run some steps of the loop, whose batches in flight are on the same network."""
     steps: list[float] = []
     exchanges: dict[str, list[float]] = {name: [] for name in EXCHANGES}
     set_network(latency_seconds=latency_seconds, bytes_per_second=bytes_per_second)
@@ -212,7 +212,7 @@ def _timed(loop: Any, latency_seconds: float, bytes_per_second: float) -> Round:
 
 
 def memory_of_steps(tiny: bool) -> list[int]:
-    """On a rank: bytes of the process after few and after many steps."""
+    """Return the bytes of this rank's process after few and after many steps."""
     loop, found, done = _Loop("pipeline", True), [], 0
     for count in _MEMORY_STEPS:
         while done < (count // 20 if tiny else count):
@@ -224,7 +224,7 @@ def memory_of_steps(tiny: bool) -> list[int]:
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify, time, and hold against the bars."""
+    """Verify, time and compare with the bars."""
     with RankPool(2, timeout_seconds=900) as pool:
         ranks = pool.run(all_loops, tiny, effort.rounds)
     for found in ranks:
@@ -306,7 +306,7 @@ def _report(compute: float, rounds: dict[str, dict[str, list[Round]]], memory: l
 
 
 def _exchanges(found: list[Round]) -> dict[str, float]:
-    """Milliseconds by phase: the median over rounds of the rounds' medians."""
+    """Return milliseconds by phase: the median over rounds of each round's median."""
     return {
         phase: statistics.median(statistics.median(each.exchanges[phase]) for each in found)
         for phase in EXCHANGES

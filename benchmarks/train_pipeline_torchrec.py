@@ -1,8 +1,8 @@
-"""TorchRec's TrainPipelineSparseDist on the model, plan and network of the bench of train pipelines.
+"""TorchRec's TrainPipelineSparseDist on the model, plan and network of the pipeline benchmark.
 
-Its source chooses streams by device (``torch.cuda.stream(None)`` on a CPU, which does nothing), so it runs on
-a CPU as it is: the exchange of ids of batch i + 1 starts before the forward pass of batch i, whose end waits
-for the sizes. The model has to be traced.
+It chooses streams by device; ``torch.cuda.stream(None)`` does nothing on a CPU, so the pipeline runs there
+unchanged. The exchange of the IDs of batch i + 1 starts before the forward pass of batch i, whose end waits
+for the sizes. The model must be traceable.
 """
 
 import importlib.util
@@ -22,13 +22,13 @@ PATH = "dlrm.sparse_arch.embedding_bag_collection"
 
 
 def is_here() -> bool:
-    """Whether TorchRec and FBGEMM are installed."""
+    """Return whether TorchRec and FBGEMM are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("torchrec", "fbgemm_gpu"))
 
 
 @dataclass
 class PeerBatch:
-    """What the model takes; ``features`` is a KeyedJaggedTensor of TorchRec."""
+    """One batch of the model; ``features`` is TorchRec's KeyedJaggedTensor."""
 
     dense: Tensor
     features: Any
@@ -37,20 +37,19 @@ class PeerBatch:
     def to(self, device: torch.device, non_blocking: bool = False) -> "PeerBatch":
         return self
 
-    def record_stream(self, stream: Any) -> None:
-        """There is none."""
+    def record_stream(self, stream: Any) -> None: ...
 
     def pin_memory(self) -> "PeerBatch":
         return self
 
 
 class PeerLoop:
-    """Steps of the pipeline on a rank.
+    """TorchRec's pipeline on one rank.
 
     Args:
-        num_tables, width, bottom, top: of the model.
-        batches: (dense, keys, ids, lengths, labels) of this rank, over and over.
-        env: of the slow group.
+        num_tables, width, bottom, top: sizes of the model.
+        batches: this rank's batches (dense, keys, ids, lengths, labels), used in rotation.
+        env: environment of the simulated network's group.
     """
 
     def __init__(
@@ -120,14 +119,14 @@ class PeerLoop:
 
 
 class _PeerClicks(nn.Module):
-    """TorchRec's DLRM and its loss."""
+    """TorchRec's DLRM with its loss."""
 
     def __init__(self, dlrm: nn.Module) -> None:
         super().__init__()
         self.dlrm = dlrm
 
     def forward(self, batch: PeerBatch) -> tuple[Tensor, Tensor]:
-        """The loss, twice."""
+        """Return the loss twice, in the form of the pipeline."""
         logits = self.dlrm(batch.dense, batch.features).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, loss.detach()

@@ -1,4 +1,4 @@
-"""The trainer beside a bare loop: the same model, optimizers and batches on 2 ranks, in turns."""
+"""The trainer beside a bare loop with the same model, optimizers and batches on 2 ranks, in turns."""
 
 import statistics
 import time
@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 
 
 class Repeated(Reader):
-    """Four batches of this rank, again and again, as the step benchmark has them."""
+    """A dataset of four batches of this rank, repeated, as in the step benchmark."""
 
     def __init__(self, shape: Shape) -> None:
         self.prepared = [_batch(shape, number) for number in range(4)]
@@ -58,7 +58,7 @@ class Repeated(Reader):
 
 @dataclass(frozen=True, kw_only=True)
 class StepData(DataSource):
-    """The step benchmark's data."""
+    """The step benchmark's data as a source."""
 
     shape: Shape
 
@@ -73,7 +73,7 @@ class StepData(DataSource):
 
 
 def run(effort: Effort, *, tiny: bool = False) -> Result:
-    """Verify that both loops compute the same, time them, and hold the trainer against its bar."""
+    """Verify that both loops compute the same, time them, and compare the trainer with its bar."""
     shape = TINY if tiny else Shape()
     with RankPool(2, timeout_seconds=900) as pool:
         for ours, theirs in pool.run(losses_after_a_round):
@@ -97,7 +97,7 @@ def run(effort: Effort, *, tiny: bool = False) -> Result:
 
 
 def losses_after_a_round() -> tuple[float, float]:
-    """On every rank: what trainer and bare loop make of one small model."""
+    """Train one small model with the trainer and the bare loop on every rank; return both results."""
     (ours, batches), (theirs, _) = _trainer(TINY), _trainer(TINY)
     ours.run()
     _bare_round(theirs, batches)
@@ -105,7 +105,7 @@ def losses_after_a_round() -> tuple[float, float]:
 
 
 def measure(shape: Shape, rounds: int) -> Measured:
-    """On every rank: trainer and bare loop in turns, after a round of each that is not timed."""
+    """Time the trainer and the bare loop in turns on every rank, after one untimed round of each."""
     trainer, batches = _trainer(shape)
     seconds: dict[str, list[float]] = {"trainer": [], "bare": []}
     for number in range(rounds + 1):
@@ -138,7 +138,7 @@ def _trainer(shape: Shape) -> tuple[Trainer, list[Batch]]:
 
 
 def _bare_round(trainer: Trainer, batches: list[Batch]) -> None:
-    """What a user writes without a trainer."""
+    """Train as a user would without a trainer."""
     model, dense = trainer.built.model, trainer.built.dense
     for step in range(_STEPS):
         batch = batches[step % len(batches)]
