@@ -1,16 +1,12 @@
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
 )
 from meshrec import distributed as md
-from meshrec.comms.collectives import all_to_all
 from meshrec.distributed.input_dist import SourceIds
 from meshrec.distributed.output_dist import Hop
 from meshrec.distributed.pieces import Span
@@ -47,59 +43,20 @@ def test_half_precision_halves_the_bytes(ranks, precision):
     assert sorted(full) == ["embeddings", "gradients of embeddings", "ids", "sizes of ids"]
 
 
-def trained(kind, precision):
-    """One table after a step, and the bytes by collective, with gradients that a half rounds."""
-    torch.manual_seed(0)
-    sequence = kind == "sequence"
-    config = (EmbeddingConfig if sequence else EmbeddingBagConfig)(
-        name="t0", num_embeddings=12, embedding_dim=6, feature_names=["a"]
-    )
-    module = (EmbeddingCollection if sequence else EmbeddingBagCollection)(tables=[config])
-    env = default_env()
-    if kind == "nodes":
-        env = md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
-    plan = md.construct_module_sharding_plan(
-        module, {"t0": md.row_wise()}, world_size=env.shard.size, local_size=env.local_size
-    )
-    sharder = (md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder)(
-        SGD(lr=1.0), precision=md.CommsPrecision(getattr(torch, precision), getattr(torch, precision))
-    )
-    sharded = sharder.shard(module, plan, env)
-    features = KeyedJaggedTensor(["a"], torch.tensor([1, 7, 3, 10]), lengths=torch.tensor([2, 2]))
-    with md.measure_traffic() as traffic:
-        output = sharded(features)
-        (output["a"].values() if sequence else output.values()).mul(1.001).sum().backward()
-    shards = (sharded.embeddings if sequence else sharded.embedding_bags)["t0"].shards()
-    return torch.cat([shard.detach().flatten() for shard in shards]).tolist(), dict(traffic)
-
-
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kind", ["sequence", "nodes"])
-def test_half_precision_of_sequences_and_between_nodes(ranks, kind, precision):
-    pool = ranks(4 if kind == "nodes" else 2)
-    for (full, full_traffic), (half, traffic) in zip(
-        pool.run(trained, kind, "float32"), pool.run(trained, kind, precision), strict=True
-    ):
-        difference = (torch.tensor(full) - torch.tensor(half)).abs().max().item()
-        assert 0 < difference < 1e-2
-        for name, num_bytes in full_traffic.items():
-            assert num_bytes == (traffic[name] if "ids" in name else 2 * traffic[name])
-
-
 def gather_both_ways(dtype):
     """More rows than a kernel's chunk, columns in another order, a column that both ranks have, MEAN."""
     axis = default_env().world
     torch.manual_seed(0)
     spans = [[Span(0, 7, 5, 0), Span(0, 0, 3)], [Span(1, 7, 5, 0), Span(1, 3, 4)]]
-    hop = Hop.of(axis, spans, [], 12)
+    wire = md.CommsPrecision(dtype, dtype).formats
+    hop = Hop.of(axis, spans, [], 12, wire)
     rows = [201, 130]
     blocks = [torch.randn(count, hop.dims[axis.rank]).to(dtype) for count in rows]
     sent = torch.cat([block.view(-1) for block in blocks])
     offsets = torch.arange(rows[axis.rank] + 1) * 3
     source = SourceIds(torch.empty(0), offsets, None, 1, [0], torch.empty(0), [])
-    splits = hop.splits(rows, rows[axis.rank], hop.dims[axis.rank])
-    read = hop.gather(all_to_all(sent, splits, axis, "test"), None, rows[axis.rank], source)
-    waited = all_to_all(sent, splits, axis, "test")
+    read = hop.gather(hop.send(sent, rows, rows[axis.rank], "test"), None, rows[axis.rank], source)
+    waited = hop.send(sent, rows, rows[axis.rank], "test")
     waited.wait()
     return torch.equal(hop.gather(waited, None, rows[axis.rank], source), read), read.abs().sum() > 0
 

@@ -3,9 +3,9 @@
 from meshrec.comms.collectives import CollectiveError, measure_traffic
 from meshrec.comms.leaving import leave_process_group
 from meshrec.comms.phase_clock import record_phases
+from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.output_dist import CommsPrecision
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.plan.builders import (
     column_wise,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import broadcast, gather_objects
+from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.distributed.fused_optimizer import Deferred, FusedTable, ShardedFusedOptimizer, StateParts
 from meshrec.distributed.input_dist import InputDist
-from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.spread_table import SpreadTable
@@ -64,7 +64,7 @@ class BuildOptions:
     optimizer_tables: frozenset[str] | None = None
     update: UpdateMode = "in_backward"
     seed: int = DEFAULT_SEED
-    precision: CommsPrecision = FULL_PRECISION
+    wire: WireFormats = FULL_PRECISION
     sequence: bool = False
     weighted: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR
@@ -212,7 +212,7 @@ def assemble(
         rules=rules,
         input_dist=input_dist,
         sequence=options.sequence,
-        precision=options.precision,
+        wire=options.wire,
         elsewhere=elsewhere,
     )
     if device.type == "cpu":

@@ -4,6 +4,10 @@ reverse.
 A *hop* is one all-to-all and the sums behind it. A flat mesh needs one. With ``node`` and ``local`` axes
 there are two: partial rows are summed inside the node first, and what crosses the network is one row per
 node.
+
+What travels is encoded by a wire format (comms/wire.py), row by row: the columns of one lookup for one bag
+or one ID are a row. So a rank that holds ten tables sends ten rows per bag, each with its own scale where a
+format has scales, and the planner can price each rectangle by itself.
 """
 
 from collections.abc import Sequence
@@ -14,7 +18,8 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
-from meshrec.distributed.input_dist import SourceIds
+from meshrec.comms.wire import Block, WireFormat, WireFormats, decode_blocks, encode_blocks
+from meshrec.distributed.input_dist import LookupIds, SourceIds
 from meshrec.distributed.pieces import Span, as_tensor, local_spans, pieces_of, rank_spans
 from meshrec.distributed.routing import Routing
 from meshrec.plan.mesh import Axis, ShardingEnv
@@ -22,45 +27,77 @@ from meshrec.plan.mesh import Axis, ShardingEnv
 # B bags of this rank, D columns, Q routes, U uses
 
 
-class CommsPrecision(NamedTuple):
-    """The types that embeddings and their gradients travel in."""
-
-    forward: torch.dtype = torch.float32
-    backward: torch.dtype = torch.float32
-
-
-FULL_PRECISION = CommsPrecision()
-"""Nothing is rounded on the way."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hop:
     """The columns that arrive from each rank of an axis, and where they belong."""
 
     axis: Axis
+    wire: WireFormats
+    widths: list[list[int]]
+    """The widths of the rows that each rank sends for one bag."""
     dims: list[int]
+    """Their sums: the columns from each rank."""
+    units: list[int]
+    """Elements that each rank sends for one bag, encoded."""
+    grad_units: list[int]
+    """As ``units``, of the gradients that it gets back."""
     pieces: Tensor
     out_dim: int
-    grad_dims: list[int]
+    num_kinds: int
+    """How many different gradients are sent back: 1 where all ranks get the same one."""
     grad_pieces: Tensor
-    """As ``dims`` and ``pieces``, of what is sent back; of one rank, where all get the same."""
+    """As ``pieces``, of what is sent back; of one rank, where all get the same."""
     local_dim: int
+    encodes: bool
+    """Whether embeddings have to be encoded after their kernel, and decoded before the next one."""
+    encodes_grads: bool
+    """As ``encodes``, for gradients."""
 
     @classmethod
-    def of(cls, axis: Axis, sources: Sequence[Sequence[Span]], local: Sequence[Span], out_dim: int) -> "Hop":
+    def of(
+        cls,
+        axis: Axis,
+        sources: Sequence[Sequence[Span]],
+        local: Sequence[Span],
+        out_dim: int,
+        wire: WireFormats,
+    ) -> "Hop":
         """``sources``: what each rank of the axis has; ``local``: the columns that need no sending."""
         kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
-        dims = [sum(span.width for span in spans) for spans in sources]
+        widths = [[span.width for span in spans] for spans in sources]
         num_kinds = 1 if len(kinds) == 1 else len(sources)
+        travels = _travels(axis)
         return cls(
             axis=axis,
-            dims=dims,
+            wire=wire,
+            widths=widths,
+            dims=[sum(own) for own in widths],
+            units=[sum(map(wire.forward.row_units, own)) for own in widths],
+            grad_units=[sum(map(wire.backward.row_units, own)) for own in widths],
             pieces=_pieces(sources, local),
             out_dim=out_dim,
-            grad_dims=dims[:num_kinds],
+            num_kinds=num_kinds,
             grad_pieces=_pieces(sources[:num_kinds], local),
             local_dim=sum(span.width for span in local),
+            encodes=travels and not wire.forward.is_cast,
+            encodes_grads=travels and not wire.backward.is_cast,
         )
+
+    def send(self, rows: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
+        """Start to send ``rows_sent[p]`` rows of this rank's columns to each rank p of the axis.
+
+        Args:
+            rows: consecutive, flat or [sum of ``rows_sent``, columns], of the format's ``kernel_dtype``.
+            rows_sent: rows for each rank.
+            num_rows: rows that this rank gets from each rank.
+            name: of the collective.
+        """
+        own = self.axis.rank
+        if self.encodes:
+            rows = encode_blocks(self.wire.forward, rows, [Block(sum(rows_sent), self.widths[own])])
+        unit = self.units[own]
+        splits = Splits(list(map(unit.__mul__, rows_sent)), list(map(num_rows.__mul__, self.units)))
+        return all_to_all(rows.view(-1), splits, self.axis, name)
 
     def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
         """[rows, out_dim]: what arrives, summed and in order. ``bags`` divides MEAN tables, where that is
@@ -68,37 +105,50 @@ class Hop:
         """
         arguments = local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
         gather = torch.ops.meshrec.gather_pooled.default
+        if self.encodes:
+            blocks = [Block(rows, widths) for widths in self.widths]
+            return gather(decode_blocks(self.wire.forward, in_flight.wait(), blocks), *arguments)  # type: ignore[no-any-return]
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
-    def scatter(
-        self, grad: Tensor, bags: SourceIds | None, scale: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
         """The gradient taken apart: what goes to each rank (1-D), and that of the local columns."""
         sent, local = torch.ops.meshrec.scatter_pooled.default(
-            grad, self.grad_pieces, self.grad_dims, self.local_dim, *_bags(bags), scale, dtype
+            grad,
+            self.grad_pieces,
+            self.dims[: self.num_kinds],
+            self.local_dim,
+            *_bags(bags),
+            scale,
+            self.wire.backward.kernel_dtype,
         )
         return sent, local
 
-    def send_back(self, sent: Tensor, splits: Splits, name: str) -> InFlight:
-        """Starts to send what ``scatter`` gave. ``splits``: of the way here."""
-        same = len(self.grad_dims) < len(self.dims)
-        return all_to_all(sent, Splits(splits.received, splits.sent), self.axis, name, same=same)
+    def send_back(self, sent: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
+        """Start to send what ``scatter`` gave. ``rows_sent``, ``num_rows``: as for the way here."""
+        if self.encodes_grads:
+            blocks = [Block(num_rows, widths) for widths in self.widths[: self.num_kinds]]
+            sent = encode_blocks(self.wire.backward, sent, blocks)
+        unit = self.grad_units[self.axis.rank]
+        splits = Splits(list(map(num_rows.__mul__, self.grad_units)), list(map(unit.__mul__, rows_sent)))
+        return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
 
-    def splits(self, rows_sent: Sequence[int], rows: int, dim: int) -> Splits:
-        """Elements, when every rank p gets ``rows_sent[p]`` rows of ``dim`` columns and gives ``rows`` of
-        its own.
-        """
-        return Splits(list(map(dim.__mul__, rows_sent)), list(map(rows.__mul__, self.dims)))
+    def gradient(self, in_flight: InFlight, rows_sent: Sequence[int]) -> Tensor:
+        """fp32, flat: the gradients of the rows that ``send`` sent, in their order."""
+        message = in_flight.wait()
+        if self.encodes_grads:
+            block = Block(sum(rows_sent), self.widths[self.axis.rank])
+            message = decode_blocks(self.wire.backward, message, [block])
+        return message.float()
 
 
-def flat_hop(routing: Routing, env: ShardingEnv) -> Hop:
+def flat_hop(routing: Routing, env: ShardingEnv, wire: WireFormats) -> Hop:
     """Results of all ranks at once."""
     num_ranks = env.shard.size
     sources = [rank_spans(routing, rank) for rank in range(num_ranks)]
-    return Hop.of(env.shard, sources, local_spans(routing), routing.columns[-1])
+    return Hop.of(env.shard, sources, local_spans(routing), routing.columns[-1], wire)
 
 
-def node_hops(routing: Routing, env: ShardingEnv) -> tuple[Hop, Hop]:
+def node_hops(routing: Routing, env: ShardingEnv, wire: WireFormats) -> tuple[Hop, Hop]:
     """The hop inside a node, and the one between nodes."""
     assert env.node is not None
     assert env.local is not None
@@ -113,89 +163,91 @@ def node_hops(routing: Routing, env: ShardingEnv) -> tuple[Hop, Hop]:
         ]
         for local in range(size)
     ]
-    first = Hop.of(env.local, inside, [], sum(span.width for span in own))
-    return first, Hop.of(env.node, nodes, local_spans(routing), routing.columns[-1])
+    first = Hop.of(env.local, inside, [], sum(span.width for span in own), wire)
+    return first, Hop.of(env.node, nodes, local_spans(routing), routing.columns[-1], wire)
 
 
 class Asked(NamedTuple):
     """Who asked for how much: what both ends of the exchange know."""
 
     source: SourceIds
+    ids: LookupIds
+    """What is looked up here."""
     batches: list[int]
     """Bags per route of every rank of the shard axis, in the order of ranks."""
     block_sizes: list[int]
     """Elements of this rank's output for each block."""
 
 
+class _Rows(NamedTuple):
+    """The rows that this rank sends to each rank on a hop, and the rows that it gets from each."""
+
+    sent: list[int]
+    num_rows: int
+
+
 class PooledOutput:
     """One row for each bag: partial rows are summed, columns laid out in table order."""
 
-    def __init__(self, routing: Routing, env: ShardingEnv, precision: CommsPrecision) -> None:
-        self._precision = precision
-        self._dim = routing.work[env.shard.rank].dim
+    def __init__(self, routing: Routing, env: ShardingEnv, wire: WireFormats) -> None:
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
-            self._hops: tuple[Hop, ...] = node_hops(routing, env)
+            self._hops: tuple[Hop, ...] = node_hops(routing, env, wire)
             num_nodes, size = env.node.size, env.local.size
             self.blocks = [n * size + local for local in range(size) for n in range(num_nodes)]
-            self._own_local = env.local.rank
         else:
-            self._hops = (flat_hop(routing, env),)
+            self._hops = (flat_hop(routing, env, wire),)
             self.blocks = list(range(env.shard.size))
 
     def start(self, out: Tensor, asked: Asked) -> InFlight:
-        """Sends the lookup's rows on the first hop. ``out``: [sum of batches, dim], of the type that
+        """Sends the lookup's rows on the first hop. ``out``: [sum of batches, dim], as kernels write what
         travels.
         """
-        return all_to_all(out.view(-1), self._splits(asked)[0], self._hops[0].axis, "embeddings")
+        return self._hops[0].send(out, *self._rows(asked)[0], "embeddings")
 
     def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
         """[B, D] fp32. ``local``: [B, columns of the tables that every rank holds]."""
         source = asked.source
         if len(self._hops) == 2:
+            (_, num_rows), (rows_sent, _) = self._rows(asked)
             first, second = self._hops
-            rows = first.gather(in_flight, None, sum(self._node_rows(asked)), None)
-            sent = rows.to(self._precision.forward).view(-1)
-            in_flight = all_to_all(sent, self._splits(asked)[1], second.axis, "embeddings between nodes")
+            rows = first.gather(in_flight, None, num_rows, None).to(second.wire.forward.kernel_dtype)
+            in_flight = second.send(rows, rows_sent, source.batches[0], "embeddings between nodes")
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
     def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
         """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local
         columns.
         """
-        dtype, splits = self._precision.backward, self._splits(asked)
-        sent, local = self._hops[-1].scatter(grad, asked.source, scale, dtype)
+        rows = self._rows(asked)
+        sent, local = self._hops[-1].scatter(grad, asked.source, scale)
         if len(self._hops) == 2:
             first, second = self._hops
-            received = second.send_back(sent, splits[1], "gradients between nodes").wait()
-            rows = received.float().view(
-                sum(self._node_rows(asked)), first.out_dim
-            )  # a node may hold nothing
-            sent, _ = first.scatter(rows, None, 1.0, dtype)
-        return self._hops[0].send_back(sent, splits[0], "gradients of embeddings"), local
+            received = second.send_back(sent, *rows[1], "gradients between nodes")
+            own = second.gradient(received, rows[1].sent)
+            own = own.view(rows[0].num_rows, first.out_dim)  # a node may hold nothing: no -1 here
+            sent, _ = first.scatter(own, None, 1.0)
+        return self._hops[0].send_back(sent, *rows[0], "gradients of embeddings"), local
 
-    def _node_rows(self, asked: Asked) -> list[int]:
-        """Rows that the ranks of this local position ask for, by node."""
-        local = self._hops[0].axis
-        return asked.batches[local.rank :: local.size]
+    def finish_grad(self, in_flight: InFlight, asked: Asked) -> Tensor:
+        """fp32, flat: the gradient of what ``start`` was given."""
+        return self._hops[0].gradient(in_flight, asked.batches)
 
-    def _splits(self, asked: Asked) -> list[Splits]:
+    def _rows(self, asked: Asked) -> list[_Rows]:
+        """What this rank sends and gets on each hop."""
         if len(self._hops) == 1:
-            return [self._hops[0].splits(asked.batches, asked.source.batches[0], self._dim)]
-        first, second = self._hops
-        size = first.axis.size
-        by_local = [sum(asked.batches[local::size]) for local in range(size)]
-        by_node = self._node_rows(asked)
-        return [
-            first.splits(by_local, sum(by_node), self._dim),
-            second.splits(by_node, asked.source.batches[0], first.out_dim),
-        ]
+            return [_Rows(asked.batches, asked.source.batches[0])]
+        local = self._hops[0].axis
+        # The rows that the ranks of this local position ask for, by node.
+        by_node = asked.batches[local.rank :: local.size]
+        by_local = [sum(asked.batches[other :: local.size]) for other in range(local.size)]
+        return [_Rows(by_local, sum(by_node)), _Rows(by_node, asked.source.batches[0])]
 
 
 class SequenceOutput:
     """One row for each id, in the order of the caller's ids."""
 
-    def __init__(self, routing: Routing, env: ShardingEnv, precision: CommsPrecision) -> None:
-        self._routing, self._axis, self._precision = routing, env.shard, precision
+    def __init__(self, routing: Routing, env: ShardingEnv, wire: WireFormats) -> None:
+        self._routing, self._axis, self._wire = routing, env.shard, wire
         self.blocks = list(range(env.shard.size))
         lookups, first_route = [], 0
         for work in routing.work:
@@ -205,6 +257,18 @@ class SequenceOutput:
         ranks, widths = routing.route_elements
         self._route_ranks = torch.tensor(ranks[:first_route], dtype=torch.int64)
         self._route_widths = torch.tensor(widths[:first_route], dtype=torch.int64)
+        own = routing.work[env.shard.rank]
+        self._own = [(lookup.route, lookup.width) for lookup in own.lookups]
+        self._all = [(route, width) for route, _, _, width in lookups]
+        self._ways = [
+            _Way(
+                format,
+                _travels(env.shard) and not format.is_cast,
+                _units_per_route(format, self._own, len(own.routes)),
+                _units_per_route(format, self._all, first_route),
+            )
+            for format in wire
+        ]
         replicated = [routing.replicated[use.table] for use in routing.uses]
         self.uses_in_order = sorted(range(len(replicated)), key=replicated.__getitem__)
         self._lookups = torch.tensor(lookups, dtype=torch.int64).view(-1, 4)
@@ -215,24 +279,42 @@ class SequenceOutput:
 
     def start(self, out: Tensor, asked: Asked) -> InFlight:
         """Sends the lookup's rows; ``out`` is flat, block by block."""
-        return all_to_all(out, self._splits(asked), self._axis, "embeddings")
+        way = self._ways[0]
+        if way.encodes:
+            out = encode_blocks(way.wire, out, self._own_blocks(asked))
+        return all_to_all(out, self._splits(way, asked), self._axis, "embeddings")
 
     def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
         """Flat fp32: for each use [ids, dim]; the tables that every rank holds come last, as ``local`` has
         them.
         """
-        rows: Tensor = torch.ops.meshrec.gather_sequence.default(in_flight.wait(), *self._ids(asked.source))
+        received, way = in_flight.wait(), self._ways[0]
+        if way.encodes:
+            received = decode_blocks(way.wire, received, self._all_blocks(asked))
+        rows: Tensor = torch.ops.meshrec.gather_sequence.default(received, *self._ids(asked.source))
         return rows if local is None else torch.cat([rows, local])
 
     def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
         """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local part."""
-        splits = self._splits(asked)
+        way = self._ways[1]
+        splits = self._splits(way, asked)
         split = sum(splits.received)  # each element of the split tables' rows came from one rank
+        if not way.wire.is_cast:
+            split = int((asked.source.counts[: self._route_widths.numel()] * self._route_widths).sum())
         sent = torch.ops.meshrec.scatter_sequence.default(
-            grad[:split], *self._ids(asked.source), scale, self._precision.backward
+            grad[:split], *self._ids(asked.source), scale, way.wire.kernel_dtype
         )
+        if way.encodes:
+            sent = encode_blocks(way.wire, sent, self._all_blocks(asked))
         back = Splits(splits.received, splits.sent)
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
+
+    def finish_grad(self, in_flight: InFlight, asked: Asked) -> Tensor:
+        """fp32, flat: the gradient of what ``start`` was given."""
+        message, way = in_flight.wait(), self._ways[1]
+        if way.encodes:
+            message = decode_blocks(way.wire, message, self._own_blocks(asked))
+        return message.float()
 
     def _ids(self, source: SourceIds) -> tuple[object, ...]:
         return (
@@ -244,14 +326,55 @@ class SequenceOutput:
             self._dims,
         )
 
-    def _splits(self, asked: Asked) -> Splits:
-        elements = asked.source.counts[: self._route_widths.numel()] * self._route_widths
+    def _splits(self, way: "_Way", asked: Asked) -> Splits:
+        counts = asked.source.counts[: self._route_ranks.numel()]
         received: list[int] = (
             torch.zeros(self._axis.size, dtype=torch.int64)
-            .index_add_(0, self._route_ranks, elements)
+            .index_add_(0, self._route_ranks, counts * way.all_units)
             .tolist()
         )
-        return Splits(asked.block_sizes, received)
+        sent = (self._own_counts(asked) @ way.own_units).tolist() if way.encodes else asked.block_sizes
+        return Splits(sent, received)
+
+    def _own_counts(self, asked: Asked) -> Tensor:
+        """int64 [R, Q]: the IDs that each rank asks for on each route of this one."""
+        ids = asked.ids
+        starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
+        return starts.diff().view(len(ids.batches), self._ways[0].own_units.numel())
+
+    def _own_blocks(self, asked: Asked) -> list[Block]:
+        """The rows that are looked up here: rank by rank, lookup by lookup."""
+        counts_RQ = self._own_counts(asked).tolist()
+        return [Block(counts[q], (width,)) for counts in counts_RQ for q, width in self._own]
+
+    def _all_blocks(self, asked: Asked) -> list[Block]:
+        """The rows that all ranks look up for this one, in the same order."""
+        counts = asked.source.counts.tolist()
+        return [Block(counts[q], (width,)) for q, width in self._all]
+
+
+class _Way(NamedTuple):
+    """One direction of the exchange of sequences."""
+
+    wire: WireFormat
+    encodes: bool
+    """Whether rows have to be encoded after their kernel, and decoded before the next one."""
+    own_units: Tensor
+    """For each route of this rank the elements of an encoded ID's rows."""
+    all_units: Tensor
+    """As ``own_units``, for the routes of all ranks."""
+
+
+def _travels(axis: Axis) -> bool:
+    """Whether the axis has other ranks: messages to oneself are not encoded."""
+    return axis.group is not None and axis.size > 1
+
+
+def _units_per_route(wire: WireFormat, lookups: Sequence[tuple[int, int]], num_routes: int) -> Tensor:
+    units = torch.zeros(num_routes, dtype=torch.int64)
+    for route, width in lookups:
+        units[route] += wire.row_units(width)
+    return units
 
 
 def _pieces(sources: Sequence[Sequence[Span]], local: Sequence[Span]) -> Tensor:
@@ -266,17 +389,21 @@ def _bags(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, 
 
 
 def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]:
-    """The columns that the ranks of a node have together, use by use."""
+    """List the columns that the ranks of a node have together.
+
+    They are cut wherever a lookup of some rank begins or ends, so that a summed row, too, is encoded by the
+    columns of one lookup.
+    """
+    found = [span for rank in ranks for span in rank_spans(routing, rank)]
     columns = {
-        (span.mean_use, column)
-        for rank in ranks
-        for span in rank_spans(routing, rank)
-        for column in range(span.column, span.column + span.width)
+        (span.mean_use, column) for span in found for column in range(span.column, span.column + span.width)
     }
+    edges = {edge for span in found for edge in (span.column, span.column + span.width)}
     spans: list[Span] = []
     for mean_use, column in sorted(columns, key=lambda pair: pair[1]):
         last = spans[-1] if spans else None
-        if last is not None and last.column + last.width == column and last.mean_use == mean_use:
+        joins = last is not None and (last.column + last.width, last.mean_use) == (column, mean_use)
+        if last is not None and joins and column not in edges:
             spans[-1] = last._replace(width=last.width + 1)
         else:
             spans.append(Span(node, column, 1, mean_use))

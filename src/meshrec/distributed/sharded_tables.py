@@ -12,10 +12,11 @@ from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, release_read
 from meshrec.comms.phase_clock import OFF, phase, recorders
+from meshrec.comms.wire import WireFormats
 from meshrec.distributed.collected import GradientSignal
 from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, PackedIds, SizesInFlight
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.output_dist import Asked, CommsPrecision, PooledOutput, SequenceOutput
+from meshrec.distributed.output_dist import Asked, PooledOutput, SequenceOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.updates import TableGradient, TableUpdates
@@ -57,15 +58,16 @@ class ShardedTables:
         rules: Sequence[UpdateRule | None],
         input_dist: InputDist,
         sequence: bool,
-        precision: CommsPrecision,
+        wire: WireFormats,
         elsewhere: Sequence[Holdings] = (),
     ) -> None:
         self._env, self._rules = env, distinct(rules)
         work = routing.work[env.shard.rank]
-        self.split = LookupTables(routing, work, split, sequence=sequence, out_dtype=precision.forward)
+        out_dtype = wire.forward.kernel_dtype
+        self.split = LookupTables(routing, work, split, sequence=sequence, out_dtype=out_dtype)
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         self._elsewhere = [
-            LookupTables(routing, other, held, sequence=sequence, out_dtype=precision.forward)
+            LookupTables(routing, other, held, sequence=sequence, out_dtype=out_dtype)
             for other, held in zip(routing.work[1:], elsewhere, strict=False)
         ]
         self._updates = [
@@ -82,7 +84,7 @@ class ShardedTables:
         self.num_changes = 0
         """Updates so far, and other changes of all rows: the same number on every rank."""
         self._input = input_dist
-        self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, precision)
+        self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, wire)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
         """For sequences: the uses in the order of their parts of the result."""
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
@@ -159,7 +161,7 @@ class ShardedTables:
         if step.local_ids is not None:
             local = self._everywhere.sum_of_all(step.arrived.local, step.local_ids, local_grad)
         with phase("gradient") if recorders else OFF:
-            split_grad = step.in_flight.wait().float()
+            split_grad = self._output.finish_grad(step.in_flight, step.asked)
             step.in_flight, sample_grad = None, None
             if step.arrived.wishes.weight_grads:
                 sample_grad = self._sample_weight_grad(step, split_grad, local_grad)
@@ -209,7 +211,7 @@ class ShardedTables:
         if not self.local.is_empty:
             local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
         batches = arrived.message.header[:, 3].tolist()
-        asked = Asked(arrived.source, batches, self.split.block_sizes(ids))
+        asked = Asked(arrived.source, ids, batches, self.split.block_sizes(ids))
         return PendingBatch(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids, elsewhere=[])
 
     def _arrived_in_one_process(self, arrived: Arrived) -> PendingBatch:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed.build import BuildOptions, ModuleParts, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.output_dist import FULL_PRECISION, CommsPrecision
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.from_torch import from_torch
@@ -32,7 +32,8 @@ class _Sharder:
     ) -> None:
         self.optimizer = _spec(fused_params)
         self.tables = None if tables is None else frozenset(tables)
-        self.precision = precision or FULL_PRECISION
+        self.precision = precision or CommsPrecision()
+        self.wire = self.precision.formats
         self.update = _checked(update)
 
     def _built(
@@ -53,7 +54,7 @@ class _Sharder:
             optimizer_tables=self.tables,
             update=self.update or ("on_step" if is_deferred else "in_backward"),
             seed=DEFAULT_SEED if attached is None else attached.seed,
-            precision=self.precision,
+            wire=self.wire,
             bounds_check=module.bounds_check,
             output_dtype=module.output_dtype,
             **kind,
@@ -78,7 +79,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
             with its arguments beside it, such as ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such
             tables get ordinary gradients (a GradScaler for them must be torch's ShardedGradScaler: an
             overflow shows only on the ranks that hold the table).
-        precision: the types that embeddings and their gradients travel in.
+        precision: the wire formats in which embeddings and their gradients travel.
         update: ``"in_backward"``: the backward pass updates tables with an optimizer; ``"on_step"``: it
             collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, and during
             backward where it was not.
