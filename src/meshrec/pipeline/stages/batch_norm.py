@@ -1,8 +1,8 @@
-"""Running statistics of batch normalisation, updated once per batch.
+"""Running statistics of batch normalisation that move once per batch instead of once per split.
 
-In stages a batch normalisation sees splits: it normalises each with the split's own statistics (as every
-pipeline does), and would move its running statistics at every split. Deferred, they move once, by the
-statistics of the whole batch, so that evaluation does not depend on the number of splits.
+In stages a batch normalisation sees splits. It normalises each split with the split's own statistics, as in
+every pipeline. Its running statistics would move at every split; deferred, they move once by the statistics
+of the whole batch, so that evaluation does not depend on the number of splits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """While the block runs, ``modules`` leave their running statistics alone; at its end they move once.
+    """Defer the running statistics of ``modules`` to the end of the block, where they move once.
 
-    With an error inside they stay as they were.
+    If the block raises, they stay as they were.
     """
     sums = [_Sums(module) for module in modules]
     hooks = [own.module.register_forward_pre_hook(own.add) for own in sums]
@@ -33,7 +33,7 @@ def deferred_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Those that keep running statistics and train."""
+    """Return the batch normalisations that are in training mode and keep running statistics."""
     return [
         module
         for module in model.modules()
@@ -42,7 +42,7 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 class _Sums:
-    """Sum, sum of squares [C] and number of values of what a module has seen in a batch."""
+    """Count, sum [C] and sum of squares [C] of the values that a module has seen in a batch."""
 
     def __init__(self, module: _BatchNorm) -> None:
         self.module = module

@@ -1,13 +1,13 @@
-"""The best cut of a model into stages, and a bound on what any cut can reach.
+"""Choice of the best cut of a model into stages, with a bound on what any cut can reach.
 
-With K splits, all alike, a batch takes, for stages that take f_s seconds forward and b_s backward for a split
-and links that take c,
+With K equal splits, and stages that take f_s seconds forward and b_s backward per split over links that take
+c, a batch takes
 
     sum of f + sum of b + 2 * sum of c + (K - 1) * (max(f, c) + max(b, c)):
 
-the first split goes through all stages, and each other one leaves the slowest stage after the one before it
-(Huang et al., "GPipe", 2019). Sums of f and b are the same for every cut, so a cut is judged by its slowest
-stages and its links.
+The first split passes through all stages, and every other one leaves the slowest stage right after the one
+before it (Huang et al., "GPipe", 2019). The sums of f and b are the same for every cut, so cuts differ only
+in their slowest stages and their links.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST_CUTS = 2000
-"""A model with more places to cut than this is cut along the order in which it runs only: all pairs of places
-are looked at, four million take seconds."""
+"""Limit on the number of places to cut. Beyond it a model is cut only along the order in which it runs.
+
+The search looks at all pairs of places, and four million pairs take seconds.
+"""
 
 
 class UnitCost(NamedTuple):
-    """Seconds of a unit for one split."""
+    """Seconds that a unit takes for one split."""
 
     forward: float
     backward: float
@@ -28,10 +30,14 @@ class UnitCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StageChoice:
-    """What was chosen.
+    """The chosen cut and number of splits.
 
-    ``stage_of``: for each unit its stage. ``seconds``: the predicted step. ``bound``: no cut into as many
-    stages takes less, with these splits. ``predicted``: the best step by number of splits.
+    Attributes:
+        stage_of: the stage of each unit.
+        num_splits: the number of splits.
+        seconds: the predicted step.
+        bound: a lower bound for every cut into this number of stages and splits.
+        predicted: the best predicted step by number of splits.
     """
 
     stage_of: list[int]
@@ -42,12 +48,14 @@ class StageChoice:
 
     @property
     def gap(self) -> float:
-        """How far the predicted step may be from the best possible, as a share of the bound."""
+        """Relative distance of the predicted step from the bound."""
         return self.seconds / self.bound - 1.0
 
 
 class StageCut(NamedTuple):
-    """An assignment of units to stages, and its seconds. ``is_best``: all others were looked at."""
+    """An assignment of units to stages, and its seconds. ``is_best``: the search compared it with every other
+    cut.
+    """
 
     stage_of: list[int]
     seconds: float
@@ -55,7 +63,7 @@ class StageCut(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    """The slowest stage and link so far, and the links' sum; ``places``: where stages ended."""
+    """Slowest stage and link of the first stages, the sum of their links, and the places where they end."""
 
     forward: float
     backward: float
@@ -70,19 +78,20 @@ def best_cut(
     num_splits: int,
     links: "dict[int, float] | None" = None,
 ) -> StageCut:
-    """The fastest of all assignments of units to stages in which no unit needs a later stage.
+    """Return the fastest assignment of units to stages in which no unit needs a later stage.
 
-    A place to cut is a set of units that need nothing outside it (as bits). Dynamic programming over places
-    keeps, for each, every choice that no other beats in slowest stage forward, backward, and links.
+    A place to cut is a set of units, as bits, that needs nothing outside it. Dynamic programming over places
+    keeps, for each place, every choice that no other choice beats in slowest forward stage, slowest backward
+    stage and links.
 
     Args:
-        costs: of the units, in an order in which they can run.
-        needs: for each unit those whose results it reads.
-        num_stages, num_splits: n and K.
-        links: seconds by place; a place that is not there costs nothing.
+        costs: costs of the units, in an order in which they can run.
+        needs: for each unit the units whose results it reads.
+        num_stages, num_splits: the numbers of stages n and of splits K.
+        links: seconds of the link at each place; a missing place costs nothing.
 
     Raises:
-        ValueError: for more stages than units.
+        ValueError: there are more stages than units.
     """
     if num_stages > len(costs):
         raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
@@ -122,8 +131,11 @@ def best_cut(
 
 
 def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
-    """No cut takes less than that: ``cut``, of ``best_cut``, where it is the best of all; else what the
-    slowest stage takes at least, which has its share of the work and some unit as large as the largest."""
+    """Return a lower bound on the seconds of any cut.
+
+    It is the time of ``cut`` from `best_cut` if that is the best of all. Otherwise the slowest stage takes at
+    least its share of the work, and at least as long as the largest unit.
+    """
     if cut.is_best:
         return cut.seconds
 
@@ -143,8 +155,10 @@ def _unbeaten(parts: Sequence[_Prefix]) -> list[_Prefix]:
 
 
 def places_of(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
-    """All sets of units that need nothing outside, from none to all, and True; where these are too many,
-    those along the order of units, and False."""
+    """Return all places to cut, from none to all units, and True.
+
+    If there are too many, return those along the order of the units, and False.
+    """
     masks = [sum(1 << n for n in own) for own in needs]
     found = {0}
     waiting = [0]

@@ -1,9 +1,9 @@
-"""Which parallelism for the dense part: copies on all ranks, parameters split over them, or stages.
+"""Predicted step of each layout of the dense part: replicas, sharded parameters, or stages.
 
-Compute is measured on this machine, at the sizes that a rank would see; an exchange is latency plus bytes
-over the bandwidth of a link of the hardware's profile. What DistributedDataParallel hides behind the backward
-pass, and stages behind each other, is found by going through the step. Tables are the planner's concern and
-count nothing here.
+Computation is measured on this machine at the sizes that a rank would see. An exchange takes the latency plus
+bytes over bandwidth of a link of the hardware profile. What DistributedDataParallel hides behind the backward
+pass, and what stages hide behind each other, follows from a simulation of the step. Tables are the planner's
+concern and cost nothing here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,16 +27,21 @@ from meshrec.sparse import KeyedJaggedTensor
 
 _STEPS = ("forward", "backward")
 MESSAGE_SECONDS = 5e-4
-"""What a split costs a stage on a rank, each way, to send and to take a message: processor time of its
-thread, seen with splits that hold next to nothing."""
+"""Processor time of a stage's thread on a rank to send or receive one split, in each direction.
+
+Measured with splits that hold next to nothing.
+"""
 # Of DistributedDataParallel, which sends the first bucket early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 class DenseLayout(NamedTuple):
-    """A way to run the dense part. ``seconds``: of a step, in which the busiest rank computes for ``compute``
-    and exchanges take ``exchange``, partly at the same time. ``cuts``, ``split_size``: of stages, as
-    `StagedOverRanks` takes them; no cuts where names of submodules cannot tell them."""
+    """A layout of the dense part with its predicted step.
+
+    ``seconds`` is the step. In it the busiest rank computes for ``compute`` seconds, and exchanges take
+    ``exchange`` seconds, partly at the same time. ``cuts`` and ``split_size`` are arguments of
+    `StagedOverRanks`; ``cuts`` is empty if names of submodules cannot express the cut.
+    """
 
     name: str
     compute: float
@@ -48,7 +53,9 @@ class DenseLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class _Problem:
-    """A model and what runs it. ``parameters``: bytes by unit; ``values``: bytes of a sample's values."""
+    """A model and the machine to run it. ``parameters``: bytes per unit; ``values``: bytes per sample of each
+    value.
+    """
 
     traced: Traced
     programs: list[PartProgram]
@@ -63,16 +70,16 @@ class _Problem:
 def layouts(
     model: nn.Module, dense: Tensor, sparse: KeyedJaggedTensor, *, world_size: int, link: Link
 ) -> list[DenseLayout]:
-    """All layouts of a model called as ``model(dense, sparse)``, the fastest first.
+    """Return all layouts of a model that is called as ``model(dense, sparse)``, fastest first.
 
     Args:
-        model: its tables may be on ``meta``.
+        model: the model; its tables may be on ``meta``.
         dense, sparse: a global batch, [B, ...].
-        world_size: ranks.
-        link: between them.
+        world_size: number of ranks.
+        link: link between the ranks.
 
     Raises:
-        ValueError: for a batch with fewer samples than ranks, and a model that cannot be traced.
+        ValueError: the batch has fewer samples than there are ranks, or the model cannot be traced.
     """
     batch = dense.shape[0]
     if batch < world_size:
@@ -130,7 +137,10 @@ def _unstaged(problem: _Problem) -> list[DenseLayout]:
 
 
 def _left_over(problem: _Problem, costs: Sequence[UnitCost]) -> float:
-    """What DistributedDataParallel's buckets, which leave as they are full, take after the backward pass."""
+    """Return the time that DistributedDataParallel's gradient buckets take after the backward pass.
+
+    A bucket leaves as soon as it is full.
+    """
     ranks, link = problem.world_size, problem.link
     now = free = arrival = filled = 0.0
     most = _FIRST_BUCKET
@@ -146,7 +156,7 @@ def _left_over(problem: _Problem, costs: Sequence[UnitCost]) -> float:
 
 
 def _staged(problem: _Problem, num_stages: int) -> DenseLayout:
-    """The best number of splits and the best cut for it."""
+    """Return the layout with the best number of splits and its best cut."""
     lanes = problem.world_size // num_stages
     own = problem.batch // lanes
     found = [_cut(problem, num_stages, k, own, lanes) for k in (1, *CANDIDATES) if k <= own]
@@ -185,13 +195,13 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, own: int, lanes: i
 def simulated(
     stages: Sequence[UnitCost], transfers: Sequence[float], latency: float, num_splits: int
 ) -> float:
-    """Seconds from the first split's forward pass to the last one's backward, by going through `schedule`.
+    """Simulate `schedule`; return the seconds from the first forward to the last backward pass.
 
     Args:
-        stages: seconds of each for a split.
-        transfers: seconds that a split takes a link, each way, from each stage to the next.
-        latency: of the links, beside that.
-        num_splits: K.
+        stages: seconds of each stage for one split.
+        transfers: seconds that a split occupies the link from each stage to the next, in each direction.
+        latency: latency of the links, in addition.
+        num_splits: the number of splits K.
     """
     count = len(stages)
     waiting = [
@@ -220,7 +230,7 @@ def simulated(
 
 
 def _costs(problem: _Problem, own: int, num_splits: int) -> list[UnitCost]:
-    """Of each unit for one of the splits of ``own`` samples; tables cost nothing."""
+    """Measure each unit for one of the splits of ``own`` samples. Tables cost nothing."""
     taken = problem.taken
     if own < problem.batch:
         sizes = [own, problem.batch - own]
@@ -233,7 +243,7 @@ def _costs(problem: _Problem, own: int, num_splits: int) -> list[UnitCost]:
 
 
 def _crossing(problem: _Problem, place: int) -> float:
-    """Bytes per sample of the values that are made inside a place and taken outside."""
+    """Return the bytes per sample of the values that are made inside a place and read outside it."""
     made: set[str] = set()
     taken: set[str] = set()
     for unit, own in enumerate(problem.programs):
@@ -245,7 +255,7 @@ def _crossing(problem: _Problem, place: int) -> float:
 
 
 def _all_reduce(num_bytes: float, ranks: int, link: Link) -> float:
-    """2 (n - 1) / n times the bytes, as `Link.all_reduce` counts."""
+    """Return the time of a ring all-reduce: 2 (n - 1) / n times the bytes, as `Link.all_reduce` counts."""
     return 0.0 if ranks == 1 else link.latency + 2 * (ranks - 1) / ranks * num_bytes / link.all_reduce
 
 
@@ -255,7 +265,7 @@ def _num_bytes(value: Any) -> int:
 
 @contextmanager
 def _tables_of_one_row(model: nn.Module) -> Iterator[None]:
-    """While the block runs, tables of one row are in the place of the model's."""
+    """Replace the model's tables by tables of one row while the block runs."""
     found = {
         path: child
         for path, child in model.named_modules()

@@ -1,4 +1,4 @@
-"""How values get from one stage to another."""
+"""Links that carry values from one stage to another."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,26 +10,29 @@ from torch.utils import _pytree as pytree
 
 
 class StageLink(ABC):
-    """Carries values between stages; each pair of stages has a carrier for each direction, which works beside
-    the stages."""
+    """Carries values between stages. Each pair of stages has one carrier thread per direction, beside the
+    stages.
+    """
 
     @abstractmethod
     def ready(self, value: Any) -> Any:
-        """Called by the stage that made ``value``: what the carrier has to know to begin."""
+        """Return what the carrier needs before it can begin. Called by the stage that made ``value``."""
 
     @abstractmethod
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
-        """Called by the carrier. Gives what the stage at the other end calls to have the value."""
+        """Carry ``value``; return a function that the receiving stage calls to get it. Called by the
+        carrier.
+        """
 
 
 class DeviceLink(StageLink):
-    """Copies to another device: on CUDA on a stream of its own, so that kernels go on meanwhile."""
+    """Copies values to another device; on CUDA on a separate stream, so that kernels go on meanwhile."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def ready(self, value: Any) -> torch.cuda.Event | None:
-        """An event after what the stage has asked its device to compute."""
+        """Return an event after the kernels that the stage has launched."""
         if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(value)):
             event = torch.cuda.Event()
             event.record()
@@ -37,7 +40,7 @@ class DeviceLink(StageLink):
         return None
 
     def carry(self, value: Any, ready: Any, destination: torch.device) -> Callable[[], Any]:
-        """The copy; on CUDA the stage's stream waits for it, not the stage."""
+        """Copy the value. On CUDA the receiving stage's stream waits for the copy; its thread does not."""
         if destination.type != "cuda":
             if ready is not None:
                 ready.synchronize()

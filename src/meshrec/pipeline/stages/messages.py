@@ -1,4 +1,4 @@
-"""What stages on several ranks say to each other: values of splits, their gradients, and that one failed."""
+"""Messages between stages on several ranks: values of splits, their gradients, and failures."""
 
 import pickle
 from collections.abc import Iterable
@@ -13,11 +13,13 @@ from meshrec.pipeline.stages.programs import StageProgram, Staging
 from meshrec.pipeline.stages.running import Exchange, Gradients
 
 _HEADER_BYTES = 2048
-"""A header that fits goes in one message: enough for the forms of some twenty tensors."""
+"""Size of a message header. It holds the shapes and dtypes of about twenty tensors; longer ones need a second
+message.
+"""
 
 
 class Message(NamedTuple):
-    """One value, or its gradients, of one split. ``source`` made the value, ``destination`` took it."""
+    """A value of one split, or its gradients. ``source`` made the value, ``destination`` uses it."""
 
     kind: Literal["value", "gradient"]
     name: str
@@ -27,8 +29,11 @@ class Message(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """``error``: what went wrong at the sender, instead of a value. ``leaves``: shape, dtype and whether a
-    gradient is wanted of each tensor; other leaves as they are."""
+    """Header of a message.
+
+    ``error`` is the sender's failure, in place of a value. ``leaves`` has shape, dtype and requires_grad of
+    each tensor, and other leaves as they are.
+    """
 
     error: str | None
     spec: Any
@@ -42,14 +47,14 @@ class _TensorForm(NamedTuple):
 
 
 class ElsewhereError(RuntimeError):
-    """Another stage failed; its text says which and why."""
+    """Failure of another stage. The message says which stage, and why."""
 
 
 class RankExchange(Exchange):
     """Point-to-point messages on a process group whose ranks are the stages.
 
-    Every message that the schedule asks for is sent, whatever happens: after ``fail`` it says why there is no
-    value. So nobody waits in vain, and the next batch finds nothing left over.
+    Every message of the schedule is sent, whatever happens: after a failure it says why there is no value.
+    Therefore no rank waits in vain, and the next batch finds no old message.
     """
 
     def __init__(self, group: dist.ProcessGroup, names: Iterable[str]) -> None:
@@ -60,37 +65,36 @@ class RankExchange(Exchange):
         self.error: str | None = None
 
     def begin(self) -> None:
-        """A new batch."""
+        """Start a new batch."""
         self._done.clear()
         self.error = None
 
     def finish(self) -> None:
-        """Waits until everything has been sent."""
+        """Wait until everything has been sent."""
         for work, _ in self._sends:
             if work is not None:
                 work.wait()
         self._sends.clear()
 
     def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        """A value."""
         self._put(Message("value", name, k, source, destination), value)
 
     def get(self, name: str, k: int, source: int, destination: int) -> Any:
-        """The value."""
         return self._get(Message("value", name, k, source, destination))
 
     def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
-        """Gradients, back to ``source``."""
         self._put(Message("gradient", name, k, source, destination), gradients)
 
     def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
-        """The gradients."""
         found: Gradients = self._get(Message("gradient", name, k, source, destination))
         return found
 
     def settle(self, messages: Iterable[tuple[Message, bool]]) -> None:
-        """After a failure: sends ``error`` in place of what is still owed, and takes what is still coming.
-        With each message: whether it is one to send."""
+        """Complete the schedule's messages after a failure.
+
+        Send ``error`` in place of every message still to send, and receive every message still to come. Each
+        entry of ``messages`` says whether this rank sends it.
+        """
         for message, is_own in messages:
             if message in self._done:
                 continue
@@ -174,8 +178,10 @@ class RankExchange(Exchange):
 def messages_of(
     staging: Staging, stage: StageProgram, action: str, k: int, carried: Iterable[str], generator: str | None
 ) -> list[tuple[Message, bool]]:
-    """All messages of what a stage does: "tables", "forward" and "backward" of a split, "collect"
-    (``k``: the number of splits where it is for all). With each whether this stage sends it.
+    """Return all messages of one action of a stage, each with whether this stage sends it.
+
+    ``action`` is "tables", "forward", "backward" or "collect". ``k`` is the split, or the number of splits
+    for actions on the whole batch.
     """
     makers, users, own = staging.makers(), staging.users(), stage.index
     last = len(staging.stages) - 1

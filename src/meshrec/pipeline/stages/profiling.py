@@ -1,4 +1,4 @@
-"""Measures the units of a model at several split sizes, and chooses cuts and split size by what it saw."""
+"""Measurement of a model's units at several split sizes, and the choice of cuts and split size."""
 
 import statistics
 import threading
@@ -18,13 +18,20 @@ from meshrec.pipeline.stages.samples import split, split_sizes
 from meshrec.pipeline.stages.tracing import PartProgram, Traced
 
 CANDIDATES = (2, 4, 8, 16, 32, 64)
-"""Numbers of splits that are tried: more than 64 leave a bubble of a 64th at most, less than noise."""
+"""Numbers of splits to try. More than 64 would save less than a 64th of the step, which is below the
+noise.
+"""
 _REPEATS = 3
 _IN_FLIGHT = 4
-"""Splits whose results are kept while a stage is measured: no split finds the memory of the one before."""
+"""Number of splits whose results are kept while a stage is measured, so that none reuses the memory of the
+previous one.
+"""
 EXCHANGE_SECONDS = 1e-4
-"""What a split costs a stage beside its operations (futures, detached tensors): seen on several machines; it
-decides only where splits are of this size."""
+"""Time that a split costs a stage beside its operations (futures, detached tensors), seen on several
+machines.
+
+It matters only if splits take about as long as this.
+"""
 
 
 def choose_for(
@@ -37,9 +44,10 @@ def choose_for(
     split_size: int | Literal["auto"],
     num_threads: int,
 ) -> StageChoice:
-    """Measures the units on a batch, and chooses what is not given: the stages, the number of splits.
+    """Measure the units on a batch, and choose the stages or the number of splits, whichever is not given.
 
-    The model's buffers and torch's random numbers are as before; tables are looked up, not updated.
+    The model's buffers and torch's random number generator are restored. Tables are looked up, but not
+    updated.
     """
     fixed = None if staging is None else staging.stage_of
     if split_size == "auto":
@@ -76,7 +84,7 @@ def choose_for(
 
 
 class _Measured(NamedTuple):
-    """The best cut for a number of splits; ``bound``: no cut takes less."""
+    """The best cut for a number of splits. ``bound``: no cut takes less."""
 
     stage_of: list[int]
     seconds: float
@@ -91,8 +99,10 @@ def measured(
     num_splits: int,
     num_workers: int,
 ) -> list[UnitCost]:
-    """Seconds of each unit for one of ``num_splits``. All workers measure at once, as they will share the
-    memory later. A unit that works on the whole batch counts as if it were spread over the splits.
+    """Measure the seconds of each unit for one of ``num_splits``.
+
+    All workers measure at the same time, because they will share the memory bandwidth later. The cost of a
+    unit that works on the whole batch is divided by the number of splits.
     """
     sizes = split_sizes(batch, -(-batch // num_splits))
 
@@ -110,7 +120,7 @@ def measured(
 def measured_stages(
     staging: Staging, taken: Mapping[str, Any], batch: int, num_splits: int
 ) -> list[UnitCost]:
-    """Seconds of each stage for one of ``num_splits``, all stages at work at once."""
+    """Measure the seconds of each stage for one of ``num_splits``, with all stages at work."""
     sizes = split_sizes(batch, -(-batch // num_splits))
     values: dict[str, Any] = {}
     whole = [UnitCost(0.0, 0.0)] * len(staging.stages)
@@ -139,7 +149,7 @@ def measured_stages(
 
 
 def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) -> UnitCost:
-    """The mean of ``depth`` splits: forward one after the other, backward the last first."""
+    """Return the mean of ``depth`` splits: forward one after the other, then backward in reverse order."""
     kept = []
     forward = backward = 0.0
     for _ in range(depth):
@@ -168,7 +178,7 @@ def _measure_backward(program: PartProgram, inputs: Sequence[Any], results: Sequ
 def _arguments(
     program: PartProgram, taken: Mapping[str, Any], sizes: Sequence[int], values: Mapping[str, Any]
 ) -> list[Any]:
-    """Of the first split: from the batch, or what the parts before made of theirs."""
+    """Return the arguments of the first split: from the batch, or from the results of earlier parts."""
     return [
         values[name] if name in values else split(taken[name], sizes, f"the input {name!r}")[0]
         for name in program.takes
@@ -176,7 +186,7 @@ def _arguments(
 
 
 def _inputs(arguments: Sequence[Any]) -> list[Any]:
-    """StageCut off from what made them."""
+    """Detach the arguments from the graph that made them."""
     return [pytree.tree_map(_as_input, argument) for argument in arguments]
 
 
@@ -204,7 +214,7 @@ def _measure(
 
 
 def _add(gradients: Sequence[Tensor | None]) -> None:
-    """What adding up the gradients of splits takes."""
+    """Add each gradient to itself, which costs as much as accumulating the gradients of splits."""
     for gradient in gradients:
         if gradient is not None:
             gradient += gradient
@@ -238,7 +248,7 @@ def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:
 
 
 def seconds_of(costs: Sequence[UnitCost], stage_of: Sequence[int], num_splits: int) -> float:
-    """A step of given stages, see ``choosing``."""
+    """Return the seconds of a step with given stages; the formula is in `choosing`."""
     stages = range(max(stage_of) + 1)
     forward = [sum(c.forward for c, s in zip(costs, stage_of, strict=True) if s == stage) for stage in stages]
     backward = [

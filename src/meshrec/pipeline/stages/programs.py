@@ -1,4 +1,4 @@
-"""Units assigned to stages, and the program of each stage."""
+"""Assignment of units to stages, and the program of each stage."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from meshrec.pipeline.stages.tracing import PartProgram, Traced, path_of
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What a stage does. ``whole``: once per batch, before the splits; ``split``: for every split."""
+    """The program of a stage. ``whole`` runs once per batch before the splits; ``split`` runs for every
+    split.
+    """
 
     index: int
     name: str
@@ -21,19 +23,21 @@ class StageProgram:
 
 
 class Staging(NamedTuple):
-    """The stages of a model; ``stage_of``: for each unit its stage; ``output``: what the model returns."""
+    """The stages of a model. ``stage_of``: the stage of each unit; ``output``: the node that the model
+    returns.
+    """
 
     stages: list[StageProgram]
     stage_of: list[int]
     output: fx.Node
 
     def makers(self) -> dict[str, int]:
-        """The stage that makes each value; those of the batch are in none."""
+        """Return the stage that makes each value. Values of the batch are not included."""
         programs = [(stage.index, p) for stage in self.stages for p in (stage.whole, stage.split) if p]
         return {name: index for index, program in programs for name in program.gives}
 
     def users(self) -> dict[str, list[int]]:
-        """For each value the other stages that take it."""
+        """Return for each value the other stages that read it."""
         makers = self.makers()
         found: dict[str, list[int]] = {}
         for stage in self.stages:
@@ -44,11 +48,12 @@ class Staging(NamedTuple):
 
 
 def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
-    """For each unit its stage: a new one begins at the first unit of each submodule that ``cuts`` names.
+    """Return the stage of each unit, where a new stage begins at the first unit of each submodule in
+    ``cuts``.
 
     Raises:
-        ValueError: for a name that is no submodule, that holds nothing that runs, or that begins where a
-            stage has begun already; and for names that are not in the order in which the model runs.
+        ValueError: a name is no submodule, holds nothing that runs, or begins where a stage already begins;
+            or the names are not in the order in which the model runs.
     """
     firsts = []
     for cut in cuts:
@@ -76,7 +81,7 @@ def at_cuts(traced: Traced, cuts: Sequence[str]) -> list[int]:
 
 
 def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
-    """The cuts that `at_cuts` turns into these stages; none where no names do."""
+    """Return the cuts that `at_cuts` turns into these stages; an empty list if no names do."""
     firsts = [next(u for u in traced.units if stage_of[u.index] == s) for s in range(1, max(stage_of) + 1)]
     cuts = [next((path for path in map(path_of, unit.nodes) if path), "") for unit in firsts]
     try:
@@ -86,10 +91,10 @@ def names_of(traced: Traced, stage_of: Sequence[int]) -> list[str]:
 
 
 def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
-    """The programs of an assignment of units to stages: no unit may read what a later stage makes.
+    """Build the programs of an assignment of units to stages. No unit may read what a later stage makes.
 
     Raises:
-        ValueError: where stages share a module with parameters.
+        ValueError: stages share a module with parameters.
     """
     num_stages = max(stage_of) + 1
     for unit in traced.units:
@@ -117,7 +122,7 @@ def stage_programs(traced: Traced, stage_of: Sequence[int]) -> Staging:
 
 
 def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> PartProgram:
-    """The nodes as a program of their own; ``final``: those that the model returns."""
+    """Build a program from some nodes; ``final``: the nodes that the model returns."""
     own = set(nodes)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

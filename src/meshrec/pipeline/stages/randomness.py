@@ -1,8 +1,8 @@
-"""Random numbers that do not depend on which stage draws first: each split has a generator of its own.
+"""Random numbers that do not depend on which stage draws first: each split has its own generator.
 
-Stages work at the same time, so draws from torch's one generator would come in any order. Instead a split
-carries its generator from stage to stage: its draws are those that the model without stages makes on the
-split's samples after ``torch.manual_seed(seed)``.
+Stages work at the same time, so draws from torch's global generator would come in any order. Instead a
+generator travels with each split from stage to stage. Its draws are those that the unstaged model makes on
+the split's samples after ``torch.manual_seed(seed)``.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SplitRandomness(TorchDispatchMode):
-    """Has random operations draw from ``generator``; ``drew``: whether any did."""
+    """Makes random operations draw from ``generator``. ``drew``: whether any operation did."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,10 +33,10 @@ class SplitRandomness(TorchDispatchMode):
 
 
 def _with_generator(func: Any) -> Any:
-    """The overload of ``func`` that takes a generator.
+    """Return the overload of ``func`` that takes a generator.
 
     Raises:
-        RuntimeError: where there is none, as for fused dropout.
+        RuntimeError: there is none, as for fused dropout.
     """
     packet = func.overloadpacket
     name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"

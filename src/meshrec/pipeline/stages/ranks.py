@@ -1,4 +1,4 @@
-"""Stages over ranks: the mesh's ``stage`` axis, beside ``replicate`` and ``shard``."""
+"""Stages over ranks: the ``stage`` axis of a mesh, beside ``replicate`` and ``shard``."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,20 +34,21 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class StepResult(NamedTuple):
-    """``loss``: of the lane's batch, on all its stages. ``output``: what the model gave, detached; None but
-    on the last stage."""
+    """Result of a step. ``loss``: of the lane's batch, on all its stages. ``output``: the model's detached
+    output, on the last stage only.
+    """
 
     loss: Tensor
     output: Any
 
 
 class StagedOverRanks(nn.Module):
-    """A model whose stages are on different ranks; each stage may be sharded and replicated in turn.
+    """A model whose stages are on different ranks. Each stage may itself be sharded and replicated.
 
-    The ranks of the ``stage`` axis with the same other coordinates are a lane: they share a batch, of which
-    every rank is given the whole, and takes what its stage reads. ``step`` runs a batch, one split forward
-    and one backward in turn (1F1B: Narayanan et al., "PipeDream", 2019), after which the parameters have the
-    gradients of the mean loss over all lanes, and tables are updated::
+    Ranks of the ``stage`` axis with equal other coordinates form a lane. A lane shares a batch: every rank of
+    it gets the whole batch, and reads what its stage needs. ``step`` runs a batch with one forward and one
+    backward split in turn (1F1B: Narayanan et al., "PipeDream", 2019). Afterwards the parameters have the
+    gradients of the mean loss over all lanes, and the tables are updated::
 
         staged = StagedOverRanks(model, mesh=mesh, cuts=["over_arch"], split_size=512, criterion=loss)
         optimizer = torch.optim.Adam(staged.dense_param_groups())
@@ -56,23 +57,24 @@ class StagedOverRanks(nn.Module):
             loss, _ = staged.step(batch, target=target)
             optimizer.step()
 
-    A rank holds the parameters of its stage, by the names of the model.
+    A rank holds the parameters of its stage, under the names of the model.
 
     Args:
-        model: built alike on all ranks (same seed).
-        mesh: with an axis ``stage``; its other axes are those of `ShardingEnv.from_mesh`, and what is beside
-            ``stage`` is what DistributedModelParallel does with the stage: ``shard`` splits its tables,
-            ``replicate`` copies.
-        cuts: the submodules at which a new stage begins: one fewer than the ``stage`` axis has ranks.
-        split_size: samples per split; the last one has the rest.
-        criterion: (result, target) -> mean loss over samples. None: the model gives the loss, alone or first
-            in a tuple.
-        plan, sharders, dense, dense_options: as DistributedModelParallel takes them; of the plan a stage
-            takes what is about its tables.
+        model: the model, built alike on all ranks (same seed).
+        mesh: mesh with an axis ``stage``. Its other axes are those of `ShardingEnv.from_mesh`, and apply to
+            each stage as in DistributedModelParallel: ``shard`` splits the stage's tables, ``replicate``
+            replicates them.
+        cuts: names of the submodules at which a new stage begins: one fewer than the ``stage`` axis has
+            ranks.
+        split_size: samples per split; the last split has the rest.
+        criterion: maps (result, target) to the mean loss over samples. None: the model returns the loss,
+            alone or first in a tuple.
+        plan, sharders, dense, dense_options: as for DistributedModelParallel. A stage uses the part of the
+            plan that is about its tables.
         deferred_batch_norm: see `Staged`.
 
     Raises:
-        ValueError: as `Staged`, and where the number of cuts does not fit the mesh.
+        ValueError: as for `Staged`, or the number of cuts does not fit the mesh.
     """
 
     holds_part = True  # of the model's names; checkpoints put the ranks' together
@@ -131,54 +133,59 @@ class StagedOverRanks(nn.Module):
         self.timeline = Timeline()
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
-        """A batch of this lane forward and backward. Collective over the mesh.
+        """Run a batch of this lane forward and backward. Collective over the mesh.
 
         Raises:
-            ValueError: for a batch that cannot be cut by samples, before anything runs.
-            StageError: on every rank, where a stage of any lane raises; names stage and split. Tables are as
-                before; clear the gradients, and the next step works.
+            ValueError: the batch cannot be split by samples; raised before anything runs.
+            StageError: a stage of some lane failed; raised on every rank, with the stage and the split.
+                Tables are unchanged. Clear the gradients, and the next step works.
         """
         return self._run(args, kwargs, target, train=True)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
-        """A batch forward only, without gradients. Collective over the mesh."""
+        """Run a batch forward only, without gradients. Collective over the mesh."""
         return self._run(args, kwargs, target, train=False)
 
     @property
     def stage(self) -> int:
-        """Which stage this rank is."""
+        """Index of this rank's stage."""
         return self._stage.index
 
     @property
     def fused_optimizer(self) -> Any:
-        """Of the tables of this stage, see DistributedModelParallel."""
+        """Fused optimizer of this stage's tables, see DistributedModelParallel."""
         return self.part.fused_optimizer
 
     def dense_param_groups(self) -> list[dict[str, Any]]:
-        """What an optimizer of this rank has to step, all but the tables, as torch's optimizers take it: one
-        group, which a stage that has tables only leaves empty."""
+        """Return the parameter groups for this rank's dense optimizer: all parameters except the tables, in
+        one group.
+
+        The group is empty on a stage that has only tables.
+        """
         tables = {p for module in self.part.sharded_modules.values() for p in module.parameters()}
         return [{"params": [p for p in self.part.parameters() if p not in tables]}]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this stage, by the names of the model."""
+        """Yield the parameters of this stage under the names of the model."""
         return self.part.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Those of this stage, by the names of the model."""
+        """Yield the buffers of this stage under the names of the model."""
         return self.part.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Of this stage, by the names of the model: the stages' together are the model's."""
+        """Return the state of this stage under the names of the model. The states of all stages make up the
+        model's.
+        """
         return self.part.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads this stage's part of what may be the whole model's state."""
+        """Load this stage's part of a state dict, which may be that of the whole model."""
         own = self.part.state_dict()
         return self.part.load_state_dict({k: v for k, v in state_dict.items() if k in own}, *args, **kwargs)
 
@@ -237,7 +244,7 @@ class _Step:
         )
 
     def run(self) -> None:
-        """All that the schedule asks for; StageError on every rank where it fails on one."""
+        """Run the whole schedule. Raises StageError on every rank if it fails on one."""
         owner, exchange, num_splits = self._owner, self._owner._exchange, self.stage_run.num_splits
         index, num_stages = owner._stage.index, len(owner._staging.stages)
         cause: BaseException | None = None
@@ -268,7 +275,7 @@ class _Step:
             self.stage_run.tables_backward()
 
     def loss(self) -> Tensor | None:
-        """The mean over the batch; None but on the last stage, or without a criterion's loss."""
+        """Return the mean loss over the batch; None except on the last stage."""
         if not self._losses:
             return None
         sizes = self._inputs.sizes
@@ -277,7 +284,7 @@ class _Step:
         ).sum()
 
     def output(self) -> Any:
-        """What the model gave, put together."""
+        """Return the model's output for the whole batch."""
         return join(self._outputs, self._inputs.sizes) if self._outputs else None
 
     def _do(self, action: str, k: int) -> None:
@@ -294,7 +301,9 @@ class _Step:
             run.collect()
 
     def _judge(self, k: int) -> None:
-        """The loss of a split, and its gradient with respect to what the stages returned."""
+        """Compute the loss of a split, and its gradient with respect to the values that the stages
+        returned.
+        """
         staging, results = self._owner._staging, self.stage_run.results
         made = {n.name for n in staging.output.all_input_nodes if (n.name, k) in results}
         leaves: dict[str, list[Any]] = {}
@@ -345,7 +354,7 @@ class _Step:
         return loss
 
     def _raise_together(self, cause: BaseException | None) -> None:
-        """Collective over all ranks."""
+        """Raise the first failure on all ranks. Collective."""
         error, everyone = self._owner._exchange.error, self._owner._everyone
         if not _largest(int(error is not None), everyone):
             return
@@ -356,7 +365,8 @@ class _Step:
 
 
 def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> list[tuple[str, int]]:
-    """What a stage does, in order; the number is that of the split, or for "tables" how many there are.
+    """Return the actions of a stage in order, each with its split, or with the number of splits for the whole
+    batch.
 
     "agree" comes before the last backward pass, in which gradients are exchanged with other lanes.
     """
@@ -371,7 +381,9 @@ def schedule(index: int, num_stages: int, num_splits: int, *, train: bool) -> li
 
 
 class StagePart(nn.Module):
-    """What a stage holds of the model, at the same places; called with "whole" or "split" it runs that."""
+    """The submodules that a stage holds, at their places in the model. It runs the program "whole" or
+    "split".
+    """
 
     def __init__(self, model: nn.Module, stage: StageProgram) -> None:
         super().__init__()
@@ -385,7 +397,7 @@ class StagePart(nn.Module):
                     _adopt(self, model, str(node.target))
 
     def forward(self, which: str, *arguments: Any) -> Any:
-        """The values that the program gives."""
+        """Return the values that the program gives."""
         # The generated code looks submodules up by their names: here those that were put in their place.
         return type(self._programs[which].module).forward(self, *arguments)
 
@@ -412,8 +424,10 @@ def _has(part: nn.Module, path: str) -> bool:
 
 
 class _PartCaller(Caller):
-    """Runs a stage's part, whose dense parameters are data-parallel over lanes: gradients are exchanged in
-    the backward pass of the last split, and only there."""
+    """Runs a stage's part, whose dense parameters are replicated over lanes.
+
+    Gradients are exchanged in the backward pass of the last split, and only there.
+    """
 
     direct = True
 
@@ -421,18 +435,18 @@ class _PartCaller(Caller):
         self._part = part
 
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """What the program gives."""
+        """Return the values that the program gives."""
         wrapped = self._part._dmp_wrapped_module
         with wrapped.no_sync() if isinstance(wrapped, nn.parallel.DistributedDataParallel) else nullcontext():
             results: Sequence[Any] = self._part(which, *arguments)
         return results
 
     def parameters(self) -> list[nn.Parameter]:
-        """None to add up: backward passes do."""
+        """Return no parameters: backward passes accumulate their gradients."""
         return []
 
     def before_backward(self, *, last: bool) -> None:
-        """Switches the exchange on for the last split."""
+        """Switch the gradient exchange on for the last split."""
         wrapped: Any = self._part._dmp_wrapped_module
         if isinstance(wrapped, nn.parallel.DistributedDataParallel):
             if last:
@@ -451,7 +465,7 @@ def _largest(number: int, group: dist.ProcessGroup | None) -> int:
 
 
 def _shared_seed(group: dist.ProcessGroup) -> int:
-    """One seed for all stages of a lane."""
+    """Return one seed for all stages of a lane."""
     seed = torch.empty((), dtype=torch.int64).random_()
     dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
     return int(seed)

@@ -1,4 +1,4 @@
-"""What the stages did in a batch, as one HTML page."""
+"""HTML page about the last batch of the stages."""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,17 @@ from meshrec.reports.page import to_page
 
 
 def write_report(staged: Staged, path: str | Path) -> None:
-    """Writes the page of the last batch: its timeline, how busy stages were, predicted beside measured.
+    """Write the page of the last batch: its timeline, how busy the stages were, and predicted beside measured
+    time.
 
     Raises:
-        ValueError: there was no batch yet.
+        ValueError: no batch has run.
     """
     Path(path).write_text(to_page("stages.js", report_data(staged)), encoding="utf-8")
 
 
 def report_data(staged: Staged) -> dict[str, Any]:
-    """All that the page shows, as plain JSON types."""
+    """Return the contents of the page as plain JSON types."""
     events = staged.timeline.events
     if not events:
         raise ValueError("the stages have run no batch. Train one, then write the report.")

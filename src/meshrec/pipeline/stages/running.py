@@ -1,7 +1,8 @@
-"""What a stage does with a batch: forward and backward of each split, and of its tables.
+"""The work of one stage on a batch: forward and backward of each split, and of its tables.
 
-Between stages the graph of autograd is cut: a stage gets detached values, and later sends back their
-gradients. How values travel, and in which order a stage works, is for `threads` (one process) and `ranks`.
+The autograd graph is cut between stages: a stage receives detached values, and later sends back their
+gradients. How values travel, and in which order a stage works, is decided in `threads` (one process) and
+`ranks`.
 """
 
 import time
@@ -21,38 +22,40 @@ from meshrec.pipeline.stages.samples import split
 from meshrec.pipeline.stages.timeline import Kind, Timeline
 
 Gradients = list[Tensor | None]
-"""Of the leaves of a value."""
+"""Gradients of the leaves of a value."""
 
 
 GENERATOR = "random numbers"
 
 
 class StageError(RuntimeError):
-    """A stage raised; its message names stage and split, ``__cause__`` is what it raised."""
+    """Failure of a stage. The message names the stage and the split; ``__cause__`` is the original error."""
 
 
 class Exchange(ABC):
-    """Carries the values of splits from the stage that makes them to those that take them; gradients back."""
+    """Carries the values of splits from the stage that makes them to those that use them, and gradients
+    back.
+    """
 
     @abstractmethod
     def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        """Sends a value of split ``k``; does not wait."""
+        """Send a value of split ``k``, without waiting."""
 
     @abstractmethod
     def get(self, name: str, k: int, source: int, destination: int) -> Any:
-        """Waits for what ``put`` sends at the other end; tensors that want a gradient there want one here."""
+        """Wait for the value that ``put`` sends. Tensors require a gradient here if they do at the sender."""
 
     @abstractmethod
     def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
-        """Sends the gradients of a value back to the stage that made it; does not wait."""
+        """Send the gradients of a value back to the stage that made it, without waiting."""
 
     @abstractmethod
     def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
-        """Waits for them."""
+        """Wait for the gradients that ``put_gradients`` sends."""
 
 
 class Inputs(NamedTuple):
-    """A batch: by name what is taken from it, whole and cut into splits; ``sizes``: samples of the splits."""
+    """A batch: its values by name, whole and split, and the number of samples of each split."""
 
     whole: Mapping[str, Any]
     splits: Mapping[str, Sequence[Any]]
@@ -60,29 +63,33 @@ class Inputs(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """``grad``: keep what a backward pass needs. ``seed``: of random numbers; None: none are drawn."""
+    """How to run a batch. ``grad``: keep what a backward pass needs. ``seed``: of random numbers; None: none
+    are drawn.
+    """
 
     grad: bool
     seed: int | None
 
 
 class _Kept(NamedTuple):
-    """What the backward pass of a split needs: the detached inputs, and the outputs with their graph."""
+    """State that the backward pass of a split needs: detached inputs, and outputs with their graph."""
 
     leaves: dict[str, Gradients]
-    """By value taken: its leaves; None for those without a gradient."""
+    """Leaves of each input value; None for leaves without a gradient."""
     outputs: dict[str, list[Any]]
 
 
 class StageRun:
-    """One batch in one stage: ``tables``, then ``forward`` of each split; later ``backward`` of each in any
-    order, ``deliver``, ``collect`` and ``tables_backward``.
+    """One batch in one stage.
+
+    Call ``tables``, then ``forward`` for each split; later ``backward`` for each split in any order, then
+    ``deliver``, ``collect`` and ``tables_backward``.
 
     Args:
-        call: runs a program of the stage: "whole" or "split".
-        exchange: to other stages.
-        timeline: takes down what is done.
-        carried: values of other stages that this one takes only to return them.
+        call: runs a program of the stage, "whole" or "split".
+        exchange: exchange with other stages.
+        timeline: records what is done.
+        carried: values of other stages that this stage receives only to return them.
     """
 
     def __init__(
@@ -98,12 +105,12 @@ class StageRun:
     ) -> None:
         self.stage, self.where = stage, "before its first split"
         self.results: dict[tuple[str, int], Any] = {}
-        """By name and split what the model returns, with its graph."""
+        """Values that the model returns, with their graph, by name and split."""
         self.input_gradients: dict[tuple[str, int], Gradients] = {}
         self._call, self._inputs, self._exchange, self._mode = call, inputs, exchange, mode
         self._last = len(staging.stages) - 1
         self.drew = False
-        """Whether it drew random numbers; known where ``mode.seed`` is given."""
+        """Whether the stage drew random numbers; known if ``mode.seed`` is given."""
         self._timeline = timeline
         self._makers = staging.makers()
         self._final = {node.name for node in staging.output.all_input_nodes}
@@ -122,11 +129,11 @@ class StageRun:
 
     @property
     def num_splits(self) -> int:
-        """Into which the batch is cut."""
+        """Number of splits of the batch."""
         return len(self._inputs.sizes)
 
     def tables(self) -> None:
-        """Looks up tables for the whole batch, where the stage has some."""
+        """Look up the stage's tables for the whole batch, if it has any."""
         whole = self.stage.whole
         if whole is None:
             return
@@ -140,7 +147,7 @@ class StageRun:
                 self._publish(name, k, piece)
 
     def forward(self, k: int) -> None:
-        """Runs split ``k``, when what it takes is there."""
+        """Run split ``k`` as soon as its inputs have arrived."""
         program = self.stage.split
         taken = {name: self._take(name, k) for name in self._takes}
         with self._recorded("forward", k):
@@ -163,7 +170,9 @@ class StageRun:
             self._publish(name, k, value)
 
     def backward(self, k: int, result_gradients: Mapping[str, Gradients]) -> None:
-        """The gradients of split ``k``, from those of what the model returned and other stages took."""
+        """Run the backward pass of split ``k``, from gradients of returned values and of values that other
+        stages used.
+        """
         if k not in self._kept:
             raise RuntimeError(
                 "this batch has had its backward pass: its stages kept nothing. Run the model again "
@@ -188,7 +197,9 @@ class StageRun:
             self._give_back(name, k, [None if leaf is None else next(by_leaf) for leaf in each])
 
     def arrived(self, k: int, result_gradients: Mapping[str, Gradients]) -> dict[str, Gradients | None]:
-        """By value that the stage gave for split ``k`` the sum of its gradients; waits for other stages."""
+        """Return the summed gradients of each value that the stage gave for split ``k``. Waits for other
+        stages.
+        """
         index = self.stage.index
         found: dict[str, Gradients | None] = {**result_gradients}
         for name in self.stage.split.gives:
@@ -199,8 +210,10 @@ class StageRun:
         return found
 
     def deliver(self) -> None:
-        """Adds the gradients of all splits to the parameters' ``grad``, by way of autograd: once per batch,
-        so that hooks (those of DistributedDataParallel, say) see one gradient, however many splits."""
+        """Add the gradients of all splits to the parameters' ``grad`` by way of autograd, once per batch.
+
+        Hooks, such as those of DistributedDataParallel, then see one gradient whatever the number of splits.
+        """
         pairs = zip(self._parameters, self._sums, strict=True)
         given = [(parameter, total) for parameter, total in pairs if total is not None]
         if given:
@@ -209,7 +222,7 @@ class StageRun:
                 _Deliver.apply(list(gradients), *parameters).backward()  # type: ignore[no-untyped-call]
 
     def collect(self) -> None:
-        """Waits for the gradients of table values that other stages took."""
+        """Wait for the gradients of table values that other stages used."""
         for name, pieces in self._pieces.items():
             own = self._piece_gradients.setdefault(name, [None] * len(pieces))
             for user in self._users.get(name, ()):
@@ -217,7 +230,7 @@ class StageRun:
                     own[k] = _added(own[k], self._exchange.get_gradients(name, k, self.stage.index, user))
 
     def tables_backward(self) -> None:
-        """The backward pass of the tables, which updates those with a fused optimizer."""
+        """Run the backward pass of the tables, which updates tables with a fused optimizer."""
         outputs, gradients = [], []
         for name, pieces in self._pieces.items():
             for piece, own in zip(pieces, self._piece_gradients[name], strict=True):
@@ -295,34 +308,38 @@ class StageRun:
 
 
 class Caller(ABC):
-    """Runs the programs of a stage, with what the stage holds.
+    """Runs the programs of a stage with the modules that the stage holds.
 
-    ``direct``: backward passes add to the parameters' ``grad`` themselves, split by split. Otherwise
-    gradients are added up beside them, and ``StageRun.deliver`` hands them over.
+    If ``direct``, backward passes accumulate into the parameters' ``grad`` themselves, split by split.
+    Otherwise gradients are summed beside them, and `StageRun.deliver` hands them over.
     """
 
     direct = False
 
     @abstractmethod
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """The values that the program "whole" or "split" gives."""
+        """Return the values that the program "whole" or "split" gives."""
 
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
-        """Of the program "split"; what tables hold is no concern of the splits."""
+        """Return the parameters of the program "split". Parameters of tables are not included."""
 
     @abstractmethod
     def before_backward(self, *, last: bool) -> None:
-        """Called before the backward pass of a split, where ``direct``; ``last``: of the batch's."""
+        """Prepare for the backward pass of a split, if ``direct``. ``last``: it is the last one of the
+        batch.
+        """
 
 
 def split_seed(seed: int, k: int) -> int:
-    """What the generator of split ``k`` begins with, in a batch whose seed is ``seed``."""
+    """Return the seed of the generator of split ``k``, in a batch whose seed is ``seed``."""
     return (seed + k) % (1 << 63)
 
 
 def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:
-    """``value`` with leaves of autograd in place of its tensors, and those leaves that want a gradient."""
+    """Return ``value`` with detached leaves in place of its tensors, and the leaves that require a
+    gradient.
+    """
     flat, spec = pytree.tree_flatten(value)
     leaves: Gradients = []
     for index, leaf in enumerate(flat):
@@ -343,7 +360,7 @@ def _added(one: Sequence[Tensor | None] | None, other: Sequence[Tensor | None] |
 def _ends(
     outputs: Mapping[str, Sequence[Any]], gradients: Mapping[str, Sequence[Tensor | None] | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Where a backward pass begins: the outputs that have a gradient, and these."""
+    """Return the outputs that have a gradient, and these gradients: the start of a backward pass."""
     pairs = [
         (leaf, gradient)
         for name, leaves in outputs.items()
@@ -362,7 +379,7 @@ def _gradients(
 
 
 class _Deliver(torch.autograd.Function):
-    """An operation whose backward pass gives gradients that were computed before."""
+    """An operation whose backward pass returns gradients that were computed before."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Gradients, *parameters: nn.Parameter) -> Tensor:

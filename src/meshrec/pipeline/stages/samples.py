@@ -1,4 +1,4 @@
-"""A batch cut into splits by samples, and results put together again."""
+"""Splitting a batch by samples, and joining the results of the splits."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,9 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 def num_samples(value: Any) -> int | None:
-    """B, of the first value inside ``value`` that has samples; None where nothing has."""
+    """Return the number of samples B of the first value inside ``value`` that has samples; None if there is
+    none.
+    """
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
     if isinstance(value, KeyedJaggedTensor):
@@ -29,10 +31,10 @@ def num_samples(value: Any) -> int | None:
 
 
 def split_sizes(batch: int, split_size: int) -> list[int]:
-    """Samples of each split: all alike but the last, which has the rest.
+    """Return the number of samples of each split: equal, except that the last one has the rest.
 
     Raises:
-        ValueError: unless 1 <= split_size <= batch.
+        ValueError: ``split_size`` is not in [1, batch].
     """
     if not 1 <= split_size <= batch:
         raise ValueError(
@@ -44,13 +46,13 @@ def split_sizes(batch: int, split_size: int) -> list[int]:
 
 
 def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
-    """``value`` cut by samples into splits of ``sizes``. What has no samples is given to every split.
+    """Split ``value`` by samples into splits of ``sizes``. Every split gets whatever has no samples.
 
-    Tensors are views [size, ...] of dimension 0. Nests (tuples, lists, dicts, dataclasses) are cut leaf by
-    leaf. ``where`` names the value in errors.
+    Tensors become views [size, ...] along dimension 0. Nests (tuples, lists, dicts, dataclasses) are split
+    leaf by leaf. ``where`` names the value in errors.
 
     Raises:
-        ValueError: for a tensor whose first dimension is not the batch.
+        ValueError: the first dimension of a tensor is not the batch.
     """
     if isinstance(value, LazyAwaitable):
         value = value.wait()
@@ -81,11 +83,13 @@ def split(value: Any, sizes: Sequence[int], where: str) -> list[Any]:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The results of the splits as one: tensors [size, ...] one below the other; a tensor without dimensions
-    is taken to be a mean over samples, and becomes the mean over the batch.
+    """Join the results of the splits.
+
+    Tensors [size, ...] are concatenated. A tensor without dimensions is taken for a mean over samples, and
+    becomes the mean over the batch.
 
     Raises:
-        ValueError: for results that are not the same nest of tensors in every split.
+        ValueError: the results are not the same nest of tensors in every split.
     """
     flat, specs = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
     if any(spec != specs[0] for spec in specs):
@@ -96,7 +100,7 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def join_leaves(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One leaf of ``join``."""
+    """Join one leaf of the results; see `join`."""
     first = leaves[0]
     if not isinstance(first, Tensor):
         if any(other != first for other in leaves):
@@ -162,7 +166,9 @@ def _named_parts(value: Any) -> tuple[list[str], list[Any]]:
 
 
 def _rebuilder(value: Any) -> Callable[[list[Any]], Any] | None:
-    """Makes a nest like ``value`` of other parts; None for what is no nest."""
+    """Return a function that rebuilds a nest like ``value`` from other parts; None if ``value`` is no
+    nest.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda parts: type(value)(*parts)
     if isinstance(value, tuple | list):

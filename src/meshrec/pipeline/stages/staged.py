@@ -21,38 +21,39 @@ from meshrec.pipeline.stages.tracing import PartProgram, Traced, trace
 
 
 class Staged(nn.Module):
-    """A model in stages: while one works on a split of the batch, the others work on other splits.
+    """A model in stages: while one stage works on a split of the batch, the others work on other splits.
 
-    Used as the model itself: ``loss = criterion(staged(x), y); loss.backward(); optimizer.step()``. Results
-    and gradients are those of the unsplit model (batch normalisation, whose statistics are per split, apart).
-    Names of parameters are those of the model. Gradients are added to ``parameter.grad`` by ``backward``;
-    ``torch.autograd.grad`` with respect to parameters is not served.
+    Use it like the model: ``loss = criterion(staged(x), y); loss.backward(); optimizer.step()``. Results and
+    gradients are those of the unsplit model, except for batch normalisation, whose statistics are per split.
+    Parameters keep their names. ``backward`` adds gradients to ``parameter.grad``; ``torch.autograd.grad``
+    with respect to parameters is not supported.
 
-    Embedding tables are looked up, and updated, once per batch. A result without dimensions (a loss inside
-    the model) is taken to be a mean over samples. Dropout and other random numbers are drawn per split, from
-    a generator that goes with the split: those that ``model`` alone draws on the split's samples after
-    ``torch.manual_seed(split_seed(seed, k))``.
+    Embedding tables are looked up, and updated, once per batch. A result without dimensions, such as a loss
+    inside the model, is taken for a mean over samples. Dropout and other random numbers are drawn per split,
+    from a generator that travels with the split: they are those that ``model`` draws on the split's samples
+    after ``torch.manual_seed(split_seed(seed, k))``.
 
     Args:
-        model: what torch.fx can trace; a submodule that it cannot becomes one piece.
-        cuts: the submodules at which a new stage begins, in the order in which they run; or "auto": chosen by
-            measuring at the first batch in training.
-        num_stages: with ``cuts="auto"`` (default: one per device, or 2).
-        split_size: samples per split (the last one has the rest); or "auto": chosen by measuring.
-        devices: of the stages. On CPU each stage is a thread with ``num_threads`` threads of torch.
-        link: what carries values between stages; default: copies on a stream of their own where devices
+        model: a model that torch.fx can trace. A submodule that cannot be traced becomes one piece.
+        cuts: names of the submodules at which a new stage begins, in the order in which they run; or "auto",
+            to choose by measuring the first batch in training.
+        num_stages: number of stages for ``cuts="auto"``; by default one per device, or 2.
+        split_size: samples per split (the last one has the rest), or "auto", to choose by measuring.
+        devices: devices of the stages. On the CPU each stage is a thread with ``num_threads`` torch threads.
+        link: carries values between stages. By default values are copied on a separate stream if devices
             differ.
-        deferred_batch_norm: move running statistics once per batch, by the whole batch's statistics.
-        num_workers: threads that run the stages: one for each, or 1, which runs split after split with the
-            same numbers.
-        num_threads: of torch, in each worker.
+        deferred_batch_norm: whether running statistics move once per batch, by the statistics of the whole
+            batch.
+        num_workers: number of threads that run the stages: one per stage, or 1, which runs split after split
+            with the same results.
+        num_threads: number of torch threads per worker.
 
     Attributes:
         timeline: what the stages did in the last batch.
-        choice: what was chosen by measuring, with the predicted step and a bound; None where nothing was.
+        choice: the choice by measuring, with the predicted step and a bound; None if nothing was chosen.
 
     Raises:
-        ValueError: for cuts that name nothing or leave a stage empty, a parameter used in two stages, more
+        ValueError: cuts name nothing or leave a stage empty, two stages use one parameter, or there are more
             stages than the model has parts or than there are devices.
     """
 
@@ -90,16 +91,17 @@ class Staged(nn.Module):
         self.timeline = Timeline()
         self.choice: StageChoice | None = None
         self.seed: int | None = None
-        """Of the last batch's random numbers; None where it drew none."""
+        """Seed of the last batch's random numbers; None if it drew none."""
         if cuts != "auto":
             self._stage(at_cuts(self._traced, cuts))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's results. The first call in training measures, where something is to be chosen.
+        """Return the model's results. The first call in training measures, if cuts or split size are to be
+        chosen.
 
         Raises:
-            ValueError: for a batch that cannot be cut by samples, or a split_size that does not fit it.
-            StageError: where a stage raises; names stage and split.
+            ValueError: the batch cannot be split by samples, or ``split_size`` does not fit it.
+            StageError: a stage failed; the message names the stage and the split.
         """
         batch = num_samples([args, kwargs])
         if batch is None:
@@ -119,27 +121,27 @@ class Staged(nn.Module):
 
     @property
     def stages(self) -> list[str]:
-        """What each stage holds; empty until the cuts are chosen."""
+        """Contents of each stage; empty until the cuts are chosen."""
         return [] if self._staging is None else [stage.name for stage in self._staging.stages]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names of the model."""
+        """Yield the model's parameters under the model's names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """By the names of the model."""
+        """Yield the model's buffers under the model's names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's."""
+        """Return the model's state dict."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what the model's ``state_dict`` gave, under any cuts."""
+        """Load a state dict of the model, whatever the cuts."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _stage(self, stage_of: Sequence[int]) -> None:
@@ -150,7 +152,7 @@ class Staged(nn.Module):
                     program.module.to(device)
 
     def _settled(self, batch: int, taken: Mapping[str, Any]) -> int:
-        """The split size, chosen now if it is to be; the cuts as well."""
+        """Return the split size. Choose it, and the cuts, first if that is to be done."""
         if self._staging is None or (self._split_size == "auto" and self.choice is None):
             self.choice = choose_for(
                 self._traced,
@@ -179,8 +181,9 @@ class Staged(nn.Module):
         return ThreadedBatch(self._staging, self._workers, inputs, mode, self._devices, self._link)
 
     def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":
-        """Runs the stages; gives the values of the results by name and split, with a graph back to the
-        batch."""
+        """Run the stages; return a function that gives a result by name and split, with a graph back to the
+        batch.
+        """
         assert self._staging is not None
         names = [n.name for n in self._staging.output.all_input_nodes if n.name in self._staging.makers()]
         wanted = [
@@ -217,15 +220,15 @@ class Staged(nn.Module):
         return torch.fx.node.map_arg(self._staging.output.args[0], value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the threads, which a copy starts anew."""
+        """Copy the object without its threads, which the copy starts again."""
         return {**self.__dict__, "_workers": None}
 
 
 def take_apart(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """By name what the stages read of the model's arguments.
+    """Return the values that the stages read from the model's arguments, by name.
 
     Raises:
-        ValueError: for arguments that the model does not take.
+        ValueError: the model does not take these arguments.
     """
     given = dict(zip(taking.takes, args, strict=False))
     if len(args) > len(taking.takes) or set(kwargs) - set(taking.takes) or given.keys() & kwargs.keys():
@@ -236,7 +239,7 @@ def take_apart(taking: PartProgram, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Form:
-    """How the results' tensors lie in the flat tuple that goes through autograd."""
+    """Layout of the results' tensors in the flat tuple that passes through autograd."""
 
     def __init__(self, names: Sequence[str], wanted: Sequence[tuple[str, int, int]]) -> None:
         self.names, self.wanted = names, wanted
@@ -245,7 +248,7 @@ class _Form:
         self.places: list[tuple[str, int, int]] = []
 
     def take(self, run: ThreadedBatch, num_splits: int) -> list[Tensor]:
-        """The results' tensors, detached."""
+        """Collect the results' tensors, detached."""
         found = []
         for name in self.names:
             for k in range(num_splits):
@@ -258,7 +261,7 @@ class _Form:
         return found
 
     def give(self, tensors: Sequence[Tensor]) -> None:
-        """The same tensors, with autograd's graph."""
+        """Replace the tensors by the same ones with autograd's graph."""
         for (name, k, i), tensor in zip(self.places, tensors, strict=True):
             self._leaves[name, k][i] = tensor
 
@@ -266,7 +269,7 @@ class _Form:
         return pytree.tree_unflatten(self._leaves[name, k], self._specs[name, k])
 
     def by_value(self, grads: Sequence[Tensor | None]) -> dict[tuple[str, int], list[Tensor | None]]:
-        """Gradients of the tensors, by name and split."""
+        """Group gradients of the tensors by name and split."""
         found: dict[tuple[str, int], list[Tensor | None]] = {
             key: [None] * len(leaves) for key, leaves in self._leaves.items()
         }
@@ -276,7 +279,7 @@ class _Form:
 
 
 class _Through(torch.autograd.Function):
-    """The stages as one operation: batch's leaves in, results' leaves of all splits out."""
+    """All stages as one autograd operation: from the batch's leaves to the results' leaves of all splits."""
 
     @staticmethod
     def forward(ctx: Any, run: ThreadedBatch, form: _Form, anchor: Tensor, *leaves: Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""Stages in one process: a worker thread for each, and carriers between devices.
+"""Stages in one process: one worker thread per stage, and carrier threads between devices.
 
-Every stage takes the splits in order. Backward they come last to first, so that the numbers are those of the
-splits one after the other, whatever the workers' speeds.
+Every stage processes the splits in order. The backward passes run from the last split to the first, so that
+results equal those of the splits one after the other, whatever the speed of the workers.
 """
 
 import threading
@@ -21,7 +21,7 @@ from meshrec.pipeline.stages.timeline import Timeline
 
 
 class Workers:
-    """The threads, ``num_threads`` of torch each. One worker in all does the stages in turn."""
+    """Worker threads, with ``num_threads`` torch threads each. A single worker runs all stages in turn."""
 
     def __init__(self, num_workers: int, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -31,7 +31,7 @@ class Workers:
             pool.submit(torch.set_num_threads, num_threads).result()
 
     def run(self, jobs: Mapping[int, Callable[[], None]], failed: Callable[[], None]) -> None:
-        """Has the stages' threads do their jobs. Raises the first error, after ``failed`` was called."""
+        """Run the jobs in the stages' threads. Raises the first error after calling ``failed``."""
         errors: list[BaseException] = []
 
         def guarded(job: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class Workers:
             raise errors[0]
 
     def carrier(self, source: int, destination: int) -> ThreadPoolExecutor:
-        """What carries values from one stage to the other."""
+        """Return the carrier thread from one stage to the other."""
         if (source, destination) not in self._carriers:
             name = f"meshrec-link-{source}-{destination}"
             self._carriers[source, destination] = ThreadPoolExecutor(1, name)
@@ -67,7 +67,7 @@ class Workers:
 
 
 class ThreadExchange(Exchange):
-    """Values in futures; over a link they are carried by a thread of their own."""
+    """Values in futures. With a link, a separate thread carries them."""
 
     def __init__(
         self, workers: Workers, devices: Sequence[torch.device], link: StageLink | None, timeline: Timeline
@@ -78,24 +78,20 @@ class ThreadExchange(Exchange):
         self._broken = False
 
     def put(self, name: str, k: int, value: Any, source: int, destination: int) -> None:
-        """A value, for the other stage to detach."""
         self._send(self._future(name, k, source, destination, "value"), value, source, destination, k)
 
     def get(self, name: str, k: int, source: int, destination: int) -> Any:
-        """The value."""
         return self._future(name, k, source, destination, "value").result()()
 
     def put_gradients(self, name: str, k: int, gradients: Gradients, source: int, destination: int) -> None:
-        """Gradients, back to ``source``."""
         self._send(self._future(name, k, source, destination, "gradient"), gradients, destination, source, k)
 
     def get_gradients(self, name: str, k: int, source: int, destination: int) -> Gradients:
-        """The gradients."""
         found: Gradients = self._future(name, k, source, destination, "gradient").result()()
         return found
 
     def stop(self) -> None:
-        """Whoever waits, or will, is told that it is in vain."""
+        """Cancel all current and future waits."""
         with self._lock:
             self._broken = True
             for future in self._futures.values():
@@ -134,24 +130,24 @@ class ThreadExchange(Exchange):
 
 
 class ProgramCaller(Caller):
-    """Runs the programs as they are."""
+    """Runs the programs of a stage directly."""
 
     def __init__(self, stage: StageProgram) -> None:
         self._stage = stage
 
     def __call__(self, which: str, arguments: Sequence[Any]) -> Sequence[Any]:
-        """What the program gives."""
+        """Return the values that the program gives."""
         program = self._stage.whole if which == "whole" else self._stage.split
         assert program is not None
         results: Sequence[Any] = program.module(*arguments)
         return results
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of the splits' program."""
+        """Return the parameters of the program for splits."""
         return list(self._stage.split.module.parameters())
 
     def before_backward(self, *, last: bool) -> None:
-        """Nothing: gradients are delivered."""
+        """Do nothing, because `StageRun.deliver` hands over the gradients."""
 
 
 class ThreadedBatch:
@@ -176,11 +172,11 @@ class ThreadedBatch:
 
     @property
     def num_splits(self) -> int:
-        """Into which the batch is cut."""
+        """Number of splits of the batch."""
         return len(self._sizes)
 
     def forward(self) -> None:
-        """Runs all stages. StageError where one raises."""
+        """Run all stages. Raises StageError if one fails."""
 
         def job(run: StageRun) -> None:
             run.tables()
@@ -190,12 +186,14 @@ class ThreadedBatch:
         self._all(job, self.runs)
 
     def result(self, name: str, k: int) -> Any:
-        """A value that the model returns, of a split, with its graph."""
+        """Return a value that the model returns for a split, with its graph."""
         return next(run.results[name, k] for run in self.runs if (name, k) in run.results)
 
     def backward(self, gradients: Mapping[tuple[str, int], Gradients]) -> dict[tuple[str, int], Gradients]:
-        """From the gradients of the results, by name and split, to those of the batch; parameters' gradients
-        are added to ``grad``."""
+        """Return the gradients of the batch from those of the results, by name and split.
+
+        The gradients of parameters are added to ``grad``.
+        """
         by_split: list[dict[str, Gradients]] = [{} for _ in self._sizes]
         for (name, k), given in gradients.items():
             by_split[k][name] = given

@@ -1,4 +1,4 @@
-"""Who computed what when: the record of one batch through the stages, and its picture."""
+"""Record of which stage computed when in one batch, and its picture."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,9 @@ Kind = Literal["forward", "backward", "tables", "copy"]
 
 
 class Event(NamedTuple):
-    """Seconds since the batch began. ``split``: -1 for what is done once per batch."""
+    """Something that a stage did, in seconds since the batch began. ``split`` is -1 for work on the whole
+    batch.
+    """
 
     stage: int
     kind: Kind
@@ -18,19 +20,19 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """The events of the last batch, in no order."""
+    """Events of the last batch, in no particular order."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.begin = time.perf_counter()
 
     def add(self, stage: int, kind: Kind, split: int, start: float) -> None:
-        """Something that began at ``start`` (``time.perf_counter``) and ends now."""
+        """Add an event that began at ``start`` (``time.perf_counter``) and ends now."""
         now = time.perf_counter()
         self.events.append(Event(stage, kind, split, start - self.begin, now - self.begin))
 
     def busy(self) -> list[float]:
-        """For each stage the share of the batch's time in which it computed."""
+        """Return for each stage the share of the batch's time in which it computed."""
         if not self.events:
             return []
         begin, end = min(e.start for e in self.events), max(e.end for e in self.events)
@@ -41,7 +43,7 @@ class Timeline:
         return [seconds / (end - begin) for seconds in sums]
 
     def svg(self, names: Sequence[str] = ()) -> str:
-        """A picture: a row a stage, time to the right, what waits in grey."""
+        """Draw an SVG: one row per stage, time to the right, waiting in grey."""
         return picture(self.events, names)
 
 
@@ -50,7 +52,7 @@ _WIDTH, _ROW, _LEFT = 960, 34, 150
 
 
 def picture(events: Sequence[Event], names: Sequence[str] = ()) -> str:
-    """An SVG of events; stages are called ``names``, else by number."""
+    """Draw events as an SVG. ``names``: names of the stages; numbers if missing."""
     if not events:
         return '<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"></svg>'
     first, last = min(e.start for e in events), max(e.end for e in events)

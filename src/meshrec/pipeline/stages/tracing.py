@@ -1,8 +1,8 @@
-"""A model as a graph of units: what a stage may hold, and what goes from one to the next.
+"""A model as a graph of units: the pieces that stages consist of, and the values between them.
 
-The model is traced with torch.fx. A submodule that cannot be traced (it branches on data, say) becomes one
-unit as it is. Tables work on the whole batch at once, whatever the splits, so that they are looked up and
-updated once per batch: a table and all that makes its input are one unit.
+The model is traced with torch.fx. A submodule that cannot be traced, for example because it branches on data,
+becomes one unit. Tables work on the whole batch, so that they are looked up and updated once per batch; a
+table and everything that computes its input are one unit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,13 @@ class Unit:
     nodes: list[fx.Node]
     whole: bool
     needs: set[int] = field(default_factory=set)
-    """The units whose results it reads."""
+    """Units whose results it reads."""
 
 
 class PartProgram(NamedTuple):
-    """A part of the model: called with the values of ``takes`` it gives a tuple with those of ``gives``."""
+    """A part of the model. Called with the values of ``takes`` it returns a tuple of the values of
+    ``gives``.
+    """
 
     module: fx.GraphModule
     takes: list[str]
@@ -39,8 +41,10 @@ class PartProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """``units``: in an order in which they can run. ``taking``: takes the batch apart, called with the
-    model's arguments. ``output``: what the model returns.
+    """A traced model.
+
+    ``units`` are in an order in which they can run. ``taking`` extracts the values of the batch from the
+    model's arguments. ``output`` is the node that the model returns.
     """
 
     model: nn.Module
@@ -50,15 +54,15 @@ class Traced:
 
 
 def holds_tables(module: nn.Module) -> bool:
-    """Whether embedding tables are somewhere in it."""
+    """Return whether the module contains embedding tables."""
     return any(isinstance(child, _TABLES) for child in module.modules())
 
 
 def trace(model: nn.Module) -> Traced:
-    """The units of ``model``.
+    """Trace ``model`` into units.
 
     Raises:
-        ValueError: where the forward of ``model`` itself cannot be traced.
+        ValueError: the forward method of ``model`` itself cannot be traced.
     """
     tracer = _Tracer()
     try:
@@ -77,7 +81,7 @@ def trace(model: nn.Module) -> Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into modules as far as it can."""
+    """Tracer that looks into submodules as far as it can."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, _TABLES) or super().is_leaf_module(m, module_qualified_name)
@@ -97,7 +101,7 @@ class _Tracer(fx.Tracer):
 
 
 def _inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Arguments of the model, and attributes and items of these."""
+    """Return the arguments of the model, and attributes and items of them."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         takes_apart = node.op == "call_function" and getattr(node.target, "__name__", "") in (
@@ -155,7 +159,7 @@ def _units(model: nn.Module, nodes: Sequence[fx.Node], inputs: set[fx.Node]) -> 
 
 
 class _Groups:
-    """Nodes that belong together: a union-find."""
+    """Union-find of nodes that belong together."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.root: dict[fx.Node, fx.Node] = {node: node for node in nodes}
@@ -170,7 +174,7 @@ class _Groups:
 
 
 def _in_order(members: Mapping[fx.Node, list[fx.Node]], group: _Groups) -> list[list[fx.Node]]:
-    """The groups, each after those whose results it reads; else as in the graph."""
+    """Return the groups, each after those whose results it reads, otherwise in graph order."""
     done: set[fx.Node] = set()
     waiting = dict(members)
     found: list[list[fx.Node]] = []
@@ -213,7 +217,7 @@ def _name(nodes: Sequence[fx.Node]) -> str:
 
 
 def path_of(node: fx.Node) -> str:
-    """The submodule that a node belongs to; "" for the model itself."""
+    """Return the submodule that a node belongs to; "" for the model itself."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {"": None}
