@@ -1,5 +1,5 @@
 """The ops before and behind the all-to-alls of sharded tables."""
 
-from meshrec.ops.dist import fakes, naive
+from meshrec.ops.dist import fakes, naive, triton
 
-__all__ = ["fakes", "naive"]
+__all__ = ["fakes", "naive", "triton"]

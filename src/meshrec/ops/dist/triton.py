@@ -1,0 +1,476 @@
+"""The ops before and behind the all-to-alls on GPUs, as Triton kernels: see ``naive.py`` for what each does.
+
+No op reads the GPU. What a caller needs on the host (how many words go to each rank) is in the header, on the
+device, and is read once with the sizes that the other ranks send. So two contracts differ from the CPU's:
+
+- ``route_ids`` cannot know how long its messages are. The payload has room for the most that the plan can
+  send; unused words lie behind the last message. Bad input does not raise: it sets the status of every header
+  to 1, and ``naive.route_ids`` explains it.
+- ``unpack_ids`` and the ops on sequences take the header and the counts on the CPU, as they were read. (One
+  case reads again: features with batch sizes of their own, whose sizes travel inside the messages.)
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.library import implement
+from meshrec.ops.dist.triton_plans import (
+    ColumnGroups,
+    PlanRoutes,
+    UseBags,
+    groups_of,
+    num_blocks,
+    routes_of,
+    sent_to,
+)
+
+# U uses, Q routes, R ranks, K keys, L lookups, N ids, S slots (a slot is a bag of a route)
+
+_LANES = 128
+"""Bags that one program takes."""
+_TILE = 1024
+"""Elements of a matrix that one program takes."""
+
+
+class _RouteSlots(NamedTuple):
+    """The routes with the bags of a batch on the device, and how many IDs each slot takes."""
+
+    fields: Tensor
+    """int64 [Q, ROUTE_FIELDS] on the device."""
+    most_bags: int
+    first: list[int]
+    """[Q + 1]: the first slot of each route, and S."""
+    starts: Tensor
+    """int64 [S + 1] on the device: the IDs that the slots before each one take."""
+    num_bad: Tensor
+    is_bad: Tensor
+
+    def grid(self, num: int | None = None) -> tuple[int, int]:
+        """A program for some bags of each route (or of each of ``num`` others)."""
+        return num_blocks(max(self.most_bags, 1), _LANES), self.fields.shape[0] if num is None else num
+
+
+def _slots(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    bags: UseBags,
+    routes: PlanRoutes,
+    check_ids: bool,
+) -> _RouteSlots:
+    from meshrec.ops.dist import triton_kernels
+
+    device = values.device
+    of_route = [[bags.first[use], bags.number[use]] for use in routes.uses]
+    first = list(accumulate((number for _, number in of_route), initial=0))
+    own = torch.tensor([[*pair, slot] for pair, slot in zip(of_route, first[:-1], strict=True)])
+    fields = sent_to(torch.cat([routes.fields, own.view(-1, 3)], 1), device)
+    lengths = torch.empty(first[-1], dtype=torch.int32, device=device)
+    starts = torch.zeros(first[-1] + 1, dtype=torch.int64, device=device)
+    num_bad = torch.zeros(len(bags.first), dtype=torch.int64, device=device)
+    is_bad = torch.zeros(1, dtype=torch.int32, device=device)
+    slots = _RouteSlots(fields, max(bags.number, default=0), first, starts, num_bad, is_bad)
+    if first[-1]:
+        triton_kernels.count_ids[slots.grid()](
+            fields,
+            values,
+            offsets,
+            weights,
+            values.numel(),
+            lengths,
+            num_bad,
+            is_bad,
+            WEIGHTED=weights is not None,
+            CHECK=check_ids,
+            BLOCK=_LANES,
+        )
+        torch.cumsum(lengths, 0, dtype=torch.int64, out=starts[1:])
+    return slots
+
+
+def route_ids(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    num_ranks: int,
+    wide: bool,
+    check_ids: bool,
+    names: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``naive.route_ids``, and the module's docstring for what differs."""
+    from meshrec.ops.dist import triton_kernels
+
+    device, num_ids = values.device, values.numel()
+    values, offsets = values.contiguous(), offsets.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    routes, bags = routes_of(router), UseBags.of(offsets, segments, num_keys, keys)
+    slots = _slots(values, offsets, weights, bags, routes, check_ids)
+    num_bags = offsets.numel() - 1
+    triton_kernels.check_offsets[(num_blocks(max(num_bags, 1), _TILE),)](
+        offsets, num_bags, num_ids, slots.is_bad, BLOCK=_TILE
+    )
+    words_per_id = (2 if wide else 1) + (weights is not None)
+    batches = set(bags.number)
+    batch = batches.pop() if len(batches) == 1 else (-1 if batches else 0)
+    ranks, before = [], 0
+    num_routes = slots.fields.shape[0]
+    for rank in range(num_ranks):
+        first, end = (routes.first_of_rank[min(at, len(routes.first_of_rank) - 1)] for at in (rank, rank + 1))
+        words = slots.first[end] - slots.first[first] + (end - first if batch < 0 else 0)
+        ranks.append([slots.first[first], slots.first[end], words, before, batch])
+        before += words
+    rank_fields = sent_to(torch.tensor(ranks, dtype=torch.int64), device)
+    # Keys hold different IDs, so that no key's routes send more than all IDs would.
+    of_key: dict[int, int] = {}
+    for key, most in zip(keys, routes.most_routes, strict=True):
+        of_key[key] = of_key.get(key, 0) + most
+    capacity = num_ids * max(of_key.values(), default=0)
+    payload = torch.empty(before + capacity * words_per_id, dtype=torch.int32, device=device)
+    header = torch.empty(num_ranks, 4, dtype=torch.int64, device=device)
+    counts = torch.empty(num_routes, dtype=torch.int64, device=device)
+    triton_kernels.write_header[(num_blocks(max(num_routes, num_ranks), _LANES),)](
+        slots.fields,
+        rank_fields,
+        slots.starts,
+        slots.is_bad,
+        header,
+        counts,
+        num_routes,
+        num_ranks,
+        words_per_id,
+        BLOCK=_LANES,
+    )
+    if num_routes:
+        triton_kernels.write_messages[slots.grid()](
+            slots.fields,
+            rank_fields,
+            slots.starts,
+            values,
+            offsets,
+            weights,
+            num_ids,
+            slots.first[-1],
+            capacity,
+            payload,
+            words_per_id,
+            WEIGHTED=weights is not None,
+            WIDE=wide,
+            BLOCK=_LANES,
+        )
+    return payload, header, counts, slots.num_bad
+
+
+def unpack_ids(
+    received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``naive.unpack_ids``. ``header`` is on the CPU."""
+    from meshrec.ops.dist import triton_kernels
+
+    words, num_ids, batches = header[:, 1].tolist(), header[:, 2].tolist(), header[:, 3].tolist()
+    if sum(words) != received.numel():
+        raise ValueError(f"header speaks of {sum(words)} words, {received.numel()} were received")
+    device, begins = received.device, list(accumulate(words, initial=0))
+    bags = _bags_of_routes(received, begins, batches, blocks, num_routes)
+    segments = torch.tensor(list(accumulate((n for own in bags for n in own), initial=0)), dtype=torch.int64)
+    fields, first_bag, first_id, most = [], 0, 0, 0
+    for rank, own in zip(blocks, bags, strict=True):
+        lengths_at = begins[rank] + (num_routes if batches[rank] < 0 else 0)
+        number = sum(own)
+        fields.append([lengths_at, number, lengths_at + number, num_ids[rank], first_bag, first_id])
+        first_bag, first_id = first_bag + number, first_id + num_ids[rank]
+        most = max(most, number, num_ids[rank])
+    lengths = torch.empty(first_bag, dtype=torch.int32, device=device)
+    values = torch.empty(first_id, dtype=torch.int64 if wide else torch.int32, device=device)
+    weights = torch.empty(first_id if weighted else 0, dtype=torch.float32, device=device)
+    offsets = torch.zeros(first_bag + 1, dtype=torch.int64, device=device)
+    if most:
+        triton_kernels.unpack_messages[(num_blocks(most, _TILE), len(blocks))](
+            sent_to(torch.tensor(fields, dtype=torch.int64), device),
+            received,
+            lengths,
+            values,
+            weights,
+            WEIGHTED=weighted,
+            WIDE=wide,
+            BLOCK=_TILE,
+        )
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+    return values, offsets, weights, segments
+
+
+def _bags_of_routes(
+    received: Tensor, begins: list[int], batches: list[int], blocks: list[int], num_routes: int
+) -> list[list[int]]:
+    """The bags of each route of each block; where they differ, the messages say how many."""
+    ragged = [rank for rank in blocks if batches[rank] < 0]
+    prefixes: list[list[int]] = []
+    if ragged:
+        together = torch.cat([received[begins[rank] : begins[rank] + num_routes] for rank in ragged])
+        prefixes = together.view(-1, num_routes).tolist()
+    found = iter(prefixes)
+    return [next(found) if batches[rank] < 0 else [batches[rank]] * num_routes for rank in blocks]
+
+
+def gather_pooled(
+    received: Tensor,
+    local: Tensor | None,
+    pieces: Tensor,
+    dims: list[int],
+    batch: int,
+    out_dim: int,
+    offsets: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    link: int = 0,
+    exchange: int = 0,
+) -> Tensor:
+    """See ``naive.gather_pooled``."""
+    from meshrec.ops.dist import triton_kernels
+
+    if received.numel() != batch * sum(dims):
+        raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
+    groups = groups_of(pieces, received.device)
+    out = torch.empty(batch, out_dim, dtype=torch.float32, device=received.device)
+    columns = 1 << (groups.most_columns - 1).bit_length()
+    grid = num_blocks(batch, _TILE // columns), len(groups.groups)
+    if 0 not in grid:
+        triton_kernels.gather_columns[grid](
+            groups.groups,
+            groups.parts,
+            _first_columns(dims, received.device),
+            received.contiguous(),
+            out if local is None else local.contiguous(),
+            offsets,
+            _first_bags(groups, received.device, offsets, segments, num_keys, keys),
+            out,
+            batch,
+            len(dims),
+            0 if local is None else local.shape[1],
+            out_dim,
+            MEANS=groups.has_means,
+            ROWS=_TILE // columns,
+            BLOCK=columns,
+        )
+    return out
+
+
+def scatter_pooled(
+    grad: Tensor,
+    pieces: Tensor,
+    dims: list[int],
+    local_dim: int,
+    offsets: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See ``naive.scatter_pooled``."""
+    from meshrec.ops.dist import triton_kernels
+
+    (batch, out_dim), device = grad.shape, grad.device
+    groups = groups_of(pieces, device)
+    sent = torch.empty(batch * sum(dims), dtype=dtype, device=device)
+    local = torch.empty(batch, local_dim, dtype=torch.float32, device=device)
+    columns = 1 << (groups.most_columns - 1).bit_length()
+    grid = num_blocks(batch, _TILE // columns), len(groups.pieces)
+    if 0 not in grid:
+        triton_kernels.scatter_columns[grid](
+            groups.pieces,
+            _first_columns(dims, device),
+            grad.contiguous(),
+            offsets,
+            _first_bags(groups, device, offsets, segments, num_keys, keys),
+            float(scale),
+            sent,
+            local,
+            batch,
+            len(dims),
+            local_dim,
+            out_dim,
+            MEANS=groups.has_means,
+            ROWS=_TILE // columns,
+            BLOCK=columns,
+        )
+    return sent, local
+
+
+def gather_sequence(
+    received: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    lookups: Tensor,
+    counts: Tensor,
+    dims: list[int],
+) -> Tensor:
+    """See ``naive.gather_sequence``."""
+    batch = values, offsets, segments, num_keys, keys
+    num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
+    if received.numel() != num_elements:
+        raise ValueError(f"received {received.numel()} elements in place of {num_elements}")
+    # Each element of the result comes from exactly one rank.
+    out = torch.empty(num_elements, dtype=torch.float32, device=received.device)
+    _copy_sequences(received.contiguous(), out, 1.0, batch, router, lookups, counts, dims, gather=True)
+    return out
+
+
+def scatter_sequence(
+    grad: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    lookups: Tensor,
+    counts: Tensor,
+    dims: list[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See ``naive.scatter_sequence``."""
+    batch = values, offsets, segments, num_keys, keys
+    num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
+    if grad.numel() != num_elements:
+        raise ValueError(f"the gradient must be float32 with {num_elements} elements, got {grad.numel()}")
+    out = torch.empty(num_elements, dtype=dtype, device=grad.device)
+    _copy_sequences(grad.contiguous(), out, float(scale), batch, router, lookups, counts, dims, gather=False)
+    return out
+
+
+def _copy_sequences(
+    source: Tensor,
+    target: Tensor,
+    scale: float,
+    batch: tuple[Tensor, Tensor, Tensor | None, int, list[int]],
+    router: list[Tensor],
+    lookups: Tensor,
+    counts: Tensor,
+    dims: list[int],
+    *,
+    gather: bool,
+) -> None:
+    from meshrec.ops.dist import triton_kernels
+
+    values, offsets, segments, num_keys, keys = batch
+    rows: list[list[int]] = lookups.tolist()
+    if not rows or not target.numel():
+        return
+    of_route: list[int] = counts.tolist()
+    ids_of_use = [0] * len(keys)
+    for route, use, column, _ in rows:
+        if column == 0:  # the rectangles of a table hold column 0 of each row once
+            ids_of_use[use] += of_route[route]
+    first = list(accumulate((n * dim for n, dim in zip(ids_of_use, dims, strict=True)), initial=0))
+    fields, travelled = [], 0
+    for route, use, column, width in rows:
+        fields.append([route, column, width, travelled, first[use], dims[use]])
+        travelled += of_route[route] * width
+    bags = UseBags.of(offsets, segments, num_keys, keys)
+    values, offsets = values.contiguous(), offsets.contiguous()
+    slots = _slots(values, offsets, None, bags, routes_of(router), False)
+    triton_kernels.copy_sequences[(slots.most_bags, len(fields))](
+        sent_to(torch.tensor(fields, dtype=torch.int64), values.device),
+        slots.fields,
+        slots.starts,
+        values,
+        offsets,
+        values.numel(),
+        source,
+        target,
+        scale,
+        GATHER=gather,
+        BLOCK=1 << (max(width for *_, width in rows) - 1).bit_length(),
+    )
+
+
+def gather_weight_grads(
+    received: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+    router: list[Tensor],
+    counts: Tensor,
+) -> Tensor:
+    """See ``naive.gather_weight_grads``."""
+    from meshrec.ops.dist import triton_kernels
+
+    num_sent = int(counts.sum())
+    if received.numel() != num_sent:
+        raise ValueError(f"received {received.numel()} elements in place of {num_sent}")
+    device, routes = values.device, routes_of(router)
+    values, offsets = values.contiguous(), offsets.contiguous()
+    slots = _slots(
+        values, offsets, None, UseBags.of(offsets, segments, num_keys, keys), routes, check_ids=False
+    )
+    of_key: dict[int, list[int]] = {}
+    for route, use in enumerate(routes.uses):
+        of_key.setdefault(keys[use], []).append(route)
+    firsts = accumulate(map(len, of_key.values()), initial=0)
+    fields = [[first, len(own)] for first, own in zip(firsts, of_key.values(), strict=False)]
+    out = torch.zeros(values.numel(), dtype=torch.float32, device=device)
+    if num_sent:
+        triton_kernels.sum_weight_grads[slots.grid(len(fields))](
+            sent_to(torch.tensor(fields, dtype=torch.int64), device),
+            sent_to(torch.tensor([q for own in of_key.values() for q in own], dtype=torch.int64), device),
+            slots.fields,
+            slots.starts,
+            values,
+            offsets,
+            values.numel(),
+            received.contiguous(),
+            out,
+            BLOCK=_LANES,
+        )
+    return out
+
+
+def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
+    return sent_to(torch.tensor(list(accumulate(dims, initial=0)), dtype=torch.int64), device)
+
+
+def _first_bags(
+    groups: ColumnGroups,
+    device: torch.device,
+    offsets: Tensor | None,
+    segments: Tensor | None,
+    num_keys: int,
+    keys: list[int],
+) -> Tensor | None:
+    """[U] the first bag of each use, where a mean needs its lengths."""
+    if not groups.has_means:
+        return None
+    assert offsets is not None
+    return sent_to(torch.tensor(UseBags.of(offsets, segments, num_keys, keys).first), device)
+
+
+OPS: list[Callable[..., Any]] = [
+    route_ids,
+    unpack_ids,
+    gather_pooled,
+    scatter_pooled,
+    gather_sequence,
+    scatter_sequence,
+    gather_weight_grads,
+]
+"""The ops that have Triton kernels."""
+
+if importlib.util.find_spec("triton") is not None:
+    implement(OPS, "CUDA")
