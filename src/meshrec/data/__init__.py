@@ -1,4 +1,4 @@
-"""Data sets, and readers that stream them in batches."""
+"""Datasets, and readers that stream them in batches."""
 
 from meshrec.data.batch import Batch
 from meshrec.data.criteo import criteo, criteo_reader

@@ -1,4 +1,4 @@
-"""One step's samples."""
+"""The samples of one training step."""
 
 from dataclasses import dataclass
 
@@ -10,39 +10,40 @@ from meshrec.sparse import KeyedJaggedTensor
 
 @dataclass
 class Batch:
-    """B samples: what a model reads, and what it should say.
+    """B samples: the inputs of a model and their labels.
 
-    ``DLRMTrain`` takes it as it is (``dense_features`` and ``sparse_features`` are its words).
+    ``DLRMTrain`` takes a batch as it is: ``dense_features`` and ``sparse_features`` are its names for the
+    inputs.
     """
 
     dense: Tensor
-    """[B, num_dense] float32."""
+    """Dense values [B, num_dense], float32."""
     sparse: KeyedJaggedTensor
     """B bags per key."""
     labels: Tensor
-    """[B] float32, or [B, L] where there are several; NaN where the data has none."""
+    """Labels [B] float32, or [B, L] for L labels; NaN if the data has none."""
     rows: Tensor | None = None
-    """[B] int64: which row of the data each sample is, see :attr:`meshrec.data.Reader.files`. On the CPU."""
+    """Row number of each sample in the data, [B] int64 on the CPU; see `meshrec.data.Reader.files`."""
     weights: Tensor | None = None
-    """[B] float32: how much each sample counts in the loss; None: all alike."""
+    """Weight of each sample in the loss, [B] float32; None: all weights are 1."""
 
     @property
     def dense_features(self) -> Tensor:
-        """The same as ``dense``."""
+        """Alias of ``dense``."""
         return self.dense
 
     @property
     def sparse_features(self) -> KeyedJaggedTensor:
-        """The same as ``sparse``."""
+        """Alias of ``sparse``."""
         return self.sparse
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def padded(self, size: int) -> "Batch":
-        """With samples added at the end, up to ``size``: their dense values are 0, bags empty, labels NaN.
+        """Return the batch padded to ``size`` samples, whose dense values are 0, bags empty and labels NaN.
 
-        ``rows`` stays as it is: it tells how many samples there are.
+        ``rows`` keeps its length, which is the number of real samples.
         """
         more = size - len(self)
         if more <= 0:
@@ -64,7 +65,7 @@ class Batch:
         )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """On another device; ``non_blocking`` does not wait for copies from pinned memory."""
+        """Copy the batch to a device. ``non_blocking``: do not wait for copies from pinned memory."""
         return Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -74,14 +75,14 @@ class Batch:
         )
 
     def pin_memory(self) -> "Batch":
-        """In pinned host memory, from which copies to a GPU do not block."""
+        """Copy the batch to pinned host memory, from which copies to a GPU do not block."""
         weights = None if self.weights is None else self.weights.pin_memory()
         return Batch(
             self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory(), self.rows, weights
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` uses the memory."""
+        """Tell the allocator that ``stream`` uses the memory."""
         self.dense.record_stream(stream)
         self.sparse.record_stream(stream)
         self.labels.record_stream(stream)

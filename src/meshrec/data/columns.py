@@ -1,4 +1,4 @@
-"""From Arrow columns to samples, with every value checked; no Python per row."""
+"""Conversion of Arrow columns to samples. Every value is checked, without Python code per row."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ _MISSING = ". Set missing= of its column to what stands for null"
 
 
 class Place(NamedTuple):
-    """Where rows come from, such as "a.parquet: row group 3", and the first one's number in the file."""
+    """Origin of some rows, such as "a.parquet: row group 3", with the number of the first row in the file."""
 
     name: str
     first_row: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
-    """What is missing or of a type that cannot be read; empty if nothing is."""
+    """Return what is missing or has a type that cannot be read; empty if everything fits."""
     wrong = []
     for name in schema.columns():
         if found.get_field_index(name) < 0:
@@ -49,7 +49,7 @@ def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
 
 
 def encode(table: pa.Table, schema: Schema, place: Place, faults: Faults) -> Samples:
-    """The rows of a table, whose types are right; damaged rows are not ``kept``, or an error."""
+    """Encode the rows of a table with the right types. Damaged rows are not ``kept``, or raise an error."""
     num = table.num_rows
     kept = np.ones(num, np.bool_)
     dense = np.empty((num, len(schema.dense)), np.float32)
@@ -79,7 +79,7 @@ def check_labels(
     kept: Bools,
     faults: Faults,
 ) -> None:
-    """Labels that the loss cannot take are damage."""
+    """Treat labels that the loss cannot take as damage."""
     if label_range is None:
         return
     low, high = label_range
@@ -127,7 +127,7 @@ def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Fault
 
 
 def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ints:
-    """Ids of the table; rows with others are taken out of ``kept``."""
+    """Return the IDs of a column, and remove rows with invalid IDs from ``kept``."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     missing: Bools | None = None
@@ -175,7 +175,7 @@ def _hashed(hashes: "npt.NDArray[np.uint64]", column: IdColumn) -> Ints:
 
 
 def _any(bad: Bools, offsets: Ints) -> Bools:
-    """Whether a row has a bad value."""
+    """Return for each row whether it has a bad value."""
     total = np.concatenate([[0], np.cumsum(bad)])
     rows: Bools = total[offsets[1:]] > total[offsets[:-1]]
     return rows
@@ -186,7 +186,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Strings and binaries."""
+    """Return whether a type is a string or binary type."""
     text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(each(kind) for each in text)
 

@@ -1,7 +1,7 @@
-"""Criteo's display advertising data: label, 13 counts, 26 categories; day files or Parquet.
+"""Criteo's display advertising data: a label, 13 counts and 26 categories; day files or Parquet.
 
-Counts become log(1 + count), with missing and negative ones 0. Categories are hashed to the tables; row 0 of
-each table stands for missing ones.
+Counts become log(1 + count), with 0 for missing and negative ones. Categories are hashed to the rows of their
+tables; row 0 of each table is for missing values.
 """
 
 from collections.abc import Generator, Sequence
@@ -27,11 +27,11 @@ _NUM_DENSE, _NUM_IDS = 13, 26
 
 
 def criteo_schema(num_embeddings: int | Sequence[int], *, labelled: bool = True) -> Schema:
-    """Columns label, I1 .. I13 and C1 .. C26.
+    """Return the schema of Criteo's data: columns label, I1 .. I13 and C1 .. C26.
 
     Args:
-        num_embeddings: rows of each of the 26 tables, or of all.
-        labelled: whether there is a label; data to be scored has none.
+        num_embeddings: number of rows of each of the 26 tables, or of all.
+        labelled: whether there is a label column. Data to be scored has none.
     """
     sizes = [num_embeddings] * _NUM_IDS if isinstance(num_embeddings, int) else list(num_embeddings)
     if len(sizes) != _NUM_IDS:
@@ -47,10 +47,10 @@ def criteo_schema(num_embeddings: int | Sequence[int], *, labelled: bool = True)
 
 
 class CriteoText(Source):
-    """Day files, plain or gzipped.
+    """Criteo's day files, plain or gzipped.
 
-    A first pass counts the lines. A gzipped file can be entered at its start only: for more than a few
-    epochs, Parquet is the better form.
+    A first pass counts the lines. A gzipped file can only be read from its start; use Parquet for more than a
+    few epochs.
     """
 
     def __init__(self, files: Sequence[Path], schema: Schema, faults: Faults) -> None:
@@ -62,21 +62,21 @@ class CriteoText(Source):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """C1 .. C26."""
+        """The keys C1 .. C26."""
         return tuple(each.name for each in self._schema.ids)
 
     @property
     def shape(self) -> Shape:
-        """13 dense values, 26 ids."""
+        """Shape of the samples: 13 dense values and 26 IDs."""
         return self._schema.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """The files that have lines."""
+        """Files that have lines."""
         return files_of([(str(block.file), block.lines) for block in self._blocks])
 
     def column(self, block: int, name: str) -> Any:
-        """A column as texts, of lines that can be parsed; others have the empty text."""
+        """Return a column as strings. Lines that cannot be parsed get the empty string."""
         import pyarrow as pa
 
         found = self._blocks[block]
@@ -99,11 +99,11 @@ class CriteoText(Source):
 
     @property
     def block_sizes(self) -> Ints:
-        """Lines of each block."""
+        """Number of lines of each block."""
         return np.array([block.lines for block in self._blocks], dtype=np.int64)
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Parses some megabytes of lines at a time."""
+        """Parse some megabytes of lines at a time."""
         yield from rewindowed(self._samples(self._blocks[block], first * size), first * size, size)
 
     def _samples(self, block: TextBlock, skip: int) -> Generator[Samples, None, None]:
@@ -147,14 +147,14 @@ def criteo_reader(
     on_error: OnError = "raise",
     window: int = 8192,
 ) -> StreamReader:
-    """Criteo's data in the order of files and lines, to judge or to score it; see :func:`parquet_reader`.
+    """Open Criteo's data in the order of files and lines, for evaluation or scoring; see `parquet_reader`.
 
     Args:
-        paths, num_embeddings, on_error, window: as for :func:`criteo`.
-        labelled: whether there is a label; text without one has 39 fields.
+        paths, num_embeddings, on_error, window: as for `criteo`.
+        labelled: whether there is a label. Text without a label has 39 fields.
 
     Raises:
-        DataError: names file, line or row group, and column.
+        DataError: damaged data; names the file, the line or row group, and the column.
     """
     faults = Faults(on_error)
     source = _source(paths, criteo_schema(num_embeddings, labelled=labelled), faults)
@@ -173,17 +173,17 @@ def criteo(
     window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
-    """Criteo's data; ``.parquet`` files have the columns of :func:`criteo_schema`, others are text.
+    """Open Criteo's data. ``.parquet`` files have the columns of `criteo_schema`; other files are text.
 
     Args:
-        train, validation, test: files, folders (all ``day_*`` and ``*.parquet`` in them) or patterns.
-        split: takes validation and test rows out of ``train`` instead; by time the lines are in the order of
-            time, as day files are.
-        num_embeddings: rows of each of the 26 tables, or of all.
-        seed, on_error, window, lanes: as for :func:`meshrec.data.parquet`.
+        train, validation, test: files, folders (all ``day_*`` and ``*.parquet`` files in them) or patterns.
+        split: takes validation and test rows out of ``train`` instead. A split by time uses the order of
+            lines, as in day files.
+        num_embeddings: number of rows of each of the 26 tables, or of all.
+        seed, on_error, window, lanes: as for `meshrec.data.parquet`.
 
     Raises:
-        DataError: names file, line or row group, and column.
+        DataError: damaged data; names the file, the line or row group, and the column.
     """
     check_seed(seed)
     schema, faults = criteo_schema(num_embeddings), Faults(on_error)

@@ -1,4 +1,4 @@
-"""What every source of samples offers: features, readers, and a position that a checkpoint can hold."""
+"""Interface of every data source: features, readers, and a position that a checkpoint can store."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What a model or the planner needs to size a table.
+    """A feature, with everything that a model or the planner needs to size its table.
 
     Args:
-        name: the key in ``Batch.sparse``.
-        num_embeddings: ids lie in ``[0, num_embeddings)``.
-        average_length: ids per sample.
-        sequence: the ids have an order, the oldest first.
-        table: features that name the same table share its rows; without it the table is named like the
-            feature.
+        name: key of the feature in ``Batch.sparse``.
+        num_embeddings: IDs lie in ``[0, num_embeddings)``.
+        average_length: average number of IDs per sample.
+        sequence: whether the IDs are ordered, oldest first.
+        table: name of the table. Features that name the same table share its rows. None: a table named like
+            the feature.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Feature:
 
 
 class Position(NamedTuple):
-    """How far training is: the samples of this epoch that all ranks together have consumed."""
+    """Progress of training: the number of samples of this epoch that all ranks together have consumed."""
 
     epoch: int = 0
     sample: int = 0
 
 
 class FileRows(NamedTuple):
-    """A file's rows among the row numbers of a reader: ``[first_row, first_row + num_rows)``."""
+    """Row numbers of a file within a reader: ``[first_row, first_row + num_rows)``."""
 
     name: str
     first_row: int
@@ -52,18 +52,18 @@ class FileRows(NamedTuple):
 
 
 class FilePlaces(NamedTuple):
-    """For each of B row numbers, which file (an index of `Reader.files`), and which row of it, from 0."""
+    """File (an index of `Reader.files`) and row within the file (from 0) of each of B row numbers."""
 
     file_B: Tensor
     row_B: Tensor
 
 
 def locate(files: Sequence[FileRows], rows: Tensor) -> FilePlaces:
-    """Where ``Batch.rows`` are: the file of each row, and its number in there.
+    """Return the file and the row within it of each row number in ``Batch.rows``.
 
     Args:
         files: `Reader.files`.
-        rows: [B] int64.
+        rows: row numbers [B], int64.
     """
     starts = torch.tensor([each.first_row for each in files])
     file = torch.searchsorted(starts, rows, right=True) - 1
@@ -73,20 +73,22 @@ def locate(files: Sequence[FileRows], rows: Tensor) -> FilePlaces:
 class Reader(ABC):
     """Samples in an order that is a pure function of (seed, epoch).
 
-    Step s of an epoch takes samples ``[s * W * B, (s + 1) * W * B)`` of that order, with W ranks and batches
-    of B samples. A :class:`Position` therefore resumes at the exact sample, with another number of ranks or
-    another batch size too.
+    Step s of an epoch takes samples ``[s * W * B, (s + 1) * W * B)`` of that order, for W ranks and batches
+    of B samples. Therefore a `Position` resumes at the exact sample, even with another number of ranks or
+    another batch size.
     """
 
     @property
     @abstractmethod
     def num_samples(self) -> int:
-        """Samples of one epoch, over all ranks."""
+        """Number of samples of one epoch, over all ranks."""
 
     @property
     @abstractmethod
     def files(self) -> Sequence[FileRows]:
-        """What ``Batch.rows`` count over, in order: rows that are not in a part of the data count, too."""
+        """Files that ``Batch.rows`` number consecutively, including rows that are not in this part of the
+        data.
+        """
 
     @abstractmethod
     def batches(
@@ -98,41 +100,41 @@ class Reader(ABC):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """The rest of one epoch from ``position``: this rank's part.
+        """Yield this rank's batches of one epoch, starting at ``position``.
 
-        All ranks yield the same number of batches; the last one may be smaller, or empty on some.
+        All ranks yield the same number of batches. The last batch may be smaller, or empty on some ranks.
 
         Args:
             batch_size: samples per batch and rank.
-            position: where the epoch goes on.
-            rank, world_size: which part.
-            drop_last: leave out the last step if it is not full on all ranks.
+            position: position at which to start.
+            rank, world_size: this rank, and the number of ranks.
+            drop_last: whether to leave out the last step if it is not full on all ranks.
 
         Raises:
-            ValueError: for sizes, ranks or positions out of range.
+            ValueError: a size, rank or position is out of range.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Samples to train on, samples to choose and to judge by, and what they consist of.
+    """A dataset: readers of the training, validation and test samples, and a description of the samples.
 
     Args:
-        name: for reports.
+        name: name for reports.
         features: the keys of ``Batch.sparse``, in order.
-        num_dense: columns of ``Batch.dense``.
-        train, validation, test: the readers; validation chooses among weights, test judges those that were
-            chosen, once. Both keep the order of the data.
-        item: the feature that names what is recommended, where there is one.
-        seen: the feature that holds the items which are not to be recommended again, where there is one.
-        catalogue: one sample for each row of the item's table, with the features that belong to items.
-        best_auc: the AUC that nothing can beat on ``validation``, where it is known.
-        open: ``open(paths, labelled)`` reads other files of the same form, in their order: with labels, to
-            judge by, or without, to be scored; None where the data has no files.
-        has_id_weights: whether the ids of batches have weights.
-        labels: names of the labels, where there are several.
-        id_columns: columns of the data that its ids come from, where they are not named like the features.
-        skipped: rows that were left out as damaged so far, by file and reason, each row once.
+        num_dense: number of columns of ``Batch.dense``.
+        train, validation, test: the readers. Validation data selects the weights; test data evaluates the
+            selected ones, once. Both keep the order of the data.
+        item: name of the feature that holds the recommended item, if there is one.
+        seen: name of the feature with items that must not be recommended again, if there is one.
+        catalogue: one sample for each row of the item's table, with the features of items.
+        best_auc: the highest possible AUC on ``validation``, if it is known.
+        open: ``open(paths, labelled)`` reads other files of the same form in their order: with labels for
+            evaluation, or without for scoring. None if the data has no files.
+        has_id_weights: whether the IDs of batches have weights.
+        labels: names of the labels, if there are several.
+        id_columns: columns of the data from which the IDs come, if they are not named like the features.
+        skipped: number of damaged rows that were left out so far, by file and reason. Each row counts once.
     """
 
     name: str
@@ -152,15 +154,15 @@ class Dataset:
     labels: tuple[str, ...] = ()
 
     def tables(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
-        """One table per feature (or group of features that share one), all of one width.
+        """Return one table per feature, or per group of features that share one, all of one width.
 
-        Pools by MEAN where a feature is a sequence, and by SUM elsewhere.
+        Sequence features are pooled by MEAN, others by SUM.
         """
         return embedding_bag_configs(self.features, embedding_dim)
 
 
 def embedding_bag_configs(features: Sequence[Feature], embedding_dim: int) -> list[EmbeddingBagConfig]:
-    """Tables for ``features``; see :meth:`Dataset.tables`.
+    """Return the tables for ``features``; see `Dataset.tables`.
 
     Raises:
         ValueError: features of one table differ in ``num_embeddings``.

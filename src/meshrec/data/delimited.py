@@ -15,7 +15,7 @@ _PATTERNS = {"int": r"^ *[+-]?[0-9]+ *$", "float": r"^ *[+-]?([0-9]+\.?[0-9]*|\.
 
 
 class Lines(NamedTuple):
-    """Parsed columns, and the line (from 0) that each of their rows stood in."""
+    """Parsed columns, with the line number (from 0) of each row."""
 
     table: "pa.Table"
     lines: Ints
@@ -32,16 +32,16 @@ def parse(
     quotes: bool = False,
     first_line: int = 0,
 ) -> Lines:
-    """The columns of ``types``.
+    """Parse the columns of ``types``.
 
     Args:
-        text: whole lines, in UTF-8.
+        text: whole lines in UTF-8.
         where: the file, for messages.
-        faults: for lines with another number of fields than there are columns, and values of other types.
-        columns: names of all columns; None: the first line tells.
-        types: Arrow types by column; "" stands for null, except in strings.
+        faults: handles lines with a wrong number of fields, and values of other types.
+        columns: names of all columns. None: the first line is a header.
+        types: Arrow types by column. An empty field is null, except in string columns.
         delimiter: one character.
-        quotes: whether fields may stand in double quotes.
+        quotes: whether fields may be in double quotes.
         first_line: number of the first line of ``text``, from 0.
     """
     csv = needs("pyarrow.csv", "data")
@@ -98,7 +98,7 @@ def _line_numbers(num_rows: int, bad: list[int], *, header: bool) -> Ints:
 
 
 def _converted(parsed: Lines, types: Mapping[str, Any], where: str, faults: Faults, first_line: int) -> Lines:
-    """Text to numbers, column by column; rows where that fails are faults."""
+    """Convert text to numbers, column by column. Rows whose text is no number are faults."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     table, lines = parsed
     kept: Bools = np.ones(table.num_rows, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""How rows of a table become samples."""
+"""Interface of the encodings that turn rows of a table into samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,51 +13,53 @@ if TYPE_CHECKING:
 
 
 class Encoding(ABC):
-    """What a source of tables needs to know to make samples of their rows: a `Schema`, or `Features`."""
+    """How a source of tables makes samples of their rows: a `Schema` or `Features`."""
 
     @property
     @abstractmethod
     def keys(self) -> tuple[str, ...]:
-        """Names of the ids."""
+        """Names of the ID features."""
 
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """What its samples look like."""
+        """Shape of the samples."""
 
     @property
     @abstractmethod
     def takes_dictionaries(self) -> bool:
-        """Whether texts may come as numbers into a dictionary, as Parquet has them."""
+        """Whether strings may come dictionary-encoded, as in Parquet."""
 
     @abstractmethod
     def described(self) -> tuple[Feature, ...]:
-        """What a model needs to know of the ids."""
+        """Return the features of the model."""
 
     @abstractmethod
     def columns(self) -> Sequence[str]:
-        """All columns to read."""
+        """Return all columns to read."""
 
     @abstractmethod
     def id_columns(self) -> tuple[str, ...]:
-        """The columns that ids come from."""
+        """Return the columns from which IDs come."""
 
     @abstractmethod
     def labels_of(self) -> tuple[str, ...]:
-        """Names of the labels where there are several; otherwise empty."""
+        """Return the names of the labels if there are several, otherwise nothing."""
 
     @abstractmethod
     def fitted_kinds(self) -> Mapping[str, str]:
-        """What columns are known to hold, by name: text, integer, number, ...; empty where nothing is."""
+        """Return the known kinds of columns by name: text, integer, number, ..."""
 
     @abstractmethod
     def wrong_columns(self, found: Any) -> list[str]:
-        """What an Arrow schema lacks, or has of a type that cannot be read; empty if nothing."""
+        """Return what an Arrow schema lacks or has of a type that cannot be read; empty if everything
+        fits.
+        """
 
     @abstractmethod
     def encode(self, table: Any, place: "Place", faults: Faults) -> Samples:
-        """The samples of a table with the right columns; damaged rows are not ``kept``, or an error."""
+        """Encode a table with the right columns. Damaged rows are not ``kept``, or raise an error."""
 
     @abstractmethod
     def unlabelled(self) -> "Encoding":
-        """The same for data without labels."""
+        """Return the same encoding for data without labels."""

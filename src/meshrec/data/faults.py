@@ -1,4 +1,4 @@
-"""What happens to damaged data: an error, or a count."""
+"""Handling of damaged data: raise an error, or skip and count."""
 
 import importlib
 import logging
@@ -18,15 +18,15 @@ REMEDY = (
     ". Repair the data, or leave such rows out: on_error='skip', which is --data.on-error skip of "
     "`meshrec train` and --on-error skip of `meshrec evaluate` and `meshrec predict`."
 )
-"""The next step after damage in files, at the end of the message."""
+"""Next step after damage in files, appended to the message."""
 
 
 class DataError(ValueError):
-    """Data that cannot be read as configured; the message names file, place and column."""
+    """Data that cannot be read as configured. The message names file, place and column."""
 
 
 class Faults:
-    """Raises on damaged data, or counts what is skipped and warns once about each place.
+    """Raises on damaged data, or skips and counts it with one warning per place.
 
     Args:
         on_error: "raise" or "skip".
@@ -37,15 +37,17 @@ class Faults:
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}.")
         self.skipping = on_error == "skip"
         self.skipped: dict[str, int] = {}
-        """Rows that were left out, by place and reason: each once, however often they are read."""
+        """Number of rows that were left out, by place and reason. Each row counts once, however often it is
+        read.
+        """
         self.by_file: dict[str, dict[str, int]] = {}
-        """The same, by file."""
+        """Number of rows that were left out, by file, and by place and reason."""
 
     def found(self, message: str, rows: int, file: str = "") -> None:
-        """Something is wrong with ``rows`` rows of ``file``.
+        """Report that ``rows`` rows of ``file`` are damaged.
 
         Raises:
-            DataError: unless damaged data is skipped.
+            DataError: damaged data is not skipped.
         """
         message = message.rstrip(".")
         if not self.skipping:
@@ -56,7 +58,9 @@ class Faults:
             self.by_file.setdefault(file, {})[message] = rows
 
     def check(self, kept: Bools, good: Any, message: str, first_row: int = 0, file: str = "") -> None:
-        """Takes the samples that are not ``good`` out of ``kept``; ``{row}`` in the message is the first."""
+        """Remove samples that are not ``good`` from ``kept``. ``{row}`` in the message is the first bad
+        row.
+        """
         bad = kept & ~np.asarray(good, dtype=np.bool_)
         num = int(bad.sum())
         if num:
@@ -66,15 +70,15 @@ class Faults:
 
 
 def rows_text(num: int) -> str:
-    """Such as "1 row", "1,000 rows"."""
+    """Format a number of rows, such as "1 row" or "1,000 rows"."""
     return f"{num:,} row{'' if num == 1 else 's'}"
 
 
 def needs(module: str, extra: str) -> ModuleType:
-    """Imports what an extra installs.
+    """Import a module that an extra installs.
 
     Raises:
-        ModuleNotFoundError: names the extra, and no module as its ``name``.
+        ModuleNotFoundError: the module is missing; the message names the extra, and ``name`` is None.
     """
     try:
         return importlib.import_module(module)

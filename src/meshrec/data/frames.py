@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def to_table(frame: Any) -> "pa.Table":
-    """A table of Arrow, from one of Arrow, pandas, polars, or a dataset of Hugging Face.
+    """Convert a table of Arrow, pandas or polars, or a Hugging Face dataset, to an Arrow table.
 
-    Takes whatever offers Arrow's stream (``__arrow_c_stream__``) as well.
+    Any object with Arrow's stream interface (``__arrow_c_stream__``) is accepted as well.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: ``frame`` is none of these.
     """
     pa = needs("pyarrow", "data")
     if isinstance(frame, pa.Table):
@@ -39,7 +39,7 @@ def to_table(frame: Any) -> "pa.Table":
 
 
 def _without_views(table: "pa.Table") -> "pa.Table":
-    """With plain texts and lists: what polars gives has views of them."""
+    """Replace views of texts and lists, which polars gives, by plain texts and lists."""
     plain = [each.with_type(_plain_type(each.type)) for each in table.schema]
     return table if plain == list(table.schema) else table.cast(needs("pyarrow", "data").schema(plain))
 
@@ -56,16 +56,18 @@ def _plain_type(kind: Any) -> Any:
 
 
 def read_csvs(paths: Sequence[File], kinds: Mapping[str, str] = MappingProxyType({})) -> list["pa.Table"]:
-    """CSV files with a header, in memory, with the same types in all of them.
+    """Read CSV files with a header into memory, with the same column types in all of them.
 
-    A column has the type that Arrow sees in it: texts where one file has a text in it. Markers such as ``NA``
-    are null among numbers, and stay what they are among texts, where the empty one is missing.
+    A column has the type that Arrow infers, or string if one of the files has text in it. Markers such as
+    ``NA`` are null in columns of numbers. In columns of text they are text, and only the empty string is
+    missing.
 
     Args:
-        kinds: what columns are known to hold (text, integer, number), whatever it looks like.
+        paths: the files.
+        kinds: known kinds of columns (text, integer, number), which override what Arrow infers.
 
     Raises:
-        DataError: names the file and the row.
+        DataError: a file cannot be read; names the file and the row.
     """
     pa = needs("pyarrow", "data")
     known = {"text": pa.string(), "number": pa.float64()}  # integers may be written as true and false
@@ -86,7 +88,7 @@ def read_csvs(paths: Sequence[File], kinds: Mapping[str, str] = MappingProxyType
 
 
 def _common_type(found: set[Any]) -> Any:
-    """One that reads what several files have in a column."""
+    """Return a type that can hold what several files have in one column."""
     pa = needs("pyarrow", "data")
     if len(found) == 1:
         return found.pop()
@@ -128,7 +130,7 @@ def _read_csv(path: File, types: Mapping[str, Any]) -> "pa.Table":
 
 
 def _check_header(path: File, names: list[str]) -> None:
-    """DataError where names occur twice, or all columns seem to be one."""
+    """Raise DataError if a column name occurs twice, or if all columns seem to be one."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: columns need names of their own, given twice: {twice}. Rename them.")
@@ -140,13 +142,13 @@ def _check_header(path: File, names: list[str]) -> None:
 
 
 def _may_be_rounded(column: Any) -> bool:
-    """Whether these are numbers beyond int64: Arrow reads integers of that size as floats."""
+    """Return whether a column has numbers beyond int64. Arrow reads such integers as floats."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     return pa.types.is_floating(column.type) and bool(pc.any(pc.greater_equal(column, 2.0**63)).as_py())
 
 
 def _whole_numbers(texts: Any) -> Any:
-    """As uint64; longer ones stay texts."""
+    """Convert texts to uint64. Texts of longer numbers stay texts."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     try:
         return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts).cast(pa.uint64())
@@ -155,13 +157,14 @@ def _whole_numbers(texts: Any) -> Any:
 
 
 def open_tables(data: Any, schema: Encoding, faults: Faults) -> Source:
-    """A source of Parquet or CSV files, or of a frame; see `meshrec.data.tables.table_dataset`.
+    """Open Parquet files, CSV files or a frame as a source; see `meshrec.data.tables.table_dataset`.
 
-    A folder stands for its Parquet files, or its CSV files where it has no others. CSV files (``.csv``, also
-    with ``.gz``, ``.bz2`` or ``.zst``) are read into memory; large ones are better made Parquet once.
+    A folder stands for its Parquet files, or for its CSV files if it has no Parquet files. CSV files
+    (``.csv``, also with ``.gz``, ``.bz2`` or ``.zst``) are read into memory. Convert large ones to Parquet
+    once.
 
     Raises:
-        DataError: paths stand for no file, or for files of two kinds.
+        DataError: the paths match no file, or files of both kinds.
     """
     if not _is_paths(data):
         return ArrowSource([("memory", to_table(data))], schema, faults)

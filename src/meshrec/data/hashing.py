@@ -1,4 +1,4 @@
-"""Hashing of whole arrays: ids into tables, and numbers out of ids."""
+"""Hashing of whole arrays: of IDs to table rows, and of IDs to random numbers."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ _FIRST_BYTES = np.array([(1 << 8 * count) - 1 for count in range(9)], dtype=np.u
 
 
 def mix(values: UInt64s, seed: int = 0) -> UInt64s:
-    """64 bits that look random, another permutation for each seed.
+    """Return 64 pseudo-random bits per value; each seed gives another permutation.
 
-    The finalizer of splitmix64: Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (2014).
+    The finalizer of splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
     """
     mask = (1 << 64) - 1
     mixed = values + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask)
@@ -27,7 +27,7 @@ def mix(values: UInt64s, seed: int = 0) -> UInt64s:
 
 
 def to_range(hashes: UInt64s, size: int) -> npt.NDArray[np.int64]:
-    """Hashes to ``[0, size)``, evenly, for sizes up to 2**32: the upper half times the size, shifted down."""
+    """Map hashes evenly to ``[0, size)``, for sizes up to 2**32: (upper half * size) >> 32."""
     scaled = hashes >> np.uint64(32)
     scaled *= np.uint64(size)
     scaled >>= np.uint64(32)
@@ -35,9 +35,10 @@ def to_range(hashes: UInt64s, size: int) -> npt.NDArray[np.int64]:
 
 
 def hash_bytes(array: Any) -> tuple[npt.NDArray[np.int64], UInt64s]:
-    """Of an Arrow array of strings or binaries: lengths in bytes, and hashes. Null is like the empty string.
+    """Return lengths in bytes and hashes of an Arrow array of strings or binaries. Null counts as the empty
+    string.
 
-    Takes 8 bytes of every string at a time.
+    The loop handles 8 bytes of every string at a time.
     """
     large = str(array.type).startswith("large")
     _, offset_buffer, data_buffer = array.buffers()

@@ -1,4 +1,4 @@
-"""Samples that fit in memory: shuffled as a whole."""
+"""Reader of samples that fit in memory, shuffled as a whole."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from meshrec.data.samples import Floats, Ints, Samples, Shape, gather_ranges, to
 
 
 class Ranges(NamedTuple):
-    """The ids of one key: of sample i, ``values[starts[i] : starts[i] + lengths[i]]``.
+    """IDs of one key. Those of sample i are ``values[starts[i] : starts[i] + lengths[i]]``.
 
-    Samples may share or overlap ranges: the last k movies of a user are a range of the user's movies.
+    Ranges may overlap: the last k movies of a user are a range of all the user's movies.
     """
 
     values: Ints
@@ -24,26 +24,26 @@ class Ranges(NamedTuple):
     lengths: Ints
 
     def take(self, rows: Ints) -> "Ranges":
-        """Of the samples at ``rows``."""
+        """Return the ranges of the samples at ``rows``."""
         return Ranges(self.values, self.starts[rows], self.lengths[rows])
 
 
 class InMemoryReader(Reader):
-    """Arrays as a reader.
+    """Reader of arrays.
 
     Args:
-        dense: [n, num_dense].
-        labels: [n], or [n, L] of several.
+        dense: dense values [n, num_dense].
+        labels: labels [n], or [n, L] for L labels.
         ids: the ranges of each key.
-        rows: [n], the samples' row numbers in the data that they come from; without it 0, 1, ...
-        files: what these count over; without it one, named "memory".
-        seed: of the order.
-        label_range: labels outside are an error: binary cross-entropy takes those in [0, 1]; None: any, also
-            NaN where there are none.
-        shuffle: without it, samples keep their order.
+        rows: row numbers [n] of the samples in the data that they come from; by default 0, 1, ...
+        files: files that the row numbers refer to; by default one, named "memory".
+        seed: seed of the shuffle.
+        label_range: allowed labels. Binary cross-entropy takes [0, 1]. None: any value, also NaN for no
+            label.
+        shuffle: whether to shuffle the samples.
 
     Raises:
-        ValueError: no samples, arrays of different lengths, or labels out of range.
+        ValueError: there are no samples, the arrays differ in length, or a label is out of range.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class InMemoryReader(Reader):
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch, over all ranks."""
+        """Number of samples of one epoch, over all ranks."""
         return len(self._labels)
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """What row numbers count over."""
+        """Files that the row numbers refer to."""
         return self._files
 
     def batches(
@@ -99,7 +99,6 @@ class InMemoryReader(Reader):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """See :class:`Reader`."""
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)
 

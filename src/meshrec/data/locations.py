@@ -1,4 +1,4 @@
-"""Where data lies: paths, folders and patterns, on this machine or in a store that pyarrow reaches."""
+"""Locations of data: paths, folders and patterns, on this machine or in a store that pyarrow reaches."""
 
 import fnmatch
 import glob
@@ -11,7 +11,7 @@ from meshrec.data.faults import DataError, needs
 
 T = TypeVar("T")
 File = Path | str
-"""A file of this machine, or its address (URI) in a store: ``s3://bucket/clicks.parquet``."""
+"""A file on this machine, or its URI in a store, such as ``s3://bucket/clicks.parquet``."""
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
@@ -20,16 +20,16 @@ _PARQUET_OR_CSV = ("*.parquet", " ".join(["*.csv", *(f"*.csv{suffix}" for suffix
 
 
 def expand(paths: Paths, *patterns: str) -> list[File]:
-    """The files that paths, folders and patterns stand for; those of stores as addresses.
+    """Return the files that paths, folders and patterns stand for; URIs for files in stores.
 
-    A folder stands for its files of the first of ``patterns`` that it has any of; a pattern may be several,
-    with blanks between them.
+    A folder stands for its files of the first of ``patterns`` that matches any. An entry of ``patterns`` may
+    hold several patterns, separated by blanks.
 
-    Stores are those of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf, file; their keys come from
-    where each store's own tools take them.
+    Stores are those of ``pyarrow.fs.FileSystem.from_uri``: s3, gs, abfs, hdfs, hf and file. Credentials come
+    from where the store's own tools find them.
 
     Raises:
-        DataError: one of them stands for none, or cannot be reached.
+        DataError: one of the paths matches nothing, or cannot be reached.
     """
     files: list[File] = []
     for each in [paths] if isinstance(paths, str | Path) else paths:
@@ -45,10 +45,10 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
 
 
 def expand_tables(paths: Paths) -> tuple[list[File], bool]:
-    """The Parquet or CSV files that paths, folders and patterns stand for, and whether they are of CSV.
+    """Return the Parquet or CSV files that paths, folders and patterns stand for, and whether they are CSV.
 
     Raises:
-        DataError: as `expand`, and for files of both kinds.
+        DataError: as for `expand`, or the files are of both kinds.
     """
     files = expand(paths, *_PARQUET_OR_CSV)
     text = [is_csv(each) for each in files]
@@ -58,26 +58,26 @@ def expand_tables(paths: Paths) -> tuple[list[File], bool]:
 
 
 def is_address(path: str | Path) -> bool:
-    """Whether it lies in a store."""
+    """Return whether a file lies in a store."""
     return isinstance(path, str) and "://" in path
 
 
 def is_csv(path: str | Path) -> bool:
-    """Whether a file, address or pattern says that it is of CSV, compressed or not."""
+    """Return whether the name of a file, URI or pattern says that it is CSV, compressed or not."""
     name = str(path).partition("?")[0] if is_address(path) else str(path)
     return name.lower().endswith((".csv", *(f".csv{suffix}" for suffix in _CODECS)))
 
 
 def codec_of(file: File) -> str | None:
-    """How pyarrow calls the compression that a file's name tells; None: none."""
+    """Return pyarrow's name of the compression that a file's name implies; None if it implies none."""
     return _CODECS.get(suffix_of(file).lower())
 
 
 def opened(file: File) -> Any:
-    """What pyarrow reads a file from; the caller closes it.
+    """Open a file for pyarrow. The caller closes it.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: the file cannot be reached.
     """
     if not is_address(file):
         return Path(file).open("rb")
@@ -115,7 +115,7 @@ def _stored(address: str | Path, patterns: Sequence[str]) -> list[File]:
 
 
 def _first(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]) -> list[T]:
-    """Those that the first pattern takes which takes any."""
+    """Return the names that match the first pattern which matches any."""
     for pattern in patterns:
         found = [each for each in files if any(fnmatch.fnmatch(name(each), one) for one in pattern.split())]
         if found:
@@ -124,15 +124,15 @@ def _first(files: Sequence[T], name: Callable[[T], str], patterns: Sequence[str]
 
 
 def suffix_of(file: File) -> str:
-    """Such as ``.parquet``."""
+    """Return the suffix of a path or URI, such as ``.parquet``."""
     return Path(str(file).partition("?")[0]).suffix
 
 
 def as_local(files: Sequence[File], what: str) -> list[Path]:
-    """Files that must lie on this machine.
+    """Return files as local paths.
 
     Raises:
-        DataError: one of them does not.
+        DataError: a file is not on this machine.
     """
     for each in files:
         if is_address(each):

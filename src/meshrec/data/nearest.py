@@ -1,4 +1,4 @@
-"""What a mistyped name was meant to be."""
+"""Suggestions for mistyped names."""
 
 import difflib
 from collections.abc import Iterable

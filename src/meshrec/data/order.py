@@ -1,8 +1,8 @@
-"""Which sample comes when, and on which rank: pure functions of (seed, epoch).
+"""The order of samples, and the rank of each: pure functions of (seed, epoch).
 
 The samples of an epoch form one line (blocks in shuffled order). The line is cut into L equal *lanes*, and
 the global order takes one sample of each lane in turn: sample p is number p // L of lane p % L. Ranks share a
-step by lanes, so that each reads its own stretch of the line; L does not depend on the number of ranks.
+step by lanes, so that each rank reads its own stretch of the line. L does not depend on the number of ranks.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from meshrec.data.dataset import Position
 
 
 class Stream(IntEnum):
-    """What random numbers are for: streams of different purposes are independent."""
+    """Purposes of random numbers. The streams of different purposes are independent."""
 
     BLOCKS = 1
     WINDOW = 2
@@ -40,12 +40,12 @@ class LanePart(NamedTuple):
 
 
 def generator(seed: int, stream: Stream, *counters: int) -> np.random.Generator:
-    """Random numbers that depend on nothing but the arguments, which are not negative."""
+    """Return a random number generator that depends only on the arguments, which must not be negative."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int(stream), *counters])))
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError unless ``seed`` is an integer >= 0."""
+    """Raise ValueError unless ``seed`` is an integer >= 0."""
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be an integer >= 0, got {seed!r}.")
 
@@ -53,10 +53,10 @@ def check_seed(seed: int) -> None:
 def steps(
     num_samples: int, batch_size: int, position: Position, rank: int, world_size: int, *, drop_last: bool
 ) -> Iterator[Step]:
-    """The steps of the rest of an epoch; checks the arguments at once.
+    """Check the arguments, and return the remaining steps of an epoch.
 
     Raises:
-        ValueError: for sizes, ranks or positions out of range.
+        ValueError: a size, rank or position is out of range.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be >= 1, got {batch_size}.")
@@ -75,17 +75,17 @@ def steps(
 
 
 def rank_slice(num: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The ``rank``-th of ``world_size`` equal slices of ``num`` samples."""
+    """Return the slice of ``rank`` when ``num`` samples are divided equally among ``world_size`` ranks."""
     return rank * num // world_size, (rank + 1) * num // world_size
 
 
 def lane_sizes(num_samples: int, lanes: int) -> npt.NDArray[np.int64]:
-    """Samples of each lane."""
+    """Return the number of samples of each lane."""
     return (num_samples - np.arange(lanes, dtype=np.int64) + lanes - 1) // lanes
 
 
 def lane_parts(step: Step, lanes: int, rank: int, world_size: int) -> list[LanePart]:
-    """What a rank reads for a step: its slice of the step's samples, sorted by lane."""
+    """Return what a rank reads for a step: its slice of the step's samples, sorted by lane."""
     begin, end = rank_slice(step.stop - step.start, rank, world_size)
     parts, seen = [], 0
     for lane in range(lanes):

@@ -1,4 +1,4 @@
-"""Parquet files, row group by row group."""
+"""Parquet files, read row group by row group."""
 
 import contextlib
 import functools
@@ -28,15 +28,15 @@ class _RowGroup(NamedTuple):
 
 
 class ParquetSource(Source, Tables):
-    """The row groups of files.
+    """The row groups of some Parquet files.
 
     Args:
-        files: read in this order where nothing is shuffled.
-        schema: which columns, a `Schema` or fitted `Features`.
-        faults: what to do about damage. Files that cannot be opened or lack columns are left out as a whole.
+        files: the files, in the order in which they are read without shuffling.
+        schema: the columns to read: a `Schema`, or fitted `Features`.
+        faults: handles damage. Files that cannot be opened or lack columns are left out as a whole.
 
     Raises:
-        DataError: for damaged files, missing columns, wrong types, and where no rows are left.
+        DataError: a file is damaged, a column is missing or has a wrong type, or no rows are left.
     """
 
     def __init__(self, files: Sequence[File], schema: Encoding, faults: Faults) -> None:
@@ -51,21 +51,25 @@ class ParquetSource(Source, Tables):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The id columns."""
+        """Names of the ID columns."""
         return self._schema.keys
 
     @property
     def shape(self) -> Shape:
-        """That of the schema."""
+        """Shape of the samples, as the schema says."""
         return self._schema.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """The files that can be read."""
+        """Files that can be read."""
         return files_of([(str(group.file), group.rows) for group in self._groups])
 
     def column(self, block: int, name: str) -> Any:
-        """A column of a row group, as an Arrow array. DataError where it cannot be read."""
+        """Return a column of a row group as an Arrow array.
+
+        Raises:
+            DataError: the column cannot be read.
+        """
         import pyarrow as pa
 
         group = self._groups[block]
@@ -83,7 +87,7 @@ class ParquetSource(Source, Tables):
 
     @functools.cached_property
     def arrow_schema(self) -> Any:
-        """That of the first file, with types that hold those of the others."""
+        """Arrow schema of the first file, with types that can hold those of the other files."""
         pa = needs("pyarrow", "data")
         first, *others = (metadata.schema.to_arrow_schema() for metadata in self._metadata.values())
         for other in others:
@@ -96,7 +100,11 @@ class ParquetSource(Source, Tables):
         return first
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """A row group's columns, ``size`` rows at a time. DataError where they cannot be read."""
+        """Yield the columns of a row group, ``size`` rows at a time.
+
+        Raises:
+            DataError: they cannot be read.
+        """
         import pyarrow as pa
 
         group = self._groups[block]
@@ -112,11 +120,11 @@ class ParquetSource(Source, Tables):
 
     @property
     def block_sizes(self) -> Ints:
-        """Rows of each row group."""
+        """Number of rows of each row group."""
         return np.array([group.rows for group in self._groups], dtype=np.int64)
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Decodes a row group a window at a time."""
+        """Decode a row group, one window at a time."""
         yield from rewindowed(self._pieces(self._groups[block], first * size, size), first * size, size)
 
     def _open(self, file: File) -> list[_RowGroup]:
@@ -188,7 +196,7 @@ class ParquetSource(Source, Tables):
 
 @contextlib.contextmanager
 def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
-    """A ``pyarrow.parquet.ParquetFile``, on this machine or in a store."""
+    """Open a ``pyarrow.parquet.ParquetFile``, on this machine or in a store."""
     with (
         opened(file) as source,
         needs("pyarrow.parquet", "data").ParquetFile(source, **options) as found,
@@ -197,7 +205,7 @@ def open_parquet_file(file: File, **options: Any) -> Generator[Any, None, None]:
 
 
 def _texts(metadata: Any, columns: Sequence[str]) -> list[str]:
-    """Those of the columns that are plain texts."""
+    """Return the columns that hold plain text."""
     from meshrec.data.columns import is_text
 
     found = metadata.schema.to_arrow_schema()
@@ -214,18 +222,19 @@ def parquet_reader(
     window: int = 8192,
     lanes: int = 8,
 ) -> StreamReader:
-    """Parquet files as a reader: in the order of files and rows, to judge or to score them.
+    """Open Parquet files as a reader in the order of files and rows, for evaluation or scoring.
 
-    Each batch carries its samples' row numbers (``Batch.rows``), which `locate` turns into file and row; with
-    ``schema.unlabelled()`` the files need no labels.
+    Each batch has the row numbers of its samples (``Batch.rows``), which `locate` turns into file and row.
+    With ``schema.unlabelled()`` the files need no labels.
 
     Args:
-        paths: files, folders (all ``*.parquet`` in them) or patterns, sorted by name within each.
-        schema, seed, on_error, window, lanes: as for :func:`parquet`.
-        shuffle: mix the rows, as for training.
+        paths: files, folders (all ``*.parquet`` files in them) or patterns. Folders and patterns are sorted
+            by name.
+        schema, seed, on_error, window, lanes: as for `parquet`.
+        shuffle: whether to shuffle the rows, as for training.
 
     Raises:
-        DataError: names file, row group and column.
+        DataError: damaged data; names the file, row group and column.
     """
     faults = Faults(on_error)
     source = ParquetSource(expand(paths, "*.parquet"), schema, faults)
@@ -247,21 +256,21 @@ def parquet(
     window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
-    """Parquet files as a dataset; see :class:`meshrec.data.StreamReader` for the order.
+    """Open Parquet files as a dataset; see `meshrec.data.StreamReader` for the order.
 
     Args:
-        train, validation, test: files, folders (all ``*.parquet`` in them) or patterns, sorted by name within
-            each.
-        split: takes validation and test rows out of ``train`` instead, see :class:`meshrec.data.Split`.
-        schema: which columns are what: a `Schema`, or fitted `meshrec.data.features.Features`.
-        name: for reports.
-        seed: of the order.
-        on_error: "raise"; or "skip" to leave out damaged rows, row groups and files, with a warning, counted
-            in ``Dataset.skipped``.
-        window, lanes: see :class:`meshrec.data.StreamReader`.
+        train, validation, test: files, folders (all ``*.parquet`` files in them) or patterns. Folders and
+            patterns are sorted by name.
+        split: takes validation and test rows out of ``train`` instead, see `meshrec.data.Split`.
+        schema: the meaning of the columns: a `Schema`, or fitted `meshrec.data.features.Features`.
+        name: name for reports.
+        seed: seed of the shuffle.
+        on_error: "raise", or "skip" to leave out damaged rows, row groups and files with a warning. They are
+            counted in ``Dataset.skipped``.
+        window, lanes: see `meshrec.data.StreamReader`.
 
     Raises:
-        DataError: names file, row group and column.
+        DataError: damaged data; names the file, row group and column.
     """
     return table_dataset(
         open_parquet,
@@ -279,5 +288,5 @@ def parquet(
 
 
 def open_parquet(paths: Paths, schema: Encoding, faults: Faults) -> ParquetSource:
-    """A source of files, folders (all ``*.parquet`` in them) or patterns; see `table_dataset`."""
+    """Open files, folders (all ``*.parquet`` files in them) or patterns as a source; see `table_dataset`."""
     return ParquetSource(expand(paths, "*.parquet"), schema, faults)

@@ -1,4 +1,4 @@
-"""Reading ahead in the background."""
+"""Reading ahead in a background thread."""
 
 import contextlib
 import queue
@@ -19,7 +19,7 @@ class _End:
 
 
 class Prefetch(Generic[T]):
-    """See :func:`prefetch`. An iterator and a context manager; ``close`` may be called at any time."""
+    """Iterator and context manager that reads ahead; see `prefetch`. ``close`` may be called at any time."""
 
     def __init__(self, iterable: Iterable[T], depth: int) -> None:
         self._queue: queue.Queue[T | _Error | _End] = queue.Queue(depth)
@@ -47,7 +47,7 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stops the thread, waits for it, and closes the iterator behind it."""
+        """Stop the thread, wait for it, and close the iterator behind it."""
         self._finalizer()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -60,13 +60,13 @@ class Prefetch(Generic[T]):
 
 
 def prefetch(iterable: Iterable[T], depth: int = 2) -> Prefetch[T]:
-    """Iterates in a background thread, up to ``depth`` items ahead.
+    """Iterate in a background thread, up to ``depth`` items ahead.
 
-    Errors of the iterator are raised in the consumer, after the items before them. A generator behind it is
-    closed in the background thread.
+    Errors of the iterator are raised in the consumer, after the items before them. If the iterator is a
+    generator, it is closed in the background thread.
 
     Raises:
-        ValueError: depth below 1.
+        ValueError: ``depth`` is below 1.
     """
     if depth < 1:
         raise ValueError(f"depth must be >= 1, got {depth}. Without reading ahead, use the iterator itself.")

@@ -1,6 +1,6 @@
-"""Samples on their way to a batch, as numpy arrays.
+"""Samples on their way to a batch, as NumPy arrays.
 
-Shape legend: n samples, K keys, N ids.
+Shape legend: n samples, K keys, N IDs.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -19,18 +19,20 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Ragged(NamedTuple):
-    """The ids of one key: of sample i, ``values[offsets[i] : offsets[i + 1]]``; ``weights`` are of values."""
+    """IDs of one key, with optional weights. Those of sample i are ``values[offsets[i] : offsets[i +
+    1]]``.
+    """
 
     values: Ints
     offsets: Ints
     weights: Floats | None = None
 
     def part(self, first: int, last: int) -> "Ragged":
-        """Of samples ``[first, last)``, as views; offsets do not start at 0."""
+        """Return the samples ``[first, last)`` as views, whose offsets do not start at 0."""
         return Ragged(self.values, self.offsets[first : last + 1], self.weights)
 
     def take(self, order: Ints) -> "Ragged":
-        """Of the samples at ``order``."""
+        """Return the samples at ``order``."""
         starts = self.offsets[order]
         lengths = self.offsets[order + 1] - starts
         if _common_length(lengths) == 1:
@@ -39,21 +41,26 @@ class Ragged(NamedTuple):
         return self.ranges(starts, lengths)
 
     def ranges(self, starts: Ints, lengths: Ints) -> "Ragged":
-        """A sample for each range of the values."""
+        """Return one sample for each range of the values."""
         return gather_ranges(self.values, starts, lengths, self.weights)
 
     def weighted(self) -> "Ragged":
-        """The same with weights of 1 where it has none."""
+        """Return the same IDs, with weights of 1 if they have none."""
         return (
             self if self.weights is not None else self._replace(weights=np.ones(len(self.values), np.float32))
         )
 
 
 class Samples(NamedTuple):
-    """``kept`` is None where all samples are good; where it is False, the rest of that sample is void.
+    """Samples of a source.
 
-    ``labels`` are [n], or [n, L] of several. ``rows`` are row numbers over all files; None: whoever reads the
-    source knows them. ``weights`` are of samples; None: all count alike.
+    Attributes:
+        dense: dense values [n, num_dense].
+        labels: labels [n], or [n, L] for L labels.
+        ids: the IDs of each key.
+        kept: whether each sample is good; None: all are. The other fields of a bad sample are meaningless.
+        rows: row numbers over all files; None if the reader of the source knows them.
+        weights: weights of samples; None: all are 1.
     """
 
     dense: Floats
@@ -64,7 +71,7 @@ class Samples(NamedTuple):
     weights: Floats | None = None
 
     def take(self, order: Ints) -> "Samples":
-        """The samples at ``order``."""
+        """Return the samples at ``order``."""
         kept = None if self.kept is None else self.kept[order]
         ids = tuple(each.take(order) for each in self.ids)
         rows = None if self.rows is None else self.rows[order]
@@ -72,7 +79,7 @@ class Samples(NamedTuple):
         return Samples(self.dense[order], self.labels[order], ids, kept, rows, weights)
 
     def part(self, first: int, last: int) -> "Samples":
-        """Samples ``[first, last)``, as views."""
+        """Return the samples ``[first, last)`` as views."""
         kept = None if self.kept is None else self.kept[first:last]
         ids = tuple(each.part(first, last) for each in self.ids)
         rows = None if self.rows is None else self.rows[first:last]
@@ -80,14 +87,14 @@ class Samples(NamedTuple):
         return Samples(self.dense[first:last], self.labels[first:last], ids, kept, rows, weights)
 
     def good(self) -> "Samples":
-        """Without the samples that are not kept."""
+        """Return only the samples that are kept."""
         if self.kept is None or self.kept.all():
             return self._replace(kept=None)
         return self.take(np.flatnonzero(self.kept))._replace(kept=None)
 
 
 def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | None = None) -> Ragged:
-    """``values[starts[i] : starts[i] + lengths[i]]`` of all i, one after another."""
+    """Concatenate ``values[starts[i] : starts[i] + lengths[i]]`` for all i."""
     offsets = np.zeros(len(starts) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     width = _common_length(lengths)
@@ -100,7 +107,7 @@ def gather_ranges(values: Ints, starts: Ints, lengths: Ints, weights: Floats | N
 
 
 def concatenated(pieces: Sequence[Samples]) -> Samples:
-    """One piece after another; at least one."""
+    """Concatenate pieces, of which there must be at least one."""
     if len(pieces) == 1:
         return pieces[0]
     ids = []
@@ -139,7 +146,7 @@ def _all_weights(pieces: Sequence[Samples]) -> Floats | None:
 
 
 def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Samples, None, None]:
-    """The samples of all pieces after the first ``skip``, in windows of ``size``; the last may be smaller."""
+    """Yield all samples after the first ``skip`` in windows of ``size``. The last window may be smaller."""
     waiting: list[Samples] = []
     num = 0
     for piece in pieces:
@@ -162,9 +169,10 @@ def rewindowed(pieces: Iterable[Samples], skip: int, size: int) -> Generator[Sam
 
 
 class Shape(NamedTuple):
-    """What samples of a source look like.
+    """Shape of the samples of a source.
 
-    ``num_labels``: 1 for labels [n], L for [n, L]. ``has_weights``: of samples; ``has_id_weights``: of ids.
+    ``num_labels`` is 1 for labels [n], and L for labels [n, L]. ``has_weights`` is about samples,
+    ``has_id_weights`` about IDs.
     """
 
     num_dense: int
@@ -175,7 +183,7 @@ class Shape(NamedTuple):
 
 
 def void_samples(num: int, shape: Shape) -> Samples:
-    """``num`` samples none of which is kept."""
+    """Return ``num`` samples, none of which is kept."""
     none = np.zeros(0, np.float32) if shape.has_id_weights else None
     ids = Ragged(np.zeros(0, np.int64), np.zeros(num + 1, np.int64), none)
     return Samples(
@@ -188,7 +196,7 @@ def void_samples(num: int, shape: Shape) -> Samples:
 
 
 def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Batch:
-    """The kept samples of all pieces, one piece after another."""
+    """Combine the kept samples of all pieces, in order, into a batch."""
     pieces = [each.good() for each in pieces] or [void_samples(0, shape)._replace(rows=np.zeros(0, np.int64))]
     num = sum(len(each.labels) for each in pieces)
     lengths = np.empty((len(keys), num), dtype=np.int64)
@@ -226,7 +234,7 @@ def to_batch(keys: Sequence[str], shape: Shape, pieces: Sequence[Samples]) -> Ba
 
 
 def _common_length(lengths: Ints) -> int | None:
-    """The length of all, if it is one."""
+    """Return the common length, or None if the lengths differ."""
     if len(lengths) == 0:
         return None
     width = int(lengths[0])

@@ -1,4 +1,4 @@
-"""Which columns of a file are what."""
+"""Description of the columns of a file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseColumn:
-    """Numbers, which become float32.
+    """A column of numbers, which become float32.
 
     Args:
-        name: the column.
-        log: take log(1 + x), where x below 0 counts as 0.
-        missing: what stands for null and NaN; None: these are damage.
+        name: name of the column.
+        log: whether to take log(1 + x), where negative x counts as 0.
+        missing: value for null and NaN. None: null and NaN are damage.
     """
 
     name: str
@@ -30,17 +30,17 @@ class DenseColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class IdColumn:
-    """Ids: integers, or lists of integers; with ``hashed`` also strings and lists of these.
+    """A column of IDs: integers or lists of integers; with ``hashed`` also strings and lists of strings.
 
     Args:
-        name: the column, and the feature's name.
-        num_embeddings: rows of the table; without ``hashed``, ids lie in ``[0, num_embeddings)``.
-        hashed: hash values to the rows of the table.
-        missing: the id that stands for null and for the empty string; None: null is damage. Nothing else is
-            hashed to id 0 if that is it. Lists that are null become empty.
-        average_length: ids per sample.
-        sequence: the ids of a list have an order.
-        table: features that name the same table share its rows.
+        name: name of the column and of the feature.
+        num_embeddings: number of rows of the table. Without ``hashed``, IDs lie in ``[0, num_embeddings)``.
+        hashed: whether to hash values to the rows of the table.
+        missing: ID for null and the empty string. None: null is damage. If it is 0, no other value is hashed
+            to row 0. Lists that are null become empty.
+        average_length: average number of IDs per sample.
+        sequence: whether the IDs of a list are ordered.
+        table: name of the table. Features that name the same table share its rows.
     """
 
     name: str
@@ -66,17 +66,17 @@ class IdColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema(Encoding):
-    """What to read.
+    """Columns to read from a file, and their meaning.
 
     Args:
-        label: the column of labels, numbers or booleans; None: the data has none, as data to be scored. The
-            labels of its batches are NaN.
-        ids: at least one.
-        dense: in the order of ``Batch.dense``.
-        label_range: labels outside are damage: binary cross-entropy takes those in [0, 1]; None: any number.
+        label: column of the labels, numbers or booleans. None: the data has none, such as data to be scored,
+            and labels of batches are NaN.
+        ids: ID columns, at least one.
+        dense: dense columns, in the order of ``Batch.dense``.
+        label_range: allowed labels; others are damage. Binary cross-entropy takes [0, 1]. None: any number.
 
     Raises:
-        ValueError: a column is named twice, or there are no ids.
+        ValueError: a column is named twice, or there are no ID columns.
     """
 
     label: str | None
@@ -94,55 +94,52 @@ class Schema(Encoding):
             )
 
     def columns(self) -> list[str]:
-        """All names: the label if there is one, dense columns, ids."""
+        """Return all column names: the label if there is one, dense columns, ID columns."""
         labels = [] if self.label is None else [self.label]
         return [*labels, *(each.name for each in self.dense), *(each.name for each in self.ids)]
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The id columns."""
+        """Names of the ID columns."""
         return tuple(each.name for each in self.ids)
 
     @property
     def shape(self) -> Shape:
-        """One label, no weights."""
+        """Shape of the samples: one label, no weights."""
         return Shape(len(self.dense), len(self.ids))
 
     @property
     def takes_dictionaries(self) -> bool:
-        """No."""
+        """Whether strings may come dictionary-encoded: no."""
         return False
 
     def id_columns(self) -> tuple[str, ...]:
-        """The same as the keys."""
         return self.keys
 
     def labels_of(self) -> tuple[str, ...]:
-        """None: there is one label at most."""
+        """Return nothing, because there is at most one label."""
         return ()
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """Nothing: a schema is not fitted."""
+        """Return nothing, because a schema is not fitted."""
         return {}
 
     def wrong_columns(self, found: Any) -> list[str]:
-        """See `Encoding`."""
         from meshrec.data.columns import wrong_columns
 
         return wrong_columns(self, found)
 
     def encode(self, table: Any, place: "Place", faults: Faults) -> Samples:
-        """See `Encoding`."""
         from meshrec.data.columns import encode
 
         return encode(table, self, place, faults)
 
     def unlabelled(self) -> "Schema":
-        """The same for data without labels."""
+        """Return the same schema for data without labels."""
         return replace(self, label=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """What a model needs to know of the ids."""
+        """Return the features of the model."""
         return tuple(
             Feature(
                 name=each.name,

@@ -1,4 +1,4 @@
-"""Which rows are for training, which choose among weights, and which judge: decided row by row."""
+"""Split of rows into training, validation and test data, decided row by row."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Parts = npt.NDArray[np.int8]
 
 
 class Part(IntEnum):
-    """What a row is for."""
+    """The part of the data that a row belongs to."""
 
     TRAIN = 0
     VALIDATION = 1
@@ -27,19 +27,19 @@ class Part(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Takes validation and test rows out of the training data.
+    """A rule that takes validation and test rows out of the training data.
 
     Args:
-        by: ``time``: the latest rows are for the test, those before them for validation. ``hash``: rows that
-            have the same value in a column, such as a user, are in the same part. ``random``: each row for
-            itself.
-        column: numbers or timestamps for ``time`` (None: rows are in the order of time already), anything
-            for ``hash``.
+        by: ``time``: the latest rows are test data, and those before them validation data. ``hash``: rows
+            with the same value in a column, such as a user, are in the same part. ``random``: each row is
+            drawn independently.
+        column: a column of numbers or timestamps for ``time`` (None: rows are in the order of time), or any
+            column for ``hash``.
         validation, test: shares in [0, 1), together below 1.
-        seed: of ``hash`` and ``random``.
+        seed: seed of ``hash`` and ``random``.
 
     Raises:
-        ValueError: shares out of range, or a column where none is needed or none where one is.
+        ValueError: the shares are out of range, or a column is missing or not needed.
     """
 
     by: Literal["time", "hash", "random"] = "time"
@@ -60,14 +60,14 @@ class Split:
             )
 
     def parts(self, sizes: Ints, values_of: Callable[[int], Any]) -> list[Parts]:
-        """For each block its rows' `Part`.
+        """Return the `Part` of each row, block by block.
 
         Args:
-            sizes: rows of each block.
-            values_of: a block's column, as an Arrow array.
+            sizes: number of rows of each block.
+            values_of: returns the column of a block as an Arrow array.
 
         Raises:
-            DataError: the column has nulls, or no order where that is needed.
+            DataError: the column has nulls, or its values have no order where one is needed.
         """
         starts = np.cumsum(sizes) - sizes
         if self.by == "time":
@@ -84,18 +84,20 @@ class Split:
         return found
 
     def parts_of(self, source: Source) -> list[Parts]:
-        """For each block of a source its rows' `Part`. See `parts`."""
+        """Return the `Part` of each row of a source, block by block; see `parts`."""
         column = self.column or ""
         return self.parts(source.block_sizes, lambda block: source.column(block, column))
 
     def _of_places(self, places: npt.NDArray[np.float64]) -> Parts:
-        """Places in [0, 1): the last ones are the test's, those before them validation."""
+        """Return the parts of places in [0, 1): the last ones are test data, and those before them validation
+        data.
+        """
         test = places >= 1 - self.test
         validation = ~test & (places >= 1 - self.test - self.validation)
         return np.where(test, Part.TEST, np.where(validation, Part.VALIDATION, Part.TRAIN)).astype(np.int8)
 
     def _by_time(self, times: Sequence[npt.NDArray[Any]]) -> list[Parts]:
-        """Rows of the same time are in the same part."""
+        """Return the parts by time. Rows of the same time are in the same part."""
         ordered = np.sort(np.concatenate(times))
         return [
             self._of_places(np.searchsorted(ordered, each, side="left") / max(len(ordered), 1))
@@ -126,7 +128,7 @@ class Split:
 
 
 def _hashes(array: Any) -> npt.NDArray[np.uint64]:
-    """Of numbers and texts; nulls are alike."""
+    """Hash integers or texts. All nulls have the same hash."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -141,11 +143,11 @@ def _hashes(array: Any) -> npt.NDArray[np.uint64]:
 
 
 class ChosenRows(Source):
-    """Some rows of a source, with the row numbers that they have there.
+    """Some rows of a source, which keep their row numbers.
 
     Args:
-        source: has the rows.
-        chosen: for each of its blocks, which.
+        source: the source.
+        chosen: mask of the rows of each of its blocks.
     """
 
     def __init__(self, source: Source, chosen: Sequence[Bools]) -> None:
@@ -155,32 +157,29 @@ class ChosenRows(Source):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those of the source."""
         return self._source.keys
 
     @property
     def shape(self) -> Shape:
-        """That of the source."""
         return self._source.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """Those of the source."""
         return self._source.files
 
     @property
     def block_sizes(self) -> Ints:
-        """Chosen rows of each block."""
+        """Number of chosen rows of each block."""
         return np.array([int(each.sum()) for each in self._chosen], dtype=np.int64)
 
     def column(self, block: int, name: str) -> Any:
-        """Of the chosen rows."""
+        """Return a column of the chosen rows."""
         import pyarrow as pa
 
         return self._source.column(block, name).filter(pa.array(self._chosen[block]))
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Reads the source's windows from the one that has the first wanted row."""
+        """Yield windows of chosen rows, reading the source from the window that has the first of them."""
         chosen = self._chosen[block]
         rows = np.flatnonzero(chosen)
         if first * size >= len(rows):
@@ -201,7 +200,7 @@ class ChosenRows(Source):
 
 
 class PartReaders(NamedTuple):
-    """One for each part of a dataset."""
+    """Readers of the parts of a dataset."""
 
     train: StreamReader
     validation: StreamReader | None
@@ -220,12 +219,12 @@ def part_readers(
     lanes: int,
     faults: Faults,
 ) -> PartReaders:
-    """Readers of files of their own, or of the parts of one set of files.
+    """Open separate files for each part, or split one set of files.
 
     Args:
         open_source: opens files.
-        train, validation, test, split, seed, window, lanes: as for :func:`meshrec.data.parquet`.
-        faults: what to do about damage.
+        train, validation, test, split, seed, window, lanes: as for `meshrec.data.parquet`.
+        faults: handles damage.
 
     Raises:
         ValueError: both a split and files for its parts are given, or a part would be empty.

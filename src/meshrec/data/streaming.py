@@ -1,4 +1,4 @@
-"""Reading what does not fit in memory: blocks in shuffled order, shuffled again inside windows of rows."""
+"""Reader of data that does not fit in memory: blocks in shuffled order, with rows shuffled inside windows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -17,58 +17,61 @@ from meshrec.data.samples import Ints, Samples, Shape, to_batch
 class Source(ABC):
     """Blocks of rows, each of which can be read from any window on.
 
-    A block is what a file can be entered at: a row group, a file.
+    A block is a place at which a file can be entered: a row group, or a whole file.
     """
 
     @property
     @abstractmethod
     def keys(self) -> tuple[str, ...]:
-        """Names of the ids."""
+        """Names of the ID features."""
 
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """What its samples look like."""
+        """Shape of the samples."""
 
     @property
     @abstractmethod
     def block_sizes(self) -> Ints:
-        """Rows of each block."""
+        """Number of rows of each block."""
 
     @property
     @abstractmethod
     def files(self) -> Sequence[FileRows]:
-        """The files that blocks are of, in order: row numbers count over all of them."""
+        """Files of the blocks, in order. Row numbers are consecutive over all of them."""
 
     @abstractmethod
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Rows ``[first * size, (first + 1) * size)`` of a block, then the next ``size``, up to its end."""
+        """Yield rows ``[first * size, (first + 1) * size)`` of a block, then the next ``size`` rows, to
+        its end.
+        """
 
     @abstractmethod
     def column(self, block: int, name: str) -> Any:
-        """A column of a block as it is in the data, an Arrow array with one entry per row.
+        """Return a column of a block as it is in the data: an Arrow array with one entry per row.
 
         Raises:
-            DataError: there is none of that name.
+            DataError: there is no column of that name.
         """
 
 
 class StreamReader(Reader):
-    """The samples of a :class:`Source`.
+    """Reader of the samples of a `Source`.
 
-    Memory holds one window of each lane that a rank reads. A rank reads its own lanes only, where the number
-    of lanes is a multiple of the number of ranks, and the samples of a step are a multiple of the lanes.
+    Memory holds one window of each lane that a rank reads. A rank reads only its own lanes if the number of
+    lanes is a multiple of the number of ranks, and the samples of a step are a multiple of the lanes.
 
     Args:
-        source: where the samples are.
-        seed: of the order.
-        shuffle: without it, samples come in the order of files and rows, and every rank reads all windows.
-        window: rows that are shuffled among each other.
-        lanes: places at which blocks are read at a time, by all ranks together; without ``shuffle`` one.
-        skipped: where the source counts the damaged rows that it leaves out, by place and reason.
+        source: source of the samples.
+        seed: seed of the shuffle.
+        shuffle: whether to shuffle. Otherwise samples come in the order of files and rows, and every rank
+            reads all windows.
+        window: number of rows that are shuffled among each other.
+        lanes: number of places at which all ranks together read at the same time; 1 without ``shuffle``.
+        skipped: number of damaged rows that the source has left out, by place and reason.
 
     Raises:
-        ValueError: for sizes below 1, or a source without rows.
+        ValueError: a size is below 1, or the source has no rows.
     """
 
     def __init__(
@@ -95,19 +98,19 @@ class StreamReader(Reader):
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch, over all ranks; rows that are skipped as damaged are counted in."""
+        """Number of samples of one epoch over all ranks, including damaged rows that are skipped."""
         return self._num_samples
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """Those of the source."""
         return self._source.files
 
     def columns(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Columns as they are in the data, in the order of files and rows: Arrow arrays, a block at a time.
+        """Yield columns as they are in the data, in the order of files and rows: Arrow arrays, one block at a
+        time.
 
         Raises:
-            DataError: there is none of that name.
+            DataError: there is no column of that name.
         """
         for block, size in enumerate(self._source.block_sizes):
             if size:
@@ -122,7 +125,9 @@ class StreamReader(Reader):
         world_size: int = 1,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """See :class:`Reader`. Where damaged rows are skipped, batches are smaller by these."""
+        """Yield batches as `Reader.batches` does. Batches are smaller by the damaged rows that are
+        skipped.
+        """
         plan = steps(self.num_samples, batch_size, position, rank, world_size, drop_last=drop_last)
         return self._batches(plan, position.epoch, rank, world_size)
 
@@ -149,7 +154,7 @@ class StreamReader(Reader):
         return generator(self._seed, Stream.BLOCKS, epoch).permutation(num_blocks).astype(np.int64)
 
     def _windows_from(self, order: Ints, epoch: int, row: int) -> Generator[Samples, None, None]:
-        """From row ``row`` of the line on, for ever: shuffled windows, the first one cut."""
+        """Yield shuffled windows without end, from row ``row`` of the line on. The first window is cut."""
         size = self._window
         ends = np.cumsum(self._source.block_sizes[order])
         at = int(np.searchsorted(ends, row, side="right"))
@@ -171,7 +176,7 @@ class StreamReader(Reader):
 
 
 def files_of(blocks: Sequence[tuple[str, int]]) -> list[FileRows]:
-    """From (file, rows) of each block, in order."""
+    """Group (file, rows) pairs of blocks, in order, into files."""
     found: list[FileRows] = []
     for name, rows in blocks:
         if found and found[-1].name == name:
@@ -183,7 +188,7 @@ def files_of(blocks: Sequence[tuple[str, int]]) -> list[FileRows]:
 
 
 class _Lane:
-    """Reads a lane forward."""
+    """Forward reader of one lane."""
 
     def __init__(self, windows: Iterator[Samples], at: int) -> None:
         self._windows = windows
@@ -191,7 +196,7 @@ class _Lane:
         self._rest: Samples | None = None
 
     def read(self, part: LanePart) -> list[Samples]:
-        """Samples ``[first, last)`` of the lane; what lies before them is passed over."""
+        """Return the samples ``[first, last)`` of the lane, and skip those before them."""
         pieces = []
         while self._at < part.last:
             if self._rest is None:

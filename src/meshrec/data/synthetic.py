@@ -1,7 +1,7 @@
-"""Clicks that a planted teacher decides: any number of samples, with a known best AUC.
+"""Synthetic clicks decided by a planted teacher: any number of samples, with a known best AUC.
 
-Every block of samples comes from random numbers that its own number seeds: any part can be made at any time,
-on any rank, and nothing is stored.
+Every block of samples comes from random numbers seeded by its own number. Any part can therefore be generated
+at any time, on any rank, and nothing is stored.
 """
 
 import math
@@ -29,16 +29,16 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """P(click) = sigmoid(bias + contributions of every id, of every dense value, and of all pairs of ids).
+    """P(click) = sigmoid(bias + contributions of every ID, of every dense value, and of all pairs of IDs).
 
-    An id contributes a number, and the products of a second number with those of the other features' ids: a
-    factorization machine (Rendle, 2010), which DLRM and DeepFM can express. The numbers are hashes of the id:
-    there are no tables.
+    An ID contributes a number, and the products of a second number with those of the other features' IDs: a
+    factorization machine (Rendle, 2010), which DLRM and DeepFM can express. The numbers are hashes of the ID,
+    so there are no tables.
 
     Args:
-        seed: of the teacher.
+        seed: seed of the teacher.
         bias: mean of the logit.
-        signal: standard deviation of the logit; the larger, the better clicks can be told.
+        signal: standard deviation of the logit. The larger it is, the better clicks can be predicted.
     """
 
     seed: int
@@ -46,7 +46,9 @@ class Teacher:
     signal: float
 
     def probabilities(self, dense: Floats, ids: Sequence[Ints]) -> Doubles:
-        """Of samples [n], from dense values [n, num_dense] and, for each key, ids [n, ids per feature]."""
+        """Return the probabilities [n] of samples with dense values [n, num_dense] and, for each key, IDs [n,
+        ids per feature].
+        """
         num, num_keys = len(dense), len(ids)
         single, total, squares = np.zeros(num), np.zeros(num), np.zeros(num)
         for key, each in enumerate(ids):
@@ -64,22 +66,22 @@ class Teacher:
         return 1 / (1 + np.exp(-self.bias - self.signal * logit))  # type: ignore[no-any-return]
 
     def _numbers(self, ids: Ints, stream: int) -> Doubles:
-        """Uniform, with mean 0 and variance 1."""
+        """Return uniform numbers with mean 0 and variance 1."""
         hashes = mix(ids.astype(np.uint64), seed=(self.seed << 20) + stream)
         return ((hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * 12**0.5
 
 
 class ClickSource(Source):
-    """Blocks of clicks.
+    """Blocks of synthetic clicks.
 
     Args:
-        num_samples: in all.
-        num_embeddings: rows of each table.
-        ids_per_feature: ids in each bag.
-        num_dense: columns of dense values, standard normal.
-        exponent: of Zipf's law.
-        seed, split: of the samples.
-        teacher: who clicks.
+        num_samples: number of samples in all.
+        num_embeddings: number of rows of each table.
+        ids_per_feature: number of IDs in each bag.
+        num_dense: number of dense columns, which are standard normal.
+        exponent: exponent of Zipf's law.
+        seed, split: seed of the samples, and which part of the data they are.
+        teacher: the teacher that decides the clicks.
     """
 
     def __init__(
@@ -104,39 +106,39 @@ class ClickSource(Source):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """f0, f1, ..."""
+        """The keys f0, f1, ..."""
         return tuple(f"f{key}" for key in range(len(self._num_embeddings)))
 
     @property
     def shape(self) -> Shape:
-        """Columns of the dense values."""
+        """Shape of the samples."""
         return Shape(self._num_dense, len(self.keys))
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """A name to count rows by; there is no such file."""
+        """One name to count rows by; there is no such file."""
         return [FileRows("synthetic_clicks", 0, self._num_samples)]
 
     @property
     def block_sizes(self) -> Ints:
-        """Rows of each block."""
+        """Number of rows of each block."""
         sizes = np.full(-(-self._num_samples // _BLOCK), _BLOCK, dtype=np.int64)
         sizes[-1:] = (self._num_samples - 1) % _BLOCK + 1
         return sizes
 
     def column(self, block: int, name: str) -> Any:
-        """None: clicks are made up."""
+        """Raise DataError, because synthetic clicks have no columns."""
         raise DataError(f"made-up clicks have no column {name!r}: they are read from no file.")
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Makes the block, and cuts it."""
+        """Generate the block, and cut it into windows."""
         samples, _ = self.block(block)
         num = len(samples.labels)
         for start in range(first * size, num, size):
             yield samples.part(start, min(start + size, num))
 
     def block(self, block: int) -> tuple[Samples, Doubles]:
-        """The samples of a block, and the teacher's probabilities."""
+        """Return the samples of a block, and the teacher's probabilities."""
         num = min(_BLOCK, self._num_samples - block * _BLOCK)
         rng = generator(self._seed, Stream.SAMPLES, self._split, block)
         dense = rng.standard_normal((num, self._num_dense), dtype=np.float32)
@@ -149,10 +151,11 @@ class ClickSource(Source):
 
 
 def zipf(uniform: Doubles, num_rows: int, exponent: float) -> Ints:
-    """Ids in ``[0, num_rows)``, the r-th most frequent one with a frequency of about r ** -exponent.
+    """Return IDs in ``[0, num_rows)``, where the r-th most frequent ID has a frequency of about r **
+    -exponent.
 
-    The inverse of the distribution function of the continuous law on ``[1, num_rows + 1)``. Frequent ids are
-    spread over the table.
+    The result is the inverse of the distribution function of the continuous law on ``[1, num_rows + 1)``.
+    Frequent IDs are spread over the table.
     """
     if exponent == 1:
         ranks = np.exp(uniform * np.log(num_rows + 1.0))
@@ -180,23 +183,23 @@ def synthetic_clicks(
     seed: int = 0,
     lanes: int = 8,
 ) -> Dataset:
-    """A dataset with a planted :class:`Teacher`; ``best_auc`` is that of its probabilities on the validation
-    samples.
+    """Generate a dataset with a planted `Teacher`; ``best_auc`` is the AUC of its probabilities on the
+    validation samples.
 
     Args:
-        num_samples, num_validation, num_test: samples of each part, drawn alike; without validation samples
-            there is no best AUC.
-        num_features: keys f0, f1, ...
-        num_embeddings: rows of each table, or of all.
-        ids_per_feature: ids in each bag.
-        num_dense: columns of dense values, standard normal.
-        exponent: of Zipf's law, which the ids follow.
-        signal, bias: of the teacher's logit.
-        seed: of samples, teacher and order.
-        lanes: see :class:`meshrec.data.StreamReader`.
+        num_samples, num_validation, num_test: samples of each part, from one distribution. Without validation
+            samples there is no best AUC.
+        num_features: number of keys f0, f1, ...
+        num_embeddings: number of rows of each table, or of all.
+        ids_per_feature: number of IDs in each bag.
+        num_dense: number of dense columns, which are standard normal.
+        exponent: exponent of Zipf's law, which the IDs follow.
+        signal, bias: standard deviation and mean of the teacher's logit.
+        seed: seed of samples, teacher and shuffle.
+        lanes: see `meshrec.data.StreamReader`.
 
     Raises:
-        ValueError: for sizes out of range.
+        ValueError: a size is out of range.
     """
     check_seed(seed)
     sizes = [num_embeddings] * num_features if isinstance(num_embeddings, int) else list(num_embeddings)
@@ -250,7 +253,7 @@ def synthetic_clicks(
 
 
 def _best_auc(source: ClickSource) -> float | None:
-    """How often the teacher ranks a click above a sample without one; None where all labels are the same."""
+    """Return the AUC of the teacher's probabilities; None if all labels are equal."""
     blocks = [source.block(block) for block in range(len(source.block_sizes))]
     labels = np.concatenate([samples.labels for samples, _ in blocks]) > 0
     probabilities = np.concatenate([each for _, each in blocks])

@@ -1,4 +1,4 @@
-"""Datasets of tables, whatever files or memory they are in."""
+"""Datasets of tables, in files or in memory."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -22,16 +22,16 @@ _FIT_ROWS = 1 << 16
 
 
 class Tables(ABC):
-    """A source whose blocks are Arrow tables before they are samples."""
+    """A source whose blocks are Arrow tables before they become samples."""
 
     @property
     @abstractmethod
     def arrow_schema(self) -> Any:
-        """The types of all columns."""
+        """Types of all columns."""
 
     @abstractmethod
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """A block's columns as they are in the data, ``size`` rows at a time.
+        """Yield the columns of a block as they are in the data, ``size`` rows at a time.
 
         Raises:
             DataError: they cannot be read.
@@ -39,18 +39,18 @@ class Tables(ABC):
 
 
 Engine = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""``map``, or what maps elsewhere."""
+"""``map``, or a function that maps on other processes or machines."""
 OpenSource = Callable[[Any, Encoding, Faults], Source]
-"""Opens data, such as paths, to be encoded in some way."""
+"""Opens data, such as paths, with an encoding."""
 
 
 class ArrowSource(Source, Tables):
     """Arrow tables in memory.
 
     Args:
-        tables: each with a name, for messages.
-        schema: how they are encoded.
-        faults: what to do about damage.
+        tables: pairs of a name, for messages, and a table.
+        schema: the encoding.
+        faults: handles damage.
 
     Raises:
         DataError: columns are missing or of wrong types, or there are no rows.
@@ -67,44 +67,43 @@ class ArrowSource(Source, Tables):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The ids."""
+        """Names of the ID features."""
         return self._schema.keys
 
     @property
     def shape(self) -> Shape:
-        """That of the encoding."""
+        """Shape of the samples, as the encoding says."""
         return self._schema.shape
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """The tables."""
+        """The tables, in place of files."""
         return files_of([(name, table.num_rows) for name, table in self._tables])
 
     @property
     def block_sizes(self) -> Ints:
-        """Rows of each table."""
+        """Number of rows of each table."""
         return np.array([table.num_rows for _, table in self._tables], dtype=np.int64)
 
     @property
     def arrow_schema(self) -> Any:
-        """That of the first table."""
+        """Arrow schema of the first table."""
         return self._tables[0][1].schema
 
     def column(self, block: int, name: str) -> Any:
-        """A column of a table."""
         where, table = self._tables[block]
         if name not in table.column_names:
             raise DataError(f"{where}: there is no column {name!r} among {table.column_names}.")
         return table[name].combine_chunks()
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:
-        """Slices of a table."""
+        """Yield slices of a table."""
         table = self._tables[block][1].select(list(self._schema.columns()))
         for first in range(0, table.num_rows, size):
             yield table.slice(first, size)
 
     def windows(self, block: int, first: int, size: int) -> Generator[Samples, None, None]:
-        """Encodes a window at a time."""
+        """Encode one window at a time."""
         from meshrec.data.columns import Place
 
         where, table = self._tables[block]
@@ -130,10 +129,10 @@ def table_dataset(
     window: int = 8192,
     lanes: int = 8,
 ) -> Dataset:
-    """A dataset of tables; the arguments are those of :func:`meshrec.data.parquet`.
+    """Open a dataset of tables. The arguments are those of `meshrec.data.parquet`.
 
     Raises:
-        DataError: names file, place and column.
+        DataError: damaged data; names the file, place and column.
     """
     faults = Faults(on_error)
     readers = part_readers(
@@ -167,14 +166,14 @@ def ordered_reader(
     on_error: OnError = "raise",
     window: int = 8192,
 ) -> StreamReader:
-    """Data in its own order: with labels, to judge by, or without, to be scored."""
+    """Open data in its own order: with labels for evaluation, or without for scoring."""
     faults = Faults(on_error)
     source = open_source(data, schema if labelled else schema.unlabelled(), faults)
     return StreamReader(source, seed=0, shuffle=False, window=window, skipped=faults.skipped)
 
 
 def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
-    """A dataset of one reader."""
+    """Return a dataset of one reader."""
     return Dataset(
         name=name,
         features=schema.described(),
@@ -195,16 +194,16 @@ def fit_features(
     on_error: OnError = "raise",
     engine: Engine = map,
 ) -> "Features":
-    """Features fitted on the training data: with a ``split``, on its training rows alone. Streams.
+    """Fit features on the training data, or on its training rows if there is a ``split``. Streams the data.
 
     Args:
-        features: what to fit.
+        features: the features to fit.
         open_source, train: the data.
-        split: says which rows are for training.
-        on_error: what to do about damage.
-        engine: maps a function over blocks of the data, on other machines if it likes to. Function,
-            blocks and what comes back can be pickled. The result is the same, whatever the engine:
-            ``ProcessPoolExecutor(8).map`` takes the cores of this machine.
+        split: decides which rows are training rows.
+        on_error: handling of damage.
+        engine: maps a function over blocks of the data, on other processes or machines if it wants to.
+            Function, blocks and results can be pickled. The result does not depend on the engine:
+            ``ProcessPoolExecutor(8).map`` uses eight processes of this machine.
 
     Raises:
         DataError: the data cannot be read, or a feature has nothing to fit on.
@@ -227,7 +226,7 @@ def fit_features(
 
 
 class _Block(NamedTuple):
-    """A block of a source, the number of its first row, and which of its rows are for training."""
+    """A block of a source, the number of its first row, and a mask of its training rows."""
 
     number: int
     first_row: int
@@ -235,7 +234,7 @@ class _Block(NamedTuple):
 
 
 def _fit_block(source: Tables, features: "Features", block: _Block) -> "FitState | None":
-    """What is remembered of a block; None where no row of it is for training."""
+    """Return the fit state of a block; None if it has no training row."""
     state: FitState | None = None
     at = 0
     for table in source.tables(block.number, _FIT_ROWS):

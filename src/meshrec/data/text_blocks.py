@@ -1,4 +1,6 @@
-"""Large text files in pieces of whole lines, from any piece on; gzipped ones from their start only."""
+"""Large text files in pieces of whole lines, from any piece on. Gzipped files are read from their start
+only.
+"""
 
 import gzip
 import zlib
@@ -14,7 +16,7 @@ _NEWLINE = 10
 
 
 class TextBlock(NamedTuple):
-    """``lines`` lines of a file, from line ``first_line`` (from 0) at byte ``start`` on."""
+    """``lines`` lines of a file, from line ``first_line`` (counted from 0) at byte ``start`` on."""
 
     file: Path
     start: int
@@ -23,7 +25,7 @@ class TextBlock(NamedTuple):
 
 
 class WholeLines(NamedTuple):
-    """Whole lines."""
+    """A piece of text that consists of whole lines."""
 
     text: bytes
     first_line: int
@@ -31,7 +33,9 @@ class WholeLines(NamedTuple):
 
 
 def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
-    """Reads a file once to count its lines: blocks of about ``size`` bytes, or a single one where gzipped."""
+    """Read a file once to count its lines; return blocks of about ``size`` bytes, or one block if it is
+    gzipped.
+    """
     blocks, byte, line = [], 0, 0
     try:
         with _open(file, 0) as stream:
@@ -48,7 +52,7 @@ def find_blocks(file: Path, faults: Faults, *, size: int) -> list[TextBlock]:
 
 
 def read_pieces(block: TextBlock, *, size: int) -> Generator[WholeLines, None, None]:
-    """The lines of a block, about ``size`` bytes at a time (the ``size`` with which it was found)."""
+    """Yield the lines of a block, about ``size`` bytes at a time. ``size`` must be that of `find_blocks`."""
     line, last = block.first_line, block.first_line + block.lines
     with _open(block.file, block.start) as stream:
         for text in _whole_lines(stream, size):
