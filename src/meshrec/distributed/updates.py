@@ -192,8 +192,7 @@ class TableUpdates:
         numbers = [Hyper.from_tensor(hyper) for hyper in hypers]
         at_once = all(needs_gradient_only(rule.code, h) for h in numbers)
         at_once &= self._trained(split) == split and not gradient.rows.keys() & split
-        # Kernels for other devices take no runs, and of nothing there are none.
-        if not split or looked_up is None or looked_up.grad.device.type != "cpu" or not at_once:
+        if not split or looked_up is None or not at_once:
             return self._touched(group, peers, gradient, hypers, numbers)
         tables, grad, ids = looked_up
         squares, counts, runs = tables.row_squares(grad, ids, split)

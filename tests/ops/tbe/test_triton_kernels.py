@@ -19,7 +19,7 @@ from meshrec.ops.tbe.formulas import FORMULAS
 
 FLOATS_AT = {"sample_weights", "factors", "grad", "row_stats", "out"}
 NUMBERS = {"tables_of": "*i32", "is_bad": "*i32", "num_entries": "i32", "end_of_rows": "i64"}
-NUMBERS["hyper"] = "*fp64"
+NUMBERS |= {"hyper": "*fp64", "num_ids": "i32"}
 
 def type_of(name):
     if name in FLOATS_AT:

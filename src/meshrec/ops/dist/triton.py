@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.library import implement
+from meshrec.ops.sending import on_device, sent_to
 from meshrec.ops.dist.triton_plans import (
     ColumnGroups,
     PlanRoutes,
@@ -26,7 +27,6 @@ from meshrec.ops.dist.triton_plans import (
     groups_of,
     num_blocks,
     routes_of,
-    sent_to,
 )
 
 # U uses, Q routes, R ranks, K keys, L lookups, N ids, S slots (a slot is a bag of a route)
@@ -128,7 +128,7 @@ def route_ids(
         words = slots.first[end] - slots.first[first] + (end - first if batch < 0 else 0)
         ranks.append([slots.first[first], slots.first[end], words, before, batch])
         before += words
-    rank_fields = sent_to(torch.tensor(ranks, dtype=torch.int64), device)
+    rank_fields = on_device(ranks, device)
     # Keys hold different IDs, so that no key's routes send more than all IDs would.
     of_key: dict[int, int] = {}
     for key, most in zip(keys, routes.most_routes, strict=True):
@@ -194,7 +194,7 @@ def unpack_ids(
     offsets = torch.zeros(first_bag + 1, dtype=torch.int64, device=device)
     if most:
         triton_kernels.unpack_messages[(num_blocks(most, _TILE), len(blocks))](
-            sent_to(torch.tensor(fields, dtype=torch.int64), device),
+            on_device(fields, device),
             received,
             lengths,
             values,
@@ -385,7 +385,7 @@ def _copy_sequences(
     values, offsets = values.contiguous(), offsets.contiguous()
     slots = _slots(values, offsets, None, bags, routes_of(router), False)
     triton_kernels.copy_sequences[(slots.most_bags, len(fields))](
-        sent_to(torch.tensor(fields, dtype=torch.int64), values.device),
+        on_device(fields, values.device),
         slots.fields,
         slots.starts,
         values,
@@ -428,8 +428,8 @@ def gather_weight_grads(
     out = torch.zeros(values.numel(), dtype=torch.float32, device=device)
     if num_sent:
         triton_kernels.sum_weight_grads[slots.grid(len(fields))](
-            sent_to(torch.tensor(fields, dtype=torch.int64), device),
-            sent_to(torch.tensor([q for own in of_key.values() for q in own], dtype=torch.int64), device),
+            on_device(fields, device),
+            on_device([q for own in of_key.values() for q in own], device),
             slots.fields,
             slots.starts,
             values,
@@ -443,7 +443,7 @@ def gather_weight_grads(
 
 
 def _first_columns(dims: Sequence[int], device: torch.device) -> Tensor:
-    return sent_to(torch.tensor(list(accumulate(dims, initial=0)), dtype=torch.int64), device)
+    return on_device(list(accumulate(dims, initial=0)), device)
 
 
 def _first_bags(

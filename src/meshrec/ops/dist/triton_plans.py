@@ -130,11 +130,6 @@ def groups_of(pieces: Tensor, device: torch.device) -> ColumnGroups:
     return found[device]
 
 
-def sent_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor to the device without waiting for what runs there."""
-    return tensor.to(device, non_blocking=True)
-
-
 def num_blocks(number: int, size: int) -> int:
     return -(-number // size)
 

@@ -2,14 +2,15 @@
 
 One launch serves all lookups, whatever their tables. A gradient is sorted by row (stably, so that sums do not
 depend on how the GPU schedules) and each touched row is summed and written once. Unlike on the CPU, offsets
-and ids are only checked with ``check_ids``: a check waits for the GPU. The update trusts the forward's check.
+and IDs are only checked with ``check_ids``: a check waits for the GPU. The update trusts the forward's check,
+and where nothing is pooled the caller's sizes are trusted, too.
 
 Triton comes with PyTorch's builds for GPUs; where it is missing, the plain torch kernels serve.
 """
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.library import implement
+from meshrec.ops.sending import on_device, sent_to
 from meshrec.ops.tbe import naive
-from meshrec.ops.tbe.formulas import Hyper, formula_of
+from meshrec.ops.tbe.formulas import Hyper, RowSum, formula_of
 from meshrec.ops.tbe.layout import NONE, Lookups, segment_bounds
 
 # F features, K keys, R blocks, L = R * F lookups, T tables, N ids, E entries
@@ -45,7 +47,7 @@ class _Placed(NamedTuple):
         if len(chosen) == len(self.tables):
             return self
         return self._replace(
-            fields=self.fields[torch.tensor(chosen, dtype=torch.int64, device=self.fields.device)],
+            fields=self.fields[on_device(chosen, self.fields.device)],
             features=[self.features[at] for at in chosen],
             tables=[self.tables[at] for at in chosen],
         )
@@ -56,7 +58,12 @@ class _Placed(NamedTuple):
         return self.most_bags, len(self.tables)
 
 
-def _placed(batch: Lookups) -> _Placed:
+def _placed(batch: Lookups, size: int | None = None) -> _Placed:
+    """Find where the bags and the output rows of each lookup lie, without reading the device.
+
+    Args:
+        size: The elements of a flat output, which depend on the IDs where nothing is pooled.
+    """
     _, offsets, _, segments, num_keys, keys, tables, pooling, flat, dims = batch
     if NONE in pooling and not flat:
         raise ValueError("lookups that are not pooled have a flat output.")
@@ -64,14 +71,11 @@ def _placed(batch: Lookups) -> _Placed:
     first_RF, end_RF = bounds[:-1].view(-1, num_keys)[:, keys], bounds[1:].view(-1, num_keys)[:, keys]
     bags_RF, width_F, pooling_F = end_RF - first_RF, torch.tensor(dims), torch.tensor(pooling)
     if flat:
-        rows_RF = bags_RF
-        if NONE in pooling:
-            starts = offsets[bounds.to(offsets.device)].cpu().long()
-            ids_RF = (starts[1:] - starts[:-1]).view(-1, num_keys)[:, keys]
-            rows_RF = torch.where(pooling_F == NONE, ids_RF, bags_RF)
-        sizes = (rows_RF * width_F).flatten()
-        out_RF = (sizes.cumsum(0) - sizes).view_as(rows_RF)
+        sizes = (bags_RF * width_F).flatten()
+        out_RF = (sizes.cumsum(0) - sizes).view_as(bags_RF)
         shape, stride_F = [int(sizes.sum())], width_F
+        if NONE in pooling:
+            shape = shape if size is None else [size]
     else:
         block_R = bounds.diff().view(-1, num_keys)[:, 0]
         if bool((bags_RF != block_R[:, None]).any()):
@@ -85,15 +89,28 @@ def _placed(batch: Lookups) -> _Placed:
     fields = torch.stack([column.expand(bags_RF.shape).flatten() for column in columns], 1)
     features = list(range(len(keys))) * len(bags_RF)
     taking_part = [at for at, feature in enumerate(features) if tables[feature] >= 0]
-    fields = fields[taking_part]
+    fields_on_device = sent_to(fields, offsets.device)
+    if NONE in pooling:
+        fields_on_device[:, 4] = _first_elements(batch, bounds, fields_on_device)
+    if len(taking_part) < len(features):
+        fields_on_device = fields_on_device[on_device(taking_part, offsets.device)]
     features = [features[at] for at in taking_part]
     return _Placed(
-        fields.to(offsets.device),
+        fields_on_device,
         features,
         [tables[feature] for feature in features],
         int(bags_RF.max()) if bags_RF.numel() else 0,
         shape,
     )
+
+
+def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
+    """Return where the output of each lookup begins; where nothing is pooled it has a row for each ID."""
+    device = batch.offsets.device
+    starts = batch.offsets[sent_to(bounds, device)].long()
+    num_ids = starts.diff().view(-1, batch.num_keys)[:, on_device(batch.keys, device)].flatten()
+    sizes = torch.where(fields[:, 6] == NONE, num_ids, fields[:, 3]) * fields[:, 1]
+    return sizes.cumsum(0) - sizes
 
 
 def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
@@ -115,13 +132,13 @@ def look_up(
     """The lookup in tables of numbers (``bits`` 0) and of codes; None where offsets or ids are wrong."""
     from meshrec.ops.tbe import triton_kernels
 
-    lookups, values = _placed(batch), batch.values
+    lookups, values = _placed(batch, out_size), batch.values
     if lookups.shape[0] != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {lookups.shape[0]}.")
     if check_ids and _is_bad(lookups, weights, batch):
         return None
     out = torch.empty(lookups.shape, dtype=out_dtype, device=values.device)
-    addresses = _on_device([weight.data_ptr() for weight in weights], values.device)
+    addresses = on_device([weight.data_ptr() for weight in weights], values.device)
     for (dtype, num_bits), wanted in _by_kind(weights, bits).items():
         some = lookups.of_tables(wanted)
         if 0 in some.grid:
@@ -140,23 +157,21 @@ def look_up(
 
 
 def _is_bad(lookups: _Placed, weights: list[Tensor], batch: Lookups) -> bool:
-    """Whether offsets or ids are wrong; the one wait for the GPU."""
+    """Return whether offsets or IDs are wrong. This is the one wait for the GPU."""
     from meshrec.ops.tbe import triton_kernels
 
     values, offsets = batch[:2]
-    bad = (offsets[0] != 0) | (offsets[-1] != values.numel()) | (offsets[1:] < offsets[:-1]).any()
-    if bool(bad):
-        return True
-    if 0 in lookups.grid:
-        return False
-    is_bad = torch.zeros(1, dtype=torch.int32, device=values.device)
-    triton_kernels.check[lookups.grid](
-        lookups.fields,
-        _on_device([weight.shape[0] for weight in weights], values.device),
-        *batch[:3],
-        is_bad,
-        WEIGHTED=batch.per_sample_weights is not None,
-    )
+    bad = (offsets[:1] != 0) | (offsets[-1:] != values.numel()) | (offsets[1:] < offsets[:-1]).any()
+    is_bad = bad.to(torch.int32)
+    if 0 not in lookups.grid:
+        triton_kernels.check[lookups.grid](
+            lookups.fields,
+            on_device([weight.shape[0] for weight in weights], values.device),
+            *batch[:3],
+            values.numel(),
+            is_bad,
+            WEIGHTED=batch.per_sample_weights is not None,
+        )
     return bool(is_bad)
 
 
@@ -185,7 +200,12 @@ class _Entries(NamedTuple):
 
 
 def _entries(
-    grad: Tensor, lookups: _Placed, batch: Lookups, table_fields: Tensor, num_rows: Sequence[int]
+    grad: Tensor,
+    lookups: _Placed,
+    batch: Lookups,
+    table_fields: Tensor,
+    num_rows: Sequence[int],
+    runs: Tensor | None = None,
 ) -> _Entries:
     from meshrec.ops.tbe import triton_kernels
 
@@ -195,7 +215,7 @@ def _entries(
     # A key that several features read has an entry for each of them: another round of all ids.
     round_of: dict[int, int] = {}
     rounds: dict[int, int] = {}
-    for feature in sorted(set(lookups.features)):
+    for feature in [at for at, table in enumerate(batch.tables) if table >= 0]:
         round_of[feature] = rounds.get(batch.keys[feature], 0)
         rounds[batch.keys[feature]] = round_of[feature] + 1
     num_ids, device = batch.values.numel(), batch.values.device
@@ -208,7 +228,7 @@ def _entries(
     if num_entries and 0 not in lookups.grid:
         triton_kernels.list_entries[lookups.grid](
             lookups.fields,
-            _on_device([round_of[feature] * num_ids for feature in lookups.features], device),
+            on_device([round_of[feature] * num_ids for feature in lookups.features], device),
             table_fields,
             *batch[:3],
             rows,
@@ -217,7 +237,10 @@ def _entries(
             tables_of,
             WEIGHTED=batch.per_sample_weights is not None,
         )
-    rows, order = rows.sort(stable=True)
+    if runs is None:
+        rows, order = rows.sort(stable=True)
+    else:
+        rows, order, _ = runs.view(3, -1)
     grad = grad.float().contiguous().view(-1)
     return _Entries(grad, rows, order, starts, factors, tables_of, first_rows)
 
@@ -227,8 +250,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     from meshrec.ops.tbe import triton_kernels
 
     batch, (weights, state, optimizer, hyper, row_stats, origins, *sorted_runs) = Lookups.split(arguments)
-    if any(each is not None for each in sorted_runs):
-        raise ValueError("runs and mean_squares are for the CPU; on GPUs pass row_stats of summed rows.")
+    runs, mean_squares = (*sorted_runs, None, None)[:2]
     device, num_ids = batch.values.device, batch.values.numel()
     h, num_tables, num_state = Hyper.from_tensor(hyper), len(weights), len(formula_of(optimizer).slots)
     if len(state) != num_state * num_tables:
@@ -239,8 +261,10 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     if any(not tensor.is_contiguous() for tensor in (*weights, *state)):
         raise ValueError("tables and their state must be contiguous: they are updated in place.")
     corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
-    hyper_on_device = torch.cat([hyper, corrections]).to(device)
-    lookups = _placed(batch)
+    if mean_squares is not None:
+        hyper = h._replace(row_dim=1).as_tensor()  # what the kernel divides by it is a mean already
+    hyper_on_device = sent_to(torch.cat([hyper, corrections]), device)
+    lookups = _placed(batch, grad.numel())
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
     num_rows = [weight.shape[0] for weight in weights]
     fields = _table_fields(
@@ -251,15 +275,19 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         origins,
         device,
     )
-    for (dtype, _), wanted in _by_kind(weights, [0] * num_tables).items():
+    kinds = _by_kind(weights, [0] * num_tables)
+    for (dtype, _), wanted in kinds.items():
         some = lookups.of_tables(wanted)
-        entries = _entries(grad, some, batch, fields, num_rows)
+        # The runs are of all tables; each kind of weights has a kernel for its own tables.
+        entries = _entries(grad, some, batch, fields, num_rows, runs if len(kinds) == 1 else None)
         num_entries = entries.rows.numel()
         if num_entries == 0:
             continue
         stats = row_stats
         if row_stats is not None and num_entries > num_ids:
             stats = row_stats.repeat(num_entries // num_ids, 1)
+        if runs is not None and mean_squares is not None:
+            stats = _stats_of_runs(runs, mean_squares)
         triton_kernels.update_runs[(num_entries,)](
             *entries[:6],
             fields,
@@ -276,11 +304,36 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         )
 
 
+def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
+    """Return the mean squares of rows as ``row_stats``, fp32 [E, 3]: each entry has that of its row."""
+    _, order, numbers = runs.view(3, -1)
+    stats = mean_squares.new_zeros(order.numel(), len(RowSum))
+    # Fillers come after the last run: no kernel reads what they get.
+    numbers = numbers.clamp(max=max(mean_squares.numel() - 1, 0))
+    stats[order, int(RowSum.GRADIENT)] = mean_squares[numbers] if mean_squares.numel() else 0.0
+    return stats
+
+
 def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
     """See ``naive.tbe_sparse_grad``."""
-    batch, (num_rows,) = Lookups.split(arguments)
+    return _summed_rows(grad, *Lookups.split(arguments))[0]
+
+
+def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``naive.tbe_row_squares``. The runs are opaque: rows, order and number of the run of each entry."""
+    summed, entries, numbers = _summed_rows(grad, *Lookups.split(arguments))
+    squares = [rows.square().sum(1) for rows in summed[1::2]]
+    counts = torch.tensor([len(each) for each in squares], dtype=torch.int64)
+    return torch.cat(squares), counts, torch.cat([entries.rows, entries.order, numbers])
+
+
+def _summed_rows(
+    grad: Tensor, batch: Lookups, options: Sequence[Any]
+) -> tuple[list[Tensor], _Entries, Tensor]:
+    """Return each table's touched rows and their gradients, the entries, and the number of each one's run."""
+    (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
-    lookups = _placed(batch)
+    lookups = _placed(batch, grad.numel())
     width_of = dict(zip(batch.tables, batch.dims, strict=True))
     widths = [width_of.get(table, 0) for table in range(num_tables)]
     nowhere = [[0] * num_tables]
@@ -290,7 +343,7 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
     runs_before = torch.cat([is_first.new_zeros(1, dtype=torch.int64), is_first.cumsum(0)])
-    first_of_table = torch.searchsorted(entries.rows, _on_device(entries.first_rows, device))
+    first_of_table = torch.searchsorted(entries.rows, on_device(entries.first_rows, device))
     first_runs = runs_before[first_of_table]
     counts: list[int] = first_runs.diff().tolist()
     result: list[Tensor] = []
@@ -300,16 +353,16 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
     if sum(counts):
         targets = [[tensor.data_ptr() for tensor in result[1::2]], [rows.data_ptr() for rows in result[::2]]]
         fields = _table_fields([0] * num_tables, targets, widths, num_rows, [], device)
-        table_of = torch.searchsorted(_on_device(entries.first_rows, device), entries.rows, right=True) - 1
+        table_of = torch.searchsorted(on_device(entries.first_rows, device), entries.rows, right=True) - 1
         numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
         _sum_runs(entries, fields, numbers, widths, dense=False)
-    return result
+    return result, entries, runs_before[1:] - 1
 
 
 def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list[Tensor]:
     """See ``naive.tbe_dense_grad``."""
     batch = Lookups(*arguments)
-    lookups = _placed(batch)
+    lookups = _placed(batch, grad.numel())
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
     targets = [[total.data_ptr() for total in totals]]
@@ -348,7 +401,7 @@ def _table_fields(
     first_rows = list(accumulate(num_rows, initial=0))[:-1]
     both = [*slots, nothing, nothing][:2]
     columns = [weights, *both, widths, first_rows, origins[::2] or nothing, origins[1::2] or nothing]
-    return torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
+    return sent_to(torch.tensor(columns, dtype=torch.int64).T.contiguous(), device)
 
 
 def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:
@@ -357,10 +410,6 @@ def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, 
     for table, (weight, own) in enumerate(zip(weights, bits, strict=True)):
         tables.setdefault((weight.dtype, own), set()).add(table)
     return tables
-
-
-def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
 def _block(widths: Any) -> int:
@@ -379,8 +428,11 @@ def _element(dtype: torch.dtype) -> Any:
     }[dtype]
 
 
+OPS: list[Callable[..., Any]] = [tbe_forward, tbe_update, tbe_sparse_grad, tbe_row_squares, tbe_dense_grad]
+"""The ops that have Triton kernels."""
+
 if importlib.util.find_spec("triton") is not None:
-    implement([tbe_forward, tbe_update, tbe_sparse_grad, tbe_dense_grad], "CUDA")
+    implement(OPS, "CUDA")
 elif torch.version.cuda is not None:
     _logger.warning(
         "Triton is not installed: on GPUs the plain torch kernels serve, at a fraction of the speed. "

@@ -60,7 +60,7 @@ _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
 
 @triton.jit
-def check(lookups, num_rows, ids, offsets, sample_weights, is_bad, WEIGHTED: tl.constexpr):
+def check(lookups, num_rows, ids, offsets, sample_weights, num_ids, is_bad, WEIGHTED: tl.constexpr):
     """Sets is_bad if an id is outside its table or has a NaN weight."""
     fields = lookups + tl.program_id(1) * 7
     bag = tl.program_id(0)
@@ -68,7 +68,9 @@ def check(lookups, num_rows, ids, offsets, sample_weights, is_bad, WEIGHTED: tl.
         return
     rows = tl.load(num_rows + tl.load(fields))
     at = offsets + tl.load(fields + 2) + bag
-    for i in range(tl.load(at), tl.load(at + 1)):
+    # Offsets may be wrong, too: no ID is read outside the tensor.
+    begin, end = tl.maximum(tl.load(at), 0), tl.minimum(tl.load(at + 1), num_ids)
+    for i in range(begin, end):
         row = tl.load(ids + i).to(tl.int64)
         bad = (row < 0) | (row >= rows)
         if WEIGHTED:
