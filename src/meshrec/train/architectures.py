@@ -1,4 +1,4 @@
-"""The models that recipes choose from, sized by the dataset."""
+"""Models that recipes choose from, sized by the dataset."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,19 +37,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMConfig(ModelConfig):
-    """DLRM: embeddings, an MLP over dense values, dot products of all pairs, and an MLP over all that."""
+    """DLRM: embeddings, an MLP over dense values, dot products of all pairs, and an MLP over the result."""
 
     embedding_dim: int = 16
-    """The width of every table."""
+    """Width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the tables' initial values; by default small values that depend on the number of
+    rows.
+    """
     bottom: tuple[int, ...] = (64,)
-    """Hidden layers over the dense values."""
+    """Hidden layer sizes of the MLP over the dense values."""
     top: tuple[int, ...] = (64, 32)
-    """Hidden layers over the dot products."""
+    """Hidden layer sizes of the MLP over the dot products."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``."""
+        """Build the model, with its tables on ``meta``."""
         return DLRM(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
@@ -63,20 +65,22 @@ class DLRMDCNConfig(ModelConfig):
     """DLRM with a low-rank cross network in place of the dot products."""
 
     embedding_dim: int = 16
-    """The width of every table."""
+    """Width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the tables' initial values; by default small values that depend on the number of
+    rows.
+    """
     bottom: tuple[int, ...] = (64,)
-    """Hidden layers over the dense values."""
+    """Hidden layer sizes of the MLP over the dense values."""
     top: tuple[int, ...] = (64, 32)
-    """Hidden layers over the crosses."""
+    """Hidden layer sizes of the MLP over the crosses."""
     num_crosses: int = 2
-    """Cross layers."""
+    """Number of cross layers."""
     low_rank_dim: int = 32
-    """Columns inside a cross."""
+    """Number of columns inside a cross layer."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``."""
+        """Build the model, with its tables on ``meta``."""
         return DLRM_DCN(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
@@ -92,16 +96,18 @@ class DeepFMConfig(ModelConfig):
     """DeepFM: a linear term, products of all pairs, and an MLP, over the same embeddings."""
 
     embedding_dim: int = 16
-    """The width of every table."""
+    """Width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the tables' initial values; by default small values that depend on the number of
+    rows.
+    """
     bottom: tuple[int, ...] = (64,)
-    """Hidden layers over the dense values."""
+    """Hidden layer sizes of the MLP over the dense values."""
     deep: tuple[int, ...] = (64, 32)
-    """Hidden layers over all vectors."""
+    """Hidden layer sizes of the MLP over all vectors."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``."""
+        """Build the model, with its tables on ``meta``."""
         return DeepFMModel(
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
@@ -112,22 +118,30 @@ class DeepFMConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClickTowersConfig(ModelConfig):
-    """Two towers over clicks: the product of a query's and an item's vector is the logit. Dense values are of
-    the query. `meshrec export --tower` gives the vectors of one side."""
+    """Two towers on clicks: the dot product of a query's and an item's vector is the logit.
+
+    Dense values belong to the query. `meshrec export --tower` exports the vectors of one side.
+    """
 
     item_features: tuple[str, ...] = ()
-    """What the item tower reads; the query tower reads all else. If none, the dataset's item."""
+    """Features of the item tower; the query tower reads all others. By default the dataset's item."""
     embedding_dim: int = 16
-    """The width of every table."""
+    """Width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the tables' initial values; by default small values that depend on the number of
+    rows.
+    """
     layers: tuple[int, ...] = (64, 32)
-    """Layers of both towers; the last is the width of the vectors."""
+    """Layer sizes of both towers; the last size is the width of the vectors."""
     temperature: float = 0.1
-    """Products are divided by it."""
+    """Divisor of the dot products."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``; ValueError where no feature is the item's."""
+        """Build the model, with its tables on ``meta``.
+
+        Raises:
+            ValueError: no feature belongs to the item.
+        """
         items = self.item_features or ((dataset.item,) if dataset.item is not None else ())
         if not items:
             raise ValueError(
@@ -141,27 +155,35 @@ class ClickTowersConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTaskConfig(ModelConfig):
-    """Several labels: a mixture over embeddings and dense values, and a tower for each label."""
+    """Model for several labels: a mixture over embeddings and dense values, and a tower for each label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
-    """One bottom for all tasks, gates over shared experts, or shared experts beside those of each task."""
+    """How tasks share: one bottom for all, gates over shared experts, or shared experts beside those of each
+    task.
+    """
     embedding_dim: int = 16
-    """The width of every table."""
+    """Width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the tables' initial values; by default small values that depend on the number of
+    rows.
+    """
     expert: tuple[int, ...] = (64, 32)
-    """Layers of the bottom, or of each expert."""
+    """Layer sizes of the bottom, or of each expert."""
     num_experts: int = 4
-    """Experts of MMoE; of PLE half of them are shared, and each task has half as many of its own."""
+    """Number of experts of MMoE. PLE shares half of them, and gives each task half as many of its own."""
     tower: tuple[int, ...] = (32,)
-    """Hidden layers of each task's tower."""
+    """Hidden layer sizes of each task's tower."""
 
     def __post_init__(self) -> None:
         if self.num_experts < 2:
             raise ValueError(f"model.num_experts is {self.num_experts}; it must be at least 2.")
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``; ValueError for data of one label."""
+        """Build the model, with its tables on ``meta``.
+
+        Raises:
+            ValueError: the data has one label.
+        """
         num_tasks = len(dataset.labels)
         if num_tasks < 2:
             raise ValueError(
@@ -181,25 +203,31 @@ class MultiTaskConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SASRecConfig(ModelConfig):
-    """Self-attention over a history says which item comes next; see `meshrec.models.SASRec`."""
+    """SASRec: self-attention over a history predicts the next item; see `meshrec.models.SASRec`."""
 
     embedding_dim: int = 64
-    """The width of the items' table."""
+    """Width of the item table."""
     table_std: float | None = 0.02
-    """Standard deviation of the table's first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the table's initial values; if none, small values that depend on the number of
+    rows.
+    """
     max_length: int = 50
-    """The most items of a history."""
+    """Maximum number of items in a history."""
     num_blocks: int = 2
-    """Blocks of attention."""
+    """Number of attention blocks."""
     num_heads: int = 1
-    """Heads of the attention."""
+    """Number of attention heads."""
     dropout: float = 0.2
     """Share of values that training drops."""
     num_drawn: int = 512
-    """Items that training draws for each step and rank."""
+    """Number of items drawn per training step and rank."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its table on ``meta``; ValueError for data without an item and one history of it."""
+        """Build the model, with its table on ``meta``.
+
+        Raises:
+            ValueError: the data does not have an item and exactly one history of it.
+        """
         item, history = item_and_history(dataset)
         table = next(each for each in dataset.tables(self.embedding_dim) if item in each.feature_names)
         return SASRec(
@@ -217,19 +245,25 @@ class SASRecConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoTowerConfig(ModelConfig):
-    """A tower for users and one for items, whose best products are sought among all items."""
+    """A user tower and an item tower; the best dot products are searched among all items."""
 
     embedding_dim: int = 64
-    """The width of every table."""
+    """Width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the tables' initial values; by default small values that depend on the number of
+    rows.
+    """
     layers: tuple[int, ...] = (128, 64)
-    """Layers of both towers; the last is the vectors' width."""
+    """Layer sizes of both towers; the last size is the width of the vectors."""
     temperature: float = 0.05
-    """Products are divided by it."""
+    """Divisor of the dot products."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``; ValueError for data without a catalogue of its items."""
+        """Build the model, with its tables on ``meta``.
+
+        Raises:
+            ValueError: the data has no catalogue of its items.
+        """
         if dataset.item is None or dataset.catalogue is None:
             raise ValueError(
                 f"dataset {dataset.name!r} has no catalogue of its items, among which the towers are judged. "
@@ -259,19 +293,27 @@ class TwoTowerConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DINConfig(ModelConfig):
-    """DIN: attention over a history by the item that is offered, and an MLP; see `meshrec.models.DIN`."""
+    """DIN: attention over a history that depends on the offered item, and an MLP; see
+    `meshrec.models.DIN`.
+    """
 
     embedding_dim: int = 16
-    """The width of every table."""
+    """Width of every table."""
     table_std: float | None = None
-    """Standard deviation of the tables' first values; if none, small ones that depend on the rows."""
+    """Standard deviation of the tables' initial values; by default small values that depend on the number of
+    rows.
+    """
     attention: tuple[int, ...] = (64, 32)
-    """Hidden layers of the MLP that weighs the history."""
+    """Hidden layer sizes of the MLP that weights the history."""
     over: tuple[int, ...] = (128, 64)
-    """Hidden layers over all vectors."""
+    """Hidden layer sizes of the MLP over all vectors."""
 
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``; ValueError for data without an item and one history of it."""
+        """Build the model, with its tables on ``meta``.
+
+        Raises:
+            ValueError: the data does not have an item and exactly one history of it.
+        """
         item, history = item_and_history(dataset)
         tables = dataset.tables(self.embedding_dim)
         own = next(each for each in tables if item in each.feature_names)
@@ -289,10 +331,10 @@ class DINConfig(ModelConfig):
 
 
 def item_and_history(dataset: "Dataset") -> tuple[str, str]:
-    """The feature of the item, and that of the items before it, in order.
+    """Return the feature of the item, and the feature of the items before it.
 
     Raises:
-        ValueError: the dataset has no such two.
+        ValueError: the dataset does not have exactly these two.
     """
     table_of = {each.name: each.table or each.name for each in dataset.features}
     histories = [
@@ -312,7 +354,7 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
 def sequence_table(
     table: EmbeddingBagConfig, features: Sequence[str], *, std: float | None = None
 ) -> EmbeddingCollection:
-    """A table whose rows are not pooled, on ``meta``, for some of its features."""
+    """Return an unpooled table on ``meta`` that some features of the dataset read."""
     config = EmbeddingConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
@@ -326,9 +368,9 @@ def sequence_table(
 def tables_on_meta(
     dataset: "Dataset", embedding_dim: int, *, std: float | None = None
 ) -> EmbeddingBagCollection:
-    """The tables of a dataset, all of one width; sharding allocates what each rank owns.
+    """Return the tables of a dataset on ``meta``, all of one width. Sharding allocates what each rank owns.
 
-    ``std``: of normal first values; None: the tables' own.
+    ``std``: standard deviation of normal initial values; None: the tables' own initial values.
     """
     return _on_meta(dataset.tables(embedding_dim), std, is_weighted=dataset.has_id_weights)
 

@@ -1,4 +1,4 @@
-"""When a run saves itself, and from where it goes on."""
+"""The checkpoints of a run: when they are saved, and which one a resumed run loads."""
 
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -11,20 +11,20 @@ from meshrec.train.run_folder import RunFolder
 
 
 class Checkpoints:
-    """The checkpoints of one run. Collective, all of it.
+    """The checkpoints of one run. All methods are collective.
 
-    A save that fails, because the disk is full or the like, is told and does not end the run; older
-    checkpoints are there, and the next save is a new try.
+    A save that fails, for example because the disk is full, is reported and does not end the run. Older
+    checkpoints remain, and the next save tries again.
 
     Args:
-        folder: of the run.
-        training: says how often, and how many stay.
-        ranks: of `join`.
-        state: what `Trainer.state` holds.
-        tell: takes a line for the user, on every rank.
+        folder: folder of the run.
+        training: tells how often to save, and how many checkpoints to keep.
+        ranks: the ranks, from `join`.
+        state: the objects to save, from `Trainer.state`.
+        tell: prints a line for the user; called on every rank.
 
     Attributes:
-        failures: what went wrong with each save that failed.
+        failures: messages of the saves that failed.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Checkpoints:
         self.failures: list[str] = []
 
     def resume(self) -> bool:
-        """Loads the last sound checkpoint; False where there is none."""
+        """Load the last intact checkpoint; return False if there is none."""
         self._saved = self._manager.load_latest(self._state)
         return self._saved is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether there is to be a checkpoint of this step."""
+        """Return whether a checkpoint of this step is due."""
         return self._every is not None and step % self._every == 0
 
     def save(self, step: int) -> None:
-        """Saves in the background."""
+        """Save in the background."""
         try:
             self._manager.async_save(step, self._state)
             self._saved = step
@@ -60,7 +60,7 @@ class Checkpoints:
             self.failed(error)
 
     def finish(self, step: int) -> bool:
-        """Waits for what is being saved, and saves the end, too; whether the end is on the disk."""
+        """Wait for pending saves, and save the final state. Return whether the final state is on disk."""
         self.wait()
         if self._saved != step:
             try:
@@ -71,19 +71,19 @@ class Checkpoints:
         return self._saved == step
 
     def wait(self) -> None:
-        """Waits for what is being saved."""
+        """Wait for pending saves."""
         try:
             self._manager.wait()
         except CheckpointError as error:
             self.failed(error)
 
     def latest(self) -> str | None:
-        """The newest finished checkpoint's path, of this rank's view."""
+        """Return the path of the newest finished checkpoint, as this rank sees it."""
         found = self._manager.latest()
         return None if found is None else str(found)
 
     def failed(self, error: CheckpointError) -> None:
-        """Takes note of a save that failed."""
+        """Record a save that failed."""
         self._saved = None
         self.failures.append(str(error))
         self._tell(f"no checkpoint was saved: {error}")

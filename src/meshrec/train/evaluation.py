@@ -1,4 +1,4 @@
-"""Quality over all ranks: of the training steps since the last line, and of the validation data."""
+"""Metrics over all ranks: of the training steps since the last line, and of validation data."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +19,7 @@ EVALUATION_BATCH = 4096
 
 
 class Window:
-    """Collects the outputs of steps until they are asked for."""
+    """Outputs of the steps since the last line of metrics."""
 
     def __init__(self, loss: Loss = DEFAULT_LOSS) -> None:
         self._loss = loss
@@ -27,15 +27,15 @@ class Window:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to take."""
+        """Whether there are no outputs."""
         return not self._outputs
 
     def add(self, outputs: list[Outputs]) -> None:
-        """Takes the outputs of a step."""
+        """Add the outputs of a step."""
         self._outputs += outputs
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """The loss's metrics of all ranks' samples since the last time. Collective."""
+        """Return the loss's metrics over all ranks' samples, and start again. Collective."""
         outputs, self._outputs = self._outputs, []
         logits = torch.cat([each.logits for each in outputs]).cpu()
         labels = torch.cat([each.labels for each in outputs]).cpu()
@@ -43,10 +43,10 @@ class Window:
 
 
 class Scored(NamedTuple):
-    """What the model says of one batch of a reader, on this rank, on the CPU.
+    """The model's outputs for one batch of a reader, on this rank, on the CPU.
 
-    ``rows_B`` are the samples' row numbers (see `meshrec.data.Reader.files`), None where the reader has none;
-    ``labels_B`` are NaN where the data has none.
+    ``rows_B`` are row numbers of the samples (see `meshrec.data.Reader.files`), or None if the reader has
+    none. ``labels_B`` are NaN if the data has no labels.
     """
 
     rows_B: Tensor | None
@@ -62,12 +62,12 @@ def score(
     batch_size: int = EVALUATION_BATCH,
     bf16: bool = False,
 ) -> Iterator[Scored]:
-    """The model's logits for all samples of ``reader``, this rank's part, in the reader's order.
+    """Yield the model's logits for this rank's part of ``reader``, in the reader's order.
 
-    Every rank computes batches of ``batch_size`` samples, the last one padded: libraries of matrix products
-    choose other orders of sums for other sizes, and logits shall not depend on how many ranks there are.
+    Every rank computes batches of ``batch_size`` samples, with the last one padded: matrix libraries sum in
+    another order for other sizes, and logits must not depend on the number of ranks.
 
-    Collective: all ranks take the same number of steps. The model is in training mode again afterwards.
+    Collective: all ranks take the same number of steps. The model is in training mode afterwards.
     """
     model.eval()
     try:
@@ -83,9 +83,9 @@ def score(
 def evaluate(
     model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False, loss: Loss = DEFAULT_LOSS
 ) -> dict[str, float]:
-    """The loss's metrics on all of ``reader``: of clicks `meshrec.metrics.binary_metrics`.
+    """Return the loss's metrics on all of ``reader``; for clicks those of `meshrec.metrics.binary_metrics`.
 
-    Collective; the model is in training mode again afterwards.
+    Collective. The model is in training mode afterwards.
     """
     found = list(score(model, reader, ranks, bf16=bf16))
     logits = torch.cat([each.logits_B for each in found])

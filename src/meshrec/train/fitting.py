@@ -1,4 +1,6 @@
-"""Features of a run: fitted once by its first rank, kept in its folder, read by all that comes later."""
+"""Features of a run: fitted once by rank 0, kept in the run's folder, and read by everything that comes
+later.
+"""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,10 @@ FEATURES = "features.json"
 
 
 def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
-    """The data of a run. Collective: rank 0 fits what is to be fitted, unless the run has done so before.
+    """Load the data of a run. Rank 0 fits the features, unless the run has fitted them before. Collective.
 
     Raises:
-        ValueError: on every rank, what went wrong on the first.
+        ValueError: rank 0 failed; raised on every rank with the same cause.
     """
     if not isinstance(source, FittedSource):
         return source.load()
@@ -41,10 +43,10 @@ def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
 
 
 def features_of(folder: RunFolder) -> "Features":
-    """What a run has fitted.
+    """Return the fitted features of a run.
 
     Raises:
-        DataError: it has not, or they cannot be read.
+        DataError: there are none, or they cannot be read.
     """
     from meshrec.data.features import Features
 
@@ -58,7 +60,7 @@ def features_of(folder: RunFolder) -> "Features":
 
 
 def data_of_run(source: DataSource, folder: RunFolder) -> "Dataset":
-    """The data of a run that is over, as it was read then."""
+    """Open the data of a finished run as the run read it."""
     if isinstance(source, FittedSource):
         return source.dataset(features_of(folder))
     return source.load()

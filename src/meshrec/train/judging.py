@@ -1,4 +1,6 @@
-"""How good a run is on data with labels: as a whole, by user, by values of a column, and how sure that is."""
+"""Evaluation of a run on labelled data: overall, by user, by values of a column, and with confidence
+intervals.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,12 +18,13 @@ _MOST_SLICES = 20
 
 
 class Judged(NamedTuple):
-    """What rank 0 found.
+    """Result of an evaluation, on rank 0.
 
     Attributes:
-        metrics: the loss's metrics, and ``gauc`` where there is a group.
-        intervals: where they lie with 95 % confidence; empty unless asked for.
-        slices: by column, the metrics of its most frequent values, and of all others together as "others".
+        metrics: metrics of the loss, and ``gauc`` if a group is given.
+        intervals: 95 % confidence intervals of the metrics; empty unless asked for.
+        slices: metrics by column, for each of its most frequent values and for the others together as
+            "others".
     """
 
     metrics: dict[str, float]
@@ -38,18 +41,18 @@ def judge(
     draws: int = 0,
     seed: int = 0,
 ) -> Judged | None:
-    """Scores all of the scorer's data, and judges it. Collective; None on ranks other than 0.
+    """Score all of the scorer's data, and evaluate it. Collective; returns None on ranks other than 0.
 
     Args:
-        scorer: with labelled data.
-        ranks: of `join`.
-        by: columns of the data, whose values are judged one by one.
-        group: a column, such as the user, inside whose values AUCs are taken (GAUC).
-        draws: of the bootstrap; 0: no intervals.
-        seed: of these.
+        scorer: a scorer with labelled data.
+        ranks: the ranks, from `join`.
+        by: columns of the data whose values are evaluated one by one.
+        group: a column, such as the user, within whose values AUCs are computed (GAUC).
+        draws: number of bootstrap resamplings; 0: no intervals.
+        seed: seed of the bootstrap.
 
     Raises:
-        ValueError: there is no such column; before anything is scored.
+        ValueError: a column does not exist; raised before anything is scored.
     """
     if (by or group is not None or draws) and not isinstance(scorer.recipe.loss, BinaryCrossEntropy):
         raise ValueError(
@@ -98,7 +101,7 @@ def _joined(found: Sequence[Scored]) -> Scored:
 def _numbered(
     column: Any, rows: "np.typing.NDArray[np.int64]"
 ) -> "tuple[list[str], np.typing.NDArray[np.int64]]":
-    """Distinct values as text, the most frequent first, and the number of each row's value."""
+    """Return distinct values as text, most frequent first, and the number of each row's value."""
     import pyarrow as pa
 
     array = column.combine_chunks().take(pa.array(rows))

@@ -1,4 +1,4 @@
-"""What a model is trained to do: a loss, the metrics that go with it, and how outputs become scores."""
+"""Training objectives: a loss, its metrics, and the conversion of outputs to scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,46 +16,51 @@ from meshrec.metrics import binary_metrics, number_metrics, place_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(ABC):
-    """Of a batch, as a sum over its samples: the step divides by their number over all ranks."""
+    """A training objective. The loss is a sum over samples, which the step divides by their number over all
+    ranks.
+    """
 
     @abstractmethod
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """The sum over samples of what the model says [B] or [B, T] against labels of the same shape.
+        """Sum the loss over samples.
 
-        ``weights``: [B], each sample's; None: 1.
+        Args:
+            outputs: outputs of the model, [B] or [B, T].
+            labels: labels of the same shape.
+            weights: sample weights [B]; None: 1.
         """
 
     @abstractmethod
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Of all ranks' samples; ``auc``, ``ndcg@k`` or else ``loss`` chooses among weights.
+        """Compute metrics over all ranks' samples. ``auc``, ``ndcg@k`` or else ``loss`` selects the best
+        weights.
 
-        Collective, unless other ranks' samples are not to ``gather``.
+        Collective, unless ``gather`` is False.
         """
 
     @abstractmethod
     def scores(self, outputs: Tensor) -> Tensor:
-        """What users are told: probabilities, or values. Of the shape of the outputs."""
+        """Convert outputs to what users get: probabilities or values, of the same shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryCrossEntropy(Loss):
-    """Of logits against labels in [0, 1].
+    """Binary cross-entropy of logits and labels in [0, 1].
 
-    With ``positive_weight``, samples count that many times as much as their label is near 1: 9 balances one
-    click in ten. Predictions are then no probabilities of clicks any more.
+    With ``positive_weight``, a sample counts that many times as much as its label is near 1. A weight of 9
+    balances one click in ten. The predictions are then no longer click probabilities.
     """
 
     positive_weight: float = 1.0
-    """How much a positive sample counts."""
+    """Weight of a positive sample."""
 
     def __post_init__(self) -> None:
         if not self.positive_weight > 0:
             raise ValueError(f"loss.positive_weight is {self.positive_weight}; it must be above 0.")
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """See `Loss`."""
         positive = None if self.positive_weight == 1 else labels.new_tensor(self.positive_weight)
         return nn.functional.binary_cross_entropy_with_logits(
             outputs, labels, weights, reduction="sum", pos_weight=positive
@@ -64,47 +69,47 @@ class BinaryCrossEntropy(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """`meshrec.metrics.binary_metrics`."""
+        """Compute `meshrec.metrics.binary_metrics`."""
         return binary_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Probabilities."""
+        """Return probabilities."""
         return torch.sigmoid(outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredError(Loss):
-    """Of values against labels that are numbers."""
+    """Squared error of numeric labels."""
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """See `Loss`."""
         _check_shapes(outputs, labels)
         return _weighted((outputs - labels).square(), weights)
 
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """`meshrec.metrics.number_metrics`."""
+        """Compute `meshrec.metrics.number_metrics`."""
         return number_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """The values."""
+        """Return the values."""
         return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Huber(Loss):
-    """Squared error near the label and absolute error far from it, so that few odd labels do not rule."""
+    """Huber loss: squared error near the label and absolute error far from it, which limits the effect of
+    outliers.
+    """
 
     delta: float = 1.0
-    """Where one becomes the other."""
+    """Distance from the label at which squared error becomes absolute error."""
 
     def __post_init__(self) -> None:
         if not self.delta > 0:
             raise ValueError(f"loss.delta is {self.delta}; it must be above 0.")
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """See `Loss`."""
         _check_shapes(outputs, labels)
         return _weighted(
             nn.functional.huber_loss(outputs, labels, reduction="none", delta=self.delta), weights
@@ -113,30 +118,30 @@ class Huber(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """`meshrec.metrics.number_metrics`."""
+        """Compute `meshrec.metrics.number_metrics`."""
         return number_metrics(outputs, labels, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """The values."""
+        """Return the values."""
         return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextItem(Loss):
-    """Of models that say a loss and a place themselves: see `meshrec.models.next_item`.
+    """Objective of models that compute a loss and a rank themselves: see `meshrec.models.next_item`.
 
-    Samples count by their labels: those with label 0 are no choice of a user, and nothing is learned of them.
+    Samples are weighted by their labels. Label 0 means that the user did not choose the item, and nothing is
+    learned from it.
     """
 
     ks: tuple[int, ...] = (10,)
-    """How many items count, for recall@k and NDCG@k; NDCG at the first chooses among weights."""
+    """Cut-offs of recall@k and NDCG@k. NDCG at the first one selects the best weights."""
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
             raise ValueError(f"loss.ks is {list(self.ks)}; it must be one number or more, each at least 1.")
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """See `Loss`."""
         if outputs.shape != (*labels.shape, 2):
             raise ValueError(
                 f"the model says {list(outputs.shape)} of labels {list(labels.shape)}, and the loss NextItem "
@@ -147,17 +152,17 @@ class NextItem(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """`meshrec.metrics.place_metrics`."""
+        """Compute `meshrec.metrics.place_metrics`."""
         chosen = outputs[labels > 0]
         return place_metrics(chosen[:, 0], chosen[:, 1], ks=self.ks, group=group, gather=gather)
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """The place of the item among all, from 1."""
+        """Return the rank of the item among all, from 1."""
         return outputs[:, 1]
 
 
 class Task(NamedTuple):
-    """One of several labels: its name, its loss, and how much that counts."""
+    """One of several labels: its name, its loss, and the weight of that loss."""
 
     name: str
     loss: Loss
@@ -166,14 +171,15 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks(Loss):
-    """Several labels at once: the weighted sum of their losses. The first one's metrics choose among weights.
+    """Objective for several labels: the weighted sum of their losses. The first task's metrics select the
+    best weights.
 
     Args:
-        tasks: as many as there are labels, in their order.
+        tasks: one task per label, in the order of the labels.
     """
 
     tasks: tuple[Any, ...]
-    """The tasks: set them in the recipe's function."""
+    """The tasks. Set them in the recipe's function."""
 
     def __post_init__(self) -> None:
         if len(self.tasks) < 2 or len({task.name for task in self.tasks}) < len(self.tasks):
@@ -182,7 +188,6 @@ class Tasks(Loss):
             )
 
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """See `Loss`."""
         if outputs.shape != labels.shape or outputs.shape[-1] != len(self.tasks):
             raise ValueError(
                 f"the model says {list(outputs.shape)}, labels are {list(labels.shape)}, and the loss has "
@@ -197,7 +202,7 @@ class Tasks(Loss):
     def metrics(
         self, outputs: Tensor, labels: Tensor, *, group: dist.ProcessGroup | None = None, gather: bool = True
     ) -> dict[str, float]:
-        """Those of the first task by their names, and those of all as ``task/name``."""
+        """Compute the first task's metrics by their names, and those of all tasks as ``task/name``."""
         found: dict[str, float] = {}
         for number, task in enumerate(self.tasks):
             metrics = task.loss.metrics(outputs[:, number], labels[:, number], group=group, gather=gather)
@@ -206,14 +211,16 @@ class Tasks(Loss):
         return found
 
     def scores(self, outputs: Tensor) -> Tensor:
-        """Each task's."""
+        """Return the scores of each task."""
         return torch.stack(
             [task.loss.scores(outputs[:, number]) for number, task in enumerate(self.tasks)], dim=1
         )
 
 
 def quality(metrics: dict[str, float]) -> float | None:
-    """What is to be large: the AUC, the NDCG, or where there is none the loss with a minus."""
+    """Return the value that selects the best weights, larger is better: AUC, NDCG, or else the negative
+    loss.
+    """
     name = leading_metric(metrics)
     if name is not None:
         return metrics[name]
@@ -221,12 +228,12 @@ def quality(metrics: dict[str, float]) -> float | None:
 
 
 def leading_metric(metrics: Mapping[str, float]) -> str | None:
-    """The name of the metric that chooses among weights, where it is to be large: AUC or NDCG."""
+    """Return the name of the metric that selects the best weights, AUC or NDCG, if there is one."""
     return next((name for name in metrics if name == "auc" or name.startswith("ndcg@")), None)
 
 
 def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
-    """ValueError where one would be spread over the other."""
+    """Raise ValueError where one of the two would be broadcast to the other."""
     if outputs.shape != labels.shape:
         raise ValueError(
             f"the model says {list(outputs.shape)}, and labels are {list(labels.shape)}. Give one output to "

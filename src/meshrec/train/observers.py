@@ -1,4 +1,4 @@
-"""Who is told what a run does: the run's folder, TensorBoard; the screen is the command line's."""
+"""Observers of a run: its folder and TensorBoard. The command line has its own observer for the screen."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ Line = Mapping[str, Any]
 
 
 class Started(NamedTuple):
-    """What is known before the first step."""
+    """Everything known before the first step."""
 
     recipe: Recipe
     folder: RunFolder | None
@@ -36,58 +36,58 @@ class Started(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """A step is done: its number, and how many samples it had."""
+    """Event: a step is done. Its number, and its number of samples."""
 
     step: int
     num_samples: int
 
 
 class Logged(NamedTuple):
-    """Training metrics of the last steps."""
+    """Event: training metrics of the last steps."""
 
     line: Line
 
 
 class Evaluated(NamedTuple):
-    """Metrics of validation or test data (``line["kind"]``), and whether their AUC is the best so far."""
+    """Event: metrics of validation or test data (``line["kind"]``), and whether they are the best so far."""
 
     line: Line
     is_best: bool
 
 
 class Said(NamedTuple):
-    """Something that users should know."""
+    """Event: a message for the user."""
 
     text: str
 
 
 class Advanced(NamedTuple):
-    """Work beside training goes on: what, and how much of it is done, in [0, 1]."""
+    """Event: work beside training has progressed. ``done`` is in [0, 1]."""
 
     what: str
     done: float
 
 
 class Finished(NamedTuple):
-    """The end, early or not: what ``summary.json`` says."""
+    """Event: the run has ended, early or not. The contents of ``summary.json``."""
 
     summary: Line
 
 
 Event = Started | Stepped | Logged | Evaluated | Said | Advanced | Finished
 Observer = Callable[[Event], None]
-"""Is told every event, on rank 0 only."""
+"""Function that gets every event, on rank 0 only."""
 
 
 class FolderObserver:
-    """Appends metrics to the run's ``metrics.jsonl``; on a full disk, a warning says what is not written."""
+    """Appends metrics to the run's ``metrics.jsonl``. On a full disk, one warning says that they are lost."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._has_failed = False
 
     def __call__(self, event: Event) -> None:
-        """Takes note of metrics."""
+        """Append the metrics of an event."""
         if isinstance(event, Logged | Evaluated):
             try:
                 self._folder.append_metrics(dict(event.line))
@@ -98,9 +98,10 @@ class FolderObserver:
 
 
 class TensorBoardObserver:
-    """Writes event files; without the tensorboard package, one log line says so and nothing is written.
+    """Writes TensorBoard event files. Without the tensorboard package, one log line says that nothing is
+    written.
 
-    Where a run is resumed, TensorBoard no longer shows what came after the step that it goes on from.
+    When a run resumes, TensorBoard hides everything after the step that it resumes from.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +118,7 @@ class TensorBoardObserver:
             self._make = SummaryWriter
 
     def __call__(self, event: Event) -> None:
-        """Writes scalars under ``train/``, ``validation/`` and ``test/``."""
+        """Write scalars under ``train/``, ``validation/`` and ``test/``."""
         if isinstance(event, Started) and self._make is not None:
             self._writer = self._make(str(self._folder), purge_step=event.first_step + 1)
         if self._writer is None:

@@ -1,4 +1,4 @@
-"""A trace of a few steps, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Trace of a few training steps, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +9,7 @@ _WAIT, _WARMUP, _ACTIVE = 5, 2, 5
 
 
 class StepProfiler:
-    """Traces steps 8 to 12 of a run, with our phases named ``meshrec.*``; a context manager."""
+    """Context manager that traces steps 8 to 12 of a run; MeshRec's phases are named ``meshrec.*``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -19,7 +19,7 @@ class StepProfiler:
         )
 
     def step(self) -> None:
-        """After every step."""
+        """Mark the end of a step. Call it after every step."""
         self._profiler.step()
 
     def __enter__(self) -> "StepProfiler":

@@ -1,4 +1,4 @@
-"""How far training is; a checkpoint keeps it."""
+"""Progress of training, as stored in checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from meshrec.data import Position
 
 
 class Progress:
-    """Steps, samples, the position in the data, and the seconds that training took.
+    """Number of steps and samples, position in the data, and seconds of training.
 
-    ``num_samples`` are those that were trained, over all ranks: rows that were skipped as damaged take a
-    place in the data, and so count in the position only. ``published`` is the last delta for servers, which
-    holds all steps up to this one where there is a checkpoint; None: no delta.
+    ``num_samples`` counts the trained samples over all ranks. Damaged rows that were skipped have a place in
+    the data, so they count in the position only. ``published`` is the last delta for servers, which holds all
+    steps up to this one if there is a checkpoint; None: there is no delta.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class Progress:
         self.published: Published | None = None
 
     def advance(self, num_samples: int, samples_per_epoch: int) -> None:
-        """After a step of ``num_samples`` places in the data, over all ranks."""
+        """Advance by a step of ``num_samples`` places in the data, over all ranks."""
         self.step += 1
         epoch, sample = self.position
         sample += num_samples
         self.position = Position(epoch + 1, 0) if sample >= samples_per_epoch else Position(epoch, sample)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the progress as plain values."""
         return {
             "step": self.step,
             "num_samples": self.num_samples,
@@ -40,7 +40,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restore the progress that ``state_dict`` returned."""
         self.step, self.num_samples = int(state["step"]), int(state["num_samples"])
         self.seconds = float(state["seconds"])
         self.position = Position(*(int(value) for value in state["position"]))
@@ -49,7 +49,9 @@ class Progress:
 
 
 def origin_of(checkpoint: Path) -> dict[str, Any]:
-    """Where a checkpoint's weights are from: its step and name, and the last delta whose rows they hold."""
+    """Return the origin of a checkpoint's weights: its step and name, and the last delta whose rows they
+    contain.
+    """
     manifest, progress = read_manifest(checkpoint), Progress()
     if "progress" in manifest.values:  # earlier releases did not keep it beside the best weights
         load(checkpoint, {"progress": progress})

@@ -1,8 +1,8 @@
-"""Recipes with published settings, for data that must be fetched: they run where its files are.
+"""Recipes with published settings, for data that you must download.
 
-After BARS (Zhu et al.: "BARS: towards open benchmarking for recommender systems", 2022; "Open benchmarking
-for click-through rate prediction", 2021), whose figures each recipe names as what to reach. What differs from
-theirs is said there, too.
+The settings follow BARS (Zhu et al., "BARS: towards open benchmarking for recommender systems", 2022; "Open
+benchmarking for click-through rate prediction", 2021). Each recipe names the figure of BARS to reach, and
+what differs from its settings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshrec.data.features import Features
 
 CRITEO_COLUMNS = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""Of ``train.txt`` of Criteo's Kaggle challenge, which has no header."""
+"""Columns of ``train.txt`` of Criteo's Kaggle challenge, which has no header."""
 
 _AVAZU_IDS = (
     *("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
@@ -38,18 +38,18 @@ def csv_to_parquet(
     texts: Sequence[str] = (),
     times: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """A text file of any size as Parquet, block by block; the number of its rows.
+    """Convert a text file of any size to Parquet, block by block; return the number of rows.
 
     Args:
         source: the file, plain or compressed.
         out: the file to write.
-        columns: names, where the file has no header.
-        delimiter: between values.
-        texts: columns that stay texts, whatever they look like.
-        times: columns of times, with their form: ``{"hour": "%y%m%d%H"}``.
+        columns: column names, if the file has no header.
+        delimiter: delimiter between values.
+        texts: columns that stay text, whatever they look like.
+        times: columns of times with their format: ``{"hour": "%y%m%d%H"}``.
 
     Raises:
-        ArrowInvalid: a line that cannot be read.
+        ArrowInvalid: a line cannot be parsed.
     """
     import pyarrow as pa
     import pyarrow.csv as csv
@@ -76,7 +76,9 @@ def csv_to_parquet(
 
 
 def criteo_kaggle() -> Recipe:
-    """DeepFM on Criteo's Kaggle data, criteo_kaggle/train.parquet. To reach: AUC 0.8143 (BARS, Criteo_x4)."""
+    """DeepFM on Criteo's Kaggle data, criteo_kaggle/train.parquet. Figure to reach: AUC 0.8143 (BARS,
+    Criteo_x4).
+    """
     from meshrec.data.features import Buckets, Features, Label, Number, Vocabulary
 
     counts, names = [f"I{n}" for n in range(1, 14)], [f"C{n}" for n in range(1, 27)]
@@ -93,7 +95,7 @@ def criteo_kaggle() -> Recipe:
 
 
 def avazu() -> Recipe:
-    """DeepFM on Avazu's Kaggle data, avazu/train.parquet. To reach: AUC 0.7930 (BARS, Avazu_x4)."""
+    """DeepFM on Avazu's Kaggle data, avazu/train.parquet. Figure to reach: AUC 0.7930 (BARS, Avazu_x4)."""
     from meshrec.data.features import DatePart, Features, Label, Number, Vocabulary
 
     features = Features(
@@ -109,9 +111,9 @@ def avazu() -> Recipe:
 
 
 def movielens_20m() -> Recipe:
-    """DCN-v2 on ml-20m: will this user like this movie? BARS has no figure for it.
+    """DCN-v2 on ml-20m: will this user like this movie? BARS has no figure for this task.
 
-    Its nearest one is of tags, not ratings: DCN-v2 reaches AUC 0.9606 on MovielensLatest_x1.
+    Its nearest figure is about tags and not ratings: DCN-v2 reaches AUC 0.9606 on MovielensLatest_x1.
     """
     return Recipe(
         name="movielens_20m",
@@ -126,7 +128,7 @@ def movielens_20m() -> Recipe:
 
 
 def _clicks(name: str, features: "Features", model: DeepFMConfig, *, weight_decay: float = 0.0) -> Recipe:
-    """Eight tenths train, one chooses, one judges, all random; batches of 10,000; Adam at 0.001."""
+    """Return a click recipe: random split 80/10/10, batches of 10,000, Adam at 0.001."""
     return Recipe(
         name=name,
         data=Parquet(train=(f"{name}/train.parquet",), split_by="random", features=features),

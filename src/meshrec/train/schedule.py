@@ -1,4 +1,4 @@
-"""Learning rates over time, for tables and dense parts alike."""
+"""Learning-rate schedules, which apply to tables and dense parameters alike."""
 
 import math
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A multiplier of every learning rate: a linear warmup from near 0, then a decay to the last step."""
+    """Multiplier of every learning rate: a linear warmup from near 0, then a decay until the last step."""
 
     warmup_steps: int = 0
-    """Steps of linear warmup."""
+    """Number of steps of linear warmup."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How rates fall after the warmup."""
+    """How rates decay after the warmup."""
     final: float = 0.0
-    """What is left of the rates in the last step, as a fraction."""
+    """Share of the rates that is left in the last step, in [0, 1]."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -26,7 +26,7 @@ class Schedule:
             raise ValueError(f"schedule.final is {self.final}; it is a fraction in [0, 1].")
 
     def multiplier(self, step: int, num_steps: int) -> float:
-        """For ``step`` of ``[0, num_steps)``."""
+        """Return the multiplier for ``step`` of ``[0, num_steps)``."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay == "constant":
@@ -37,11 +37,12 @@ class Schedule:
 
 
 class LearningRates:
-    """Sets the rates of optimizers ahead of a step; a function of the step alone, so it has no state.
+    """Learning rates of optimizers as a function of the step alone, without state.
 
     Args:
-        optimizers: their groups' rates as they are now count as multiplier 1.
-        num_steps: of the whole run.
+        optimizers: the optimizers. The current rates of their groups have multiplier 1.
+        schedule: the schedule.
+        num_steps: number of steps of the whole run.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class LearningRates:
         self._schedule, self._num_steps = schedule, num_steps
 
     def set(self, step: int) -> float:
-        """Sets the rates for ``step``; returns the multiplier."""
+        """Set the rates for ``step``; return the multiplier."""
         multiplier = self._schedule.multiplier(step, self._num_steps)
         for group, rate in self._groups:
             group["lr"] = rate * multiplier

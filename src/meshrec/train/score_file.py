@@ -1,4 +1,6 @@
-"""Scores as a file: one row for every row of the data, in its order, with columns of the data beside them."""
+"""Files of scores: one row for every row of the data, in its order, with columns of the data beside the
+score.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

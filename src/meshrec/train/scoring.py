@@ -1,4 +1,4 @@
-"""A run's weights, on data that the run did not see: on any number of ranks, in the order of the data."""
+"""Scoring of new data with a run's weights, on any number of ranks, in the order of the data."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,20 +43,20 @@ def load_scorer(
     step: int | None = None,
     last: bool = False,
 ) -> Scorer:
-    """The run's model, on as many ranks as there are now. Collective.
+    """Load a run's model on the current number of ranks. Collective.
 
-    With as many ranks as the run had, its own plan places the tables; otherwise a plan that splits no table
-    by rows: sums are then made in the order of a single process.
+    With the same number of ranks as the run, the run's plan places the tables. Otherwise a plan is made that
+    splits no table by rows, so that sums have the same order as in a single process.
 
     Args:
         run: the run.
-        ranks: of `join`.
-        paths: the data to score: files, folders or patterns, of the form that the run was trained on.
-        labelled: whether labels are read.
+        ranks: the ranks, from `join`.
+        paths: data to score: files, folders or patterns, in the form of the run's training data.
+        labelled: whether to read labels.
         step, last: other weights than those that the run reports, see ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
-        ValueError: there is no such run or checkpoint, or the data is of another form.
+        ValueError: the run or the checkpoint does not exist, or the data has another form.
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
@@ -69,10 +69,10 @@ def load_scorer(
 
 
 def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: bool) -> "Dataset":
-    """Other data of the form that a run was trained on, as the training part of a dataset.
+    """Open other data in the form of a run's training data, as the training part of a dataset.
 
     Raises:
-        ValueError: the source reads no files, or its form is not that of the run any more.
+        ValueError: the source reads no files, or its form is no longer that of the run.
     """
     if isinstance(source, FittedSource):
         return source.scored(features_of(run), paths, labelled=labelled)
@@ -105,9 +105,10 @@ def _placed(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Recipe:
 
 
 def gathered(model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False) -> Iterator[Scored]:
-    """What `score` gives, a step at a time and of all ranks in order: on rank 0; on the others nothing.
+    """Yield the results of `score` of all ranks, step by step and in order, on rank 0. Other ranks yield
+    nothing.
 
-    Collective: every rank goes through all of it.
+    Collective: every rank must exhaust the iterator.
     """
     for mine in score(model, reader, ranks, bf16=bf16):
         every = ranks.collect(mine)

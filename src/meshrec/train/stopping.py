@@ -1,4 +1,4 @@
-"""Ending early: on a signal, and when the model gets no better."""
+"""Early ends of a run: on a signal, and when the model stops improving."""
 
 import ctypes
 import os
@@ -19,8 +19,9 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def stop_with_parent() -> None:
-    """Asks the system for a SIGTERM to this process when its parent is gone, however it ended: ranks must not
-    go on without their launcher. Linux only; elsewhere nothing happens.
+    """Ask the system to send this process a SIGTERM when its parent ends, however it ends.
+
+    Ranks must not go on without their launcher. Linux only; on other systems this does nothing.
     """
     if sys.platform == "linux":
         parent = os.getppid()
@@ -30,16 +31,16 @@ def stop_with_parent() -> None:
 
 
 class Agreement(NamedTuple):
-    """What all ranks know together after a step: one was asked to stop; one could not go on."""
+    """Agreement of all ranks after a step: whether one was asked to stop, and whether one failed."""
 
     stop: bool = False
     failed: bool = False
 
 
 class StopRequest:
-    """Set by a signal; ranks agree on it, since signals reach them at different steps.
+    """A request to stop, set by a signal. Ranks agree on it, because signals reach them at different steps.
 
-    The question of a step is answered in the next one, so that nobody waits for the answer.
+    The answer to the question of one step arrives in the next step, so that no rank waits for it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While inside, SIGINT (Ctrl-C) and SIGTERM (preemption) ask to stop."""
+        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) while inside."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
@@ -57,11 +58,13 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def agreed(self, ranks: Ranks, *, failed: bool = False, at_once: bool = False) -> Agreement:
-        """What the ranks agreed on: all stop because one was asked to, or failed. Collective, once per step.
+        """Exchange flags once per step; return whether any rank was asked to stop, and whether any failed.
+        Collective.
 
         Args:
-            failed: whether this rank's step did.
-            at_once: wait for this step's answer; otherwise it comes with that of the next step. The same on
+            ranks: the ranks, from `join`.
+            failed: whether this rank's step failed.
+            at_once: whether to wait for this step's answer, instead of taking it in the next step. Equal on
                 all ranks.
         """
         if ranks.control is None:
@@ -75,7 +78,7 @@ class StopRequest:
         return found
 
     def finish(self) -> Agreement:
-        """Waits for the question that is under way, and gives its answer."""
+        """Wait for the pending question, and return its answer."""
         if self._asked is None:
             return Agreement()
         (flags, work), self._asked = self._asked, None
@@ -87,10 +90,10 @@ class StopRequest:
 
 
 class EarlyStopping:
-    """Counts evaluations without a better AUC.
+    """Counter of evaluations without a better AUC.
 
     Args:
-        patience: so many end the run; None: never.
+        patience: number of such evaluations after which the run ends; None: never.
     """
 
     def __init__(self, patience: int | None) -> None:
@@ -99,10 +102,12 @@ class EarlyStopping:
         self.best_step = 0
         self.num_worse = 0
         self.last_step = 0
-        """Of the last evaluation."""
+        """Step of the last evaluation."""
 
     def improves(self, auc: float | None, step: int) -> bool:
-        """Whether this is the best AUC so far; None: nothing chooses among weights."""
+        """Record an evaluation; return whether it is the best so far. ``auc`` is None if nothing selects the
+        best weights.
+        """
         self.last_step = step
         if auc is None:
             return False
@@ -114,11 +119,11 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
-        """Whether patience is at an end."""
+        """Whether the run should end."""
         return self._patience is not None and self.num_worse >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "best_auc": self.best_auc,
             "best_step": self.best_step,
@@ -127,6 +132,6 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restore the state that ``state_dict`` returned."""
         self.best_auc, self.best_step = float(state["best_auc"]), int(state["best_step"])
         self.num_worse, self.last_step = int(state["num_worse"]), int(state["last_step"])

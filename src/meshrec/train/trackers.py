@@ -1,4 +1,4 @@
-"""Observers that tell MLflow or Weights & Biases what a run does, and those of users."""
+"""Observers that report a run to MLflow or Weights & Biases, and observers of users."""
 
 import logging
 import math
@@ -16,17 +16,18 @@ from meshrec.train.run_folder import RunFolder, flat, to_json
 _logger = logging.getLogger("meshrec")
 
 _LONGEST = 500
-"""Characters of an option's value that MLflow keeps."""
+"""Maximum length of an option's value in MLflow."""
 
 
 class MLflowObserver:
-    """Keeps a run's options and metrics in MLflow, as a run of the folder's name in the recipe's experiment.
+    """Records a run's options and metrics in MLflow, under the name of its folder, in the recipe's
+    experiment.
 
-    Where ``MLFLOW_TRACKING_URI`` says, or else in the file ``mlflow.db`` beside the run's folder. A run that
-    is resumed goes on in its run of before.
+    The location is ``MLFLOW_TRACKING_URI``, or else the file ``mlflow.db`` beside the run's folder. A resumed
+    run continues its MLflow run.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed.
@@ -41,7 +42,7 @@ class MLflowObserver:
         self._run = ""
 
     def __call__(self, event: Event) -> None:
-        """Tells it."""
+        """Record an event."""
         match event:
             case Started():
                 self._start(event)
@@ -80,13 +81,13 @@ class MLflowObserver:
 
 
 class WandbObserver:
-    """Keeps a run's options and metrics in Weights & Biases, in the recipe's project.
+    """Records a run's options and metrics in Weights & Biases, in the recipe's project.
 
-    Their own variables say how (``WANDB_MODE=offline`` keeps everything beside the run's folder). A run that
-    is resumed goes on in its run of before.
+    The variables of Weights & Biases apply; ``WANDB_MODE=offline`` keeps everything beside the run's folder.
+    A resumed run continues its run there.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
@@ -98,14 +99,16 @@ class WandbObserver:
         self._run: Any = None
 
     def _id(self) -> str:
-        """Of the run in their project, where other folders' runs have the same name; resumes keep it."""
+        """Return the run's ID in the project. It is unique, because folders may have equal names, and
+        survives a resume.
+        """
         kept = self._folder.path / "wandb_id.txt"
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex)
         return kept.read_text()
 
     def __call__(self, event: Event) -> None:
-        """Tells it."""
+        """Record an event."""
         match event:
             case Started():
                 self._run = self._wandb.init(
@@ -125,7 +128,7 @@ class WandbObserver:
 
 
 class _Tracker(NamedTuple):
-    """How an observer is made, and what it imports."""
+    """How to make an observer, and the module that it imports."""
 
     make: Callable[[RunFolder], Observer]
     module: str
@@ -138,9 +141,9 @@ TRACKERS: Mapping[str, _Tracker] = {
 
 
 def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
-    """The observers of these names, divided by commas.
+    """Make the observers of these comma-separated names.
 
-    A name is one of `TRACKERS`, or file.py:function or package.module:function of one's own, which takes the
+    A name is one of `TRACKERS`, or your own file.py:function or package.module:function, which takes the
     `RunFolder` and returns an observer.
 
     Raises:
@@ -151,7 +154,9 @@ def make_trackers(names: str, folder: RunFolder) -> list[Observer]:
 
 
 def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
-    """What makes each of them; see `make_trackers`, whose errors it raises before there is a run."""
+    """Return the functions that make the observers, with the errors of `make_trackers`, before a run
+    exists.
+    """
     found: dict[str, Callable[[RunFolder], Observer]] = {}
     for name in filter(None, (each.strip() for each in names.split(","))):
         if name in TRACKERS:
@@ -168,7 +173,7 @@ def find_trackers(names: str) -> dict[str, Callable[[RunFolder], Observer]]:
 
 
 def named_metrics(line: Line) -> dict[str, float]:
-    """The finite metrics of a line, as ``train/loss`` and so on."""
+    """Return the finite metrics of a line, as ``train/loss`` and so on."""
     kind = line.get("kind", "train")
     return {
         f"{kind}/{name}": value
@@ -178,14 +183,16 @@ def named_metrics(line: Line) -> dict[str, float]:
 
 
 class _Careful:
-    """An observer whose faults do not end the run: a warning says what it is, and nothing more is told."""
+    """An observer whose errors do not end the run: one warning reports the error, and the observer gets no
+    more events.
+    """
 
     def __init__(self, name: str, observer: Observer) -> None:
         self._name = name
         self._observer: Observer | None = observer
 
     def __call__(self, event: Event) -> None:
-        """Passes it on."""
+        """Pass an event on."""
         if self._observer is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""A search for a recipe's options: trials proposed by Optuna, kept in a file, ended early where they lag."""
+"""Hyperparameter search: trials proposed by Optuna, stored in a file, and pruned when they lag behind."""
 
 import dataclasses
 import json
@@ -23,26 +23,28 @@ Tell = Callable[[str], None]
 
 
 class Range(NamedTuple):
-    """Numbers between two ends, whole ones where both ends are; ``log``: their logarithm is even."""
+    """Search space of numbers between two ends; whole numbers if both ends are. ``log``: uniform in the
+    logarithm.
+    """
 
     low: float
     high: float
     log: bool
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """What a trial takes."""
+        """Sample the value of this option for one trial."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return trial.suggest_float(name, self.low, self.high, log=self.log)
 
 
 class Choices(NamedTuple):
-    """A few values."""
+    """Search space of a few values."""
 
     values: tuple[Any, ...]
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
-        """What a trial takes."""
+        """Sample the value of this option for one trial."""
         return trial.suggest_categorical(name, self.values)
 
 
@@ -50,7 +52,7 @@ Space = Mapping[str, Range | Choices]
 
 
 class Spread(NamedTuple):
-    """A metric over several seeds."""
+    """Mean and standard deviation of a metric over several seeds."""
 
     mean: float
     deviation: float
@@ -58,12 +60,12 @@ class Spread(NamedTuple):
 
 
 def read_space(words: Sequence[str], recipe: Recipe) -> dict[str, Range | Choices]:
-    """Options to search, such as ``tables.lr=1e-4..1e-1:log`` or ``model.embedding_dim=8,16,32``.
+    """Parse the options to search, such as ``tables.lr=1e-4..1e-1:log`` or ``model.embedding_dim=8,16,32``.
 
-    Without words: both learning rates, from a tenth of the recipe's to ten times as much.
+    Without words, both learning rates are searched, from a tenth to ten times the recipe's.
 
     Raises:
-        ValueError: a word says something else, or the recipe has no such option.
+        ValueError: a word has another form, or the recipe has no such option.
     """
     if not words:
         rates = {"tables.lr": float(recipe.tables.lr), "dense.lr": recipe.dense.lr}
@@ -101,7 +103,11 @@ def _literal(text: str) -> Any:
 
 
 def option(recipe: Recipe, name: str) -> Any:
-    """A recipe's option by its dotted name. ValueError where there is none."""
+    """Return a recipe's option by its dotted name.
+
+    Raises:
+        ValueError: there is no such option.
+    """
     value: Any = recipe
     for part in name.split("."):
         if not dataclasses.is_dataclass(value) or part not in {
@@ -115,7 +121,11 @@ def option(recipe: Recipe, name: str) -> Any:
 
 
 def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values of some options, by their dotted names. ValueError where there is none."""
+    """Return the recipe with new values for some options, by their dotted names.
+
+    Raises:
+        ValueError: there is no such option.
+    """
     for name, value in values.items():
         option(recipe, name)
         recipe = _replaced(recipe, name.split("."), value)
@@ -138,22 +148,22 @@ def tune(
     seed: int = 0,
     tell: Tell = lambda text: None,
 ) -> "optuna.Study":
-    """Trains up to ``trials`` variants in this process, and keeps what each was worth in ``storage``.
+    """Train up to ``trials`` variants in this process, and record the value of each in ``storage``.
 
-    A study that is there already goes on: trials that ended count. A trial is worth the best validation AUC
-    that it reached, or less its loss where labels are numbers; one that lags behind the others is ended.
+    An existing study continues, and its finished trials count. The value of a trial is its best validation
+    AUC, or its negative loss for numeric labels. A trial that lags behind the others is pruned.
 
     Args:
-        recipe: what the options are of.
-        ranks: a single process.
-        space: the options, see `read_space`.
-        trials: of the study, those of earlier calls included.
+        recipe: the recipe whose options are searched.
+        ranks: ranks of a single process.
+        space: the search space, see `read_space`.
+        trials: number of trials of the study, including those of earlier calls.
         storage: an SQLite file.
-        seed: of what is proposed.
-        tell: takes a line for the user.
+        seed: seed of the proposals.
+        tell: prints a line for the user.
 
     Raises:
-        ValueError: for numbers out of range.
+        ValueError: a number is out of range.
     """
     if trials < 1:
         raise ValueError(f"--trials is {trials}; it must be at least 1.")
@@ -202,13 +212,13 @@ def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Tr
 
 
 def seeds(recipe: Recipe, ranks: Ranks, num: int, *, tell: Tell = lambda text: None) -> dict[str, Spread]:
-    """Trains with ``num`` seeds, and gives the mean and the standard deviation of each test metric.
+    """Train with ``num`` seeds; return the mean and standard deviation of each test metric.
 
-    Without test data, of the validation metrics. The data is the same; the seeds are those of first weights
-    and of the order of samples.
+    Without test data, the validation metrics are used. The seed determines initial weights and the order of
+    samples; the data is the same.
 
     Raises:
-        ValueError: fewer than 2 seeds.
+        ValueError: there are fewer than 2 seeds.
     """
     if num < 2:
         raise ValueError(f"--seeds is {num}; a deviation needs at least 2.")

@@ -1,4 +1,4 @@
-"""What a run has learned of the values of a feature: its table, and which value each row stands for."""
+"""Learned embeddings of a run: the table of a feature, and the value that each row stands for."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ from meshrec.train.saved_recipe import load_recipe
 
 
 def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Tensor:
-    """The whole table of a feature, [rows, width], with the weights that the run reports.
+    """Load the whole table of a feature, [rows, width], with the weights that the run reports.
 
     Args:
         run: the run.
-        feature: its name.
+        feature: name of the feature.
         step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
-        ValueError: there is no such run, checkpoint or feature.
+        ValueError: the run, checkpoint or feature does not exist.
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
@@ -42,9 +42,9 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
 
 
 def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:
-    """The value of each row as an Arrow array, null where a row stands for no single one.
+    """Return the value of each row as an Arrow array; null if a row stands for no single value.
 
-    Vocabularies and integers know them; of hashed values only the rows are known.
+    Values are known for vocabularies and integers. For hashed features only the rows are known.
     """
     import pyarrow as pa
 

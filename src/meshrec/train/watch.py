@@ -1,4 +1,4 @@
-"""Looks for the first module whose output is no number."""
+"""Search for the first module whose output is NaN or infinite."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,16 +12,16 @@ _WRAPPERS = ("_dmp_wrapped_module.", "module.")
 
 
 class LossError(ValueError):
-    """The loss is NaN or infinite: the run cannot go on."""
+    """NaN or infinite loss, after which the run cannot go on."""
 
 
 class OutputWatch:
-    """Keeps the outputs of a step's modules until the next step, to be looked at only when the loss is wrong.
+    """Outputs of a step's modules, kept until the next step and inspected only if the loss is not finite.
 
-    Autograd holds most of them as well, so this costs a call per module, and little memory.
+    Autograd keeps most of them as well, so this costs a call per module and little memory.
 
     Args:
-        model: is watched while it is in training mode.
+        model: the model to watch while it is in training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,11 +33,11 @@ class OutputWatch:
                 module.register_forward_hook(partial(self._take, name))
 
     def forget(self) -> None:
-        """Lets go of the outputs."""
+        """Drop the outputs."""
         self._seen.clear()
 
     def first_bad(self) -> str | None:
-        """The module that was the first to give NaN or infinity, in the order in which they ended."""
+        """Return the first module, in the order in which they finished, whose output has NaN or infinity."""
         for name, output in self._seen:
             if any(not bool(torch.isfinite(each).all()) for each in _tensors(output)):
                 return name
@@ -49,7 +49,7 @@ class OutputWatch:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of floats in what a module gave: alone, in containers, or as keyed embeddings."""
+    """Yield the floating-point tensors in a module's output: alone, in containers, or as keyed embeddings."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output.detach()

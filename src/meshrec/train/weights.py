@@ -1,4 +1,4 @@
-"""The best weights, put aside."""
+"""Copy of a model's best weights."""
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +8,12 @@ from meshrec.train.progress import Progress
 
 
 class BestWeights:
-    """A copy of a model, taken when it was at its best. Collective where it is kept on the disk.
+    """Copy of a model at its best. Collective if it is kept on disk.
 
     Args:
-        model: what is copied.
-        manager: keeps the copy, for a resumed run to find; None: this rank's part is kept in memory.
+        model: the model to copy.
+        manager: stores the copy on disk, where a resumed run finds it. None: this rank's part is kept in
+            memory.
     """
 
     def __init__(self, model: nn.Module, manager: CheckpointManager | None = None) -> None:
@@ -21,13 +22,14 @@ class BestWeights:
         self._step: int | None = None
 
     def keep(self, progress: Progress) -> None:
-        """Copies the weights of now, in place of those kept before.
+        """Copy the current weights, in place of those kept before.
 
         Args:
-            progress: where they are; on the disk it is kept beside them.
+            progress: progress at these weights, stored beside them on disk.
 
         Raises:
-            CheckpointError: on every rank, when they cannot be written; those kept before are there still.
+            CheckpointError: the weights cannot be written; raised on every rank. The weights kept before
+                remain.
         """
         if self._manager is not None:
             self._manager.save(progress.step, {"model": self._model, "progress": progress})
@@ -40,7 +42,7 @@ class BestWeights:
         self._step = progress.step
 
     def restore(self) -> int | None:
-        """Puts the kept weights back, and gives their step; None when none were kept."""
+        """Restore the kept weights, and return their step; None if none were kept."""
         if self._manager is not None:
             return self._manager.load_latest({"model": self._model})
         for name, tensor in self._tensors().items() if self._kept else ():
