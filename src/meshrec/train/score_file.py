@@ -27,24 +27,22 @@ def write_scores(
     keep: Sequence[str] = (),
     loss: Loss = DEFAULT_LOSS,
 ) -> int:
-    """Writes a row for every row of the data, in its order: ``score``, and columns of the data beside it.
+    """Write one row for every row of the data, in its order: ``score``, and columns of the data beside it.
 
-    Of several tasks there is a column for each, ``score_TASK``.
-
-    A row that was skipped as damaged has no score: null.
+    Several tasks have one column each, ``score_TASK``. A damaged row that was skipped has a null score.
 
     Args:
-        out: a ``.parquet`` or ``.csv`` file; one that is there is replaced once all is written.
-        dataset: its training part is what is scored.
-        scored: of `gathered`.
-        keep: columns of the data; without it those of the ids.
-        loss: makes scores of what the model says.
+        out: a ``.parquet`` or ``.csv`` file. An existing file is replaced once everything is written.
+        dataset: its training part is the data to score.
+        scored: the results of `gathered`.
+        keep: columns of the data to write; by default those of the IDs.
+        loss: converts outputs of the model to scores.
 
     Returns:
         The number of rows without a score.
 
     Raises:
-        DataError: there is no column of that name; before anything is scored.
+        DataError: a column does not exist; raised before anything is scored.
     """
     import pyarrow as pa
 
@@ -66,7 +64,7 @@ def write_scores(
 
 
 def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) -> Iterator[list[Any]]:
-    """Each task's scores of consecutive rows, null where there are none."""
+    """Yield each task's scores of consecutive rows; null if there are none."""
     import pyarrow as pa
 
     done = 0
@@ -85,7 +83,7 @@ def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) 
 
 
 class _ColumnReader:
-    """Columns of the data, so many rows at a time."""
+    """Yield columns of the data, as many rows at a time as asked for."""
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
         import pyarrow as pa
@@ -94,7 +92,7 @@ class _ColumnReader:
         self._rest = next(self._blocks)
 
     def take(self, num: int) -> dict[str, Any]:
-        """The next ``num`` rows."""
+        """Return the next ``num`` rows."""
         import pyarrow as pa
 
         while len(self._rest) < num:
@@ -105,7 +103,7 @@ class _ColumnReader:
 
 @contextmanager
 def _writer(out: Path) -> Iterator[Callable[[Any], None]]:
-    """Writes tables one after another; the file appears when all is well."""
+    """Open a writer of tables; the file appears when all of them are written without an error."""
     import pyarrow as pa
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
