@@ -1,4 +1,4 @@
-"""Optimizers: specs of the fused ones, keyed optimizers, gradient clipping and warmup."""
+"""Optimizers: specs of the fused optimizers, keyed optimizers, gradient clipping and warmup."""
 
 from meshrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from meshrec.optim.from_torch import from_torch

@@ -1,4 +1,4 @@
-"""Gradient clipping around any keyed optimizer, for dense and sparse gradients alike."""
+"""Gradient clipping for any keyed optimizer, with dense and sparse gradients."""
 
 from collections.abc import Collection, Sequence
 from enum import Enum, unique
@@ -14,32 +14,32 @@ from meshrec.optim.parts import part_of
 
 @unique
 class GradientClipping(Enum):
-    """How to clip."""
+    """How to clip gradients."""
 
     NORM = "norm"
     """Scale all gradients together so that their total norm is at most the limit."""
     VALUE = "value"
-    """Cut every element off at plus and minus the limit."""
+    """Clamp every element to [-limit, limit]."""
     NONE = "none"
 
 
 class GradientClippingOptimizer(KeyedOptimizer):
-    """Clips the gradients of all parameters before each step.
+    """Optimizer wrapper that clips the gradients of all parameters before each step.
 
     The norm is that of ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by ``min(1, max_gradient
-    / (total_norm + 1e-6))``. A sparse gradient counts with its duplicate rows summed, so it clips as its
-    dense form would. In a sharded model the norm is that of the whole model: the shards of all ranks count
-    together, what every rank holds counts once; ``step`` is collective then.
+    / (total_norm + 1e-6))``. The duplicate rows of a sparse gradient are summed, so it is clipped like its
+    dense form. In a sharded model the norm is that of the whole model: shards of all ranks count together,
+    replicated parameters count once, and ``step`` is collective.
 
     Args:
-        optimizer: what to wrap; parameters, state and groups are shared with it.
+        optimizer: the optimizer to wrap, which shares its parameters, state and groups.
         clipping: NORM, VALUE or NONE.
         max_gradient: the limit.
-        norm_type: the p of the p-norm, ``inf`` and ``"inf"`` included.
+        norm_type: the p of the p-norm; ``inf`` and ``"inf"`` are allowed.
 
     Raises:
-        ValueError: for a limit or norm that is not above 0, and if ``optimizer`` updates parameters during
-            backward, where no one sees all gradients together.
+        ValueError: the limit or the norm is not above 0, or ``optimizer`` updates parameters during backward,
+            where all gradients are never known at the same time.
     """
 
     def __init__(
@@ -67,16 +67,18 @@ class GradientClippingOptimizer(KeyedOptimizer):
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """The total norm before clipping in the last step; None before that, and without NORM clipping."""
+        """Total norm before clipping in the last step; None before the first step, and without NORM
+        clipping.
+        """
         return self._last_total_grad_norm
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the wrapped optimizer does."""
+        """Whether the wrapped optimizer updates parameters during backward."""
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluates the closure, clips, and steps the wrapped optimizer."""
+        """Evaluate the closure, clip, and step the wrapped optimizer."""
         loss = evaluated(closure)
         if self._clipping is not GradientClipping.NONE:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -90,16 +92,18 @@ class GradientClippingOptimizer(KeyedOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds it to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer."""
         self._optimizer.add_param_group(param_group)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Lets the wrapped optimizer create it."""
+        """Create state in the wrapped optimizer."""
         self._optimizer.create_state(names, sparse_names)
 
 
 def _elements(parameter: Tensor) -> Tensor:
-    """What is here of a gradient, to be changed in place; a sparse one is coalesced for that."""
+    """Return the elements of a gradient that are here, to be changed in place. A sparse gradient is coalesced
+    first.
+    """
     gradient = parameter.grad
     assert gradient is not None
     if hasattr(gradient, "to_local"):  # a DTensor: imports of its class cost much
@@ -126,7 +130,9 @@ def _clip_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) 
 
 
 def _norms(parameters: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Norms of disjoint parts of the whole gradient. Collective where parameters are parts of split ones."""
+    """Return norms of disjoint parts of the whole gradient. Collective if parameters are parts of split
+    ones.
+    """
     norms: list[Tensor] = []
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -158,7 +164,7 @@ def _norm(parameter: Tensor, norm_type: float) -> Tensor:
 def _norm_over(
     group: "dist.ProcessGroup", own: Sequence[Tensor], norm_type: float, device: torch.device
 ) -> Tensor:
-    """The norm of what all ranks of a group have together."""
+    """Return the norm over all ranks of a group."""
     own = [norm.to(own[0].device) for norm in own] or [torch.zeros((), device=device)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(own), norm_type)
     if norm_type == torch.inf:

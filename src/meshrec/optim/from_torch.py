@@ -1,4 +1,6 @@
-"""From an optimizer class and its arguments, as ``apply_optimizer_in_backward`` takes them, to a spec."""
+"""Translation of an optimizer class and its arguments, as ``apply_optimizer_in_backward`` takes them, to a
+spec.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -29,22 +31,22 @@ _SPELLINGS = {"learning_rate": "lr", "eta": "trust_coefficient"}
 
 
 def from_torch(optimizer_class: type, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-    """The spec that computes what ``optimizer_class(params, **kwargs)`` says.
+    """Return the spec that computes the same as ``optimizer_class(params, **kwargs)``.
+
+    Rows that a batch does not look up are left alone, unlike with the dense optimizer. Adam's moments do not
+    fade and weight decay does not act between two lookups of a row, while the step of the bias correction
+    counts all updates. If every batch looks up every row, the results are equal. ``foreach``, ``fused`` and
+    ``capturable`` choose an implementation in torch, and are ignored.
 
     Args:
-        optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam`` or ``AdamW``, with their defaults (so
-            Adagrad's eps is 1e-10); a spec of this package; or a class with a method ``fused_spec(kwargs)``
-            of its own, such as ``meshrec.compat.bridge.rowwise_adagrad.RowWiseAdagrad``.
-        kwargs: the class's own; for specs also ``learning_rate`` for ``lr``, ``beta1`` and ``beta2`` for
-            ``betas``, and ``eta`` for ``trust_coefficient``.
-
-    What differs from the dense optimizer: rows that a batch does not look up are left alone. So Adam's
-    moments do not fade and weight decay does not act between two lookups of a row, while the step of the bias
-    correction counts all updates. Where every batch looks up every row the results are equal. ``foreach``,
-    ``fused`` and ``capturable`` choose an implementation in torch and mean nothing here.
+        optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam`` or ``AdamW``, with their defaults
+            (Adagrad's eps is 1e-10); a spec of this package; or a class with a method ``fused_spec(kwargs)``,
+            such as ``meshrec.compat.bridge.rowwise_adagrad.RowWiseAdagrad``.
+        kwargs: arguments of the class. Specs also take ``learning_rate`` for ``lr``, ``beta1`` and ``beta2``
+            for ``betas``, and ``eta`` for ``trust_coefficient``.
 
     Raises:
-        ValueError: for another class, or an argument that the spec cannot express.
+        ValueError: the class has no spec, or the spec cannot express an argument.
     """
     if optimizer_class in SPECS:
         return _from_spec(optimizer_class, kwargs)

@@ -1,4 +1,4 @@
-"""Choosing, parameter by parameter, the optimizer that the backward pass applies."""
+"""Choice of the optimizer that the backward pass applies, parameter by parameter."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,17 +20,17 @@ _TORCH_CLASSES, _TORCH_ARGUMENTS = "_optimizer_classes", "_optimizer_kwargs"
 def apply_optimizer_in_backward(
     optimizer_class: type, params: Iterable[torch.nn.Parameter], optimizer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Records on parameters which optimizer is to update them in the backward pass; ``fuse`` reads it.
+    """Record on parameters which optimizer updates them in the backward pass; `fuse` reads the record.
 
     Args:
         optimizer_class: ``torch.optim.SGD``, ``Adagrad``, ``Adam``, ``AdamW``, or a spec of
             ``meshrec.optim``.
         params: embedding tables, before they are fused or sharded.
-        optimizer_kwargs: the arguments of the class, such as ``{"lr": 0.02}``; see ``from_torch``.
+        optimizer_kwargs: arguments of the class, such as ``{"lr": 0.02}``; see `from_torch`.
 
     Raises:
-        ValueError: for an optimizer without a fused form, and for a parameter that has an optimizer already;
-            no parameter is changed then.
+        ValueError: the optimizer has no fused form, or a parameter already has an optimizer. No parameter is
+            changed then.
     """
     if isinstance(params, Tensor):
         raise ValueError("params must be an iterable of parameters, got one parameter. Wrap it in a list.")
@@ -56,21 +56,25 @@ def apply_optimizer_in_backward(
 
 
 def mark_in_backward(parameter: Tensor, spec: OptimizerSpec) -> None:
-    """Records a parameter's optimizer, so that ``in_backward_optimizer_filter`` knows it."""
+    """Record a parameter's optimizer, so that ``in_backward_optimizer_filter`` knows it."""
     setattr(parameter, _SPEC, spec)
 
 
 def mark_sharded(parameter: Tensor) -> None:
-    """Records that a parameter is what a rank holds of a sharded table: it is too late to choose."""
+    """Record that a parameter is a rank's part of a sharded table, whose optimizer can no longer be
+    chosen.
+    """
     setattr(parameter, _SHARDED, True)
 
 
 def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
-    """The optimizer that was chosen for a parameter: by ``apply_optimizer_in_backward``, ``fuse``, sharding,
-    or torch's function of that purpose (``torch.distributed.optim._apply_optimizer_in_backward``).
+    """Return the optimizer that was chosen for a parameter.
+
+    It was chosen by ``apply_optimizer_in_backward``, ``fuse``, sharding, or torch's own function
+    ``torch.distributed.optim._apply_optimizer_in_backward``.
 
     Raises:
-        ValueError: where two choices differ, and for one of torch's record without a fused form.
+        ValueError: two choices differ, or torch's record has an optimizer without a fused form.
     """
     spec: OptimizerSpec | None = getattr(parameter, _SPEC, None)
     classes = getattr(parameter, _TORCH_CLASSES, [])
@@ -91,7 +95,7 @@ def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:
 
 
 def _choices(parameter: Tensor) -> list[str]:
-    """All optimizers that were chosen for a parameter, in words."""
+    """Return the names of all optimizers that were chosen for a parameter."""
     spec = getattr(parameter, _SPEC, None)
     if hasattr(parameter, _TORCH_CLASSES):
         pairs = zip(getattr(parameter, _TORCH_CLASSES), getattr(parameter, _TORCH_ARGUMENTS), strict=True)
@@ -104,9 +108,9 @@ def _choices(parameter: Tensor) -> list[str]:
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters without an optimizer in backward, for a dense one; ``include=True``: those with.
+    """Return the parameters without an optimizer in backward; ``include=True``: those with one.
 
-    Those that ``torch.distributed.optim._apply_optimizer_in_backward`` marked count as well.
+    Parameters marked by ``torch.distributed.optim._apply_optimizer_in_backward`` count as well.
     """
     for name, parameter in named_parameters:
         if (hasattr(parameter, _SPEC) or hasattr(parameter, _TORCH_OPTIMIZERS)) == include:

@@ -1,4 +1,6 @@
-"""Optimizers that know parameters by name: their state survives a change of order, groups and plan."""
+"""Optimizers whose state is keyed by parameter names, so that it survives a change of order, groups and
+plan.
+"""
 
 import copy
 from abc import ABC, abstractmethod
@@ -12,24 +14,24 @@ from meshrec.optim.named_state import NamedGroup, NamedState
 from meshrec.optim.slots import check_slots, contents, fill_slots
 
 Closure = Callable[[], float] | None
-"""What ``step`` may be given: it computes the loss (and gradients) anew and returns it."""
+"""Argument of ``step``: a function that recomputes the loss and gradients, and returns the loss."""
 
 
 class KeyedOptimizer(torch.optim.Optimizer, ABC):
     """A torch optimizer whose state_dict is keyed by parameter names.
 
-    It is a ``torch.optim.Optimizer`` to learning rate schedulers, GradScaler and hooks. It keeps the three
-    objects it is given, not copies, so that wrappers share them with what they wrap.
+    To learning-rate schedulers, GradScaler and hooks it is a ``torch.optim.Optimizer``. It keeps the three
+    objects that it is given and not copies, so that a wrapper shares them with the wrapped optimizer.
 
     Args:
         params: the parameters by name.
-        state: per parameter a dict of its state.
+        state: the state of each parameter, a dict.
         param_groups: torch's groups, each with ``"params"`` and hyperparameters such as ``"lr"``.
-        parts: the optimizers that it is made of, each with the prefix of its names here. Their hooks see what
-            is loaded.
+        parts: the optimizers that this one consists of, each with the prefix of its names. Their hooks see
+            what is loaded.
 
     Raises:
-        ValueError: if ``state`` has an entry for something that is not among ``params``.
+        ValueError: ``state`` has an entry for something that is not in ``params``.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
     @property
     @abstractmethod
     def updates_in_backward(self) -> bool:
-        """Whether some parameters are updated during backward, so that nobody else sees their gradients."""
+        """Whether some parameters are updated during backward, so that nothing else sees their gradients."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -74,30 +76,30 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Updates the parameters; returns the closure's loss if there is one."""
+        """Update the parameters; return the closure's loss if there is a closure."""
 
     @abstractmethod
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group whose ``"params"`` is a mapping from names to parameters."""
+        """Add a group whose ``"params"`` maps names to parameters."""
 
     @abstractmethod
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Creates the state of the named parameters as before their first step, where they have none yet.
+        """Create the state of the named parameters as before their first step, if they have none yet.
 
-        ``sparse_names``: those whose gradients are sparse tensors.
+        ``sparse_names``: parameters whose gradients are sparse tensors.
         """
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Creates the state of all trained parameters, which torch would create in the first step."""
+        """Create the state of all trained parameters, which torch would create in the first step."""
         names = [name for name, parameter in self.params.items() if parameter.requires_grad]
         self.create_state(names, sparse_grad_parameter_names or ())
 
     def save_param_groups(self, save: bool) -> None:
-        """Whether ``state_dict`` holds the groups (the default) or the state alone."""
+        """Set whether ``state_dict`` contains the groups (the default) or only the state."""
         self._saves_param_groups = save
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {name: {slot: value}}, "param_groups": [...]}``; tensors are not copied."""
+        """Return ``{"state": {name: {slot: value}}, "param_groups": [...]}``. Tensors are not copied."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         name_of = {parameter: name for name, parameter in self.params.items()}
@@ -120,13 +122,14 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies a state_dict of the same parameters into the tensors that are there.
+        """Copy a state_dict of the same parameters into the existing tensors.
 
         State that torch would create in the first step is created. Groups are loaded if the state_dict has
         them. If anything does not fit, nothing is changed.
 
         Raises:
-            ValueError: where names, slots, shapes or groups differ, with the first difference of each kind.
+            ValueError: names, slots, shapes or groups differ; the message has the first difference of each
+                kind.
         """
         if "state" not in state_dict:
             raise ValueError(
@@ -153,7 +156,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return self.__dict__
 
     def __repr__(self) -> str:
-        """The groups' numbers, and the parameters' names and shapes."""
+        """Return the groups' hyperparameters, and the parameters' names and shapes."""
         name_of = {parameter: name for name, parameter in self.params.items()}
         lines = [
             f"{type(self).__name__} of {len(self.param_groups)} groups and {len(self.params)} parameters"
@@ -169,7 +172,7 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
         return {name: slots for name, slots in found.items() if slots}
 
     def _seen_by_hooks(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the hooks make of a state_dict, its own and those of its parts."""
+        """Apply the load hooks of this optimizer and of its parts to a state_dict."""
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, cast(Any, state_dict)) or state_dict
         state = dict(state_dict["state"])
@@ -197,12 +200,12 @@ class KeyedOptimizer(torch.optim.Optimizer, ABC):
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """Any torch optimizer, keyed by names.
+    """Any torch optimizer, with its state keyed by names.
 
     Args:
         params: the parameters by name.
-        optim_factory: makes the optimizer from a list of parameters, such as
-            ``lambda p: torch.optim.Adam(p, lr=0.1)``.
+        optim_factory: makes the optimizer from a list of parameters, such as ``lambda p: torch.optim.Adam(p,
+            lr=0.1)``.
     """
 
     def __init__(
@@ -217,15 +220,15 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Never."""
+        """Whether parameters are updated during backward: never."""
         return False
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """One step of the torch optimizer."""
+        """Take one step of the torch optimizer."""
         return self._optimizer.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group whose ``"params"`` is a mapping from names to parameters."""
+        """Add a group whose ``"params"`` maps names to parameters."""
         added = param_group["params"]
         if not isinstance(added, Mapping):
             raise ValueError(
@@ -239,18 +242,18 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self._params.update(added)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Lets the optimizer step with zero gradients, and undoes all but the creation of state."""
+        """Let the optimizer step with zero gradients, and undo everything except the creation of state."""
         create_by_step(self, self._optimizer.step, names, sparse_names)
 
 
 class CombinedOptimizer(KeyedOptimizer):
-    """Several keyed optimizers as one; the view is live.
+    """A live view of several keyed optimizers as one.
 
     Args:
-        optims: optimizers, or pairs of a prefix and an optimizer: the pair's names become ``prefix.name``.
+        optims: optimizers, or pairs of a prefix and an optimizer, whose names become ``prefix.name``.
 
     Raises:
-        ValueError: if a name, or a parameter, appears twice.
+        ValueError: a name or a parameter appears twice.
     """
 
     def __init__(self, optims: Iterable[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
@@ -282,24 +285,24 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether one of the optimizers does."""
+        """Whether one of the optimizers updates parameters during backward."""
         return any(optimizer.updates_in_backward for _, optimizer in self._optims)
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluates the closure once, then steps every optimizer."""
+        """Evaluate the closure once, then step every optimizer."""
         loss = evaluated(closure)
         for _, optimizer in self._optims:
             optimizer.step(None)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not here: raises ValueError."""
+        """Raise ValueError, because it is unknown which optimizer takes the group."""
         raise ValueError(
             "a CombinedOptimizer cannot know which optimizer takes the group. Add it to one of them."
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Lets every optimizer create its part."""
+        """Let every optimizer create its part of the state."""
         for prefix, optimizer in self._optims:
             own = {_prefixed(prefix, name): name for name in optimizer.params}
             optimizer.create_state(
@@ -309,11 +312,11 @@ class CombinedOptimizer(KeyedOptimizer):
 
 
 class OptimizerWrapper(KeyedOptimizer):
-    """A keyed optimizer with something to do before and after each of its steps.
+    """A keyed optimizer that calls functions before and after each step.
 
     Args:
-        optimizer: what to wrap; parameters, state and groups are shared with it.
-        before_step: called before each step, after the closure, when gradients are there.
+        optimizer: the optimizer to wrap, which shares its parameters, state and groups.
+        before_step: called before each step, after the closure, when gradients are complete.
         after_step: called after each step.
     """
 
@@ -331,11 +334,11 @@ class OptimizerWrapper(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the wrapped one does."""
+        """Whether the wrapped optimizer updates parameters during backward."""
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluates the closure, then steps the wrapped optimizer between the two calls."""
+        """Evaluate the closure, then step the wrapped optimizer between the two calls."""
         loss = evaluated(closure)
         if self._before_step is not None:
             self._before_step()
@@ -345,11 +348,11 @@ class OptimizerWrapper(KeyedOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds it to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer."""
         self._optimizer.add_param_group(param_group)
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Lets the wrapped optimizer create it."""
+        """Create state in the wrapped optimizer."""
         self._optimizer.create_state(names, sparse_names)
 
 
@@ -359,7 +362,7 @@ def create_by_step(
     names: Collection[str],
     sparse_names: Collection[str],
 ) -> None:
-    """Creates state by a step with zero gradients, and undoes all else that the step did."""
+    """Create state by a step with zero gradients, and undo everything else that the step did."""
     targets = [optimizer.params[name] for name in names if not optimizer.state.get(optimizer.params[name])]
     if not targets:
         return
@@ -391,7 +394,7 @@ def create_by_step(
 
 
 def evaluated(closure: Closure) -> float | None:
-    """The closure's loss, computed with gradients."""
+    """Compute the closure's loss with gradients enabled."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -442,7 +445,7 @@ class _AllState(Mapping[Tensor, Any]):
 
 
 class _AllGroups(Sequence[dict[str, Any]]):
-    """The groups of several optimizers, one after the other."""
+    """Concatenation of the groups of several optimizers."""
 
     def __init__(self, optims: list[tuple[str, KeyedOptimizer]]) -> None:
         self._optims = optims
@@ -455,7 +458,7 @@ class _AllGroups(Sequence[dict[str, Any]]):
 
 
 def _names_in(group: Mapping[str, Any], name_of: Mapping[Tensor, str]) -> list[str]:
-    """The names of a group's parameters; those without a name carry nothing to save."""
+    """Return the names of a group's parameters. Parameters without a name have nothing to save."""
     return [name_of[parameter] for parameter in group["params"] if parameter in name_of]
 
 

@@ -1,8 +1,8 @@
-"""A keyed optimizer's state_dict that torch's functions for whole state can read.
+"""State dicts of keyed optimizers that torch's functions for whole state can read.
 
 ``torch.distributed.checkpoint.state_dict`` takes the keys of an optimizer's state for positions of
-parameters, and exchanges positions for names. Given names, it would exchange them for positions. These dicts
-know both, and stay by names.
+parameters, and replaces positions by names. Given names, it would replace them by positions. These dicts know
+both, and stay keyed by names.
 """
 
 from collections import OrderedDict
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class NamedState(dict[Any, Any]):
-    """State by the names of parameters. What is filed under a position goes under the name.
+    """State keyed by parameter names. A value stored under a position goes under the name.
 
     Args:
-        state: by name.
-        names: by position among all groups' parameters; None for one without a name.
+        state: the state by name.
+        names: names by position among the parameters of all groups; None for a parameter without a name.
     """
 
     def __init__(self, state: Mapping[str, Any], names: Sequence[str | None]) -> None:
@@ -30,8 +30,8 @@ class NamedState(dict[Any, Any]):
 
 
 class NamedGroup(dict[str, Any]):
-    """A group whose ``"params"`` are names, also when they are given by position. Arguments: see
-    ``NamedState``.
+    """A group whose ``"params"`` are names, even when they are assigned by position. Arguments: see
+    `NamedState`.
     """
 
     def __init__(self, group: Mapping[str, Any], names: Sequence[str | None]) -> None:
@@ -52,5 +52,5 @@ def _by_name(params: Iterable[Any], names: Sequence[str | None]) -> list[Any]:
 
 
 def _plain(mapping: dict[Any, Any]) -> Any:
-    """Copies and pickles are of a class that every reader knows."""
+    """Reduce to a plain OrderedDict, so that copies and pickles have a class that every reader knows."""
     return OrderedDict, (), None, None, iter(mapping.items())

@@ -1,13 +1,13 @@
-"""What the fused optimizers compute: frozen specs, one per formula.
+"""Specs of the fused optimizers: frozen dataclasses, one per formula.
 
-In every formula ``g`` is the gradient of one row of a table, summed over all its lookups of the batch, ``w``
-the row, ``t`` the step, counted from 1. Only rows that a batch looks up are touched: the others keep their
-values and their state, and do not decay. All arithmetic and all state is fp32; fp16 and bf16 tables are
-rounded stochastically.
+In every formula ``g`` is the gradient of one row of a table, summed over all its lookups in the batch, ``w``
+is the row, and ``t`` is the step, counted from 1. Only rows that a batch looks up are touched. Other rows
+keep their values and their state, and do not decay. All arithmetic and all state are fp32; fp16 and bf16
+tables are rounded stochastically.
 
-Weight decay: with ``decoupled_weight_decay=False`` (L2) ``g + weight_decay * w`` takes the place of ``g``;
-with ``True`` ``w *= 1 - lr * weight_decay`` comes before the gradient step, as in Loshchilov and Hutter,
-"Decoupled weight decay regularization" (2019). LAMB and LARS have their own place for it.
+Weight decay: with ``decoupled_weight_decay=False`` (L2), ``g + weight_decay * w`` replaces ``g``. With
+``True``, ``w *= 1 - lr * weight_decay`` comes before the gradient step, as in Loshchilov and Hutter,
+"Decoupled weight decay regularization" (2019). LAMB and LARS apply it elsewhere in their formulas.
 """
 
 import dataclasses
@@ -33,39 +33,39 @@ from meshrec.ops.tbe.formulas import (
 _MAX_SEED = 1 << 53
 _STEP = Hyper._fields.index("step")
 DEFAULT_SEED = 1
-"""Of stochastic rounding, where the user names none."""
+"""Default seed of stochastic rounding."""
 
 
 class StateSlot(NamedTuple):
-    """One tensor of optimizer state per table, fp32."""
+    """One fp32 tensor of optimizer state per table."""
 
     name: str
     per_row: bool
-    """One number per row (shape ``[num_rows]``), not per element (``[num_rows, dim]``)."""
+    """Whether it has one value per row (shape ``[num_rows]``) or one per element (``[num_rows, dim]``)."""
     initial_value: float = 0.0
 
     def shape(self, num_rows: int, dim: int) -> tuple[int, ...]:
-        """The shape for a table of ``num_rows`` rows, ``dim`` wide."""
+        """Return the shape for a table of ``num_rows`` rows of width ``dim``."""
         return (num_rows,) if self.per_row else (num_rows, dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
-    """What all specs share.
+    """Base of all specs.
 
     Raises:
-        ValueError: for a number outside its range.
+        ValueError: a number is out of its range.
     """
 
     lr: float
-    """The learning rate at the start; the fused optimizer's ``param_groups`` hold the current one."""
+    """Initial learning rate. The fused optimizer's ``param_groups`` hold the current one."""
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
 
     formula: ClassVar[Formula]
-    """What it computes and keeps."""
+    """Formula, with the state that it keeps."""
     code: ClassVar[int]
-    """What the kernels know the formula by."""
+    """Number of the formula in the kernels."""
 
     def __init_subclass__(cls, kind: OptimizerKind) -> None:
         cls.formula = formula_of(kind)
@@ -76,20 +76,20 @@ class OptimizerSpec(ABC):
             _check(type(self).__name__, field.name, getattr(self, field.name))
 
     def state_slots(self) -> tuple[StateSlot, ...]:
-        """The state that each table keeps, in the order of the kernels."""
+        """Return the state of each table, in the order of the kernels."""
         return tuple(
             StateSlot(slot.name, slot.per_row, getattr(self, slot.initial) if slot.initial else 0.0)
             for slot in self.formula.slots
         )
 
     def hyper(self, *, lr: float, step: int, seed: int = 0, row_dim: int = 0) -> Tensor:
-        """The numbers of one update for the kernels, float64, in the order of ``Hyper``.
+        """Return the hyperparameters of one update for the kernels: float64, in the order of ``Hyper``.
 
         Args:
             lr: the current learning rate.
-            step: which update this is, counted from 1.
-            seed: of stochastic rounding, in [0, 2^53); 0 rounds to nearest.
-            row_dim: the width of the whole row where a table is split by columns; 0: the table's own width.
+            step: number of the update, counted from 1.
+            seed: seed of stochastic rounding, in [0, 2^53); 0 rounds to nearest.
+            row_dim: width of the whole row if a table is split by columns; 0: the table's own width.
         """
         assert step >= 1, step
         check_seed(seed)
@@ -101,7 +101,7 @@ class OptimizerSpec(ABC):
 
     @functools.cached_property
     def _at_start(self) -> Hyper:
-        """The spec's fields that ``Hyper`` knows."""
+        """Fields of the spec that are also fields of ``Hyper``."""
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if "betas" in numbers:
             numbers["beta1"], numbers["beta2"] = numbers["betas"]
@@ -111,9 +111,10 @@ class OptimizerSpec(ABC):
 
 
 class HyperOfSteps:
-    """What ``spec.hyper`` gives, in one tensor for all steps: each reads its numbers before the next begins.
+    """Hyperparameters in one tensor that is reused for all steps. Each step reads it before the next one
+    begins.
 
-    Args: see ``OptimizerSpec.hyper``.
+    Args: see `OptimizerSpec.hyper`.
     """
 
     def __init__(self, spec: OptimizerSpec, seed: int) -> None:
@@ -123,7 +124,7 @@ class HyperOfSteps:
         self._tensor = torch.frombuffer(self._numbers, dtype=torch.float64)
 
     def at(self, step: int) -> Tensor:
-        """float64, until the next call."""
+        """Return the hyperparameters of a step, float64. The tensor is valid until the next call."""
         self._numbers[_STEP] = step
         return self._tensor
 
@@ -134,7 +135,9 @@ class HyperOfSteps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec, kind=OptimizerKind.SGD):
-    """Stochastic gradient descent: ``w -= lr * g``. No momentum: it moves rows nobody looked up."""
+    """Stochastic gradient descent: ``w -= lr * g``. There is no momentum, because it would move rows that are
+    not looked up.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,11 +255,11 @@ class FTRL(OptimizerSpec, kind=OptimizerKind.FTRL):
 
 
 SPECS: tuple[type[OptimizerSpec], ...] = tuple(OptimizerSpec.__subclasses__())
-"""All of them."""
+"""All optimizer specs."""
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed of stochastic rounding that ``hyper``, of doubles, cannot carry."""
+    """Raise ValueError if a seed of stochastic rounding does not fit into a float64."""
     if not 0 <= seed < _MAX_SEED:
         raise ValueError(f"seed must be in [0, 2^53), got {seed}.")
 

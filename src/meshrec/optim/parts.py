@@ -1,4 +1,4 @@
-"""Which parameters are parts of something larger, for norms over all of it."""
+"""Marks on parameters that are parts of larger ones, for norms over the whole."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,12 @@ _PART = "_meshrec_part"
 
 
 class ParameterPart(NamedTuple):
-    """``group``: the ranks among which a model is split. ``counts``: whether every rank has other elements,
-    so that norms add up over the ranks; otherwise all have the same ones.
+    """A parameter's place in a split model.
+
+    Attributes:
+        group: the ranks among which the model is split.
+        counts: whether every rank has other elements, so that norms add up over ranks. Otherwise all ranks
+            have the same.
     """
 
     group: "dist.ProcessGroup"
@@ -18,11 +22,11 @@ class ParameterPart(NamedTuple):
 
 
 def mark_part(parameter: Tensor, group: "dist.ProcessGroup", *, counts: bool) -> None:
-    """Records on a parameter of a split model what it is a part of."""
+    """Record on a parameter of a split model what it is a part of."""
     setattr(parameter, _PART, ParameterPart(group, counts))
 
 
 def part_of(parameter: Tensor) -> ParameterPart | None:
-    """What ``mark_part`` recorded."""
+    """Return what `mark_part` recorded; None if it recorded nothing."""
     part: ParameterPart | None = getattr(parameter, _PART, None)
     return part

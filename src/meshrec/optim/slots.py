@@ -1,4 +1,4 @@
-"""The state of one parameter: compared, saved and filled slot by slot, dicts inside it too."""
+"""The state of one parameter: comparison, saving and filling, slot by slot, with nested dicts."""
 
 import copy
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def contents(slots: Mapping[str, Any]) -> dict[str, Any]:
-    """State to be saved: of objects with a state_dict of their own, that."""
+    """Return state to save. Objects that have a state_dict are replaced by it."""
     return {
         slot: contents(value)
         if isinstance(value, dict)
@@ -20,7 +20,7 @@ def contents(slots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_slots(slots: dict[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Copies state into the tensors, dicts and objects that are there."""
+    """Copy state into the existing tensors, dicts and objects."""
     for slot, value in new_slots.items():
         present = slots[slot]
         if value is present:
@@ -43,7 +43,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def check_slots(name: str, slots: Mapping[str, Any], new_slots: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the state of ``name`` can be filled with ``new_slots``."""
+    """Raise ValueError unless the state of ``name`` can be filled with ``new_slots``."""
     if slots.keys() != new_slots.keys():
         raise ValueError(
             f"the state of {name!r} is {sorted(slots)} here and {sorted(new_slots)} in the state_dict. "

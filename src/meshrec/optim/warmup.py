@@ -1,4 +1,4 @@
-"""Learning rate schedules in stages, kept in the optimizer so that they are saved and resumed with it."""
+"""Learning-rate schedules in stages, whose position is saved and resumed with the optimizer."""
 
 import math
 from collections import ChainMap
@@ -17,14 +17,16 @@ _FOREVER = 1 << 62
 
 @unique
 class WarmupPolicy(Enum):
-    """How the learning rate's multiplier follows the iteration ``i``; ``value`` and so on are the stage's."""
+    """Formula of the multiplier of the learning rate at iteration ``i``. Names such as ``value`` are fields
+    of the stage.
+    """
 
     NONE = "none"
-    """1."""
+    """The multiplier is 1."""
     LINEAR = "linear"
-    """From ``value`` at 0 to 1 at ``max_iters``: ``value + (1 - value) * i / max_iters``."""
+    """Linear from ``value`` at 0 to 1 at ``max_iters``: ``value + (1 - value) * i / max_iters``."""
     CONSTANT = "constant"
-    """``value``."""
+    """The multiplier is ``value``."""
     POLY = "poly"
     """``(1 - i / decay_iters) ^ value``."""
     STEP = "step"
@@ -35,25 +37,25 @@ class WarmupPolicy(Enum):
     """``value + (1 - value) * (1 + cos(pi * (i mod sgdr_period) / sgdr_period)) / 2``; Loshchilov, Hutter:
     "SGDR: stochastic gradient descent with warm restarts" (2017), with periods of one length."""
     INTERPOLATE = "interpolate"
-    """A line from ``value`` at ``start_interpolating_iters`` to ``end_value`` at ``max_iters``."""
+    """Linear from ``value`` at ``start_interpolating_iters`` to ``end_value`` at ``max_iters``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupStage:
-    """One stage of the schedule. Iterations count from the start of training, not of the stage.
+    """One stage of the schedule. Iterations count from the start of training, not from that of the stage.
 
     Raises:
-        ValueError: for numbers that the policy cannot use.
+        ValueError: the policy cannot use the numbers.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
     max_iters: int = 1
-    """The last iteration of the stage."""
+    """Last iteration of the stage."""
     value: float = 1.0
     lr_scale: float = 1.0
-    """Multiplies the policy's multiplier."""
+    """Additional factor of the multiplier."""
     decay_iters: int = -1
-    """For POLY and STEP; if not above 0: ``max_iters`` for POLY, 1 for STEP."""
+    """Period of POLY and STEP. If it is not above 0: ``max_iters`` for POLY, 1 for STEP."""
     sgdr_period: int = 1
     start_interpolating_iters: int | None = None
     end_value: float | None = None
@@ -77,7 +79,7 @@ class WarmupStage:
                 )
 
     def multiplier(self, iteration: int) -> float:
-        """What the learning rate is multiplied by at ``iteration``."""
+        """Return the factor of the learning rate at ``iteration``."""
         return self._policy_multiplier(iteration) * self.lr_scale
 
     def _policy_multiplier(self, iteration: int) -> float:
@@ -107,21 +109,22 @@ class WarmupStage:
 
 
 class WarmupOptimizer(KeyedOptimizer):
-    """Sets the learning rate before the first step and after every step, by stages.
+    """Optimizer wrapper that sets the learning rate by stages, before the first step and after every step.
 
-    At iteration ``i`` every group gets ``lr * stage.multiplier(i)``, where the stage is the first with ``i <=
-    max_iters``; after the last stage it gets ``lr``. As the rate is set ahead of backward, it works with
-    optimizers that update in backward. Where it stands is saved as state of the name ``param_name``.
+    At iteration ``i`` every group gets ``lr * stage.multiplier(i)``, for the first stage with ``i <=
+    max_iters``. After the last stage it gets ``lr``. The rate is set ahead of backward, so this also works
+    with optimizers that update in backward. The position in the schedule is saved as state under the name
+    ``param_name``.
 
     Args:
-        optimizer: what to wrap; groups are shared with it.
-        stages: in order, ``max_iters`` rising.
+        optimizer: the optimizer to wrap, which shares its groups.
+        stages: the stages in order, with increasing ``max_iters``.
         lr: the rate that multipliers refer to.
-        lr_param: what groups call their learning rate.
-        param_name: the name in the state_dict.
+        lr_param: key of the learning rate in the groups.
+        param_name: name in the state_dict.
 
     Raises:
-        ValueError: if ``max_iters`` does not rise, or ``param_name`` is taken.
+        ValueError: ``max_iters`` does not increase, or ``param_name`` is taken.
     """
 
     def __init__(
@@ -156,11 +159,11 @@ class WarmupOptimizer(KeyedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the wrapped optimizer does."""
+        """Whether the wrapped optimizer updates parameters during backward."""
         return self._optimizer.updates_in_backward
 
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Steps the wrapped optimizer, then moves the learning rate on."""
+        """Step the wrapped optimizer, then set the next learning rate."""
         loss = self._optimizer.step(closure)
         iteration, stage = self._position.tolist()
         iteration += 1
@@ -170,12 +173,12 @@ class WarmupOptimizer(KeyedOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds it to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer."""
         self._optimizer.add_param_group(param_group)
         self._set_lr()
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Lets the wrapped optimizer create it."""
+        """Create state in the wrapped optimizer."""
         self._optimizer.create_state(names, sparse_names)
 
     def _set_lr(self) -> None:
