@@ -1,4 +1,4 @@
-"""Activations: one with parameters, and one that keeps its results out of malloc's way."""
+"""Activations: one with parameters, and a ReLU that reuses its output buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ _LARGE = 1 << 18  # elements
 
 
 class SwishLayerNorm(nn.Module):
-    """``x * sigmoid(layer_norm(x))``.
+    """Swish with a layer norm: ``x * sigmoid(layer_norm(x))``.
 
     Args:
-        input_dims: the size, or sizes, of the last dimensions, which are normalised over.
-        device: where the parameters live.
+        input_dims: the size, or sizes, of the last dimensions, over which to normalise.
+        device: device of the parameters.
     """
 
     def __init__(self, input_dims: int | Sequence[int], device: torch.device | None = None) -> None:
@@ -25,13 +25,14 @@ class SwishLayerNorm(nn.Module):
         self.norm = nn.Sequential(nn.LayerNorm(sizes, device=device), nn.Sigmoid())
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., *input_dims]`` -> the same shape."""
+        """Map ``[..., *input_dims]`` to the same shape."""
         return input * self.norm(input)  # type: ignore[no-any-return]
 
 
 def relu(input: Tensor) -> Tensor:
-    """``torch.relu``; large results on the CPU lie among the buffers that a training step keeps, see
-    ``meshrec.ops.memory.keep_freed_memory``.
+    """Compute ``torch.relu``. Large results on the CPU use buffers that training steps reuse.
+
+    See ``meshrec.ops.memory.keep_freed_memory``.
     """
     # TorchScript compiles this function: it skips what is not for it, and stumbles over comments on types.
     if not torch.jit.is_scripting():  # type: ignore

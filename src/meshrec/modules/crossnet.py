@@ -1,8 +1,8 @@
-"""Cross networks: products of features, one degree more with each layer.
+"""Cross networks: products of features, whose degree grows by one with each layer.
 
-Wang et al.: "Deep & cross network for ad click predictions" (2017) for the vector form, and "DCN V2:
-Improved deep & cross network" (2021), equations 1 to 4, for the others. Names of parameters are TorchRec's,
-so that its checkpoints load; kernels start by Xavier's normal distribution, biases at 0.
+Wang et al.: "Deep & cross network for ad click predictions" (2017) for the vector form, and "DCN V2: Improved
+deep & cross network" (2021), equations 1 to 4, for the others. Parameters have TorchRec's names, so that its
+checkpoints load. Kernels are initialised by Xavier's normal distribution, biases with 0.
 """
 
 # B batch, N features, R rank, K experts
@@ -16,12 +16,12 @@ from meshrec.modules.parameters import InitializedList
 
 
 class CrossNet(nn.Module):
-    """``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l`` with square W_l.
+    """Cross network with square kernels: ``x_{l+1} = x_0 * (W_l x_l + b_l) + x_l``.
 
     Args:
-        in_features: columns of input and output.
-        num_layers: how many crosses.
-        device: where the parameters live.
+        in_features: number of columns of input and output.
+        num_layers: number of cross layers.
+        device: device of the parameters.
     """
 
     def __init__(self, in_features: int, num_layers: int, device: torch.device | None = None) -> None:
@@ -30,7 +30,7 @@ class CrossNet(nn.Module):
         self.bias = _biases(num_layers, (in_features, 1), device)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, in_features] -> [B, in_features]."""
+        """Map [B, in_features] to [B, in_features]."""
         crossed = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
             crossed = input * nn.functional.linear(crossed, kernel, bias.squeeze(1)) + crossed
@@ -38,17 +38,18 @@ class CrossNet(nn.Module):
 
 
 class LowRankCrossNet(nn.Module):
-    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``: V_l goes from ``in_features`` to ``low_rank``, W_l
-    back.
+    """Cross network with low-rank kernels: ``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l``.
+
+    V_l maps ``in_features`` columns to ``low_rank``, and W_l maps them back.
 
     Args:
-        in_features: columns of input and output.
-        num_layers: how many crosses.
-        low_rank: columns in between.
-        device: where the parameters live.
+        in_features: number of columns of input and output.
+        num_layers: number of cross layers.
+        low_rank: number of columns in between.
+        device: device of the parameters.
 
     Raises:
-        ValueError: for a rank below 1.
+        ValueError: the rank is below 1.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LowRankCrossNet(nn.Module):
         self.bias = _biases(num_layers, (in_features,), device)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, in_features] -> [B, in_features]."""
+        """Map [B, in_features] to [B, in_features]."""
         crossed = input
         for up, down, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
             narrow = nn.functional.linear(crossed, down)
@@ -70,12 +71,12 @@ class LowRankCrossNet(nn.Module):
 
 
 class VectorCrossNet(nn.Module):
-    """``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l`` with vectors w_l: the cross network of the first paper.
+    """Cross network of the first paper, with vectors w_l: ``x_{l+1} = x_0 <w_l, x_l> + b_l + x_l``.
 
     Args:
-        in_features: columns of input and output.
-        num_layers: how many crosses.
-        device: where the parameters live.
+        in_features: number of columns of input and output.
+        num_layers: number of cross layers.
+        device: device of the parameters.
     """
 
     def __init__(self, in_features: int, num_layers: int, device: torch.device | None = None) -> None:
@@ -84,7 +85,7 @@ class VectorCrossNet(nn.Module):
         self.bias = _biases(num_layers, (in_features, 1), device)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, in_features] -> [B, in_features]."""
+        """Map [B, in_features] to [B, in_features]."""
         crossed = input
         for kernel, bias in zip(self.kernels, self.bias, strict=True):
             crossed = input * (crossed @ kernel) + bias.squeeze(1) + crossed
@@ -92,21 +93,21 @@ class VectorCrossNet(nn.Module):
 
 
 class LowRankMixtureCrossNet(nn.Module):
-    """Low-rank crosses of several experts, mixed by gates that see the input.
+    """Low-rank cross network of several experts, mixed by gates that see the input.
 
-    ``x_{l+1} = sum over experts k of softmax_k(G_k x_l) * E_lk(x_l) + x_l``, with
-    ``E_lk(x) = x_0 * (U_lk g(C_lk g(V_lk x)) + b_l)``. With one expert there is no gate.
+    ``x_{l+1} = sum over experts k of softmax_k(G_k x_l) * E_lk(x_l) + x_l``, with ``E_lk(x) = x_0 * (U_lk
+    g(C_lk g(V_lk x)) + b_l)``. With one expert there is no gate.
 
     Args:
-        in_features: columns of input and output.
-        num_layers: how many crosses.
-        num_experts: experts of each layer. The gates are the same in all layers.
-        low_rank: columns inside an expert.
-        activation: g, a function of a tensor or a module.
-        device: where the parameters live.
+        in_features: number of columns of input and output.
+        num_layers: number of cross layers.
+        num_experts: number of experts per layer. All layers share the gates.
+        low_rank: number of columns inside an expert.
+        activation: the activation g, a function of a tensor or a module.
+        device: device of the parameters.
 
     Raises:
-        ValueError: for a rank or a number of experts below 1.
+        ValueError: the rank or the number of experts is below 1.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class LowRankMixtureCrossNet(nn.Module):
         self.C_kernels = _kernels(num_layers, (num_experts, low_rank, low_rank), device)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, in_features] -> [B, in_features]."""
+        """Map [B, in_features] to [B, in_features]."""
         crossed_BN = input
         layers = zip(self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True)
         for up_KNR, down_KRN, inner_KRR, bias_N1 in layers:

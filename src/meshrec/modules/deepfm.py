@@ -1,6 +1,7 @@
 """The two halves of DeepFM: Guo et al., "DeepFM: a factorization-machine based neural network" (2017).
 
-Both take the same list of embeddings ``[B, num, dim]`` (or ``[B, dim]``) with equal B; widths may differ.
+Both take the same list of embeddings ``[B, num, dim]`` (or ``[B, dim]``) with equal B. Their widths may
+differ.
 """
 
 import torch
@@ -10,10 +11,10 @@ torch.fx.wrap("_side_by_side")
 
 
 class DeepFM(nn.Module):
-    """The deep half: all embeddings side by side through ``dense_module``.
+    """Deep half: concatenated embeddings through ``dense_module``.
 
     Args:
-        dense_module: any module from ``[B, sum of num * dim]``.
+        dense_module: any module whose input is ``[B, sum of num * dim]``.
     """
 
     def __init__(self, dense_module: nn.Module) -> None:
@@ -21,19 +22,19 @@ class DeepFM(nn.Module):
         self.dense_module = dense_module
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
-        """What ``dense_module`` makes of the flattened embeddings."""
+        """Return the output of ``dense_module`` for the flattened embeddings."""
         return self.dense_module(_side_by_side(embeddings))  # type: ignore[no-any-return]
 
 
 class FactorizationMachine(nn.Module):
-    """The second-order half: the products of all pairs of elements, ``((sum x)^2 - sum x^2) / 2``.
+    """Second-order half: the products of all pairs of elements, ``((sum x)^2 - sum x^2) / 2``.
 
-    As in TorchRec, ``x`` runs over all elements of all embeddings, so that widths may differ: products of
-    different columns count too, unlike in the paper's sum of dot products.
+    As in TorchRec, ``x`` runs over all elements of all embeddings, so that widths may differ. Unlike in the
+    paper's sum of dot products, products of different columns count too.
     """
 
     def forward(self, embeddings: list[Tensor]) -> Tensor:
-        """[B, 1]."""
+        """Return the second-order term, [B, 1]."""
         elements = _side_by_side(embeddings)
         square_of_sum = elements.sum(1, keepdim=True).square()
         sum_of_squares = elements.square().sum(1, keepdim=True)

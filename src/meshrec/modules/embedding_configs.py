@@ -1,4 +1,4 @@
-"""What an embedding table is: its size, its features, how it is pooled and how it starts."""
+"""Configuration of embedding tables: size, features, pooling and initialisation."""
 
 import enum
 import math
@@ -14,7 +14,7 @@ _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
 
 class PoolingType(enum.Enum):
-    """How the rows of one bag become one vector; NONE keeps them apart (sequence embeddings)."""
+    """How the rows of a bag are pooled. NONE returns one row per ID (sequence embeddings)."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -22,7 +22,7 @@ class PoolingType(enum.Enum):
 
 
 class _Named(enum.EnumMeta):
-    """Says of a name that is not there which ones are."""
+    """Enum type whose error for an unknown name lists the known ones."""
 
     def __getattr__(cls, name: str) -> Any:
         members = vars(cls).get("_member_map_", {})
@@ -41,13 +41,13 @@ def _no_data_type(name: object, members: Iterable[str]) -> str:
 
 
 class DataType(enum.Enum, metaclass=_Named):
-    """The type of a table's elements."""
+    """Data type of a table's elements."""
 
     FP32 = "FP32"
     FP16 = "FP16"
     BF16 = "BF16"
     INT8 = "INT8"
-    """Quantised, as INT4 and INT2: codes of so many bits, for inference only."""
+    """Quantised, like INT4 and INT2: codes of 8, 4 or 2 bits, for inference only."""
     INT4 = "INT4"
     INT2 = "INT2"
 
@@ -57,14 +57,14 @@ class DataType(enum.Enum, metaclass=_Named):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The same as a torch dtype; uint8 is the memory of quantised rows."""
+        """The torch dtype; uint8 for the memory of quantised rows."""
         return {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}.get(
             self.value, torch.uint8
         )
 
     @property
     def bits(self) -> int:
-        """Of a code, where rows are quantised; 0 where they are numbers."""
+        """Bits per code of quantised rows; 0 for floating-point rows."""
         return {"INT8": 8, "INT4": 4, "INT2": 2}.get(self.value, 0)
 
     def __str__(self) -> str:
@@ -72,42 +72,42 @@ class DataType(enum.Enum, metaclass=_Named):
 
 
 class BoundsCheckMode(enum.Enum):
-    """What happens to an id outside its table."""
+    """Handling of an ID that is outside its table."""
 
     ERROR = "error"
-    """ValueError before anything is looked up: names table, feature, sample and id."""
+    """Raise ValueError before anything is looked up. The message names table, feature, sample and ID."""
     WARN = "warn"
-    """The id is replaced by 0, counted in ``num_clamped_ids``, and reported once in the log."""
+    """Replace the ID by 0, count it in ``num_clamped_ids``, and log it once."""
     OFF = "off"
-    """Not looked at: such an id reads memory that is not the table's. For input checked elsewhere."""
+    """Do not check. Such an ID reads memory outside the table, so the input must be checked elsewhere."""
 
 
 def can_name_table(name: str) -> bool:
-    """Whether a table can have the name in whatever becomes of a model.
+    """Return whether a table can have this name in everything that a model is converted to.
 
-    It is not empty, has no dot, and is no attribute of modules, nor of dictionaries of them: a table called
-    ``keys`` is not found by torch.export.
+    The name must not be empty, contain a dot, or be an attribute of modules or of dictionaries of modules:
+    torch.export does not find a table named ``keys``.
     """
     return bool(name) and "." not in name and name not in _TAKEN_NAMES and not hasattr(nn.ModuleDict, name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseEmbeddingConfig:
-    """One table of ``num_embeddings`` rows, ``embedding_dim`` wide.
+    """A table of ``num_embeddings`` rows of width ``embedding_dim``.
 
     Args:
-        num_embeddings: rows; ids lie in ``[0, num_embeddings)``.
-        embedding_dim: the width of a row.
-        name: unique in its collection; part of the parameter's name, so it has no dot.
-        feature_names: the features whose ids are looked up here. Several features may share a table, and
+        num_embeddings: number of rows; IDs lie in ``[0, num_embeddings)``.
+        embedding_dim: width of a row.
+        name: unique name in the collection. It is part of the parameter's name, so it has no dot.
+        feature_names: features whose IDs are looked up in this table. Several features may share a table, and
             one feature may read several tables.
-        data_type: of the elements.
-        init_fn: fills the new ``[num_embeddings, embedding_dim]`` weight in place. Without it the elements
+        data_type: data type of the elements.
+        init_fn: fills the new weight ``[num_embeddings, embedding_dim]`` in place. By default the elements
             are uniform in ``[weight_init_min, weight_init_max]``, which default to
             ``-sqrt(1/num_embeddings)`` and ``sqrt(1/num_embeddings)``.
 
     Raises:
-        ValueError: for sizes below 1, an empty or dotted name, no features, or a feature given twice.
+        ValueError: a size is below 1, the name is empty or has a dot, or features are missing or given twice.
     """
 
     num_embeddings: int
@@ -141,7 +141,7 @@ class BaseEmbeddingConfig:
             raise ValueError(f"table {self.name!r}: features {twice} are given twice. Name each once.")
 
     def init_weight(self, weight: Tensor) -> None:
-        """Fills a weight of this table in place as configured."""
+        """Initialise a weight of this table in place."""
         with torch.no_grad():
             if self.init_fn is not None:
                 self.init_fn(weight)
@@ -154,10 +154,10 @@ class BaseEmbeddingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingBagConfig(BaseEmbeddingConfig):
-    """A table whose rows are pooled, bag by bag: ``pooling`` is SUM or MEAN.
+    """A table whose rows are pooled bag by bag; ``pooling`` is SUM or MEAN.
 
     Raises:
-        ValueError: for the reasons of ``BaseEmbeddingConfig``, and for pooling NONE.
+        ValueError: as for `BaseEmbeddingConfig`, or pooling is NONE.
     """
 
     pooling: PoolingType = PoolingType.SUM
@@ -173,4 +173,4 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig(BaseEmbeddingConfig):
-    """A table whose rows are returned one per id (sequence embeddings)."""
+    """A table that returns one row per ID (sequence embeddings)."""

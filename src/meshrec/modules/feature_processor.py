@@ -1,6 +1,6 @@
-"""Weights of ids that are learned by position, and a collection that looks up with them.
+"""Weights of IDs that are learned by position, and a collection that uses them in lookups.
 
-Names of parameters are TorchRec's, so that its checkpoints load.
+Parameters have TorchRec's names, so that its checkpoints load.
 """
 
 from abc import ABC, abstractmethod
@@ -17,30 +17,30 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
 class FeatureProcessor(nn.Module, ABC):
-    """Changes the bags of one feature before they are looked up; gives weights to their ids at least."""
+    """Module that changes the bags of one feature before the lookup, and gives weights to their IDs."""
 
     @abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """The changed bags."""
+        """Return the changed bags."""
 
 
 class FeatureProcessorsCollection(nn.Module, ABC):
-    """Changes the bags of many features before they are looked up; gives weights to their ids at least."""
+    """Module that changes the bags of many features before the lookup, and gives weights to their IDs."""
 
     @abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The changed bags, of the same keys."""
+        """Return the changed bags, with the same keys."""
 
 
 class PositionWeightedModule(FeatureProcessor):
-    """Gives the i-th id of every bag the i-th of ``max_feature_length`` learned weights, at first 1.
+    """Weights by position: the i-th ID of every bag gets the i-th of ``max_feature_length`` learned weights.
 
     Args:
-        max_feature_length: ids in the longest bag.
-        device: where ``position_weight`` lives.
+        max_feature_length: maximum number of IDs in a bag.
+        device: device of ``position_weight``, whose initial values are 1.
 
     Raises:
-        ValueError: for a length below 1.
+        ValueError: the length is below 1.
     """
 
     def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:
@@ -50,14 +50,14 @@ class PositionWeightedModule(FeatureProcessor):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets all weights to 1."""
+        """Set all weights to 1."""
         nn.init.ones_(self.position_weight)
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """The same bags with weights.
+        """Return the same bags with weights.
 
         Raises:
-            ValueError: for a bag that is too long, in eager mode on CPU.
+            ValueError: a bag is too long. Checked in eager mode on the CPU.
         """
         offsets, lengths = features.offsets(), features.lengths()
         if _checks(lengths) and lengths.numel() and int(lengths.max()) > self.position_weight.numel():
@@ -68,14 +68,14 @@ class PositionWeightedModule(FeatureProcessor):
 
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
-    """``PositionWeightedModule`` for many features at once; parameters at ``position_weights.<feature>``.
+    """``PositionWeightedModule`` for many features, with parameters at ``position_weights.<feature>``.
 
     Args:
-        max_feature_lengths: by feature the ids in its longest bag.
-        device: where the weights live.
+        max_feature_lengths: maximum number of IDs in a bag, by feature.
+        device: device of the weights.
 
     Raises:
-        ValueError: for a length below 1.
+        ValueError: a length is below 1.
     """
 
     def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | None = None) -> None:
@@ -89,14 +89,14 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         )
 
     def reset_parameters(self) -> None:
-        """Sets all weights to 1."""
+        """Set all weights to 1."""
         self.position_weights.reset_parameters()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same bags with weights; ids of keys without learned weights weigh 1.
+        """Return the same bags with weights. IDs of keys without learned weights have weight 1.
 
         Raises:
-            ValueError: for a bag that is too long, in eager mode on CPU.
+            ValueError: a bag is too long. Checked in eager mode on the CPU.
         """
         self._check(features)
         return KeyedJaggedTensor.unchecked(
@@ -112,7 +112,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         )
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor:
-        """One weight per id: all learned weights in a row, after a 1 for the other keys."""
+        """Return one weight per ID, from a vector of a 1 for other keys followed by all learned weights."""
         learned = dict(self.position_weights.items())
         device = features.values().device
         known = [learned[key] for key in features.keys() if key in learned]  # noqa: SIM118  not a dict
@@ -146,15 +146,14 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):
-    """A weighted EmbeddingBagCollection, with feature processors that make the weights.
+    """A weighted EmbeddingBagCollection whose weights come from feature processors.
 
     Args:
-        embedding_bag_collection: the tables, with ``is_weighted=True``; sharded as any other.
+        embedding_bag_collection: the tables, with ``is_weighted=True``. They are sharded like any others.
         feature_processors: a processor for every feature of the tables, by name; or one module for all.
 
     Raises:
-        ValueError: for a collection that is not weighted, and for features without a processor or the
-            reverse.
+        ValueError: the collection is not weighted, or the features and the processors do not match.
     """
 
     def __init__(
@@ -183,11 +182,11 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
             self._feature_processors = nn.ModuleDict(feature_processors)
 
     def is_weighted(self) -> bool:
-        """Always."""
+        """Return whether the collection is weighted, which it always is."""
         return self._embedding_bag_collection.is_weighted()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Processes, looks up and pools: as ``EmbeddingBagCollection.forward``."""
+        """Process the bags, look them up and pool, as ``EmbeddingBagCollection.forward`` does."""
         return self._embedding_bag_collection(self._processed(features))  # type: ignore[no-any-return]
 
     def _processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -200,14 +199,14 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
 
 def _bags(lengths: Tensor, num_ids: int) -> Tensor:
-    """The bag of each id."""
+    """Return the bag of each ID."""
     return torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(
         lengths, output_size=num_ids
     )
 
 
 def _positions(offsets: Tensor, bags: Tensor) -> Tensor:
-    """The position of each id in its bag."""
+    """Return the position of each ID in its bag."""
     return torch.arange(bags.numel(), device=bags.device) - offsets[bags]
 
 

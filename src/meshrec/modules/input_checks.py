@@ -1,4 +1,4 @@
-"""What collections ask of their input, whole and sharded alike, and how they say what is wrong with it."""
+"""Checks of the input of collections, sharded or not."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from meshrec.sparse import KeyedJaggedTensor
 
 
 def check_device(values: Tensor, table: str, device: torch.device) -> None:
-    """Raises ValueError unless the ids are where ``table`` is."""
+    """Raise ValueError unless the IDs are on the device of ``table``."""
     if values.device != device:
         raise ValueError(
             f"the input is on {values.device} and table {table!r} on {device}. "
@@ -18,10 +18,10 @@ def check_device(values: Tensor, table: str, device: torch.device) -> None:
 
 
 def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor | None:
-    """fp32 [N], the weights that scale rows; None where the collection reads none.
+    """Return the weights that scale rows, fp32 [N]; None if the collection is not weighted.
 
     Raises:
-        ValueError: for a weighted collection whose input has none.
+        ValueError: the collection is weighted, and its input has no weights.
     """
     if not is_weighted:
         return None
@@ -35,10 +35,10 @@ def sample_weights(features: KeyedJaggedTensor, *, is_weighted: bool) -> Tensor 
 
 
 def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[str]) -> list[int]:
-    """Where each feature stands among the keys; ``tables``: the name of the table that reads each.
+    """Return the position of each feature among the keys. ``tables`` has the name of each feature's table.
 
     Raises:
-        ValueError: for features that are not there.
+        ValueError: a feature is missing from the keys.
     """
     place = {key: position for position, key in enumerate(keys)}
     missing = sorted({feature for feature in features if feature not in place})
@@ -52,10 +52,10 @@ def positions_of(keys: Sequence[str], features: Sequence[str], tables: Sequence[
 
 
 def inverse_rows(features: KeyedJaggedTensor, wanted: Sequence[str]) -> list[Tensor]:
-    """For each wanted key int64 [B], the bag that each sample takes: keys have batch sizes of their own.
+    """Return for each wanted key the bag of each sample, int64 [B], for keys with different batch sizes.
 
     Raises:
-        ValueError: without inverse indices, or where they lack a key.
+        ValueError: there are no inverse indices, or they lack a key.
     """
     inverse = features.inverse_indices_or_none()
     if inverse is None:

@@ -1,4 +1,4 @@
-"""Products of embeddings with each other."""
+"""Interactions between embeddings."""
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +9,12 @@ torch.fx.wrap("dot_interaction")
 
 
 class DotInteraction(nn.Module):
-    """The dense vector, and the dot products of all pairs of vectors (the dense one and F sparse ones).
+    """The dense vector, followed by the dot products of all pairs among it and F sparse vectors.
 
     Naumov et al.: "Deep learning recommendation model for personalization and recommendation systems" (2019).
 
     Args:
-        num_sparse_features: F.
+        num_sparse_features: number of sparse vectors F.
     """
 
     def __init__(self, num_sparse_features: int) -> None:
@@ -22,11 +22,11 @@ class DotInteraction(nn.Module):
         self.num_sparse_features = num_sparse_features
 
     def out_features(self, dim: int) -> int:
-        """Columns of the result for vectors of ``dim``."""
+        """Return the number of output columns for vectors of width ``dim``."""
         return dim + self.num_sparse_features * (self.num_sparse_features + 1) // 2
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """Dense [B, D], sparse [B, F, D] -> [B, D + F (F + 1) / 2]."""
+        """Combine dense [B, D] and sparse [B, F, D] into [B, D + F (F + 1) / 2]."""
         if self.num_sparse_features == 0:
             return dense
         return dot_interaction(dense, sparse)

@@ -1,4 +1,4 @@
-"""A linear layer that multiplies with the faster of torch's two libraries for matrices."""
+"""A linear layer that uses the faster of torch's two matrix libraries."""
 
 import functools
 from pathlib import Path
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """``nn.Linear``, which on some processors is more than twice as fast for fp32 on the CPU.
+    """``nn.Linear``, more than twice as fast for fp32 on some CPUs.
 
-    torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. On others
-    that have it this layer asks oneDNN, which torch brings along, forward and backward; everywhere
-    else, while torch compiles or exports, and under autocast it is ``nn.Linear``. Parameters and results
-    are the same, but for the order of sums.
+    torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. On other
+    processors with AVX-512 this layer uses oneDNN, which is part of torch, forward and backward. Everywhere
+    else, while torch compiles or exports, and under autocast, it is ``nn.Linear``. Parameters and results are
+    the same, up to the order of sums.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         # TorchScript compiles this method: it skips what is not for it, and stumbles over comments on types.
         if not torch.jit.is_scripting():  # type: ignore
             if not torch.compiler.is_compiling() and _onednn_is_faster() and self._fits(input):
@@ -56,7 +56,7 @@ def _product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x [B, I] times w [O, I], transposed, plus b [O]."""
+    """The product of x [B, I] and the transpose of w [O, I], plus b [O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stacks of linear layers. Names of parameters are TorchRec's, so that its checkpoints load."""
+"""Stacks of linear layers. Parameters have TorchRec's names, so that its checkpoints load."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ _SWISH = "swish_layernorm"
 
 
 class Perceptron(nn.Module):
-    """A linear layer and an activation; parameters at ``_linear``.
+    """A linear layer and an activation, with parameters at ``_linear``.
 
     Args:
-        in_size, out_size: columns of input and output.
-        bias: whether the layer has one.
+        in_size, out_size: number of columns of input and output.
+        bias: whether the layer has a bias.
         activation: a function of a tensor, or a module.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Perceptron(nn.Module):
         self._activation_fn = relu if activation is torch.relu else activation
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, in_size] -> [B, out_size]."""
+        """Map [B, in_size] to [B, out_size]."""
         return self._activation_fn(self._linear(input))
 
 
 class MLP(nn.Module):
-    """Linear layers of the given sizes, each followed by ``activation``; parameters at ``_mlp.<i>._linear``.
+    """Linear layers, each followed by ``activation``, with parameters at ``_mlp.<i>._linear``.
 
     Args:
-        in_size: columns of the input.
-        layer_sizes: columns of each layer's output.
-        bias: whether layers have one.
-        activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a function of a tensor, a module (which
-            all layers share), or a class or function without arguments that makes a module for each layer.
-        device, dtype: of the parameters.
-        activation_on_last: False: the last layer is linear.
+        in_size: number of columns of the input.
+        layer_sizes: number of columns of each layer's output.
+        bias: whether the layers have a bias.
+        activation: ``"relu"``, ``"sigmoid"``, ``"swish_layernorm"``, a function of a tensor, a module that
+            all layers share, or a class or function without arguments that makes a module for each layer.
+        device, dtype: device and dtype of the parameters.
+        activation_on_last: whether the last layer has an activation.
 
     Raises:
-        ValueError: for a word that names no activation, and for a function without arguments that makes no
+        ValueError: the name of the activation is unknown, or a function without arguments does not return a
             module.
     """
 
@@ -82,7 +82,7 @@ class MLP(nn.Module):
         self._mlp = nn.Sequential(*layers)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, in_size] -> [B, layer_sizes[-1]]."""
+        """Map [B, in_size] to [B, layer_sizes[-1]]."""
         return self._mlp(input)  # type: ignore[no-any-return]
 
 
@@ -108,8 +108,9 @@ def _activation(activation: Activation, size: int, device: torch.device | None) 
 
 
 def _takes_nothing(function: Callable[..., object]) -> bool:
-    """Whether ``function()`` is a proper call; functions of torch's C++ side, which do not tell, need a
-    tensor.
+    """Return whether ``function`` can be called without arguments.
+
+    Functions of torch's C++ side, whose signature is unknown, count as functions of a tensor.
     """
     try:
         inspect.signature(function).bind()

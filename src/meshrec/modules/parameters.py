@@ -1,15 +1,15 @@
-"""Parameters in lists and dictionaries that can be started anew, as modules built on ``meta`` need."""
+"""Lists and dictionaries of parameters that can be reinitialised, as modules built on ``meta`` need."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
 Init = Callable[[Tensor], object]
-"""Fills a tensor in place, such as ``torch.nn.init.zeros_``."""
+"""Function that fills a tensor in place, such as ``torch.nn.init.zeros_``."""
 
 
 class InitializedList(nn.ParameterList):
-    """A ParameterList whose tensors are filled by ``init``, now and in ``reset_parameters``."""
+    """A ParameterList whose tensors are initialised by ``init``, now and in ``reset_parameters``."""
 
     def __init__(self, tensors: Iterable[Tensor], init: Init) -> None:
         super().__init__(nn.Parameter(tensor) for tensor in tensors)
@@ -17,13 +17,13 @@ class InitializedList(nn.ParameterList):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills every tensor, in order."""
+        """Initialise every tensor, in order."""
         for parameter in self:
             self._init(parameter)
 
 
 class InitializedDict(nn.ParameterDict):
-    """A ParameterDict whose tensors are filled by ``init``, now and in ``reset_parameters``."""
+    """A ParameterDict whose tensors are initialised by ``init``, now and in ``reset_parameters``."""
 
     def __init__(self, tensors: Mapping[str, Tensor], init: Init) -> None:
         super().__init__()
@@ -33,6 +33,6 @@ class InitializedDict(nn.ParameterDict):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills every tensor, in order."""
+        """Initialise every tensor, in order."""
         for parameter in self.values():
             self._init(parameter)

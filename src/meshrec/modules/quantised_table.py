@@ -1,4 +1,4 @@
-"""What holds the rows of a quantised table, as nn.EmbeddingBag and nn.Embedding hold those of others."""
+"""Module that holds the rows of a quantised table, as nn.EmbeddingBag and nn.Embedding hold other rows."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from meshrec.tables.storage import RowStorage, check_loadable
 
 
 class QuantisedTable(nn.Module):
-    """``weight``: uint8 ``[rows, bytes of a row]``, see ``ops.nbit``.
+    """A quantised table. ``weight`` is uint8 ``[rows, bytes of a row]``, see ``ops.nbit``.
 
-    A state dict has the codes as ``weight`` (uint8 ``[rows, D * bits / 8]``), and ``weight_qscale`` and
-    ``weight_qbias`` (fp16 ``[rows]``); they are views of the rows.
+    Its state dict has the codes as ``weight`` (uint8 ``[rows, D * bits / 8]``), and ``weight_qscale`` and
+    ``weight_qbias`` (fp16 ``[rows]``). They are views of the rows.
 
     Args:
-        storage: how the rows lie.
-        dim: the numbers of a row.
+        storage: layout of the rows.
+        dim: number of values of a row.
         weight: the rows.
     """
 
@@ -27,16 +27,16 @@ class QuantisedTable(nn.Module):
         self.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
-        """All numbers 0: there is nothing that rows could be drawn from."""
+        """Set all values to 0, because quantised rows have no random initialisation."""
         self.weight.data.zero_()
 
     def parts(self) -> dict[str, Tensor]:
-        """What the rows consist of, by name."""
+        """Return the parts of the rows by name."""
         names = [part.name for part in self._storage.row_parts]
         return dict(zip(names, self._storage.parts(self.weight.detach(), self._dim), strict=True))
 
     def extra_repr(self) -> str:
-        """Sizes and bits, for printing."""
+        """Return sizes and bits for printing."""
         return f"{self.weight.shape[0]}, {self._dim}, bits={self._storage.bits}"
 
 

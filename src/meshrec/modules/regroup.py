@@ -1,4 +1,4 @@
-"""Embeddings of several KeyedTensors in new groups, as a module."""
+"""Module that regroups the embeddings of several KeyedTensors."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from meshrec.sparse import KeyedTensor
 
 
 class KTRegroupAsDict(nn.Module):
-    """``KeyedTensor.regroup_as_dict`` with the groups fixed.
+    """``KeyedTensor.regroup_as_dict`` with fixed groups.
 
     Args:
-        groups: the features of each group; a feature may be in several.
-        keys: the name of each group.
-        emb_dtype: the type of the results; None: that of the embeddings.
-        multi_device: changes nothing, as no tensor of its own has to be where the input is; TorchRec has it.
+        groups: features of each group. A feature may be in several groups.
+        keys: name of each group.
+        emb_dtype: data type of the results; None: that of the embeddings.
+        multi_device: accepted for TorchRec's programs and ignored, because the module holds no tensors.
 
     Raises:
-        ValueError: when groups and keys differ in number.
+        ValueError: the numbers of groups and keys differ.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class KTRegroupAsDict(nn.Module):
         self._dtype = None if emb_dtype is None else emb_dtype.dtype
 
     def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """By group [B, sum of D].
+        """Return the groups by name, [B, sum of D] each.
 
         Raises:
-            ValueError: for a feature that no KeyedTensor has.
+            ValueError: no KeyedTensor has one of the features.
         """
         grouped = KeyedTensor.regroup_as_dict(list(keyed_tensors), self._groups, self._keys)
         if self._dtype is None:
