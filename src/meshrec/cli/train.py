@@ -16,6 +16,7 @@ from meshrec.cli.arguments import HELP, UsageError
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
+from meshrec.data.faults import needs
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.train.launch import launch
 from meshrec.train.ranks import choose_device, launched
@@ -129,6 +130,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
     recipe.check(nproc)
     find_trackers(options.track)
+    if options.baselines:
+        needs("scipy.optimize", "train")  # now, and not when the run is over
     device = choose_device(options.device)
     if nproc == 1 and options.max_restarts == 0:
         return _code(work(job, make_screen(quiet=options.quiet)))
