@@ -1,4 +1,4 @@
-"""Measures the present machine and process group: where a `HardwareProfile` comes from."""
+"""Measurement of this machine and process group, which results in a `HardwareProfile`."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ _CALLS = 9
 
 
 class Sizes(NamedTuple):
-    """How much to measure with: see ``make_trials`` and ``measure``."""
+    """Sizes of the measurement: see `make_trials` and `measure`."""
 
     batch_size: int = 1024
     steps: int = 6
@@ -41,13 +41,14 @@ def calibrate(
     device: torch.device | str = "cpu",
     sizes: Sizes | None = None,
 ) -> HardwareProfile:
-    """Measures for well under a minute. Every rank of `group` calls it; all get the slowest rank's figures.
+    """Measure a hardware profile in well under a minute. Collective over `group`; all ranks get the slowest
+    rank's figures.
 
-    It takes training steps of small sharded modules on all ranks at once, and finds the figures with which
-    the cost model comes closest to how long their phases were. With `local_size` ranks per node, fewer than
-    the group has, links are timed inside the nodes and over all ranks; otherwise one measured link serves as
-    both. Without a group the links are those of a built-in profile, ``cpu`` or ``h100``; so is every figure
-    that the steps do not tell, as noise can have it. Such figures are logged, and told in the `sources`.
+    Training steps of small sharded modules run on all ranks at once. The profile has the figures with which
+    the cost model best explains the duration of their phases. If `local_size` ranks per node are fewer than
+    the group has, links are timed inside the nodes and over all ranks; otherwise one measured link stands for
+    both. Without a group the links come from a built-in profile, ``cpu`` or ``h100``, and so does every
+    figure that the steps cannot determine because of noise. Such figures are logged, and named in `sources`.
     """
     device, sizes = torch.device(device), sizes or Sizes()
     on_cpu = device.type == "cpu"
@@ -84,7 +85,7 @@ def calibrate(
 def _slowest(
     measured: Sequence[Mapping[str, float]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[dict[str, float]]:
-    """By phase the seconds of the slowest rank."""
+    """Return the seconds of the slowest rank, by phase."""
     table = [[times.get(phase, 0.0) for phase in PHASES] for times in measured]
     seconds = torch.tensor(table, dtype=torch.float64, device=device)
     if group is not None:
@@ -95,7 +96,9 @@ def _slowest(
 def _link(
     group: dist.ProcessGroup, device: torch.device, measured: str, *, full_duplex: bool
 ) -> tuple[Link, str]:
-    """Latency and bandwidths of a group's collectives alone, the slowest rank's; and where they are from."""
+    """Measure latency and bandwidths of a group's collectives alone, on the slowest rank; return them with
+    their source.
+    """
     size = group.size()
     axis = Axis(size=size, rank=group.rank(), group=group)
     times = torch.zeros(3, 2, dtype=torch.float64, device=device)
@@ -121,11 +124,13 @@ def _link(
 
 
 def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: bool) -> tuple[Link, list[str]]:
-    """A link from seconds of all_to_all, all_gather and all_reduce, of a small and a large message each.
+    """Compute a link from the seconds of all_to_all, all_gather and all_reduce for a small and a large
+    message.
 
     Returns:
-        The link, and which of its figures are bounds only: the large message must take a tenth longer than
-        the small one, and a small one longer than its bytes.
+        The link, and which of its figures are only bounds. For a measured figure the large message must take
+            a tenth longer
+        than the small one, and the small one longer than its bytes.
     """
     others = (size - 1) / size
     # Bytes a rank sends; where sending and receiving exclude each other, both count.
@@ -155,7 +160,7 @@ def _even(sent: Tensor, size: int) -> Splits:
 def _seconds(
     call: Callable[[Tensor], object], elements: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """Of some calls, after one to warm up, each with a message that has just been written."""
+    """Time some calls after one to warm up, each with a message that has just been written."""
     times = []
     for _ in range(_CALLS + 1):
         message = torch.ones(elements, device=device)

@@ -1,9 +1,8 @@
-"""The figures of a machine, from how long the phases of some steps took.
+"""Fit of a machine's figures to the measured phases of some steps.
 
-Every phase of the cost model is a sum over the figures of a profile (seconds, or one over a bandwidth),
-each times an amount that only the plan decides. So the model itself gives the amounts: it is asked about
-machines on which all but one figure are nothing. The figures are those with which the sums come closest to
-what was measured.
+Every phase of the cost model is a sum over the figures of a profile (seconds, or one over a bandwidth), each
+times an amount that only the plan decides. The model itself gives the amounts: it is evaluated on machines
+where all figures but one are zero. The fitted figures are those whose sums come closest to the measurements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,15 +43,18 @@ def fit(
     measured: Sequence[Mapping[str, float]],
     topology: Topology,
 ) -> HardwareProfile:
-    """`known` with the figures that explain the seconds by phase `measured` for the trials.
+    """Return `known` with the figures that best explain the seconds by phase `measured` for the trials.
 
-    Its links are corrected by a factor for each kind of collective; where there is one rank they stay. What
-    it says of the device, and of the sum of dense gradients, stays as well. `topology`: of the trials.
+    Its links are corrected by a factor for each kind of collective, if there are several ranks. Its
+    description of the device and its figure for the sum of dense gradients stay. `topology` is that of the
+    trials.
 
-    A figure that the trials do not tell (it would be less than a hundredth of every phase, or a link ten
-    times as fast as it is alone) stays `known`'s too, or what all of a measured phase allows, where that is
-    less time; the others are fitted around it. The `sources` of the profile found say so, by the figure's
-    name, and nothing else. ValueError where the trials tell none.
+    A figure that the trials do not determine (less than a hundredth of every phase, or a link ten times as
+    fast as it is alone) also stays, or is reduced to what a whole measured phase allows; the others are
+    fitted around it. `sources` of the result names exactly these figures.
+
+    Raises:
+        ValueError: the trials determine no figure.
     """
     names = [*_SECONDS, *_BANDWIDTHS, *(_LINK if topology.world_size > 1 else ())]
     amounts = np.stack([_seconds(_machine_of(known, name), trials, topology) for name in names], axis=-1)
@@ -85,7 +87,9 @@ def fit(
 
 
 def _why_kept(known: HardwareProfile, name: str, gave: float | None, part: float) -> str:
-    """`gave`: what the trials would say, if anything; `part`: of the time known that is kept."""
+    """Explain why a figure was kept. `gave`: value that the trials suggest, if any; `part`: share of the
+    known time kept.
+    """
     kept = "what was measured of the link alone"
     if name not in _LINK:
         kept = f"{getattr(known, name):.4g} of the built-in profile {known.name!r}"
@@ -102,7 +106,7 @@ def _why_kept(known: HardwareProfile, name: str, gave: float | None, part: float
 
 
 def _cost_of(known: HardwareProfile, name: str) -> float:
-    """What `fit` looks for in the place of a figure: seconds, per byte, or the factor of a link."""
+    """Return the quantity that `fit` looks for: seconds, seconds per byte, or the factor of a link."""
     if name in _LINK:
         return 1.0
     figure: float = getattr(known, name)
@@ -119,7 +123,7 @@ def _corrected(link: Link, factors: Mapping[str, float]) -> Link:
 
 
 def _machine_of(known: HardwareProfile, name: str) -> HardwareProfile:
-    """One where everything but the figure `name` takes no time; only dense gradients are never summed."""
+    """Return a machine on which only the figure `name` takes time. Dense gradients are never summed on it."""
     none = Link(latency=0.0, all_to_all=np.inf, reduce_scatter=np.inf, all_reduce=_LEAST)
     figures: dict[str, Any] = dict.fromkeys(_SECONDS, _LEAST) | dict.fromkeys(_BANDWIDTHS, np.inf)
     figures |= {"intra": none, "inter": none}
@@ -132,7 +136,7 @@ def _machine_of(known: HardwareProfile, name: str) -> HardwareProfile:
 
 
 def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topology) -> Floats:
-    """[trials, phases]."""
+    """Return the seconds [trials, phases] on a machine."""
     topology = replace(topology, hardware=machine)
     return np.stack(
         [
@@ -147,10 +151,11 @@ def _seconds(machine: HardwareProfile, trials: Sequence[Trial], topology: Topolo
 def _determined(
     amounts: Floats, seconds: Floats, share: Floats, before: Floats, least: Floats
 ) -> tuple[Floats, dict[int, float | None]]:
-    """What is `_closest`, but with the values `before` [X] of those that the measurement does not tell.
+    """Return the result of `_closest`, with the values `before` [X] for figures that the measurement does not
+    determine.
 
-    These come along, each with the value that it would have had; None for those that nothing is measured of.
-    They are taken out one at a time, the one of the least part first: what it leaves may tell another.
+    These are returned with the value that the fit would have given, or None if nothing was measured. They are
+    removed one at a time, the one with the smallest part first, because its removal may determine another.
     """
     dropped: dict[int, float | None] = dict.fromkeys(np.flatnonzero(~amounts.any(axis=0)).tolist())
     while True:
@@ -167,11 +172,11 @@ def _determined(
 
 
 def _closest(amounts: Floats, seconds: Floats, share: Floats, rest: Floats) -> Floats:
-    """What `amounts` [N, X] are to be multiplied by, nothing negative, to come with `rest` [N] close to
-    `seconds` [N].
+    """Return non-negative factors of `amounts` [N, X] whose sum with `rest` [N] comes closest to `seconds`
+    [N].
 
-    Close in proportion, up and down alike: the squares of ``predicted - measured`` are weighted by one over
-    both, and by the `share` of their step that they are.
+    Distance is relative, and symmetric: the squares of ``predicted - measured`` are divided by both, and
+    weighted by the `share` of their step.
     """
     values = np.zeros(amounts.shape[1])
     predicted = seconds
@@ -186,7 +191,7 @@ def _closest(amounts: Floats, seconds: Floats, share: Floats, rest: Floats) -> F
 
 
 def _minimum(gram: Floats, right: Floats, start: Floats) -> Floats:
-    """The non-negative x that minimises x gram x / 2 - right x, one coordinate after the other."""
+    """Return the non-negative x that minimises x gram x / 2 - right x, by coordinate descent."""
     x = start.copy()
     for _ in range(_SWEEPS):
         for i in np.flatnonzero(np.diag(gram) > 0):

@@ -1,6 +1,7 @@
-"""Training steps of small sharded modules: how long their phases are is what a profile is fitted to.
+"""Training steps of small sharded modules, to whose phases a profile is fitted.
 
-They run what a training step runs: routing, exchanges, lookups and fused updates, on all ranks at once.
+They run everything that a training step runs: routing, exchanges, lookups and fused updates, on all ranks at
+once.
 """
 
 import gc
@@ -31,7 +32,7 @@ _DENSE_BYTES = 1 << 25
 
 
 class Trial(NamedTuple):
-    """Equal tables, sharded in one way; a rank has ``batch_size`` bags of ``bag`` ids for each."""
+    """Equal tables, sharded in one way. A rank has ``batch_size`` bags of ``bag`` IDs for each table."""
 
     kind: str
     num_tables: int
@@ -41,7 +42,7 @@ class Trial(NamedTuple):
     bag: int
 
     def tables(self) -> list[Table]:
-        """The tables as the cost model sees them."""
+        """Return the tables in the form of the cost model."""
         return [
             Table(
                 name=name,
@@ -54,7 +55,7 @@ class Trial(NamedTuple):
         ]
 
     def plan(self, num_ranks: int) -> EmbeddingModuleShardingPlan:
-        """Every rank has equally much to do."""
+        """Return a plan that gives every rank the same amount of work."""
         ranks, size = WorldShape(num_ranks, num_ranks), TableSize(self.num_rows, self.dim)
         builders = {
             "table_wise": lambda number: table_wise(rank=number % num_ranks),
@@ -71,8 +72,8 @@ class Trial(NamedTuple):
 
 
 def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
-    """What to try: embeddings and bags of several sizes, sharded in every way, and one step of next to
-    nothing.
+    """Return the trials: embeddings and bags of several sizes, sharded in every way, and one almost empty
+    step.
     """
     found = []
     half, few = max(1, batch_size // 2), max(1, batch_size // 32)
@@ -93,9 +94,9 @@ def make_trials(num_ranks: int, batch_size: int) -> list[Trial]:
 def measure(
     trials: Sequence[Trial], env: ShardingEnv, device: torch.device, *, steps: int, rounds: int
 ) -> list[Mapping[str, float]]:
-    """For each trial the seconds of its phases on this rank: medians over ``rounds`` times ``steps`` steps.
+    """Measure the seconds of each trial's phases on this rank: medians over ``rounds`` times ``steps`` steps.
 
-    Every round takes all trials, so that what the machine does meanwhile falls on all of them. Collective.
+    Every round runs all trials, so that disturbances of the machine affect all of them. Collective.
     """
     found: list[dict[str, list[float]]] = [{} for _ in trials]
     dense = torch.ones(_DENSE_BYTES // 4, device=device)

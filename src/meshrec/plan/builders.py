@@ -1,8 +1,8 @@
 """Plans by hand: one builder per sharding type, with TorchRec's names.
 
-A builder returns a ``ShardingGenerator``; ``construct_module_sharding_plan`` calls it with the size of the
-table and the number of ranks. Rows and columns that do not divide are split as evenly as can be, larger
-parts first.
+A builder returns a ``ShardingGenerator``. ``construct_module_sharding_plan`` calls it with the size of the
+table and the number of ranks. Rows and columns that do not divide evenly are split as evenly as possible,
+larger parts first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,7 @@ from meshrec.plan.sharding_plan import (
 
 
 class WorldShape(NamedTuple):
-    """The ranks a plan is for: how many there are, how many of them share a node, and their type of
-    device.
-    """
+    """The ranks of a plan: their number, the number per node, and their type of device."""
 
     world_size: int
     local_size: int
@@ -35,8 +33,8 @@ ShardingGenerator = Callable[[str, TableSize, WorldShape], ParameterSharding]
 
 
 def even_splits(total: int, num_parts: int) -> list[tuple[int, int]]:
-    """Half-open intervals that split ``range(total)`` into ``num_parts`` as evenly as can be; the last may
-    be empty.
+    """Split ``range(total)`` into ``num_parts`` half-open intervals, as evenly as possible. The last may be
+    empty.
     """
     base, extra = divmod(total, num_parts)
     ends = accumulate((base + (part < extra) for part in range(num_parts)), initial=0)
@@ -44,7 +42,7 @@ def even_splits(total: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 def tables_of(module: Any) -> dict[str, TableSize]:
-    """The tables of an (unsharded or sharded) embedding module, by name, in its order."""
+    """Return the tables of an embedding module, sharded or not, by name and in its order."""
     configs = getattr(module, "embedding_bag_configs", None) or getattr(module, "embedding_configs", None)
     if configs is None:
         raise ValueError(
@@ -55,7 +53,7 @@ def tables_of(module: Any) -> dict[str, TableSize]:
 
 
 def data_parallel() -> ShardingGenerator:
-    """The whole table on every rank; gradients are exchanged."""
+    """Replicate the table on every rank. Gradients are all-reduced."""
     sharding = ParameterSharding(sharding_type=ShardingType.DATA_PARALLEL)
     return lambda table, size, ranks: sharding
 
@@ -63,7 +61,7 @@ def data_parallel() -> ShardingGenerator:
 def table_wise(
     *, rank: int, compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
 ) -> ShardingGenerator:
-    """The whole table on one rank."""
+    """Put the whole table on one rank."""
 
     def generate(table: str, size: TableSize, ranks: WorldShape) -> ParameterSharding:
         return _grid(
@@ -78,7 +76,7 @@ def row_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Rows split over ``ranks`` (default: all)."""
+    """Split the rows over ``ranks`` (default: all)."""
 
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
@@ -93,7 +91,7 @@ def column_wise(
     ranks: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Columns split over ``ranks`` (default: all); a rank that is named twice gets two parts."""
+    """Split the columns over ``ranks`` (default: all). A rank that is named twice gets two parts."""
 
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
@@ -110,7 +108,7 @@ def table_row_wise(
     host_index: int | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Rows split over the ranks of one node (``host_index``: TorchRec's name for ``node``)."""
+    """Split the rows over the ranks of one node. ``host_index`` is TorchRec's name for ``node``."""
 
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = _node_ranks(table, node if node is not None else host_index, world)
@@ -123,7 +121,7 @@ def table_row_wise(
 def table_column_wise(
     *, node: int, compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED
 ) -> ShardingGenerator:
-    """Columns split over the ranks of one node."""
+    """Split the columns over the ranks of one node."""
 
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         bands = _column_bands(size, _node_ranks(table, node, world))
@@ -138,7 +136,9 @@ def grid_shard(
     host_indexes: Sequence[int] | None = None,
     compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
 ) -> ShardingGenerator:
-    """Columns split over nodes (default: all), the rows of each column part over the ranks of its node."""
+    """Split the columns over nodes (default: all), and the rows of each column part over the ranks of its
+    node.
+    """
 
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         chosen = nodes if nodes is not None else host_indexes
@@ -161,11 +161,18 @@ def construct_module_sharding_plan(
     local_size: int | None = None,
     device_type: str = "cpu",
 ) -> EmbeddingModuleShardingPlan:
-    """The plan of ``module`` from one builder per table.
+    """Build the plan of ``module`` from one builder per table.
 
-    ``local_size``: ranks per node, for the types that speak of nodes (default: all ranks on one node).
-    ValueError when a table has no builder, a builder names no table of the module, or a builder names a rank
-    that is not there.
+    Args:
+        module: an embedding module.
+        per_param_sharding: the builder of each table, by name.
+        world_size: number of ranks.
+        local_size: ranks per node, for sharding types that use nodes (default: all ranks on one node).
+        device_type: type of the ranks' devices.
+
+    Raises:
+        ValueError: a table has no builder, a builder is for an unknown table, or a builder names a rank that
+            does not exist.
     """
     tables = tables_of(module)
     if missing := [name for name in tables if name not in per_param_sharding]:
@@ -210,7 +217,7 @@ def _grid(
     world: WorldShape,
     compute_kernel: EmbeddingComputeKernel,
 ) -> ParameterSharding:
-    """Bands of columns (first, end, owners), the rows of each split over its owners."""
+    """Split the rows of each band of columns (first, end, owners) over its owners."""
     shards = []
     for c0, c1, owners in bands:
         for rank, (r0, r1) in zip(owners, even_splits(size.num_embeddings, len(owners)), strict=True):

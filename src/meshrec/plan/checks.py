@@ -1,4 +1,4 @@
-"""Proves that a plan is one: exact covers, all tables, ranks that exist, and the same plan on every rank."""
+"""Checks of plans: exact covers, all tables, existing ranks, and the same plan on every rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +20,15 @@ from meshrec.plan.sharding_plan import (
 def verify_plan(
     plan: ShardingPlan, tables: Mapping[str, Mapping[str, TableSize]], *, world_size: int
 ) -> None:
-    """Proves ``plan`` right for a model, or raises a ValueError that names module and table.
+    """Check that ``plan`` is valid for a model.
 
-    ``tables``: module path -> table -> size (see ``tables_of``). ``world_size``: ranks on the ``shard`` axis.
+    Args:
+        plan: the plan.
+        tables: sizes by module path and table (see ``tables_of``).
+        world_size: number of ranks on the ``shard`` axis.
+
+    Raises:
+        ValueError: the plan is invalid; the message names module and table.
     """
     for path in tables:
         if path not in plan.plan:
@@ -39,9 +45,7 @@ def verify_plan(
 def verify_module_plan(
     plan: EmbeddingModuleShardingPlan, tables: Mapping[str, TableSize], *, world_size: int
 ) -> None:
-    """Proves the plan of one module: every table present and covered exactly once by rectangles on ranks
-    that exist.
-    """
+    """Check the plan of one module: every table is covered exactly once by rectangles on existing ranks."""
     for table in tables:
         if table not in plan:
             raise ValueError(
@@ -54,7 +58,11 @@ def verify_module_plan(
 
 
 def verify_same_plan(plan: ShardingPlan, group: dist.ProcessGroup | None) -> None:
-    """Collective over ``group``: raises the same ValueError on every rank unless all hold the same plan."""
+    """Check that all ranks of ``group`` hold the same plan. Collective.
+
+    Raises:
+        ValueError: the plans differ; raised with the same message on every rank.
+    """
     if group is None or group.size() == 1:
         return
     mine = torch.frombuffer(bytearray.fromhex(plan.digest()), dtype=torch.uint8).to(group_device(group))
@@ -133,7 +141,7 @@ def _verify_shard(table: str, shard: ShardMetadata, size: TableSize, world_size:
 
 
 def _verify_disjoint(table: str, shards: Sequence[ShardMetadata]) -> None:
-    """A sweep down the rows: a rectangle is compared only to those that reach its first row."""
+    """Check that no rectangles overlap, with a sweep down the rows."""
     open_shards: list[ShardMetadata] = []
     for shard in sorted(shards, key=lambda s: s.shard_offsets):
         open_shards = [other for other in open_shards if other.rows[1] > shard.rows[0]]

@@ -1,4 +1,4 @@
-"""Between the search's states and the compiled annealing loop."""
+"""Conversion between the states of the search and the arrays of the compiled annealing loop."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ LEAST_AMOUNT = 1e-3
 
 
 class Annealer:
-    """Improves plans of one problem; `admitted_Y`: the candidates that each type may use."""
+    """Improves plans of one problem by annealing. `admitted_Y`: the candidates that each type may use."""
 
     def __init__(self, problem: Problem, admitted_Y: Sequence[Ints]) -> None:
         self._problem = problem
@@ -21,7 +21,7 @@ class Annealer:
 
     @staticmethod
     def serves(problem: Problem) -> bool:
-        """Whether there are compiled kernels for such a problem."""
+        """Return whether the compiled kernels support such a problem."""
         return can_anneal and problem.load_PK.shape[1] <= MOST_PHASES
 
     def improve(
@@ -35,7 +35,7 @@ class Annealer:
         place_share: float = 1.0,
         exponent: int = 4,
     ) -> tuple[list[Parts], int]:
-        """A plan that is no slower than `parts_T`, and the work it took; see `anneal`."""
+        """Anneal from `parts_T`; return a plan that is no slower, and the work it took. See `anneal`."""
         found: Annealed = anneal(
             self._arrays,
             _assignment(parts_T),

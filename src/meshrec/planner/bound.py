@@ -1,11 +1,11 @@
 """A proven lower bound: no plan can be faster.
 
-Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load; (2) T_k is
-at least the largest piece of every chosen candidate; (3) a rank that holds a heavy table has little room
-for others. (1) is linear; the rest becomes so once T is known to lie in a small box lower <= T <= upper. So
-boxes are split, the one with the lowest bound first, and those without a plan that beats the best known one
-are dropped. Splitting a table's pieces unevenly keeps its mean load and raises its largest piece, so the
-bound holds for uneven plans as well.
+Let T_k be the slowest rank's load in phase k. For every plan (1) T_k is at least the mean load; (2) T_k is at
+least the largest piece of every chosen candidate; (3) a rank that holds a heavy table has little room for
+others. (1) is linear. The rest becomes linear once T is known to lie in a small box lower <= T <= upper.
+Branch and bound therefore splits boxes, the one with the lowest bound first, and drops those that contain no
+plan better than the best known one. Splitting a table's pieces unevenly keeps its mean load and raises its
+largest piece, so the bound holds for uneven plans as well.
 """
 
 import heapq
@@ -21,22 +21,25 @@ from meshrec.planner.types import Bools, Floats
 
 _LEAST_CUT = 1e-4
 _LEAST_WIDTH = 1e-4
-"""Of boxes that are worth a cut, as a part of the first bound."""
+"""Least width of a box that is worth a cut, as a share of the first bound."""
 _ROOT_ROUNDS, _ROUNDS = 3, 8
-"""Of cuts at most: for the first box, which plans begin with, and for those that are to prove something."""
+"""Maximum rounds of cuts for the first box, from which plans start, and for boxes that must prove
+something.
+"""
 _PIECES_IN_MEMORY = 4
-"""As many at least have room on a rank: larger ones leave holes that others do not fill."""
+"""Least number of pieces that must fit on a rank. Larger pieces leave holes that others cannot fill."""
 _LEAST_LOAD = 1e-4
-"""Of a step: what takes less is no matter."""
+"""Share of a step below which a load does not matter."""
 
 
 class LowerBound:
-    """Best-first search over boxes; loads in boxes are in units of `scale` seconds.
+    """Best-first search over boxes. Loads in boxes are in units of `scale` seconds.
 
     Args:
-        problem: what is planned.
+        problem: the planning problem.
         allowed_C: the candidates that plans may use.
-        deadline: of `time.perf_counter`: what is begun before ends soon after it.
+        deadline: time of `time.perf_counter` after which nothing new begins; work in progress ends soon after
+            it.
     """
 
     def __init__(self, problem: Problem, allowed_C: Bools, deadline: float = INFINITY) -> None:
@@ -56,8 +59,10 @@ class LowerBound:
 
     @property
     def value(self) -> float:
-        """Seconds that no plan can beat, so far; infinite where there is none, or none faster than what was
-        known."""
+        """Seconds that no plan can beat, so far.
+
+        Infinite if there is no plan, or none faster than the best known one.
+        """
         least = min(self._heap[0][0] if self._heap else INFINITY, self._closed)
         return least * self.scale if least < INFINITY else np.inf
 
@@ -72,11 +77,11 @@ class LowerBound:
         return self._relaxation.work
 
     def squeezed(self, factor: float, *, leaves_room: bool = False) -> Box | None:
-        """A box to begin plans from; None where there is none.
+        """Return a box to start plans from; None if there is none.
 
-        It has no pieces of more than `factor` times the first box's T in any phase, and perhaps none that
-        leave no room in memory for others beside them, but of tables that have no such candidates: these take
-        their smallest.
+        The box admits no pieces larger than `factor` times the first box's T in any phase. With
+        `leaves_room`, it also admits no pieces that leave no room in memory for others beside them. Tables
+        that have only larger candidates use their smallest.
         """
         root = self._root
         if root is None or (factor == np.inf and not leaves_room):
@@ -94,8 +99,10 @@ class LowerBound:
         return None if box is None or box.bound < 0 else box._replace(admitted_C=fits_C)
 
     def branch(self, cutoff: float) -> bool:
-        """Splits the best open box, and keeps what may have plans of less than `cutoff` seconds; False when
-        that would not raise the bound, or no box can be split."""
+        """Split the best open box, and keep the parts that may have plans of less than `cutoff` seconds.
+
+        Return False if that would not raise the bound, or if no box can be split.
+        """
         most = cutoff / self.scale
         while self._heap and self._heap[0][0] < self._closed:
             box = heapq.heappop(self._heap)[2]
@@ -131,7 +138,9 @@ class LowerBound:
 
 
 class _Cut(NamedTuple):
-    """Two alternatives that leave nothing out: T of `phase` is at most the one or at least the other."""
+    """Two alternatives that cover everything: T of `phase` is at most the first value, or at least the
+    second.
+    """
 
     phase: int
     at_most: float
@@ -139,7 +148,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(box: Box) -> _Cut | None:
-    """Where the relaxation asks for it; else in the middle of the widest side."""
+    """Return where the relaxation asks for a cut, or else the middle of the widest side."""
     width_K = box.upper_K - box.lower_K
     wanted_K = np.abs(box.cut_at_K - box.slowest_K)
     phase = int(wanted_K.argmax())

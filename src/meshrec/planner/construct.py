@@ -1,4 +1,4 @@
-"""A first plan: the relaxation's choice of candidates, rounded, and the largest pieces placed first."""
+"""A first plan: round the relaxation's choice of candidates, and place the largest pieces first."""
 
 import time
 
@@ -11,17 +11,21 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 _NO_CAP = 1e30
 _PARTS, _THRIFTY = (0.25, 0.5, 0.75, 1.0, 0.1), 1.02
-"""Of the cap: the largest pieces of plans that spread memory. Small ones fill ranks evenly, large ones take
-less memory in all; how much more than the least a table may take."""
+"""Largest pieces of plans that spread memory, as shares of the cap, and the factor over a table's least
+memory.
+
+Small pieces fill ranks evenly; large ones take less memory in all.
+"""
 _BALANCE_WORK, _BALANCE_HOT = 2_000_000, 0.03
 _FITTING_SECONDS = 1.0
 _NEAR, _ATTEMPTS = 1.5, 3
-"""Of the cap: where a first plan takes more, moving its pieces does not help. Else each attempt is twice as
-long as the one before."""
+"""Multiple of the cap beyond which moving pieces does not help, and the number of attempts, each twice as
+long.
+"""
 
 
 def candidates_by_type(problem: Problem, allowed_C: Bools) -> list[Ints]:
-    """The allowed candidates of each type; all of them where none is allowed."""
+    """Return the allowed candidates of each type, or all of them if none is allowed."""
     found = []
     for candidates in _of_each_type(problem):
         some = candidates[allowed_C[candidates]]
@@ -35,8 +39,8 @@ def _of_each_type(problem: Problem) -> list[Ints]:
 
 
 def round_choice(problem: Problem, share_C: Floats) -> Ints:
-    """A candidate for each table: the relaxation's numbers of tables per candidate, the largest fractions
-    rounded up.
+    """Return a candidate for each table: round the relaxation's tables per candidate, largest fractions
+    up.
     """
     choice_T = np.zeros(len(problem.type_T), np.int64)
     for kind, candidates in enumerate(_of_each_type(problem)):
@@ -52,14 +56,17 @@ def round_choice(problem: Problem, share_C: Floats) -> Ints:
 
 
 def table_order(problem: Problem, choice_T: Ints) -> Ints:
-    """Tables by the size of their largest piece, largest first."""
+    """Return the tables by the size of their largest piece, largest first."""
     size_C = problem.largest_load_CK().sum(axis=1)
     return np.argsort(-size_C[choice_T], kind="stable")
 
 
 def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> State | None:
-    """Places every table as the relaxation's `share_C` says, the largest first; one that finds no place in
-    another way of `candidates_Y`. None where the memory does not suffice."""
+    """Place every table as the relaxation's `share_C` says, the largest first.
+
+    A table that does not fit that way is split in another way of `candidates_Y`. Returns None if the memory
+    does not suffice.
+    """
     choice_T = round_choice(problem, share_C)
     state = State(problem, share_C @ problem.mean_load_CK())
     for table in table_order(problem, choice_T):
@@ -70,8 +77,9 @@ def construct(problem: Problem, share_C: Floats, candidates_Y: list[Ints]) -> St
 
 
 def place(state: State, table: int, candidates: Ints) -> bool:
-    """Places a table where, and split as that one of `candidates`, that costs least; whether any has
-    room."""
+    """Place a table with the cheapest of `candidates` at its cheapest places. Return whether one of them has
+    room.
+    """
     weight_K = state.weights()
     tried = [state.best_place(table, int(candidate), weight_K) for candidate in candidates]
     found = [placed for placed in tried if placed is not None]
@@ -83,8 +91,7 @@ def place(state: State, table: int, candidates: Ints) -> bool:
 def fitting_plan(
     problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
 ) -> State | None:
-    """A plan that spreads memory, whatever its speed (the state's loads are bytes); None where none was
-    found: `most_even_plan`."""
+    """Return a plan that spreads memory, whatever its speed; None if none was found. See `most_even_plan`."""
     state = most_even_plan(problem, allowed_C, seconds)
     return state if state.seconds <= problem.memory_cap else None
 
@@ -92,9 +99,10 @@ def fitting_plan(
 def most_even_plan(
     problem: Problem, allowed_C: Bools | None = None, seconds: float = _FITTING_SECONDS
 ) -> State:
-    """The first plan found that fits, else the one whose fullest rank has the least (loads are bytes).
+    """Return the first plan found that fits, or else the one whose fullest rank holds the least.
 
-    What has not enough room in any of the plans made at once is annealed for so many `seconds`.
+    The loads of the returned state are bytes. If none of the plans made at once fits, they are annealed for
+    `seconds`.
     """
     deadline = time.perf_counter() + seconds
     in_bytes = problem._replace(
@@ -122,9 +130,9 @@ def most_even_plan(
 
 
 def _thrifty(problem: Problem, fits_C: Bools, part: float) -> Bools:
-    """Which candidates take about as little memory as any of their type whose pieces are small.
+    """Return which candidates take about as little memory as any candidate of their type with small pieces.
 
-    Small are pieces of at most ``part`` of the cap; where a type has none, its smallest.
+    Small pieces are those of at most ``part`` of the cap. A type without such candidates uses its smallest.
     """
     piece_C, mean_C = problem.piece_bytes_C(), problem.mean_bytes_C()
     num_types = int(problem.type_C[-1]) + 1
@@ -144,7 +152,7 @@ def _spread(in_bytes: Problem, candidates_Y: list[Ints], cap: float) -> State:
 
 
 def _annealed(state: State, candidates_Y: list[Ints], cap: float, deadline: float) -> State:
-    """A plan that is a little over the cap, annealed so that its memory is spread more evenly."""
+    """Anneal a plan that is a little over the cap, so that its memory is spread more evenly."""
     for seed in range(_ATTEMPTS):
         seconds = deadline - time.perf_counter()
         if not cap < state.seconds < _NEAR * cap or seconds <= 0 or not Annealer.serves(state.problem):

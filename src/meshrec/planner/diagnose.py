@@ -1,4 +1,4 @@
-"""When no plan fits: what is missing where, and the smallest change that would help."""
+"""Diagnosis when no plan fits: which memory is missing, and the smallest change that would help."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +23,9 @@ def diagnose(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str:
-    """Why no plan for `tables` fits, or none was found, in words: the missing memory, the largest tables,
-    what would make it fit."""
+    """Explain why no plan for `tables` fits or was found: the missing memory, the largest tables, and
+    remedies.
+    """
     free = replace(topology, replicate=(1,))
     lines = _missing(tables, free, batch_size, constraints)
     largest = sorted(tables, key=lambda table: -table.num_bytes)[:5]
@@ -67,7 +68,7 @@ def _missing(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> list[str]:
-    """Whether it is proven that no plan fits, and what the best one lacks."""
+    """Return whether it is proven that no plan fits, and what the best one lacks."""
     cap = topology.memory_cap
     if cap <= 0:
         return [
@@ -103,7 +104,7 @@ def _row_wise(
     constraints: Mapping[str, ParameterConstraints],
     largest: Sequence[Table],
 ) -> str | None:
-    """Row-wise on as few of the largest constrained tables as it takes."""
+    """Try row-wise sharding for as few of the largest constrained tables as necessary."""
     changed = dict(constraints)
     names = []
     for table in largest:
@@ -125,7 +126,7 @@ def _half_precision(
     constraints: Mapping[str, ParameterConstraints],
     largest: Sequence[Table],
 ) -> str | None:
-    """fp16 weights for as few of the largest tables as it takes."""
+    """Try fp16 weights for as few of the largest tables as necessary."""
     changed = list(tables)
     names = []
     for table in largest:
@@ -145,7 +146,7 @@ def _more_ranks(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
 ) -> str | None:
-    """The fewest ranks, in whole nodes, that are enough with the same global batch."""
+    """Find the smallest number of ranks, in whole nodes, that suffices with the same global batch."""
     samples = batch_size * topology.world_size
     step = topology.local_size
 

@@ -1,4 +1,4 @@
-"""What the machine can do: the figures that turn bytes and rows into seconds."""
+"""Hardware profiles: the figures that turn bytes and rows into seconds."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class Link:
 
     Attributes:
         latency: seconds that any collective takes before its first byte.
-        all_to_all: bytes/s that a rank sends (and at the same time receives) in an all-to-all.
+        all_to_all: bytes/s that a rank sends, and at the same time receives, in an all-to-all.
         reduce_scatter: bytes/s per rank in a reduce-scatter or all-gather.
         all_reduce: bytes/s per rank in an all-reduce, counting ``2 (n - 1) / n`` times the buffer (NCCL's
             "bus bandwidth").
@@ -38,28 +38,29 @@ class HardwareProfile:
     """Speeds and sizes of one rank. ``meshrec calibrate`` measures one; `BUILTIN_PROFILES` holds others.
 
     Attributes:
-        name: what to call it.
-        device: ``cpu`` or ``cuda``: what its ranks compute on.
-        read_row_seconds: fixed cost of reading one random row (the id, the wasted part of a memory access).
+        name: name of the profile.
+        device: device of the ranks, ``cpu`` or ``cuda``.
+        read_row_seconds: fixed cost of reading one random row: the ID, and the wasted part of a memory
+            access.
         read_bandwidth: bytes/s while reading random rows.
         update_row_seconds: fixed cost of updating one distinct row.
-        update_bandwidth: bytes/s of the update (a row is read and written; both count).
-        update_id_seconds: cost per id of sorting the ids and summing their gradients, without the bytes.
-        route_id_seconds: cost per id of putting it into the message for a rank and reading it out there.
-        split_id_seconds: what an id costs more where the rows of its table lie on several ranks.
-        scan_id_seconds, scan_bag_seconds: cost per id, and per bag, of a rank's own batch, whatever the plan:
-            ids are checked, bags are measured.
-        statistics_seconds: cost of the row statistics of a column shard, however many rows they are of.
+        update_bandwidth: bytes/s of the update. A row is read and written; both count.
+        update_id_seconds: cost per ID of sorting the IDs and summing their gradients, without the bytes.
+        route_id_seconds: cost per ID of writing it into the message for a rank, and reading it there.
+        split_id_seconds: additional cost per ID if the rows of its table are on several ranks.
+        scan_id_seconds, scan_bag_seconds: cost per ID, and per bag, of checking and measuring a rank's own
+            batch, whatever the plan.
+        statistics_seconds: cost of the row statistics of a column shard, whatever the number of rows.
         stream_bandwidth: bytes/s of sequential reads or writes.
         kernel_seconds: fixed cost of one lookup or update.
-        intra: the link inside a node (axis ``local``).
-        inter: the link between nodes (axis ``node``).
+        intra: link inside a node (axis ``local``).
+        inter: link between nodes (axis ``node``).
         full_duplex: whether a rank sends and receives at the same time.
-        sorts_once: whether the update of a table that is split by columns takes up the sorted ids that its
-            row statistics were taken from, as the kernels for CPUs do. Otherwise the gradients of rows are
-            summed into memory, and read again.
-        memory: bytes a rank has for tables, buffers and the dense model.
-        sources: where each figure is from.
+        sorts_once: whether the update of a column-split table reuses the IDs that were sorted for its row
+            statistics, as the CPU kernels do. Otherwise the gradients of rows are summed into memory, and
+            read again.
+        memory: bytes of a rank for tables, buffers and the dense model.
+        sources: source of each figure.
     """
 
     name: str
@@ -94,17 +95,19 @@ class HardwareProfile:
                 raise ValueError(f"HardwareProfile.{name} is {getattr(self, name)}; it must not be negative.")
 
     def with_bandwidths(self, intra: float | None, inter: float | None) -> "HardwareProfile":
-        """The same machine with other bytes/s inside and between nodes; None keeps what there is."""
+        """Return the same machine with other bandwidths inside and between nodes; None keeps the present
+        one.
+        """
         return replace(
             self, intra=_with_bandwidth(self.intra, intra), inter=_with_bandwidth(self.inter, inter)
         )
 
     def named(self, name: str) -> "HardwareProfile":
-        """The same machine under another name."""
+        """Return the same machine under another name."""
         return replace(self, name=name)
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as plain JSON types."""
+        """Return the profile as plain JSON types."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return values | {
             "intra": asdict(self.intra),
@@ -114,7 +117,11 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "HardwareProfile":
-        """The inverse of `to_json`. Raises ValueError for unknown or missing fields."""
+        """Build a profile from the result of `to_json`.
+
+        Raises:
+            ValueError: there are unknown or missing fields.
+        """
         fields = set(cls.__dataclass_fields__)
         optional = {name for name, each in cls.__dataclass_fields__.items() if each.default is not MISSING}
         unknown, missing = set(values) - fields, fields - set(values) - optional - {"sources"}
@@ -126,12 +133,16 @@ class HardwareProfile:
         return cls(**{**values, "intra": Link(**values["intra"]), "inter": Link(**values["inter"])})
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile as JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "HardwareProfile":
-        """Reads what `save` wrote. ValueError for a file that holds something else."""
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
         values = read_json(path, "a hardware profile, as `meshrec calibrate` writes it")
         try:
             return cls.from_json(values)
@@ -158,7 +169,7 @@ def _gpu(
     nic: float,
     nic_source: str,
 ) -> HardwareProfile:
-    """A GPU node from its data sheet: peak rates times the part of them that the traffic reaches."""
+    """Return a GPU node from its data sheet: peak rates times the share of them that the traffic reaches."""
     rows, stream, links = 0.65 * hbm, 0.85 * hbm, 0.8
     assumption = "assumed for all GPUs; run `meshrec calibrate` for your own"
     return HardwareProfile(
@@ -264,12 +275,15 @@ _CPU = HardwareProfile(
 BUILTIN_PROFILES: Mapping[str, HardwareProfile] = MappingProxyType(
     {profile.name: profile for profile in (_CPU, _A100, _H100, _H200)}
 )
-"""Profiles by name: ``cpu``, ``a100``, ``h100``, ``h200`` (nodes of up to 8 GPUs). See each one's
-`sources`."""
+"""Profiles by name: ``cpu``, ``a100``, ``h100``, ``h200`` (nodes of up to 8 GPUs). See `sources` of each."""
 
 
 def get_profile(name: str) -> HardwareProfile:
-    """A built-in profile by name, or a file that `HardwareProfile.save` wrote."""
+    """Return a built-in profile by name, or one from a file that `HardwareProfile.save` wrote.
+
+    Raises:
+        ValueError: ``name`` is neither.
+    """
     if name in BUILTIN_PROFILES:
         return BUILTIN_PROFILES[name]
     if Path(name).is_file():
@@ -281,5 +295,5 @@ def get_profile(name: str) -> HardwareProfile:
 
 
 def with_memory(profile: HardwareProfile, memory: int) -> HardwareProfile:
-    """The same machine with `memory` bytes per rank."""
+    """Return the same machine with `memory` bytes per rank."""
     return replace(profile, memory=memory)

@@ -1,4 +1,4 @@
-"""A thin layer over HiGHS: linear programs by rows, one thread, so that results repeat."""
+"""A thin layer over HiGHS: linear programs built by rows, solved in one thread so that results repeat."""
 
 from typing import NamedTuple
 
@@ -9,20 +9,22 @@ from meshrec.planner.types import Floats, Ints
 
 INFINITY = 1e30
 _WORK_PER_SOLVE, _WORK_PER_ITERATION = 400, 15
-"""Per row and column to the power of 0.7, as sparse as larger programs are."""
+"""Work of a solve and of an iteration, per (rows + columns)^0.7, because larger programs are sparser."""
 _LEAST_ITERATIONS = 2000
-"""More iterations than this and twice the rows and columns are a sign of trouble."""
+"""Base of the iteration limit. More iterations than this plus twice the rows and columns are a sign of
+trouble.
+"""
 
 _SETTLED = (
     highspy.HighsModelStatus.kOptimal,
     highspy.HighsModelStatus.kInfeasible,
     highspy.HighsModelStatus.kUnboundedOrInfeasible,
 )
-"""What is known for sure (no program here is unbounded)."""
+"""Statuses that settle a program. No program here is unbounded."""
 
 
 class Optimum(NamedTuple):
-    """An optimal solution: objective, x, and the reduced costs."""
+    """An optimal solution: objective, x and reduced costs."""
 
     objective: float
     x: Floats
@@ -30,7 +32,7 @@ class Optimum(NamedTuple):
 
 
 class ProgramRows:
-    """Rows of a linear program, as they come."""
+    """Rows of a linear program, collected one after the other."""
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -38,13 +40,13 @@ class ProgramRows:
         self._limits: list[tuple[Floats, Floats]] = []
 
     def add(self, columns: Ints, values: Floats, lower: float, upper: float) -> None:
-        """One row."""
+        """Add one row."""
         self.add_each(np.zeros(len(columns), np.int64), columns, values, np.array([lower]), np.array([upper]))
 
     def add_each(
         self, rows: Ints, columns: Ints, values: Floats | float, lower: Floats, upper: Floats
     ) -> None:
-        """As many rows as `lower` and `upper` have entries; `rows` counts from the first of them."""
+        """Add as many rows as `lower` and `upper` have entries. `rows` counts from the first of them."""
         values = np.broadcast_to(np.asarray(values, np.float64), rows.shape)
         some = values != 0
         self._triplets.append((rows[some] + self._num_rows, columns[some], values[some]))
@@ -52,7 +54,7 @@ class ProgramRows:
         self._num_rows += len(lower)
 
     def by_rows(self) -> tuple[Floats, Floats, Ints, Ints, Floats]:
-        """Lower and upper limits, and the matrix by rows: starts, columns, values."""
+        """Return the lower and upper limits, and the matrix by rows: starts, columns, values."""
         rows, columns, values = (np.concatenate(part) for part in zip(*self._triplets, strict=True))
         lower, upper = (np.concatenate(part) for part in zip(*self._limits, strict=True))
         order = np.argsort(rows, kind="stable")
@@ -61,20 +63,21 @@ class ProgramRows:
 
 
 class _SilentHighs(highspy.Highs):
-    """HiGHS that says nothing, also not its name while it is made, as version 1.16 does."""
+    """HiGHS without output, not even the banner that version 1.16 prints when it is created."""
 
     def enableCallbacks(self) -> None:
-        """What its constructor ends with, and what speaks there."""
+        """Silence the output before the last step of the constructor, which would print."""
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
 class Solver:
-    """min cost x, 0 <= x <= upper, under some rows; bounds and cost may change, rows come and go. Each solve
-    starts from the last basis.
+    """A linear program: min cost x, 0 <= x <= upper, under some rows.
+
+    Bounds may change, and rows may come and go. Each solve starts from the last basis.
 
     Attributes:
-        work: what the solutions cost, by rows, columns and iterations of the simplex method; see `Effort`.
+        work: work of the solves so far, by rows, columns and simplex iterations; see `Effort`.
     """
 
     def __init__(self, cost: Floats, rows: ProgramRows) -> None:
@@ -104,21 +107,24 @@ class Solver:
         self._highs.passModel(model)
 
     def add_rows(self, rows: ProgramRows) -> None:
-        """Adds rows; what is known of the last solution stays."""
+        """Add rows. The last basis is kept."""
         lower, upper, start, column, value = rows.by_rows()
         self._highs.addRows(len(lower), lower, upper, len(value), start, column, value)
 
     def set_bounds(self, lower: Floats, upper: Floats) -> None:
-        """Replaces the bounds of all variables."""
+        """Replace the bounds of all variables."""
         self._highs.changeColsBounds(len(lower), np.arange(len(lower), dtype=np.int32), lower, upper)
 
     def set_added_row(self, index: int, upper: float) -> None:
-        """Replaces the upper limit of one of the rows that were added."""
+        """Replace the upper limit of one of the added rows."""
         self._highs.changeRowBounds(self._num_rows + index, -INFINITY, min(upper, INFINITY))
 
     def solve(self) -> Optimum | None:
-        """The optimum; None where there is no feasible point. Where neither is proven (HiGHS may fail on
-        numbers that are hard to tell apart), zeros that are known to cost `-INFINITY`."""
+        """Return the optimum; None if there is no feasible point.
+
+        If HiGHS proves neither, as it may fail on numbers that are hard to tell apart, the result is zeros
+        with an objective of `-INFINITY`.
+        """
         self._run()
         if self._status not in _SETTLED:
             self._highs.clearSolver()

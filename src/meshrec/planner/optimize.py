@@ -1,5 +1,6 @@
-"""From tables and a machine to a plan: tries each replica group size and each set of collectives, solves,
-evaluates."""
+"""From tables and a machine to a plan: solve and evaluate each replica group size and each set of
+collectives.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -32,7 +33,7 @@ class Optimized(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best one, as a fraction of its time."""
+        """Proven distance from the best plan, as a fraction of the plan's time."""
         return max(0.0, 1 - self.lower_bound / self.estimate.seconds) if self.estimate.seconds else 0.0
 
 
@@ -44,11 +45,13 @@ def optimize(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> Optimized | None:
-    """The best plan for `tables`; None where no plan was found that fits into memory.
+    """Return the best plan found for `tables`; None if no plan was found that fits into memory.
 
     The lower bound holds for all plans of the enumerated kinds: any sharding type, any number of column
-    parts, even or uneven cuts, under the constraints. Raises ValueError for constraints that leave a table
-    without a candidate.
+    parts, even or uneven cuts, under the constraints.
+
+    Raises:
+        ValueError: there are no tables, or the constraints leave a table without a candidate.
     """
     if not tables:
         raise ValueError(
@@ -68,7 +71,7 @@ def optimize(
 
 
 class _Regime(NamedTuple):
-    """A set of collectives, and the candidates that need no other."""
+    """A set of collectives, and the candidates that need no others."""
 
     usage: Usage
     allowed_C: Bools
@@ -129,8 +132,11 @@ def _better(
 
 
 def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
-    """From all collectives to few: fewer collectives save their latencies. A plan belongs to each regime
-    that allows its candidates, so the lowest bound over regimes is a bound for all plans."""
+    """Return the sets of collectives, from all to few, because fewer collectives save their latencies.
+
+    A plan belongs to each regime that allows its candidates, so the lowest bound over regimes holds for all
+    plans.
+    """
     kinds = len(np.unique(problem.type_C))
     found: list[_Regime] = []
     for usage in (
@@ -159,7 +165,7 @@ def _regimes(problem: Problem, model: CostModel) -> list[_Regime]:
 
 
 def _needed(problem: Problem, regime: _Regime) -> Usage:
-    """The collectives that a regime's candidates can use at all."""
+    """Return the collectives that a regime's candidates can use at all."""
     allowed_C = regime.allowed_C
     return Usage(
         sharded=bool(problem.sharded_C[allowed_C].any()),

@@ -1,7 +1,7 @@
-"""The planning problem as the solver sees it: candidates made of pieces, each a vector of loads.
+"""The planning problem in the form of the solver: candidates made of pieces, each a vector of loads.
 
-A *type* is a set of identical tables. A *candidate* is one way to split a table of a type; it costs every
-rank something (`common`) and consists of pieces that go to distinct places. A piece's place is a rank, or a
+A *type* is a set of identical tables. A *candidate* is one way to split a table of a type. It costs every
+rank something (`common`), and consists of pieces that go to distinct places. A piece's place is a rank, or a
 whole node each of whose ranks takes the piece's load (rows split over the node).
 """
 
@@ -14,21 +14,22 @@ from meshrec.planner.types import Bools, Floats, Ints
 
 
 class Scope(IntEnum):
-    """Where the pieces of a candidate go."""
+    """Places that the pieces of a candidate go to."""
 
     RANKS = 0
-    """To distinct ranks."""
+    """Distinct ranks."""
     NODES = 1
-    """To distinct nodes; each rank of the node takes the piece's load."""
+    """Distinct nodes; each rank of the node takes the piece's load."""
     ONE_NODE = 2
-    """To distinct ranks of one node."""
+    """Distinct ranks of one node."""
     EVERYWHERE = 3
-    """No pieces: every rank holds the table."""
+    """Every rank holds the table; there are no pieces."""
 
 
 class Layout(NamedTuple):
-    """How a candidate splits a table: `row_parts` counts ranks, or with `Scope.NODES` nodes, per column
-    part."""
+    """How a candidate splits a table. `row_parts` counts ranks per column part, or nodes for
+    `Scope.NODES`.
+    """
 
     scope: Scope
     widths: tuple[int, ...]
@@ -36,14 +37,14 @@ class Layout(NamedTuple):
 
     @property
     def by_nodes(self) -> bool:
-        """Whether the pieces are whole nodes'."""
+        """Whether each piece goes to a whole node."""
         return self.scope is Scope.NODES
 
 
 class Problem(NamedTuple):
-    """T tables, Y types, C candidates, P groups of equal pieces, K phases (those whose loads are
-    proportional are merged).
+    """A planning problem: T tables, Y types, C candidates, P groups of equal pieces, K phases.
 
+    Phases whose loads are proportional on every rank are merged, because their slowest rank is the same.
     Candidates are sorted by type, pieces by candidate.
     """
 
@@ -61,60 +62,64 @@ class Problem(NamedTuple):
     """First group of each candidate; C + 1 entries."""
     candidate_P: Ints
     count_P: Ints
-    """Equal pieces in a group."""
+    """Number of equal pieces in a group."""
     load_PK: Floats
-    """Seconds on the rank (on each rank of the node) that a piece goes to."""
+    """Seconds on the rank, or on each rank of the node, that holds a piece."""
     fixed_PK: Floats
-    """The part of the load that does not shrink with the piece: a piece `amount` times as large as its
-    equals costs fixed + amount * (load - fixed). What can vary is the rows where there are several row parts,
-    else the columns."""
+    """Part of the load that does not shrink with the piece.
+
+    A piece `amount` times as large as its equals costs fixed + amount * (load - fixed). Rows can vary if
+    there are several row parts, otherwise columns.
+    """
     bytes_P: Floats
     fixed_bytes_P: Floats
     width_P: Ints
-    """Columns of a piece."""
+    """Number of columns of a piece."""
     rows_P: Floats
-    """Rows of a piece."""
+    """Number of rows of a piece."""
     min_partition_Y: Ints
-    """The least number of columns of a column part."""
+    """Least number of columns of a column part."""
     merge_FK: Floats
-    """Which phases [F] were added up into which [K]."""
+    """Which phases [F] were merged into which [K]."""
     ranks_Y: list[Bools | None]
-    """The ranks that a type may use; None for all."""
+    """Ranks that a type may use; None: all."""
     sharded_C: Bools
     """Whether a candidate has pieces."""
     row_stats_C: Bools
-    """Whether a candidate needs row statistics added up."""
+    """Whether a candidate needs an all-reduce of row statistics."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the shard axis."""
+        """Number of nodes of the shard axis."""
         return self.num_ranks // self.node_size
 
     def pieces(self, candidate: int) -> slice:
-        """The pieces of a candidate."""
+        """Return the slice of a candidate's pieces."""
         return slice(int(self.piece_start_C[candidate]), int(self.piece_start_C[candidate + 1]))
 
     def ranks_per_piece_C(self) -> Ints:
-        """How many ranks take a piece's load."""
+        """Return the number of ranks that take a piece's load."""
         nodes = np.array([layout.scope is Scope.NODES for layout in self.layouts_C], bool)
         return np.where(nodes, self.node_size, 1).astype(np.int64)
 
     def mean_load_CK(self) -> Floats:
-        """Seconds [C, K] that a candidate adds to the mean over ranks."""
+        """Return the seconds [C, K] that a candidate adds to the mean over ranks."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self._sum_over_pieces(self.load_PK * weight_P[:, None])
 
     def mean_bytes_C(self) -> Floats:
-        """Bytes that a candidate adds to the mean over ranks."""
+        """Return the bytes that a candidate adds to the mean over ranks."""
         weight_P = self.count_P * self.ranks_per_piece_C()[self.candidate_P] / self.num_ranks
         return self.common_bytes_C + self._sum_over_pieces((self.bytes_P * weight_P)[:, None])[:, 0]
 
     def can_fit_C(self) -> Bools:
-        """Whether a candidate has room at all."""
+        """Return whether a candidate fits into memory at all."""
         return np.asarray(self.piece_bytes_C() + self.common_bytes_C <= self.memory_cap)
 
     def piece_bytes_C(self) -> Floats:
-        """Bytes of a candidate's mean piece: of pieces that are cut unevenly one is as large at least."""
+        """Return the bytes of a candidate's mean piece. Of pieces that are cut unevenly, at least one is as
+        large.
+        """
         count_C, total_CN = (
             np.zeros(len(self.layouts_C)),
             self._sum_over_pieces((self.bytes_P * self.count_P)[:, None]),
@@ -124,14 +129,15 @@ class Problem(NamedTuple):
         return mean_C
 
     def largest_load_CK(self) -> Floats:
-        """Seconds [C, K] of a candidate's largest piece."""
+        """Return the seconds [C, K] of a candidate's largest piece."""
         largest = np.zeros((len(self.layouts_C), self.load_PK.shape[1]))
         np.maximum.at(largest, self.candidate_P, self.load_PK)
         return largest
 
     def least_load_PK(self) -> Floats:
-        """Seconds [P, K] of a piece that is as small as may be: no rows, or the least columns; whole tables
-        stay whole."""
+        """Return the seconds [P, K] of the smallest possible piece: no rows, or the least columns; whole
+        tables stay whole.
+        """
         uncut_C = [not layout.by_nodes and layout.row_parts == 1 for layout in self.layouts_C]
         split_C = [len(layout.widths) > 1 for layout in self.layouts_C]
         least_P = self.min_partition_Y[self.type_C[self.candidate_P]] / self.width_P

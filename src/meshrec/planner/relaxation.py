@@ -1,8 +1,9 @@
-"""A relaxation of the planning problem within a box lower <= T <= upper of the slowest ranks' loads T.
+"""Relaxation of the planning problem within a box lower <= T <= upper of the slowest ranks' loads T.
 
-T_k is at least the mean load, which is linear in how often each candidate is chosen; cuts say more of whole
-pieces (`cuts`). Types of identical tables are one variable per candidate and ranks need no variable at all,
-so the program is small whatever the cluster. Candidates with a piece above `upper` are out.
+T_k is at least the mean load, which is linear in how often each candidate is chosen. Cuts tell more about
+whole pieces (see `cuts`). Types of identical tables are one variable per candidate, and ranks need no
+variable at all, so the program is small whatever the cluster. Candidates with a piece above `upper` are
+excluded.
 """
 
 import time
@@ -16,20 +17,26 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats
 
 _MARGIN = 1e-6
-"""What an optimum may be off by."""
+"""Tolerance of an optimum."""
 _USED = 1e-7
 _LEAST_GAIN, _MOST_CUTS = 1e-4, 3000
-"""What an attempt to cut an optimum off has to gain for another; the cuts that are kept at most: beyond,
-programs are larger with them than without."""
+"""Least gain of a round of cuts that makes another one worthwhile, and maximum number of cuts.
+
+Beyond that number programs are larger with the cuts than without.
+"""
 
 
 class Box(NamedTuple):
-    """A relaxation's optimum: no plan in the box costs less than `bound`.
+    """Optimum of a relaxation: no plan in the box costs less than `bound`.
 
-    `share_C`: how many tables use each candidate, before cuts, for plans begin better with what they leave
-    out. `slowest_K`: T. `cut_at_K`: where T has to be told apart, below or above, for the relaxation to be
-    more like a plan; equal to T where there is nothing to tell. `lower_K`, `upper_K`: the box. `admitted_C`:
-    the candidates that plans in it can use that cost no more than the cutoff.
+    Attributes:
+        bound: the optimum.
+        share_C: how many tables use each candidate, before cuts, because plans start better from there.
+        slowest_K: T.
+        cut_at_K: values at which to split T so that the relaxation comes closer to a plan; T itself where no
+            split is needed.
+        lower_K, upper_K: the box.
+        admitted_C: candidates that plans in the box can use at a cost within the cutoff.
     """
 
     bound: float
@@ -42,9 +49,10 @@ class Box(NamedTuple):
 
 
 class Relaxation:
-    """T is at least the mean load of each phase, and the largest piece of what a single table uses.
+    """The linear program of the relaxation, with its cuts.
 
-    Loads are in units of `scale` seconds. After `deadline`, of `time.perf_counter`, no more cuts are added.
+    T is at least the mean load of each phase, and the largest piece of what a single table uses. Loads are in
+    units of `scale` seconds. No cuts are added after `deadline`, a time of `time.perf_counter`.
     """
 
     def __init__(self, problem: Problem, scale: float, deadline: float = INFINITY) -> None:
@@ -62,14 +70,16 @@ class Relaxation:
 
     @property
     def work(self) -> int:
-        """What the solutions have cost so far; see `Effort`."""
+        """The work of the solves so far; see `Effort`."""
         return self._earlier_work + self._solver.work
 
     def solve(
         self, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, rounds: int
     ) -> Box | None:
-        """The optimum over plans of the candidates `admitted_C` with lower <= T <= upper that cost `cutoff`
-        at most, after so many rounds of cuts; None where there are none."""
+        """Return the optimum over plans of `admitted_C` with lower <= T <= upper that cost at most `cutoff`.
+
+        Adds up to `rounds` rounds of cuts. Returns None if there are no such plans.
+        """
         if len(self._cuts) > _MOST_CUTS:
             self._earlier_work += self._solver.work
             self._solver, self._cuts = Solver(self._cost, self._rows), []
@@ -118,7 +128,7 @@ class Relaxation:
         return bool(found)
 
     def _cut_at(self, share_C: Floats, slowest_K: Floats) -> Floats:
-        """The median size of the pieces in use that are larger than T."""
+        """Return the median size of the used pieces that are larger than T."""
         cut_at_K = slowest_K.copy()
         for phase in range(len(slowest_K)):
             sizes = np.unique(self._largest_CK[share_C > _USED, phase])
@@ -129,8 +139,10 @@ class Relaxation:
 
 
 def _rows(problem: Problem, scale: float) -> ProgramRows:
-    """Variables: how many tables use each candidate [C], and T [K]. Rows: each type's tables, mean loads,
-    memory."""
+    """Build the rows of the program: the tables of each type, mean loads, memory.
+
+    The variables are how many tables use each candidate [C], and T [K].
+    """
     num_candidates, num_phases = len(problem.type_C), problem.load_PK.shape[1]
     candidate, phase = np.arange(num_candidates), np.arange(num_phases)
     tables_Y = np.bincount(problem.type_T).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Better and better plans of one way: starts from relaxations, then annealing from any of them."""
+"""Search for better plans: start from relaxations, then anneal."""
 
 import time
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from meshrec.planner.state import Parts, State
 from meshrec.planner.types import Bools
 
 _WORK_PER_RANK = 2
-"""The work of computing one rank's load in the compiled loop, in array elements."""
+"""Work of computing one rank's load in the compiled loop, in array elements."""
 WORK_PER_SECOND = 1e8
-"""What `Effort` says of work: it makes attempts as long as the time allows."""
+"""Work per second, as `Effort` counts it; it limits attempts to the time left."""
 
 
 class Effort(NamedTuple):
@@ -30,11 +30,13 @@ class Effort(NamedTuple):
 
 
 class Manner(NamedTuple):
-    """How to anneal. Which manner serves best depends on how many pieces a rank holds: attempts tell.
+    """How to anneal. The best manner depends on how many pieces a rank holds, and only attempts tell.
 
-    `hot`: the temperature to begin with, in mean loads of a rank. `place_share`: the most of the work that
-    places whole tables anew; the rest moves one piece or exchanges two. `exponent`: of the norm over ranks at
-    first.
+    Attributes:
+        hot: initial temperature, in mean loads of a rank.
+        place_share: maximum share of the work that places whole tables anew. The rest moves one piece or
+            exchanges two.
+        exponent: initial exponent of the norm over ranks.
     """
 
     hot: float
@@ -43,25 +45,28 @@ class Manner(NamedTuple):
 
 
 MANNERS = (Manner(0.03, 1.0, 8), Manner(0.005, 0.1, 8), Manner(0.002, 0.05, 32))
-"""Few large pieces want new splits and much disorder; many small ones patience. Where each rank is full with
-one or two pieces, it is the slowest rank that counts from the start."""
+"""Manners to try.
+
+Few large pieces need new splits and much disorder; many small ones need patience. Where each rank is full
+with one or two pieces, only the slowest rank counts from the start.
+"""
 
 SETTLED = Manner(0.001, 1.0, 32)
-"""From a plan that is good already."""
+"""Manner for a plan that is good already."""
 
 
 class Start(NamedTuple):
-    """A plan to anneal, and with which candidates."""
+    """A plan to anneal, with the annealer that knows its candidates."""
 
     parts_T: list[Parts]
     annealer: Annealer
 
 
 class Search:
-    """The best plan so far, and what makes it better.
+    """The best plan so far, and the means to improve it.
 
     Attributes:
-        seconds, parts_T: the best plan; no parts before the first.
+        seconds, parts_T: the best plan; ``parts_T`` is empty before the first.
         work: the work done so far.
     """
 
@@ -75,19 +80,21 @@ class Search:
         self._seed = 0
 
     def add_start(self, box: Box, admitted_C: Bools) -> Start | None:
-        """A plan made of a box's relaxation, to be annealed with the candidates `admitted_C`; None where it
-        does not fit into memory, or nothing anneals."""
+        """Make a plan from a box's relaxation, to be annealed with the candidates `admitted_C`.
+
+        Returns None if it does not fit into memory, or if there is no annealer.
+        """
         candidates_Y = candidates_by_type(self.problem, admitted_C)
         state = construct(self.problem, box.share_C, candidates_Y)
         return None if state is None else self._started(state, admitted_C)
 
     def add_fitting(self, seconds: float) -> Start | None:
-        """The same from a plan that spreads memory, annealed for so many seconds until it fits."""
+        """Make a start from a plan that spreads memory, annealed for up to `seconds` until it fits."""
         by_memory = fitting_plan(self.problem, self._allowed_C, seconds)
         return None if by_memory is None else self._started(self._state_of(by_memory.plan), self._allowed_C)
 
     def best_start(self) -> Start | None:
-        """The best plan, to be annealed with all candidates."""
+        """Return the best plan as a start, to be annealed with all candidates."""
         if not self.parts_T or not Annealer.serves(self.problem):
             return None
         return Start(self.parts_T, Annealer(self.problem, candidates_by_type(self.problem, self._allowed_C)))
@@ -99,7 +106,7 @@ class Search:
         return Start(state.plan, Annealer(self.problem, candidates_by_type(self.problem, admitted_C)))
 
     def attempt(self, start: Start, manner: Manner, max_work: float) -> float:
-        """Anneals a start, and keeps the plan if it is the best; its seconds."""
+        """Anneal a start, keep the plan if it is the best, and return its seconds."""
         self._seed += 1
         seconds = max(0.0, self._deadline - time.perf_counter())
         parts_T, work = start.annealer.improve(

@@ -1,13 +1,13 @@
 """The solver: a first plan in a moment, then a better bound and better plans until the work is done.
 
-Half of the work goes to plans, half to the bound. Effort is counted in work, so the result depends on the
-input and on the effort alone, unless the clock runs out first.
+Half of the work goes to plans, half to the bound. Effort is counted in work, so the result depends only on
+the input and the effort, unless the clock runs out first.
 
-Plans are annealed from several starts in several manners, and nobody knows beforehand which of them suit an
-input. So all get a short attempt, the best few of them a longer one, the better half of these one that is
-twice as long, and so on (successive halving: Karnin, Koren & Somekh, Almost Optimal Exploration in
-Multi-Armed Bandits, 2013). The next round begins with longer attempts, and with what the best plan and the
-bound's boxes have to offer.
+Plans are annealed from several starts in several manners, and it is unknown beforehand which of them suit an
+input. All get a short attempt, the best few a longer one, the better half of these one twice as long, and so
+on (successive halving: Karnin, Koren & Somekh, Almost Optimal Exploration in Multi-Armed Bandits, 2013). The
+next round begins with longer attempts, and with the best plan and the boxes of the bound as additional
+starts.
 """
 
 import time
@@ -24,31 +24,38 @@ from meshrec.planner.state import Parts
 from meshrec.planner.types import Bools
 
 _FINALISTS, _ROUND = 4, 1 / 64
-"""The attempts that are made anew after the first short ones, and the part of the work on plans that each of
-them takes at first. Each round begins with twice as much."""
+"""Number of attempts that continue after the first short ones, and their initial share of the work on plans.
+
+The share doubles in each round.
+"""
 _FIRST_WORK = 0.25
-"""The part of the work on plans after which no more first attempts are begun."""
+"""Share of the work on plans after which no more first attempts begin."""
 _WORK_PER_TABLE = 2e4
-"""Of the shortest attempts: about what it takes to set one up."""
+"""Work per table of the shortest attempts: about as much as setting one up."""
 _SQUEEZES = (1.1, 1.4, np.inf)
-"""Of a relaxation's T: the largest pieces that plans begin with. What is larger leaves the other ranks idle;
-what T may be in the end is not known."""
+"""Limits on the largest pieces of starting plans, as multiples of a relaxation's T.
+
+Larger pieces leave the other ranks idle. The final T is unknown.
+"""
 _OF_OTHER_WAYS = 2
-"""The starts and manners that are tried with other sets of collectives: what is best with one is nearly so
-with another."""
+"""Number of starts and manners tried with other sets of collectives, since the best ones with one set are
+nearly best with others.
+"""
 _FITTING_SECONDS = 5.0
-"""To look for any plan that fits, also where the time is up: without one there is no answer."""
+"""Seconds to look for any plan that fits, even after the time limit, because without one there is no
+answer.
+"""
 
 
 class Way(NamedTuple):
-    """A set of collectives: the candidates that need no other, and the latencies of these."""
+    """A set of collectives: the candidates that need no others, and the latencies of these collectives."""
 
     allowed_C: Bools
     fixed_seconds: float
 
 
 class Solution(NamedTuple):
-    """The best plan found (no parts: none), and what no plan can beat; both with latencies."""
+    """The best plan found (no parts: none), and the bound that no plan can beat. Both include latencies."""
 
     parts_T: list[Parts]
     seconds: float
@@ -58,11 +65,10 @@ class Solution(NamedTuple):
 
 
 def solve(problem: Problem, ways: Sequence[Way], effort: Effort, *, cutoff: float = np.inf) -> Solution:
-    """The best plan that goes one of the `ways`. Where none was found that fits into memory, it has no parts;
-    where it is proven that there is none, the bound is infinite.
+    """Return the best plan found for one of the `ways`.
 
-    `cutoff`: seconds of a plan that is known already: the search ends once it is proven that there is none
-    faster.
+    If no plan fits into memory, the solution has no parts; if that is proven, the bound is infinite. `cutoff`
+    is the seconds of a plan that is already known: the search ends when it is proven that no plan is faster.
     """
     contest = _Contest(problem, ways, effort, cutoff, time.perf_counter() + effort.time_limit)
     while contest.step():
@@ -71,9 +77,10 @@ def solve(problem: Problem, ways: Sequence[Way], effort: Effort, *, cutoff: floa
 
 
 class _Entrant:
-    """A way with its search for plans and its bound.
+    """A way, with its search for plans and its bound.
 
-    The bound is begun when it is asked for; until then `floor` counts, seconds that no plan of any way beats.
+    The bound is computed when it is first needed. Until then `floor` applies: seconds that no plan of any way
+    can beat.
     """
 
     def __init__(self, problem: Problem, way: Way, deadline: float, floor: float) -> None:
@@ -89,7 +96,7 @@ class _Entrant:
 
     @property
     def seconds(self) -> float:
-        """The best plan's, with latencies."""
+        """Seconds of the best plan, with latencies."""
         return self.search.seconds + self.fixed_seconds
 
     @property
@@ -107,22 +114,23 @@ class _Entrant:
 
     @property
     def bound_work(self) -> int:
-        """The work on the bound after its first box."""
+        """Work on the bound after its first box."""
         return 0 if self._bound is None else self._bound.work - self.first_work
 
     @property
     def num_boxes(self) -> int:
-        """Relaxations solved."""
+        """Number of relaxations solved."""
         return 0 if self._bound is None else self._bound.num_solves
 
     @property
     def has_time(self) -> bool:
-        """Whether a step as long as the bound's longest one ends in time."""
+        """Whether a step as long as the bound's longest one would end in time."""
         return time.perf_counter() + self._longest <= self._deadline
 
     def start(self, factor: float) -> Start | None:
-        """A plan from the relaxation, with pieces of `factor` times its T at most; None where there is
-        none."""
+        """Make a plan from the relaxation, with pieces of at most `factor` times its T; None if there is
+        none.
+        """
         for leaves_room in (False, True):
             box = self.bound.squeezed(factor, leaves_room=leaves_room)
             start = None if box is None else self.search.add_start(box, box.admitted_C)
@@ -131,11 +139,11 @@ class _Entrant:
         return None if self.search.parts_T else self.search.add_fitting(0.0)
 
     def start_from_memory(self) -> Start | None:
-        """A plan that spreads memory, looked for with patience."""
+        """Make a plan that spreads memory, with a longer search."""
         return self.search.add_fitting(_FITTING_SECONDS)
 
     def new_arms(self, manner: Manner) -> "list[_Arm]":
-        """What has come up since: the bound's best box, where its splits are new, and the best plan."""
+        """Return new starts: the bound's best box if its splits are new, and the best plan."""
         box = None if self._bound is None else self._bound.best_box
         key = b"" if box is None else np.rint(box.share_C).astype(np.int32).tobytes()
         start = None
@@ -147,7 +155,7 @@ class _Entrant:
         return found if best is None else [*found, _Arm(self, best, SETTLED, np.inf)]
 
     def improve(self, known: float) -> None:
-        """One step of the bound, where a plan of `known` seconds (with latencies) is known."""
+        """Take one step of the bound. A plan of `known` seconds (with latencies) is known."""
         started = time.perf_counter()
         is_begun = self._bound is not None
         bound = self.bound
@@ -157,22 +165,24 @@ class _Entrant:
 
 @dataclass(eq=False)
 class _Arm:
-    """What an attempt begins with, how, and the seconds that its last one reached (with latencies)."""
+    """A start with a manner, and the seconds (with latencies) of its last attempt."""
 
     entrant: _Entrant
     start: Start
     manner: Manner
     factor: float
-    """See `_SQUEEZES`."""
+    """Factor of the largest pieces; see `_SQUEEZES`."""
     seconds: float = np.inf
 
     def attempt(self, work: float) -> None:
-        """One more attempt."""
+        """Make one more attempt."""
         self.seconds = self.entrant.search.attempt(self.start, self.manner, work) + self.entrant.fixed_seconds
 
 
 class _Contest:
-    """All ways: the bound of the lowest next, attempts at plans of all that can beat the best."""
+    """All ways together: the lowest bound is raised next, and ways that can beat the best plan get
+    attempts.
+    """
 
     def __init__(
         self, problem: Problem, ways: Sequence[Way], effort: Effort, cutoff: float, deadline: float
@@ -217,7 +227,7 @@ class _Contest:
         return self.known - self.value <= self._effort.gap * self.known
 
     def step(self) -> bool:
-        """One piece of work; False when there is nothing to do, or no time to do it."""
+        """Do one piece of work. Return False if there is nothing left to do, or no time."""
         if self.known < np.inf and (self._is_proven or self._is_spent):
             return False
         entrant = min(self._entrants, key=lambda entrant: entrant.value)
@@ -232,7 +242,7 @@ class _Contest:
         return False
 
     def _rounds(self) -> Iterator[bool]:
-        """Attempts at better plans, one after the other; see above."""
+        """Yield after each attempt at a better plan, in the order of successive halving."""
         arms = yield from self._first_arms()
         self._first_work = float(self._search_work)
         work = self._plan_work * _ROUND
@@ -245,7 +255,9 @@ class _Contest:
             work *= 2
 
     def _halving(self, arms: list[_Arm], work: float) -> Iterator[bool]:
-        """Attempts of all arms, then of the better half for twice as long, and so on, until one is left."""
+        """Run attempts of all arms, then of the better half for twice as long, and so on, until one is
+        left.
+        """
         while True:
             for arm in arms:
                 if arm.entrant.value < self.known:
@@ -256,8 +268,11 @@ class _Contest:
             arms, work = _best(arms, (len(arms) + 1) // 2), 2 * work
 
     def _first_arms(self) -> Generator[bool, None, list[_Arm]]:
-        """All starts of the way with the lowest bound in all manners, and the best of these of the other ways
-        that may be better than the best plan; each has had its first attempt."""
+        """Return all starts of the way with the lowest bound in all manners, and the best of them for other
+        ways.
+
+        Other ways are included if they may be better than the best plan. Each has had its first attempt.
+        """
         arms: list[_Arm] = []
         kinds: list[tuple[float, Sequence[Manner]]] = [(factor, MANNERS) for factor in _SQUEEZES]
         for entrant in sorted(self._entrants, key=lambda entrant: entrant.value):
@@ -283,7 +298,7 @@ class _Contest:
         return arms
 
     def solution(self) -> Solution:
-        """The best plan and the bound."""
+        """Return the best plan and the bound."""
         best = min(self._entrants, key=lambda entrant: entrant.seconds)
         bound = min(self.value, best.seconds)
         boxes = sum(entrant.num_boxes for entrant in self._entrants)

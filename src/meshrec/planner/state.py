@@ -1,8 +1,8 @@
-"""A plan under construction: where every piece is, and what every rank has to do.
+"""A plan under construction: the place of every piece, and the load of every rank.
 
-The search lowers a smooth stand-in for the sum of slowest ranks: per phase the q-norm over ranks, scaled so
-that equal loads give the load itself. It sees every rank, where the maximum sees only the slowest, and
-tends to it as q grows.
+The search minimises a smooth substitute for the sum of slowest ranks: per phase the q-norm over ranks, scaled
+so that equal loads give the load itself. It depends on every rank, where the maximum depends only on the
+slowest, and tends to the maximum as q grows.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from meshrec.planner.types import Floats, Ints
 
 
 class Parts(NamedTuple):
-    """The pieces of one table, one entry per rank that holds one: group of equal pieces, rank, and size."""
+    """The pieces of one table, one entry per rank that holds one: group of equal pieces, rank and size."""
 
     candidate: int
     group_N: Ints
@@ -24,22 +24,22 @@ class Parts(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a candidate would go best, and what the smooth objective would be."""
+    """The best places of a candidate, and the smooth objective with them."""
 
     objective: float
     parts: Parts
 
 
 class State:
-    """Loads per rank and phase for the tables placed so far.
+    """Loads per rank and phase of the tables placed so far.
 
-    `target_K`: about what the slowest rank will have to do in each phase, to begin with.
+    `target_K`: rough estimate of the slowest rank's load in each phase, to begin with.
 
     Attributes:
-        parts_T: the pieces of each table, None before it is placed.
+        parts_T: the pieces of each table; None before it is placed.
         load_RK, bytes_R: seconds and bytes on each rank, without what all ranks share.
-        common, common_bytes: what every rank has on top.
-        work: array elements that were touched: a measure of effort that does not depend on the machine.
+        common, common_bytes: seconds and bytes that every rank has in addition.
+        work: array elements that were touched, a measure of effort that does not depend on the machine.
     """
 
     def __init__(self, problem: Problem, target_K: Floats | None = None) -> None:
@@ -58,8 +58,9 @@ class State:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step beyond latencies: the sum over phases of the slowest rank, and what all ranks
-        share."""
+        """Seconds of a step without latencies: the sum over phases of the slowest rank, and the common
+        part.
+        """
         return float(self.common + self.load_RK.max(axis=0).sum())
 
     @property
@@ -68,19 +69,19 @@ class State:
         return [parts for parts in self.parts_T if parts is not None]
 
     def set_exponent(self, exponent: int) -> None:
-        """Sets q, a power of two, after loads were set; what the slowest ranks have now counts as 1."""
+        """Set q, a power of two, after loads were set. The present maximum of each phase counts as 1."""
         self._exponent = exponent
         self._scale_K = 1 / np.maximum(self.load_RK.max(axis=0), self._least_K)
         self._power_RK = self._power(self.load_RK)
 
     def weights(self) -> Floats:
-        """The derivative of the smooth objective by each phase's sum of powers."""
+        """Return the derivative of the smooth objective with respect to each phase's sum of powers."""
         sum_K = self._power_RK.sum(axis=0)
         weight_K: Floats = self._norm(sum_K) / np.maximum(sum_K, 1e-9) / self._exponent
         return weight_K
 
     def add(self, table: int, parts: Parts) -> None:
-        """Places a table."""
+        """Place a table."""
         assert self.parts_T[table] is None
         self.parts_T[table] = parts
         self.common += float(self.problem.common_C[parts.candidate])
@@ -90,22 +91,23 @@ class State:
         self._power_RK[parts.rank_N] = self._power(self.load_RK[parts.rank_N])
 
     def loads(self, parts: Parts) -> Floats:
-        """Seconds [N, K] of each piece."""
+        """Return the seconds [N, K] of each piece."""
         fixed_NK = self.problem.fixed_PK[parts.group_N]
         return fixed_NK + parts.amount_N[:, None] * (self.problem.load_PK[parts.group_N] - fixed_NK)
 
     def sizes(self, parts: Parts) -> Floats:
-        """Bytes [N] of each piece."""
+        """Return the bytes [N] of each piece."""
         fixed_N = self.problem.fixed_bytes_P[parts.group_N]
         return fixed_N + parts.amount_N * (self.problem.bytes_P[parts.group_N] - fixed_N)
 
     def fits(self) -> bool:
-        """Whether no rank has more bytes than it may."""
+        """Return whether every rank stays within its memory."""
         return bool(self.bytes_R.max() + self.common_bytes <= self.problem.memory_cap)
 
     def best_place(self, table: int, candidate: int, weight_K: Floats) -> Placed | None:
-        """The best places for a candidate's (even) pieces, one group after the other; None where memory is
-        short."""
+        """Return the best places for a candidate's even pieces, one group after the other; None if memory is
+        short.
+        """
         problem = self.problem
         scope = problem.layouts_C[candidate].scope
         common_bytes = self.common_bytes + problem.common_bytes_C[candidate]
