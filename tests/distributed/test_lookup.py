@@ -4,6 +4,7 @@ from meshrec import distributed as md
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.routing import RoutedTable, compile_plan
+from meshrec.ops import tbe
 from meshrec.plan.builders import WorldShape
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.packing import Packing
@@ -57,12 +58,12 @@ def test_blocks_of_sequences():
 
 def test_gradients_of_rows():
     tables, weights = lookup_tables(sequence=False)
-    grad = torch.rand(3, 7)
-    dense = tables.dense_grads(grad, IDS, [0, 1])
+    grad, lookups = torch.rand(3, 7), tables.lookups(IDS)
+    dense = tbe.dense_grad(grad, weights, lookups)
     for part, whole, weight in zip(tables.sparse_grads(grad, IDS, [0, 1]), dense, weights, strict=True):
         assert torch.equal(torch.zeros_like(weight).index_copy(0, part.rows, part.grads), whole)
-    assert tables.dense_grads(grad, IDS, [1])[0].shape == (4, 3)
-    squares, counts, _ = tables.row_squares(grad, IDS, [0, 1])
+    assert tbe.dense_grad(grad, weights[1:], lookups.of_tables([1]))[0].shape == (4, 3)
+    squares, counts, _ = tbe.row_squares(grad, lookups, [4, 4])
     expected = [part.grads.square().sum(1) for part in tables.sparse_grads(grad, IDS, [0, 1])]
     torch.testing.assert_close(squares, torch.cat(expected))
     assert counts.tolist() == [len(part) for part in expected]

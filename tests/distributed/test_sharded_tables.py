@@ -99,7 +99,12 @@ def broken_wire(update):
     sharded = sharder.shard(module, plan, env)
     held = [
         *sharded.parameters(),
-        *(t for each in sharded.fused_optimizer.tables.values() for t in each.slots["sum"].parts),
+        *(
+            slot
+            for part in (sharded.tables.split, sharded.tables.local)
+            for s in part.held.state
+            for slot in s
+        ),
     ]
     before = [tensor.detach().clone() for tensor in held]
     batch = KeyedJaggedTensor(["a"], torch.tensor([0, 5]), lengths=torch.tensor([1, 1]))

@@ -53,14 +53,15 @@ def train(module):
 
 def held(module):
     """(table, rectangle, weight, row state) of everything on this rank."""
-    optimizer = module.fused_optimizer
+    split, local = module.tables.split.held, module.tables.local.held
+    numbers = {table.name: number for number, table in enumerate(module.built.routing.tables)}
     return [
         (name, tuple(rectangle), shard.tolist(), state.tolist())
         for name, table in module.embedding_bags.items()
         for rectangle, shard, state in zip(
             table.rectangles,
             table.shards(),
-            optimizer.tables[f"embedding_bags.{name}.weight"].slots["sum"].parts,
+            [own[0] for held in (split, local) for own in held.state_of_table(numbers[name])],
             strict=True,
         )
     ]

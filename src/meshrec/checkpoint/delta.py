@@ -20,8 +20,8 @@ _Piece = tuple[Tensor, int, int, Tensor]
 class RowTracker:
     """Remembers, from now on, which rows of a model's fused tables each update touches.
 
-    It costs four bytes per row, and a store for each id of each backward pass. Updates are counted as the
-    optimizer of a table counts them (its state ``"step"``), which a checkpoint keeps.
+    It costs four bytes per row, and a store for each ID of each backward pass. Updates are counted as the
+    optimizer counts them (the greatest ``"step"`` of all tables), which a checkpoint keeps.
 
     Args:
         model: to watch; one tracker at a time.
@@ -31,18 +31,18 @@ class RowTracker:
         self._modules = model.sharded_modules
         self._tables = {path: module.tables for path, module in self._modules.items()}
         self._touched = {
-            path: TouchedRows(module.tables, module.built.rules) for path, module in self._modules.items()
+            path: TouchedRows(module.tables, module.built.fused, self._now)
+            for path, module in self._modules.items()
         }
+        self._told = -1
         self.first_step = self.step
         """The update after which tracking began."""
 
     @property
     def step(self) -> int:
-        """The last update."""
-        return max(
-            (rule.step for m in self._modules.values() for rule in m.built.rules if rule is not None),
-            default=0,
-        )
+        """The number of the last update."""
+        self._told = max(self._told, self._last())
+        return self._told
 
     @property
     def names(self) -> list[str]:
@@ -82,6 +82,17 @@ class RowTracker:
                     found |= {f"{name}.ids": ids, f"{name}.rows": rows}
         agreed(axis, lambda: write_tensors(path, found) if axis.rank == 0 else None, "writing touched rows")
         return counts
+
+    def _last(self) -> int:
+        return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
+
+    def _now(self) -> int:
+        """Return the mark of rows that are touched now: more than any number of an update told so far.
+
+        A table that was frozen for a while counts fewer updates than others, so its own step does not do.
+        """
+        is_deferred = any(module.tables.collected is not None for module in self._modules.values())
+        return max(self._last() + is_deferred, self._told + 1)
 
     def _check(self, since: int) -> None:
         if since < self.first_step:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.wire import FULL_PRECISION, WireFormats
-from meshrec.distributed.fused_optimizer import Deferred, FusedTable, ShardedFusedOptimizer, StateParts
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
@@ -31,9 +30,9 @@ from meshrec.plan.sharding_plan import (
     ShardingPlan,
     TableSize,
 )
-from meshrec.tables.fused import UpdateMode
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.initial import init_rectangle
+from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, UpdateMode
 from meshrec.tables.packing import Rectangle
 from meshrec.tables.rule import UpdateRule, rules_of
 from meshrec.tables.storage import RowStorage, copy_rectangle
@@ -88,20 +87,26 @@ class ModuleParts:
     names: list[str]
     """The name of each use in the output: the feature, or feature@table where several tables read it."""
     dims: list[int]
-    fused: dict[str, FusedTable]
+    fused: dict[int, FusedTable]
+    """The tables with a fused rule, by number."""
 
-    def fused_optimizer(self, prefix: str) -> ShardedFusedOptimizer:
-        """The optimizer, with the names that the parameters have in the module."""
-        return ShardedFusedOptimizer(self.named_fused(prefix), self.deferred())
+    def fused_optimizer(self, prefix: str) -> FusedOptimizer:
+        """Make the optimizer, with the names that the parameters have in the module."""
+        return FusedOptimizer(self.named_fused(prefix), self.deferred())
 
     def named_fused(self, prefix: str) -> dict[str, FusedTable]:
-        """The fused tables, by the names that their weights have in the module."""
-        return {f"{prefix}.{table}.weight": fused for table, fused in self.fused.items()}
+        """Return the fused tables by the names that their weights have in the module."""
+        tables = self.routing.tables
+        return {f"{prefix}.{tables[t].name}.weight": fused for t, fused in self.fused.items()}
 
     def deferred(self) -> Deferred | None:
-        """How the optimizer's step updates the tables; None where backward does."""
+        """Return how the optimizer's step updates the tables; None where backward does."""
         collected = self.tables.collected
-        return None if collected is None else Deferred(collected.signal, self.tables.step)
+        return None if collected is None else Deferred(self.tables.step, collected.signal)
+
+    def steps(self) -> list[int]:
+        """Return for each table the number of its updates so far."""
+        return [int(self.fused[t].state["step"]) if t in self.fused else 0 for t in range(len(self.rules))]
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
@@ -109,7 +114,7 @@ def source_tables(module: TableCollection) -> list[SourceTable]:
     state.
     """
     fused = module.fused_optimizer if module.is_fused else None
-    state = {} if fused is None else fused.state  # type: ignore[attr-defined]
+    state = {} if fused is None else fused.state
     found = []
     for config, weight in module.tables().values():
         mean = getattr(config, "pooling", None) is PoolingType.MEAN
@@ -179,7 +184,7 @@ def assemble(
     ``trained``: the tables that are not frozen. ``elsewhere``: what ``env.devices`` hold beyond the first.
     """
     shards: dict[str, TableShards | SpreadTable] = {}
-    fused = {}
+    fused: dict[int, FusedTable] = {}
     holders = routing.holders
     for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True)):
         held, mesh = (local, None) if routing.replicated[t] else (split, env.shard_mesh)
@@ -195,7 +200,14 @@ def assemble(
             mark_part(here.weight, env.shard.group, counts=True)  # also of nothing: norms are collective
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
-            fused[table.name] = _fused_table(here, rule, held.state_of_table(t), steps[t])
+            slots = zip(rule.spec.state_slots(), zip(*held.state_of_table(t), strict=True), strict=False)
+            parts = {slot.name: parts for slot, parts in slots}
+            state = {
+                slot.name: here.whole_state(parts.get(slot.name, ()), per_row=slot.per_row)
+                for slot in rule.spec.state_slots()
+            }
+            label = f"table {table.name!r}"
+            fused[t] = FusedTable(here.weight, rule, {"step": steps[t], **state}, label, table.dim)
     input_dist = InputDist(
         routing,
         env,
@@ -209,7 +221,7 @@ def assemble(
         env,
         split,
         local,
-        rules=rules,
+        fused=fused,
         input_dist=input_dist,
         sequence=options.sequence,
         wire=options.wire,
@@ -361,16 +373,6 @@ def _make_equal(held: Holdings, axis: Axis) -> None:
     """Replicas start from what the first of them has."""
     for parameter in held.parameters:
         broadcast(parameter.detach(), axis, "first weights")
-
-
-def _fused_table(
-    shards: TableShards, rule: UpdateRule, state: Sequence[Sequence[Tensor]], step: int
-) -> FusedTable:
-    slots = {
-        slot.name: StateParts(slot.per_row, [own[number] for own in state])
-        for number, slot in enumerate(rule.spec.state_slots())
-    }
-    return FusedTable(shards, rule, slots, step)
 
 
 def _names(routing: Routing) -> list[str]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
-from meshrec.distributed.fused_optimizer import ShardedFusedOptimizer
 from meshrec.distributed.input_dist import Exchanging, SizesInFlight
 from meshrec.distributed.sharded_tables import Results, ShardedTables
 from meshrec.distributed.stages import Stage, stages
@@ -23,6 +22,7 @@ from meshrec.modules import (
 from meshrec.modules.embedding_modules import holder_of
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meshrec.tables.optimizer import FusedOptimizer
 
 # B batch, D columns of all tables, N ids of a feature
 
@@ -44,7 +44,7 @@ class _ShardedCollection(nn.Module):
         self._dtype = None if output is None else output.dtype
         self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
         """Is asked first by ``forward``: the result for this very object, if it is under way, else None."""
-        self.fused_optimizer: ShardedFusedOptimizer = built.fused_optimizer(prefix=holder)
+        self.fused_optimizer: FusedOptimizer = built.fused_optimizer(prefix=holder)
         self.register_load_state_dict_post_hook(_count_change)  # type: ignore[no-untyped-call]
 
     @property
@@ -89,7 +89,7 @@ class _ShardedCollection(nn.Module):
         """
         if not self._has_started:
             for fused in self.built.fused.values():
-                in_backward_spec(fused.shards.weight)
+                in_backward_spec(fused.weight)
             self._has_started = True
         return self._tables.start(features)
 

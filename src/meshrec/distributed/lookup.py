@@ -4,7 +4,7 @@ comes back.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,6 @@ from meshrec.tables.storage import lookup_of
 
 # As Lookups._make, without a Python call.
 _as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__new__, tbe.Lookups)
-
-
-class RowSquares(NamedTuple):
-    """Sums of squared gradients over the columns that are here: fp32 [U], rectangle by rectangle; int64 on
-    the CPU: the touched rows of each; and what ``update`` takes so that nothing is sorted again.
-    """
-
-    squares: Tensor
-    counts: Tensor
-    runs: Tensor
 
 
 class LookupTables:
@@ -152,48 +142,10 @@ class LookupTables:
             return grad.reshape(-1)
         return grad.view(-1, self._dim)
 
-    def update(
-        self,
-        grad: Tensor,
-        ids: LookupIds,
-        rectangles: list[int],
-        state: list[Tensor],
-        optimizer: int,
-        hyper: Tensor,
-        runs: Tensor | None = None,
-        mean_squares: Tensor | None = None,
-    ) -> None:
-        """Steps some rectangles in place; ``state`` is slot-major, as ``tbe_update`` takes it. ``runs``: of
-        the same rectangles, see ``row_squares``.
-        """
-        weights = self.weights
-        tbe.update(
-            grad,
-            *self.lookups(ids).of_tables(rectangles),
-            [weights[i] for i in rectangles],
-            state,
-            optimizer,
-            hyper,
-            None,
-            [start for i in rectangles for start in self.work.rectangles[i].origin],
-            runs,
-            mean_squares,
-        )
-
-    def row_squares(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> RowSquares:
-        """What an update of these rectangles needs to agree on with those who hold their other columns."""
-        lookups = self.lookups(ids).of_tables(rectangles)
-        return RowSquares(*tbe.row_squares(grad, lookups, self._heights(rectangles)))
-
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
         """For each of the rectangles its touched rows and their gradients."""
         lookups = self.lookups(ids).of_tables(rectangles)
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
-
-    def dense_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[Tensor]:
-        """For each of the rectangles its whole gradient."""
-        weights = self.weights
-        return tbe.dense_grad(grad, [weights[i] for i in rectangles], self.lookups(ids).of_tables(rectangles))
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """fp32 [N]: the gradient of the per-sample weights, from that of the output in any shape."""

@@ -18,9 +18,9 @@ from meshrec.distributed.gradient_exchange import (
 )
 from meshrec.distributed.input_dist import InputDist, LookupIds, PackedIds
 from meshrec.distributed.lookup import LookupTables
-from meshrec.distributed.updates import LookedUp, TableGradient
 from meshrec.plan.mesh import Axis
 from meshrec.tables.packing import RowGradients
+from meshrec.tables.updates import LookedUp, TableGradient
 
 # P replicas, n messages of each, Q routes of a message
 
@@ -43,7 +43,7 @@ class Replicas:
         ``ids``. Collective over the axis.
         """
         if self._axis.size == 1:
-            return TableGradient(LookedUp(self._tables, self._tables.shaped(grad, ids), ids), {})
+            return TableGradient(LookedUp(self._tables.shaped(grad, ids), self._tables.lookups(ids)), {})
         with phase(self._phase) if recorders else OFF:
             return self._exchanged(message, ids, grad)
 
@@ -103,4 +103,4 @@ class Replicas:
         message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
-        return LookedUp(tables, tables.shaped(grad, all_ids), all_ids)
+        return LookedUp(tables.shaped(grad, all_ids), tables.lookups(all_ids))

@@ -108,7 +108,7 @@ class _New(NamedTuple):
             self.plan,
             self.routing,
             old.rules,
-            [0 if rule is None else rule.step for rule in old.rules],
+            old.steps(),
             old.storages,
             self.trained,
             self.split,
@@ -177,12 +177,14 @@ def _planes(built: ModuleParts, new: _New) -> Iterator[_Plane]:
                 built.device,
                 storage.part_column,
             )
-        if table.name not in built.fused:
+        if (rule := built.rules[t]) is None:
             continue
-        for number, slot in enumerate(built.fused[table.name].slots.values()):
+        before = built.tables.local if built.routing.replicated[t] else built.tables.split
+        for number, slot in enumerate(rule.spec.state_slots()):
+            old_parts = [own[number] for own in before.held.state_of_table(t)]
             parts = [own[number] for own in held.state_of_table(t)]
             wanted = list(_per_row(transfers)) if slot.per_row else transfers
-            yield _Plane(slot.parts, parts, slot.per_row, wanted, 4, built.device)
+            yield _Plane(old_parts, parts, slot.per_row, wanted, 4, built.device)
 
 
 def _parts(

@@ -14,30 +14,13 @@ from torch import Tensor
 from meshrec.comms.collectives import Splits, all_to_all
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
-from meshrec.ops.tbe.formulas import L2_DECAY, Formula, Hyper, Rows, RowSum, decayed_gradient, formula_of
+from meshrec.ops.tbe.formulas import Formula, Hyper, Rows, RowSum, formula_of
 from meshrec.plan.mesh import Axis
 from meshrec.tables.packing import Rectangle
+from meshrec.tables.rule import UpdateRule
+from meshrec.tables.updates import Touched
 
 # U touched rows, D columns of the rectangle
-
-
-class Touched(NamedTuple):
-    """The touched rows of one rectangle: ``rows`` int64 [U], ``grad`` and ``weight`` fp32 [U, D], the
-    state's rows; weight and state are empty where the sums are of the gradient alone
-    (``needs_gradient_only``).
-    """
-
-    rows: Tensor
-    grad: Tensor
-    weight: Tensor
-    slots: list[Tensor]
-
-
-def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
-    """Whether the sums over a row are those of its squared gradient alone."""
-    formula = formula_of(optimizer)
-    reads_weight = formula.gradient is decayed_gradient and hyper.decay_mode == L2_DECAY
-    return formula.row_sums == {RowSum.GRADIENT} and not reads_weight
 
 
 class ColumnPeers:
@@ -106,6 +89,25 @@ class ColumnPeers:
             for known, total in zip(whole, self.summed(own), strict=True):
                 known[:, sums] = total
         return whole
+
+
+def column_peers(
+    routing: Routing, axis: Axis, rule: UpdateRule, tables: Sequence[int]
+) -> tuple[frozenset[int], ColumnPeers | None]:
+    """Find the tables of a rule whose update needs columns of other ranks, and who has them.
+
+    All ranks get the same tables.
+    """
+    if axis.size == 1 or not formula_of(rule.code).row_sums:
+        return frozenset(), None
+    cut = {
+        rectangle.table
+        for work in routing.work
+        for rectangle in work.rectangles
+        if rectangle.c1 - rectangle.c0 < routing.tables[rectangle.table].dim
+    }
+    split = frozenset(cut.intersection(tables))
+    return split, ColumnPeers(routing, axis, sorted(split)) if split else None
 
 
 class _Band(NamedTuple):

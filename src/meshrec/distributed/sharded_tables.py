@@ -3,7 +3,8 @@
 ``start``, ``exchange``, ``look_up`` and the awaited result are the stages that a pipeline may overlap.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.output_dist import Asked, PooledOutput, SequenceOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
-from meshrec.distributed.updates import TableGradient, TableUpdates
+from meshrec.distributed.row_stats import column_peers
 from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.holdings import Holdings
-from meshrec.tables.rule import UpdateRule, distinct
+from meshrec.tables.optimizer import FusedTable
+from meshrec.tables.updates import TableGradient, TableUpdates
+from meshrec.tables.writes import OwnWrites
 
 
 @dataclass(kw_only=True)
@@ -44,7 +47,7 @@ class ShardedTables:
     """Everything a rank does for one module.
 
     ``split``: its rectangles, in the order of ``routing.work[rank].rectangles``; ``local``: the whole
-    data-parallel tables. ``rules``: for each table of the module what a gradient does to it; None: ordinary
+    data-parallel tables. ``fused``: by number, the tables with a fused rule; the others get ordinary
     gradients. ``elsewhere``: where one process plays all ranks, what its other devices hold.
     """
 
@@ -55,13 +58,13 @@ class ShardedTables:
         split: Holdings,
         local: Holdings,
         *,
-        rules: Sequence[UpdateRule | None],
+        fused: Mapping[int, FusedTable],
         input_dist: InputDist,
         sequence: bool,
         wire: WireFormats,
         elsewhere: Sequence[Holdings] = (),
     ) -> None:
-        self._env, self._rules = env, distinct(rules)
+        self._env = env
         work = routing.work[env.shard.rank]
         out_dtype = wire.forward.kernel_dtype
         self.split = LookupTables(routing, work, split, sequence=sequence, out_dtype=out_dtype)
@@ -70,13 +73,21 @@ class ShardedTables:
             LookupTables(routing, other, held, sequence=sequence, out_dtype=out_dtype)
             for other, held in zip(routing.work[1:], elsewhere, strict=False)
         ]
+        self._writes = OwnWrites(
+            [table.label for table in fused.values()], [t.weight for t in fused.values()]
+        )
         self._updates = [
-            TableUpdates(self.split, routing, env.shard, _of(rules, routing.replicated, False)),
-            TableUpdates(self.local, routing, env.shard, _of(rules, routing.replicated, True)),
+            TableUpdates(
+                held,
+                {t: table for t, table in fused.items() if routing.replicated[t] == replicated},
+                writes=self._writes,
+                peers=None if replicated else functools.partial(column_peers, routing, env.shard),
+            )
+            for held, replicated in ((split, False), (local, True))
         ]
         self._parameters = [*split.parameters, *local.parameters]
         self.collected = (
-            GradientSignal(input_dist.device) if any(rule.deferred for rule in self._rules) else None
+            GradientSignal(input_dist.device) if any(t.rule.deferred for t in fused.values()) else None
         )
         """What backward passes left for ``step``; None where there is nothing to leave."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
@@ -192,9 +203,6 @@ class ShardedTables:
         self.num_changes += 1
         for (updates, gradient), each in zip(pairs, prepared, strict=True):
             updates.apply(each, gradient)
-        for rule in self._rules:
-            if rule.deferred == deferred:
-                rule.advance()
 
     def _collect(self, gradients: Sequence[TableGradient]) -> None:
         if self.collected is None:
@@ -255,12 +263,6 @@ class ShardedTables:
             by_rank[rank] = block
         grads = self._weight_grads.exchange(by_rank, local, step.asked.source)
         return grads.mul_(self._env.world.size)
-
-
-def _of(
-    rules: Sequence[UpdateRule | None], replicated: Sequence[bool], wanted: bool
-) -> list[UpdateRule | None]:
-    return [rule if flag == wanted else None for rule, flag in zip(rules, replicated, strict=True)]
 
 
 def _moved(ids: LookupIds, part: LookupTables) -> LookupIds:

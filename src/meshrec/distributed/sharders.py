@@ -14,7 +14,7 @@ from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.plan.mesh import ShardingEnv, default_env, group_device
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
-from meshrec.tables.fused import FusedOptimizer, UpdateMode
+from meshrec.tables.optimizer import FusedOptimizer, UpdateMode
 
 FusedParams = OptimizerSpec | Mapping[str, Any] | None
 
@@ -53,7 +53,7 @@ class _Sharder:
             optimizer=self.optimizer,
             optimizer_tables=self.tables,
             update=self.update or ("on_step" if is_deferred else "in_backward"),
-            seed=DEFAULT_SEED if attached is None else attached.seed,
+            seed=DEFAULT_SEED if attached is None else next(iter(attached.tables.values())).rule.seed,
             wire=self.wire,
             bounds_check=module.bounds_check,
             output_dtype=module.output_dtype,

@@ -21,7 +21,8 @@ from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
 from meshrec.modules.table_lookup import TableLookup, init_weight, make_weight, spans, storage_of
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from meshrec.tables.fused import TableUpdater
+from meshrec.tables.fused import WholeTables
+from meshrec.tables.optimizer import FusedOptimizer
 
 # F features in the order of the tables, B samples, N ids, D width
 
@@ -46,7 +47,7 @@ class TableCollection(nn.Module, ABC):
             bounds_check=bounds_check,
             output_dtype=output_dtype,
         )
-        self._updater: TableUpdater | None = None
+        self._updater: WholeTables | None = None
 
     @abstractmethod
     def table_holders(self) -> tuple[str, nn.ModuleDict]:
@@ -88,8 +89,8 @@ class TableCollection(nn.Module, ABC):
         return self._updater is not None
 
     @property
-    def fused_optimizer(self) -> TableUpdater:
-        """The ``FusedOptimizer`` that ``meshrec.fuse`` attached.
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer that ``meshrec.fuse`` attached.
 
         Raises:
             ValueError: if the module is not fused.
@@ -98,10 +99,10 @@ class TableCollection(nn.Module, ABC):
             raise ValueError(
                 "the module has no fused optimizer. Call meshrec.fuse(module, optimizer=...) first."
             )
-        return self._updater
+        return self._updater.optimizer
 
-    def attach(self, updater: TableUpdater) -> None:
-        """Lets ``updater`` have the gradients; ``meshrec.fuse`` calls this."""
+    def attach(self, updater: WholeTables) -> None:
+        """Hand the gradients of lookups to ``updater`` from now on; ``meshrec.fuse`` calls this."""
         self._updater = updater
 
     def reset_parameters(self) -> None:

@@ -11,7 +11,8 @@ from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
-from meshrec.tables.fused import FusedOptimizer, TrainedTable, UpdateMode
+from meshrec.tables.fused import TrainedTable, WholeTables
+from meshrec.tables.optimizer import UpdateMode
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -63,9 +64,9 @@ def fuse(
     optimizers: dict[str, KeyedOptimizer] = {}
     for path, child in collections.items():
         if any(table.spec is not None for table in planned[path]):
-            fused = FusedOptimizer(planned[path], update=update, seed=seed)
-            child.attach(fused)
-            optimizers[path] = fused
+            updater = WholeTables(planned[path], update=update, seed=seed)
+            child.attach(updater)
+            optimizers[path] = updater.optimizer
     if module not in collections.values():
         module.fused_optimizer = CombinedOptimizer(list(optimizers.items()))  # type: ignore[assignment]
     if any(child.device.type == "cpu" for child in collections.values()):

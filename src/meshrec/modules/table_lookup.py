@@ -17,7 +17,7 @@ from meshrec.modules.embedding_configs import (
 from meshrec.modules.input_checks import check_device, positions_of, sample_weights
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
-from meshrec.tables.fused import TableUpdater
+from meshrec.tables.fused import WholeTables
 from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
 
 # F features in the order of the tables, B samples, N ids, D width
@@ -116,7 +116,7 @@ class TableLookup:
         return self._clamped(lookups) if self._clamps_ids else lookups
 
     def run(
-        self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: "TableUpdater | None"
+        self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: WholeTables | None
     ) -> Tensor:
         """Looks up: ``[B, sum of D]``, or flat."""
         dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype

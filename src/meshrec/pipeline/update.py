@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from meshrec.comms.dense_gradients import DenseGradients
-from meshrec.distributed.fused_optimizer import ShardedFusedOptimizer
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim.keyed import CombinedOptimizer
 from meshrec.pipeline.in_flight import Collection
 from meshrec.pipeline.lookahead import Lookahead
+from meshrec.tables.optimizer import FusedOptimizer
 
 
 class Update:
@@ -80,14 +80,14 @@ class Update:
 
 def _parts(
     optimizer: torch.optim.Optimizer,
-) -> tuple[list[ShardedFusedOptimizer], list[torch.optim.Optimizer]]:
+) -> tuple[list[FusedOptimizer], list[torch.optim.Optimizer]]:
     """The optimizers of tables, and the others: in whatever order they step, they do the same."""
     if type(optimizer) is not CombinedOptimizer:
         return [], [optimizer]
-    tables: list[ShardedFusedOptimizer] = []
+    tables: list[FusedOptimizer] = []
     rest: list[torch.optim.Optimizer] = []
     for _, each in optimizer.optimizers:
-        if isinstance(each, ShardedFusedOptimizer):
+        if isinstance(each, FusedOptimizer):
             tables.append(each)
         else:
             of_tables, others = _parts(each)

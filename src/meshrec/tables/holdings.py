@@ -31,6 +31,7 @@ class Holdings:
         state: Sequence[Sequence[Tensor]],
     ) -> None:
         self.parameters, self.packings, self.state = parameters, packings, state
+        self.rectangles = [rectangle for packing in packings for rectangle in packing.rectangles]
         self._owners = [table for table, packing in enumerate(packings) for _ in packing.rectangles]
 
     @property
@@ -63,8 +64,8 @@ class Holdings:
 
     def state_of_table(self, table: int) -> list[Sequence[Tensor]]:
         """For each of its rectangles here the optimizer state."""
-        tables = [rectangle.table for packing in self.packings for rectangle in packing.rectangles]
-        return [state for owner, state in zip(tables, self.state, strict=True) if owner == table]
+        pairs = zip(self.rectangles, self.state, strict=True)
+        return [state for rectangle, state in pairs if rectangle.table == table]
 
     def gradient(self, rectangle: int) -> Tensor | None:
         """``grad`` of the parameter that holds it."""

@@ -39,18 +39,15 @@ def rows_as_lookups(rows: Sequence[Tensor], dims: Sequence[int], tables: Sequenc
 def update_rows(
     weight: Tensor,
     state: Sequence[Tensor],
-    origin: tuple[int, int],
     rows: Tensor,
     grad: Tensor,
+    *,
     optimizer: int,
     hyper: Tensor,
-    row_stats: Tensor | None = None,
 ) -> None:
-    """Steps distinct rows [U] of a rectangle from their gradients [U, D], in place. ``origin``: the row and
-    column of its table where it begins.
-    """
+    """Step distinct rows [U] of a whole table from their gradients [U, D], in place."""
     lookups = rows_as_lookups([rows], [grad.shape[1]], [0])
-    tbe.update(grad.reshape(-1), *lookups, [weight], list(state), optimizer, hyper, row_stats, list(origin))
+    tbe.update(grad.reshape(-1), *lookups, [weight], list(state), optimizer, hyper, None, [])
 
 
 def slot_major(state: Sequence[Sequence[Tensor]]) -> list[Tensor]:

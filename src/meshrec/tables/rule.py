@@ -23,13 +23,11 @@ class UpdateRule:
     def __init__(self, spec: OptimizerSpec, *, deferred: bool = False, seed: int = DEFAULT_SEED) -> None:
         self.spec = spec
         """With the numbers of the last update."""
-        self.deferred, self._seed = deferred, seed
+        self.deferred, self.seed = deferred, seed
         self.slot_names = [slot.name for slot in spec.state_slots()]
         numbers = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         self.group: dict[str, Any] = {"params": [], **numbers}
         """torch's param_group: the tables' parameters, and the spec's numbers as they are now."""
-        self.states: list[dict[str, Any]] = []
-        """The state of every table of this rule; each holds the count as ``"step"``."""
         self._read = operator.itemgetter(*numbers)
         self._numbers = tuple(numbers.values())
         self._hyper = HyperOfSteps(spec, seed)
@@ -44,11 +42,6 @@ class UpdateRule:
         """What users call it."""
         return type(self.spec).__name__
 
-    @property
-    def step(self) -> int:
-        """The number of updates, where all tables count together."""
-        return int(self.states[0]["step"])
-
     def refresh(self) -> None:
         """Takes over the numbers that the param_group holds now.
 
@@ -60,26 +53,19 @@ class UpdateRule:
             numbers: list[Any] = [number.item() if isinstance(number, Tensor) else number for number in now]
             names = [field.name for field in dataclasses.fields(self.spec)]
             self.spec = dataclasses.replace(self.spec, **dict(zip(names, numbers, strict=True)))
-            self._hyper = HyperOfSteps(self.spec, self._seed)
+            self._hyper = HyperOfSteps(self.spec, self.seed)
             self._numbers = tuple(numbers)
 
     def hyper_at(self, step: int) -> Tensor:
         """The numbers of update ``step`` for the kernels, as of the last ``refresh``; until the next call."""
         return self._hyper.at(step)
 
-    def hyper(self, row_dim: int) -> Tensor:
-        """The numbers of the next update, as the param_group has them now: see ``OptimizerSpec.hyper``.
+    def hyper(self, step: int, row_dim: int) -> Tensor:
+        """Return the numbers of update ``step``, as of the last ``refresh``, in a tensor of its own.
 
-        Raises:
-            ValueError: where one is out of its range now.
+        ``row_dim``: see ``OptimizerSpec.hyper``.
         """
-        self.refresh()
-        return self.spec.hyper(lr=self.spec.lr, step=self.step + 1, seed=self._seed, row_dim=row_dim)
-
-    def advance(self) -> None:
-        """Counts an update that was made."""
-        for state in self.states:
-            state["step"] += 1
+        return self.spec.hyper(lr=self.spec.lr, step=step, seed=self.seed, row_dim=row_dim)
 
 
 def distinct(rules: Sequence[UpdateRule | None]) -> list[UpdateRule]:

@@ -134,7 +134,7 @@ class _Reference:
         rows_U = torch.cat(self._rows[name]).long().unique()
         hyper = spec.hyper(lr=spec.lr, step=self._steps)
         grad = gradient[rows_U].float()
-        update_rows(weight.detach(), self._state[name], (0, 0), rows_U, grad, spec.code, hyper)
+        update_rows(weight.detach(), self._state[name], rows_U, grad, optimizer=spec.code, hyper=hyper)
 
     def _watch(self, path: str, module: nn.Module, sharder: Sharder) -> None:
         """Record which rows each batch looks up."""

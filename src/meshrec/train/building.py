@@ -19,8 +19,8 @@ from meshrec.optim import (
     in_backward_optimizer_filter,
 )
 from meshrec.planner import PlannedShardingPlan
-from meshrec.tables.fused import UpdateMode
 from meshrec.tables.initial import init_rectangle
+from meshrec.tables.optimizer import UpdateMode
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DenseOptimizer, Recipe

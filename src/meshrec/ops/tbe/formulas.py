@@ -353,6 +353,13 @@ def formula_of(which: int | OptimizerKind) -> Formula:
     raise ValueError(f"optimizer {which} is unknown; codes 0 to {len(FORMULAS) - 1} exist.")
 
 
+def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
+    """Return whether the sums over a whole row are those of its squared gradient alone."""
+    formula = formula_of(optimizer)
+    reads_weight = formula.gradient is decayed_gradient and hyper.decay_mode == L2_DECAY
+    return formula.row_sums == {RowSum.GRADIENT} and not reads_weight
+
+
 def as_cpp() -> str:
     """``formulas.inc``: the numbers of ``Hyper`` and the optimizers, each in order, for C++ to expand."""
     lines = ["// Written by setup.py from ops/tbe/formulas.py: change that.", "#ifdef HYPER"]

@@ -13,7 +13,9 @@ def test_update_rows_steps_only_them():
     weight, state = torch.ones(4, 2), [torch.zeros(4, 2)]
     spec = Adagrad(lr=0.5, eps=1e-10)
     hyper = spec.hyper(lr=0.5, step=1)
-    update_rows(weight, state, (0, 0), torch.tensor([1, 3]), torch.full((2, 2), 2.0), spec.code, hyper)
+    update_rows(
+        weight, state, torch.tensor([1, 3]), torch.full((2, 2), 2.0), optimizer=spec.code, hyper=hyper
+    )
     torch.testing.assert_close(weight, torch.tensor([[1.0, 1.0], [0.5, 0.5], [1.0, 1.0], [0.5, 0.5]]))
     assert state[0][:, 0].tolist() == [0.0, 4.0, 0.0, 4.0]
 
