@@ -22,5 +22,8 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     return naive.nbit_forward(weights, bits, *arguments) if out is None else out
 
 
+OPS = [nbit_forward]
+"""The ops that have Triton kernels."""
+
 if importlib.util.find_spec("triton") is not None:
-    implement([nbit_forward], "CUDA")
+    implement(OPS, "CUDA")
