@@ -9,7 +9,8 @@ from meshrec.data.faults import DataError, Faults, needs
 def test_raising_names_the_first_row():
     kept = np.array([True, False, True, True])
     with pytest.raises(
-        DataError, match=r"f: row 12 is bad \(2 rows of 4\)\. Repair the data, or pass on_error"
+        DataError,
+        match=r"f: row 12 is bad \(2 rows of 4\)\. Repair the data, or leave such rows out: on_error=",
     ):
         Faults("raise").check(kept, np.array([True, False, False, False]), "f: row {row} is bad", 10)
 
