@@ -1,30 +1,68 @@
-"""The random number generators of a rank, as tensors: Python's, torch's, and those of its CUDA device."""
+"""The random number generators of a rank, as tensors: Python's, NumPy's, torch's, and its CUDA device's."""
 
+import logging
 import random
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_log = logging.getLogger(__name__)
+_MERSENNE = "MT19937"
+"""The only bit generator whose state NumPy's global functions have by default."""
+
+
+def seed_python_and_numpy(seed: int, stream: str) -> None:
+    """Seed Python's ``random`` and NumPy's global generator; torch's own generator is left alone.
+
+    Args:
+        seed: the run's seed.
+        stream: what the numbers are for. Different streams of one seed are independent of each other.
+    """
+    source = random.Random(f"{seed}/{stream}")  # hashes the text with SHA-512, in every process alike
+    random.seed(source.getrandbits(128))
+    np.random.seed(source.getrandbits(32))
+
 
 def random_state() -> dict[str, Tensor]:
-    """The present state, by generator."""
+    """Return the present state of every generator, by name."""
     version, numbers, gauss = random.getstate()
     assert version == 3
-    has_gauss = [0.0, 0.0] if gauss is None else [1.0, gauss]
     state = {
         "python": torch.tensor(numbers, dtype=torch.int64),
-        "python_gauss": torch.tensor(has_gauss, dtype=torch.float64),
+        "python_gauss": torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    if numpy_state["bit_generator"] == _MERSENNE:
+        words = [*numpy_state["state"]["key"].tolist(), numpy_state["state"]["pos"]]
+        state["numpy"] = torch.tensor(words, dtype=torch.int64)
+        gauss_of = [float(numpy_state["has_gauss"]), numpy_state["gauss"]]
+        state["numpy_gauss"] = torch.tensor(gauss_of, dtype=torch.float64)
+    else:
+        _log.warning(
+            "NumPy's global generator is a %s, which a checkpoint does not hold: a resumed run draws other "
+            "numbers from it. Leave it a %s, or draw from a generator that your own state_dict() saves.",
+            numpy_state["bit_generator"],
+            _MERSENNE,
+        )
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Goes on from what ``random_state`` gave."""
+    """Restore what ``random_state`` returned; a generator that ``state`` lacks keeps its own state.
+
+    Checkpoints of earlier releases have no state of NumPy's generator.
+    """
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
     torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        *key, position = state["numpy"].tolist()
+        has_gauss, gauss = state["numpy_gauss"].tolist()
+        np.random.set_state((_MERSENNE, np.array(key, dtype=np.uint32), position, int(has_gauss), gauss))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

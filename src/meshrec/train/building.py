@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshrec.checkpoint.random_state import seed_python_and_numpy
 from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.modules.embedding_modules import TableCollection
@@ -40,16 +41,22 @@ class Built(NamedTuple):
 
 
 def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
-    """The model, its first weights drawn from the recipe's seed: the same under every plan, and unsharded.
+    """Build the model with first weights from the recipe's seed: the same under every plan, and unsharded.
+
+    While the model is built, Python's and NumPy's generators give every rank the same numbers. From then on
+    each rank has numbers of its own, a function of the seed and the rank.
 
     Raises:
         ValueError: on every rank, when no plan fits.
     """
-    torch.manual_seed(recipe.training.seed)
+    seed = recipe.training.seed
+    torch.manual_seed(seed)
+    seed_python_and_numpy(seed, "build")
     model = recipe.model.build(dataset)
-    return (
-        _sharded(recipe, model, dataset, ranks) if recipe.placement.sharded else _plain(recipe, model, ranks)
-    )
+    make = _sharded if recipe.placement.sharded else _plain
+    built = make(recipe, model, dataset, ranks)
+    seed_python_and_numpy(seed, f"rank {ranks.rank}")
+    return built
 
 
 def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks) -> Built:
@@ -70,7 +77,7 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
     return _built(recipe, sharded, sharded.fused_optimizer, dense, plan)
 
 
-def _plain(recipe: Recipe, model: nn.Module, ranks: Ranks) -> Built:
+def _plain(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> Built:
     for child in model.modules():
         if isinstance(child, TableCollection):
             _allocate(child, ranks.device, recipe.training.seed)

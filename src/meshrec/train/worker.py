@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshrec.checkpoint import find_checkpoint
+from meshrec.checkpoint.random_state import seed_python_and_numpy
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import save_plan
 from meshrec.reports.measured import compare, read_phases
@@ -210,6 +211,9 @@ class _Run:
             if RUN_VARIABLE in os.environ:
                 stop_with_parent()
             self._folder.error(self._ranks.rank).unlink(missing_ok=True)
+            seed = self._job.recipe.training.seed
+            torch.manual_seed(seed)  # a source of data that draws numbers draws the same ones on every rank
+            seed_python_and_numpy(seed, "data")
             dataset = load_data(self._job.recipe.data, self._folder, self._ranks)
             trainer = Trainer(
                 self._job.recipe,
