@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from rich.table import Table as Grid
 from meshrec.calibration.calibrate import Sizes, calibrate
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
+from meshrec.comms.joining import form_group
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner.hardware import HardwareProfile
 from meshrec.train.ranks import choose_device
@@ -49,7 +51,7 @@ def run(options: CalibrateOptions) -> None:
     check_output(options.out)
     under_torchrun = dist.is_torchelastic_launched()
     if under_torchrun and not dist.is_initialized():
-        dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
+        form_group("gloo" if options.device == "cpu" else "nccl", timedelta(minutes=30))
     sizes = Sizes(batch_size=64, steps=3, rounds=1) if options.quick else Sizes()
     try:
         device = torch.device(choose_device(options.device))

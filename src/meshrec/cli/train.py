@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,16 +19,16 @@ from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
-from meshrec.train.launch import launch
+from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, drop_unstarted, new_run
+from meshrec.train.run_lock import RunLock, claim_run
 from meshrec.train.saved_recipe import changes, load_recipe
 from meshrec.train.trackers import find_trackers
 from meshrec.train.worker import (
     BEGAN_VARIABLE,
-    RANK_TIMEOUT,
     RUN_VARIABLE,
     Job,
     commands,
@@ -93,12 +94,17 @@ class _Asked(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse, then launch ranks or work as one; return the exit code."""
+    """Parse, then launch ranks or train as one; return the exit code."""
+    with ExitStack() as locks:  # of the run's folder
+        return _main(arguments, locks)
+
+
+def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     began = os.environ.get(BEGAN_VARIABLE, str(time.time()))
     at = recipe_at(arguments)
     if at is None and "--resume" not in arguments:
         return _help(arguments)
-    asked = _asked(arguments, at)
+    asked = _asked(arguments, at, locks)
     if any(word in HELP for word in asked.rest):
         print(recipe_help(f"meshrec train {asked.source}", asked.recipe, TrainOptions, summary=_SUMMARY))
         return 0
@@ -133,11 +139,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.baselines:
         needs("scipy.optimize", "train")  # now, and not when the run is over
     device = choose_device(options.device)
+    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, options.runs))
     if nproc == 1 and options.max_restarts == 0:
+        job = dataclasses.replace(job, folder=folder)
         return _code(work(job, make_screen(quiet=options.quiet)))
-    if resumed is not None and resumed.state().name == "running":
-        raise ValueError(f"{resumed.path} is running already; stop it first.")
-    folder = resumed or new_run(options.name, recipe.name, options.runs)
     for rank in range(nproc):
         folder.error(rank).unlink(missing_ok=True)
     ended = launch(
@@ -146,6 +151,7 @@ def main(arguments: Sequence[str]) -> int:
         folder=folder,
         max_restarts=options.max_restarts,
         environment={RUN_VARIABLE: str(folder.path), BEGAN_VARIABLE: began},
+        rank_timeout=options.rank_timeout,
     )
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
@@ -176,7 +182,7 @@ def recipe_at(arguments: Sequence[str]) -> int | None:
     return next((number for number, unsure in candidates if not unsure), None)
 
 
-def _asked(arguments: Sequence[str], at: int | None) -> _Asked:
+def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked:
     rest = [word for number, word in enumerate(arguments) if number != at]
     source = None if at is None else arguments[at]
     if "--resume" not in rest:
@@ -190,6 +196,8 @@ def _asked(arguments: Sequence[str], at: int | None) -> _Asked:
         raise ValueError("--resume: name the run to go on with (--name RUN), or its recipe.")
     else:
         folder = new_run(name, resolve(source).name if source else "", runs, resume=True)
+        if not launched():  # rank 0 of another launcher locks it
+            locks.enter_context(RunLock(folder))
     recipe = load_recipe(folder, source)
     return _Asked(source or str(folder.read_json(CONFIG)["source"]), recipe, rest, folder)
 

@@ -1,10 +1,11 @@
 """The collectives that sharded modules use: started here, waited for where the value is needed.
 
-A failure names the collective, this rank, and the ranks that do not answer; that is found out through the
-store of the process group, since a broken connection tells an address, not a rank.
+A failure names the collective, this rank, and the ranks that do not answer. The ranks find that out through
+the store of the process group, since a broken connection tells an address, not a rank.
 """
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshrec.comms.host_link import Reading, links
+from meshrec.comms.joining import store_host
 from meshrec.comms.phase_clock import recorders
 from meshrec.plan.mesh import Axis
 
@@ -257,30 +259,45 @@ def _has_failed(work: Any) -> bool:
 
 
 def _explained(error: RuntimeError, name: str, group: dist.ProcessGroup | None) -> CollectiveError:
-    """An error of the backend as one that names collective and peers."""
+    """Return an error that names the collective and the peers that do not answer."""
     ranks = dist.get_process_group_ranks(group)
-    silent = _silent_peers(ranks)
-    whom = f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
     return CollectiveError(
-        f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {whom}. See the log of "
-        "that rank for the first error; restart all ranks from the last checkpoint. The backend says: "
-        f"{str(error).splitlines()[0]}"
+        f"rank {dist.get_rank()}: the collective '{name}' over ranks {ranks} failed: {_silent_peers(ranks)}. "
+        "See the log of that rank for the first error; restart all ranks from the last checkpoint. The "
+        f"backend says: {str(error).splitlines()[0]}"
     )
 
 
-def _silent_peers(ranks: list[int]) -> list[int]:
-    """The ranks that do not report a failure of their own soon: a live peer sees this collective fail,
-    too.
+def _silent_peers(ranks: list[int]) -> str:
+    """Say which ranks do not report a failure of their own soon: a live peer sees this collective fail, too.
+
+    The store may be hosted by the rank that is stopped, and torch's calls to it have no deadline. So a thread
+    asks, which is left behind if there is no answer.
     """
-    me = dist.get_rank()
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"meshrec/failed/{me}", "1")
-        waiting = [rank for rank in ranks if rank != me]
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while waiting and time.monotonic() < deadline:
-            waiting = [rank for rank in waiting if not store.check([f"meshrec/failed/{rank}"])]
-            time.sleep(0.05)
-    except RuntimeError:
-        return [0]  # the store lives in rank 0
-    return waiting
+    store, host = dist.distributed_c10d._get_default_store(), store_host()
+    me, silent = dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()]
+    heard = threading.Event()
+    failures: list[str] = []
+    deadline = time.monotonic() + _ANSWER_SECONDS
+
+    def ask() -> None:
+        try:
+            store.set(f"meshrec/failed/{me}", "1")
+            heard.set()
+            while silent and time.monotonic() < deadline:
+                for rank in list(silent):
+                    if store.check([f"meshrec/failed/{rank}"]):
+                        silent.remove(rank)
+                time.sleep(0.05)
+        except RuntimeError as error:
+            failures.append(str(error).splitlines()[0])
+
+    thread = threading.Thread(target=ask, name="silent peers", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS + 1.0)
+    if heard.is_set() and not failures and not thread.is_alive():
+        return f"no answer from rank {', '.join(map(str, silent))}" if silent else "all peers still answer"
+    # The store does not answer, or no longer: it was hosted by whoever is gone.
+    if host == "rank 0" and me != 0:
+        return "no answer from rank 0"
+    return f"the ranks' store cannot be asked who answers (it is with {host or 'a file'})"

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -14,8 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshrec.comms.joining import STORE_VARIABLE
 from meshrec.train.run_folder import RunFolder
+from meshrec.train.stopped_ranks import StoppedRanks
 
+RANK_TIMEOUT = 120.0
+"""Seconds that ranks wait for one that does not answer."""
 _SHUTDOWN_SECONDS = 120
 # How long the other ranks have to end by themselves once one has failed.
 _GRACE_SECONDS = 10.0
@@ -41,48 +46,54 @@ def launch(
     folder: RunFolder,
     max_restarts: int,
     environment: Mapping[str, str],
+    rank_timeout: float = RANK_TIMEOUT,
 ) -> Ended:
-    """Runs ``meshrec ARGUMENTS`` in ``num_ranks`` processes, and waits for them.
+    """Run ``meshrec ARGUMENTS`` in ``num_ranks`` processes, and wait for them.
 
     Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share the cores of this machine
-    unless OMP_NUM_THREADS says otherwise. Once a rank has failed, those that do not end by themselves are
-    killed: a process that hangs would keep the others waiting.
+    unless OMP_NUM_THREADS says otherwise. A rank that is stopped (SIGSTOP) for longer than ``rank_timeout``
+    seconds is killed. Once a rank has failed, those that do not end by themselves are killed, too: a process
+    that hangs would keep the others waiting.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from meshrec.train.rendezvous import BACKEND
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
-    added = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        # A store for each start: in a shared one, ranks that start anew may find the addresses of dead ones.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        **environment,
-    }
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=BACKEND,
         max_restarts=max_restarts,
         monitor_interval=0.1,
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
+    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        with _ends_stragglers(folder, num_ranks) as silent:
-            elastic_launch(config, sys.executable)("-c", _RANK, *arguments)
-    except ChildFailedError as failed:
-        return Ended(1, first_error(folder, num_ranks, signals_of(failed), silent))
-    except SignalException as stopped:
-        return Ended(128 + int(stopped.sigval), None)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    silent: set[int] = set()
+    # mkdtemp gives the folder to this user alone: see [Note: who can reach the ranks of a run].
+    with tempfile.TemporaryDirectory(prefix="meshrec-ranks-") as store:
+        os.environ.update(
+            {
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+                STORE_VARIABLE: store,
+                **environment,
+            }
+        )
+        try:
+            with _ends_stragglers(folder, num_ranks, rank_timeout, silent):
+                elastic_launch(config, sys.executable)("-c", _RANK, *arguments)
+        except ChildFailedError as failed:
+            return Ended(1, first_error(folder, num_ranks, signals_of(failed), silent))
+        except SignalException as stopped:
+            return Ended(128 + int(stopped.sigval), None)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
     return Ended(0, None)
 
 
@@ -92,22 +103,30 @@ def signals_of(failed: Any) -> dict[int, int]:
 
 
 @contextmanager
-def _ends_stragglers(folder: RunFolder, num_ranks: int) -> Iterator[set[int]]:
-    """Kills the ranks that are there still, some time after another one has failed; gives their numbers."""
-    over, killed = threading.Event(), set[int]()
+def _ends_stragglers(
+    folder: RunFolder, num_ranks: int, rank_timeout: float, silent: set[int]
+) -> Iterator[None]:
+    """Kill ranks that do not answer any more while others wait for them; add their numbers to ``silent``."""
+    over, stopped = threading.Event(), StoppedRanks(rank_timeout)
 
     def watch() -> None:
         while not over.wait(_POLL_SECONDS):
             for rank in _stragglers(folder, num_ranks):
                 with contextlib.suppress(OSError, ValueError):
-                    os.kill(int(folder.process(rank).read_text()), signal.SIGKILL)
+                    _kill(int(folder.process(rank).read_text()), rank)
                     folder.process(rank).unlink()
-                    killed.add(rank)
+            for pid, rank in stopped.poll():
+                with contextlib.suppress(OSError):
+                    _kill(pid, rank)
+
+    def _kill(pid: int, rank: int) -> None:
+        silent.add(rank)
+        os.kill(pid, signal.SIGKILL)
 
     thread = threading.Thread(target=watch, name="stragglers", daemon=True)
     thread.start()
     try:
-        yield killed
+        yield
     finally:
         over.set()
         thread.join()

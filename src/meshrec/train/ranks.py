@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshrec.comms.joining import form_group
 from meshrec.comms.timeouts import set_timeout
 from meshrec.plan.mesh import ShardingEnv
 
@@ -106,7 +107,7 @@ def join(device: str, *, timeout_seconds: float = 1800.0) -> Ranks:
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+        form_group("nccl" if device == "cuda" else "gloo", timeout)
     group = dist.group.WORLD
     assert group is not None
     control = group if device == "cpu" else dist.new_group(backend="gloo", timeout=timeout)

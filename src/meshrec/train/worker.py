@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
 from meshrec.train.baselines import baselines, ranking_baselines
 from meshrec.train.fitting import load_data
+from meshrec.train.launch import RANK_TIMEOUT
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
     Advanced,
@@ -42,10 +43,10 @@ from meshrec.train.run_folder import (
     RunFolder,
     all_runs,
     drop_unstarted,
-    new_run,
     now,
     to_json,
 )
+from meshrec.train.run_lock import RunLock, claim_run, hold_as_rank
 from meshrec.train.saved_recipe import Change, check_data, describe_data
 from meshrec.train.stopping import StopRequest, stop_with_parent
 from meshrec.train.trackers import make_trackers
@@ -57,8 +58,6 @@ RUN_VARIABLE = "MESHREC_RUN"
 """Names the run's folder to the ranks that our launcher starts, which has made it."""
 BEGAN_VARIABLE = "MESHREC_BEGAN"
 """When the command began, in seconds: ranks start later."""
-RANK_TIMEOUT = 120.0
-"""Seconds that ranks wait for one that does not answer."""
 
 _logger = logging.getLogger("meshrec")
 
@@ -79,6 +78,7 @@ class Job:
         baselines: judge the three baselines, too.
         track: other observers, see `meshrec.train.trackers.make_trackers`.
         rank_timeout: seconds that ranks wait for one that does not answer, while they train.
+        folder: the run's folder, where the caller has made it and holds its `RunLock`.
     """
 
     recipe: Recipe
@@ -92,6 +92,7 @@ class Job:
     baselines: bool = False
     track: str = ""
     rank_timeout: float = RANK_TIMEOUT
+    folder: RunFolder | None = None
 
 
 def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
@@ -106,8 +107,7 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
     began = float(os.environ.get(BEGAN_VARIABLE, time.time()))
     ranks = join(choose_device(job.device))
     try:
-        folder = RunFolder(Path(ranks.share(_folder(job) if ranks.is_first else None)))
-        with _logged(folder, ranks):
+        with _held_folder(job, ranks) as folder, _logged(folder, ranks):
             try:
                 return _Run(job, ranks, folder, screen, began).do()
             except BaseException as error:
@@ -159,32 +159,57 @@ def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     _logger.propagate = before[1] and ranks.is_first
     for handler in handlers:
         _logger.addHandler(handler)
-    folder.process(ranks.rank).write_text(str(os.getpid()))
-    _logger.info("rank %d of %d is process %d", ranks.rank, ranks.size, os.getpid())
     try:
-        yield
+        with hold_as_rank(folder, ranks.rank):
+            _logger.info("rank %d of %d is process %d", ranks.rank, ranks.size, os.getpid())
+            yield
     finally:
         for handler in handlers:
             _logger.removeHandler(handler)
             handler.close()
         _logger.level, _logger.propagate = before
-        folder.process(ranks.rank).unlink(missing_ok=True)
 
 
-def _folder(job: Job) -> str:
-    """The run's folder: what our launcher made, or what this launch made before it started its ranks anew."""
+@contextmanager
+def _held_folder(job: Job, ranks: Ranks) -> Iterator[RunFolder]:
+    """The run's folder, which rank 0 locks unless the launcher has. Collective.
+
+    Raises:
+        ValueError: on every rank, where rank 0 cannot have the folder.
+    """
     made = os.environ.get(RUN_VARIABLE)
     if made:
-        return made
+        yield RunFolder(Path(made))
+        return
+    lock: RunLock | None = None
+    path, refusal = "", ""
+    if ranks.is_first:
+        try:
+            found = job.folder
+            if found is None:
+                lock = _claim(job)
+                found = lock.folder
+            path = str(found.path)
+        except ValueError as error:
+            refusal = str(error)
+    path, refusal = ranks.share((path, refusal))
+    if refusal:
+        raise ValueError(refusal)
+    with lock or nullcontext():
+        yield RunFolder(Path(path))
+
+
+def _claim(job: Job) -> RunLock:
+    """Lock the run's folder: a new one, or what this launch made before it started its ranks anew."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
         for known in all_runs(job.runs):
             if known.read_json(LAUNCH) == launch:
-                return str(known.path)
-    folder = new_run(job.name, job.recipe.name, job.runs, resume=job.resume)
+                return RunLock(known)
+    lock = claim_run(job.name, job.recipe.name, job.runs, resume=job.resume)
     if launch != "none":
-        folder.write_json(LAUNCH, launch)
-    return str(folder.path)
+        lock.folder.write_json(LAUNCH, launch)
+    return lock
 
 
 class _Run:

@@ -1,0 +1,188 @@
+"""The locks of a run's folder: one start trains into it at a time.
+
+Both kinds of lock are ``flock`` locks, which the system takes back when the process ends, however it ends:
+
+- ``.lock`` is held by the process that the user started: our launcher, the single process of a run, or rank 0
+  of another launcher. It is taken before the folder is read or written.
+- ``.process_rankN`` is held by each rank. When a launcher is killed, its ranks still write a last checkpoint;
+  a new start must not come in between.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, new_run, now
+
+_logger = logging.getLogger("meshrec")
+_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+class RunLock:
+    """The right to train into a run's folder, until ``release`` or the end of this process.
+
+    Args:
+        folder: the run's folder.
+
+    Raises:
+        ValueError: another process, or a rank of an earlier start, holds the folder.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._path = folder.path / ".lock"
+        self._file = _locked(self._path)
+        if self._file is None:
+            raise ValueError(_told(folder, "process", _holder(self._path)))
+        try:
+            for path in sorted(folder.path.glob(".process_rank*")):
+                if not _is_free(path):
+                    rank = path.name.removeprefix(".process_rank")
+                    raise ValueError(
+                        _told(folder, f"rank {rank} of an earlier start, process", _holder(path))
+                    )
+            _write(self._file, {"pid": os.getpid(), "host": socket.gethostname(), "since": now()})
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let other starts have the folder. Further calls do nothing."""
+        descriptor, self._file = self._file, None
+        if descriptor is not None:
+            _let_go(self._path, descriptor)
+
+    def __enter__(self) -> RunFolder:
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunLock:
+    """Find or make the folder of a run, as `new_run` does, and lock it.
+
+    Raises:
+        ValueError: as `new_run`, or another process holds the folder.
+    """
+    lock = RunLock(new_run(name, recipe, runs, resume=resume))
+    # The folder was looked at before it was locked: a start that held it meanwhile may have trained there.
+    if not resume and (lock.folder.path / CONFIG).exists():
+        lock.release()
+        raise ValueError(
+            f"{lock.folder.path} holds a run already; take another --name, or go on with it: --resume."
+        )
+    return lock
+
+
+@contextmanager
+def hold_as_rank(folder: RunFolder, rank: int) -> Iterator[None]:
+    """Hold the lock of a rank, in the file that names its process."""
+    path = folder.process(rank)
+    descriptor = _locked(path)
+    if descriptor is None:
+        raise ValueError(_told(folder, f"rank {rank} of another start, process", _holder(path)))
+    _write(descriptor, os.getpid())
+    try:
+        yield
+    finally:
+        _let_go(path, descriptor)
+
+
+_open_descriptors: set[int] = set()
+
+
+def _locked(path: Path) -> int | None:
+    """Open a file and lock it; None where another process has the lock.
+
+    A holder removes the file before it lets go of the lock, so the file that was locked may not be the one
+    that lies there now: then the newer one counts.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _TAKEN:
+                return None
+            _logger.warning(
+                "%s cannot be locked (%s): see to it yourself that no other start trains into this folder",
+                path,
+                error.strerror,
+            )
+            descriptor = os.open(path, os.O_RDWR)
+        if _lies_at(path, descriptor):
+            _open_descriptors.add(descriptor)
+            return descriptor
+        os.close(descriptor)
+
+
+def _let_go(path: Path, descriptor: int) -> None:
+    if _lies_at(path, descriptor):  # the folder may have been removed, and another start made a new one
+        path.unlink()
+    _open_descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+def _lies_at(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no process holds the lock of a file; the lock stays free."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _TAKEN
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _write(descriptor: int, value: Any) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(value).encode(), 0)
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """Who holds a lock, as its file says: empty where the holder has not written it yet."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {"pid": found, "host": socket.gethostname()}
+
+
+def _told(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
+    where = f"{who} {holder['pid']} on {holder['host']}" if holder else f"{who}, not known yet,"
+    since = f" since {holder['since']}" if "since" in holder else ""
+    stop = f"stop it (kill {holder['pid']})" if holder else "stop it"
+    return (
+        f"{folder.path} is in use: {where} trains into it{since}. Wait until it has ended, {stop}, or take "
+        "another --name."
+    )
+
+
+def _forget_locks() -> None:
+    """In a forked child: the locks are the parent's, and end with the parent."""
+    for descriptor in _open_descriptors:
+        os.close(descriptor)
+    _open_descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
