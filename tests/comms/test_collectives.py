@@ -19,6 +19,7 @@ from meshrec.comms.collectives import (
     broadcast,
     gather_objects,
     measure_traffic,
+    named_failure,
     release_read,
 )
 from meshrec.comms.host_link import links
@@ -179,6 +180,30 @@ def test_a_dead_rank_is_named_with_the_collective():
         with pytest.raises(RankError, match="rank 1:\nthe process ended with exit code 7") as failure:
             pool.run(die_or_wait)
         assert "rank 0:" not in str(failure.value)  # it reports, and does not hang
+    finally:
+        pool.close()
+
+
+def lose_a_peer_of_gloo():
+    group = dist.group.WORLD
+    if dist.get_rank() == 1:
+        os._exit(7)
+    time.sleep(0.5)
+    assert str(named_failure(RuntimeError("another error"))) == "another error"
+    try:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        raise named_failure(error) from error
+
+
+def test_an_error_of_gloo_is_given_a_rank():
+    pool = RankPool(2, timeout_seconds=40)
+    try:
+        with pytest.raises(
+            RankError, match=r"CollectiveError: .* failed: no answer from rank 1. See the log"
+        ):
+            pool.run(lose_a_peer_of_gloo)
     finally:
         pool.close()
 

@@ -23,6 +23,8 @@ from meshrec.comms.phase_clock import recorders
 from meshrec.plan.mesh import Axis
 
 _ANSWER_SECONDS = 3.0
+_GLOO = "gloo/transport"
+"""A part of the source file that gloo names in each error of a connection."""
 # The older name warns where the newer one exists.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _traffic: list[Counter[str]] = []
@@ -246,6 +248,19 @@ def _started(
         return start(received, sent)
     arrived = torch.empty_like(received, device="cpu")
     return _CopyBack(start(arrived, sent.cpu()), arrived, received)
+
+
+def named_failure(error: RuntimeError) -> RuntimeError:
+    """Return a CollectiveError for an error of gloo or NCCL that names no rank; any other error as it is.
+
+    Collectives that torch starts by itself, or over small values, do not go through this module.
+    """
+    is_named = isinstance(error, CollectiveError)
+    if is_named or not (isinstance(error, dist.DistError) or _GLOO in str(error)):
+        return error
+    found = _explained(error, "of all ranks", dist.group.WORLD)
+    found.__cause__ = error
+    return found
 
 
 def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:

@@ -1,0 +1,75 @@
+"""Every stopped, killed or cut-off rank ends the run, and is named.
+
+``MESHREC_HOSTILE=1000`` draws 20 faults, with a table of what was tried and how long it took;
+``MESHREC_SEED`` draws others.
+"""
+
+import os
+import sys
+from collections import defaultdict
+
+import pytest
+
+from tests.hostile.faulty_ranks import (
+    NO_LOOPBACK,
+    RANK_TIMEOUT,
+    TWO_MACHINES,
+    Fault,
+    Outcome,
+    can_cut,
+    cut,
+    draw,
+    run,
+)
+
+NUMBER = max(3, int(os.environ.get("MESHREC_HOSTILE") or 0) * 20 // 1000)
+SEED = int(os.environ.get("MESHREC_SEED", "0"))
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def failure(fault: Fault, outcome: Outcome) -> str | None:
+    """What is wrong with how a run ended; None if it held."""
+    signs = {"stopped": "did not answer any more", "killed": "was killed by signal 9 (SIGKILL)"}
+    if outcome.code != 1:
+        return f"exit code {outcome.code}: {outcome.told}"
+    if f"rank {fault.rank} {signs[fault.kind]}" not in outcome.told:
+        return f"not named: {outcome.told}"
+    return "a traceback" if "Traceback" in outcome.told else None
+
+
+def test_lost_ranks_are_named(tmp_path, capsys):
+    seconds, failures = defaultdict(list), []
+    for number, fault in enumerate(draw(NUMBER, SEED)):
+        folder = tmp_path / str(number)
+        outcome = run(fault, folder)
+        seconds[fault.kind, fault.moment].append(outcome.seconds)
+        wrong = failure(fault, outcome)
+        if wrong is not None:
+            failures.append(f"{fault}: {wrong}")
+    with capsys.disabled():
+        if "MESHREC_HOSTILE" in os.environ:
+            print(f"\nranks with --rank-timeout {RANK_TIMEOUT}: tried {NUMBER}, failed {len(failures)}")
+            for (kind, moment), each in sorted(seconds.items()):
+                print(f"  {kind:8} while {moment:8} {len(each):4}   at most {max(each):5.1f} s")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.skipif(not can_cut(), reason="this user may not make networks of his own")
+def test_machines_that_are_cut_off_from_each_other_name_each_other(tmp_path):
+    apart = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29511"}
+    # Processes of one host would read each other's memory.
+    outcome = cut(TWO_MACHINES, tmp_path, MASTER_ADDR="10.9.0.1", MESHREC_HOST_LINK="0", **apart)
+    assert outcome.code == 0, outcome.told
+    for rank in range(2):
+        assert (tmp_path / f"code{rank}").read_text() == "1\n"
+        told = (tmp_path / "mine" / f"error_rank{rank}.txt").read_text()
+        assert f"no answer from rank {1 - rank}" in told
+
+
+@pytest.mark.skipif(not can_cut(), reason="this user may not make networks of his own")
+def test_a_machine_without_loopback_ends_the_run(tmp_path):
+    outcome = cut(NO_LOOPBACK, tmp_path, "--nproc", 2, MESHREC_HOST_LINK="0")
+    assert outcome.code == 1, outcome.told
+    assert (
+        "CollectiveError" in outcome.told or "Timed out" in outcome.told or "did not answer" in outcome.told
+    )
