@@ -1,7 +1,9 @@
+import atexit
 import fcntl
 import multiprocessing
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,11 @@ from hypothesis import settings
 from meshrec.testing.rank_pool import PRELOADED, RankPool
 from meshrec.train import Recipe
 from tests.train.small import small as small_recipe
+
+if "XDG_STATE_HOME" not in os.environ:
+    # The key that seals runs: not the developer's, and one for all workers, which read each other's runs.
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="meshrec-state-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 pytest_plugins = ["tests.planner.cases"]  # plans of the calibration's and the reports' tests, too
 

@@ -74,9 +74,16 @@ def test_a_run_knows_its_recipe(small, tmp_path):
     folder.write_json(
         CONFIG, {"recipe": to_json(small(epochs=7)), "source": f"{small_module.__file__}:small"}
     )
-    found = load_recipe(folder)
-    assert isinstance(found, Recipe)
-    assert found.training.epochs == 7
+    with pytest.raises(
+        ValueError, match=r"the run has no seal that says who trained it. It was not executed"
+    ):
+        load_recipe(folder)  # of an earlier release, or of somebody else
+    for found in (
+        load_recipe(replace(folder, is_trusted=True)),
+        load_recipe(folder, f"{small_module.__file__}:small"),
+    ):
+        assert isinstance(found, Recipe)
+        assert found.training.epochs == 7
     folder.write_json(CONFIG, {"recipe": to_json(small())})
     with pytest.raises(ValueError, match=r"does not say which recipe it was; name the recipe"):
         load_recipe(folder)

@@ -37,6 +37,8 @@ class EmbedOptions:
     """The checkpoint of that step instead."""
     last: bool = False
     """The last step instead."""
+    trust: bool = False
+    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
     runs: Path = RUNS
     """Where run folders are."""
 
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(
             f"{options.out} ends in {options.out.suffix!r}. Name a .parquet, .npy, .usearch or .faiss file."
         )
-    run = find_run(options.run, options.runs)
+    run = find_run(options.run, options.runs, trust=options.trust)
     vectors = load_table(run, options.feature, step=options.step, last=options.last).float().numpy()
     if options.out.suffix == ".npy":
         np.save(options.out, vectors)

@@ -41,6 +41,8 @@ class EvaluateOptions:
     """Ranks on this machine: any number."""
     device: str | None = None
     """cpu or cuda; if none, cuda where there is one."""
+    trust: bool = False
+    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
     runs: Path = RUNS
     """Where run folders are."""
 
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     check_output(options.json)
     if options.intervals < 0 or options.intervals == 1:
         raise ValueError(f"--intervals is {options.intervals}; it must be 0, or 2 and more: 200 will do.")
-    run = find_run(options.run, options.runs)
+    run = find_run(options.run, options.runs, trust=options.trust)
 
     def work(ranks: Ranks) -> None:
         scorer = load_scorer(run, ranks, options.data, labelled=True, step=options.step, last=options.last)

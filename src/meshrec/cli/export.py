@@ -46,6 +46,8 @@ class ExportOptions:
     """The checkpoint of that step instead."""
     last: bool = False
     """The last step instead."""
+    trust: bool = False
+    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
     runs: Path = RUNS
     """Where run folders are."""
     compile: bool = True
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = compile_anew(options.run, options.out)
     else:
         folder = export_run(
-            find_run(options.run, options.runs),
+            find_run(options.run, options.runs, trust=options.trust),
             options.out,
             step=options.step,
             last=options.last,
@@ -107,7 +109,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
         items = read_items(options.items, predictor.raw.kinds if predictor.raw is not None else {})
         vectors = vectors_of_items(predictor, items)
     else:
-        run = find_run(options.run, options.runs)
+        run = find_run(options.run, options.runs, trust=options.trust)
         catalogue = data_of_run(load_recipe(run).data, run).catalogue
         if catalogue is not None:
             vectors = vectors_of_catalogue(predictor, catalogue)

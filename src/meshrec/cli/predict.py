@@ -36,6 +36,8 @@ class PredictOptions:
     """Ranks on this machine: any number."""
     device: str | None = None
     """cpu or cuda; if none, cuda where there is one."""
+    trust: bool = False
+    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
     runs: Path = RUNS
     """Where run folders are."""
 
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Parses and does it; the exit code."""
     options = parse(PredictOptions, arguments, program="meshrec predict")
     check_output(options.out)
-    run = find_run(options.run, options.runs)
+    run = find_run(options.run, options.runs, trust=options.trust)
 
     def work(ranks: Ranks) -> None:
         scorer = load_scorer(run, ranks, options.data, labelled=False, step=options.step, last=options.last)

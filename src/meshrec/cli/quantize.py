@@ -39,6 +39,8 @@ class QuantizeOptions:
     """The checkpoint of that step instead."""
     last: bool = False
     """The last step instead."""
+    trust: bool = False
+    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
     runs: Path = RUNS
     """Where run folders are."""
 
@@ -46,7 +48,7 @@ class QuantizeOptions:
 def main(arguments: Sequence[str]) -> int:
     """Parses and does it; the exit code."""
     options = parse(QuantizeOptions, arguments, program="meshrec quantize")
-    run = find_run(options.run, options.runs)
+    run = find_run(options.run, options.runs, trust=options.trust)
     budget = None if options.max_loss is None else _fraction(options.max_loss)
 
     def work(ranks: Ranks) -> None:

@@ -61,6 +61,8 @@ class TrainOptions:
     """cpu or cuda; if none, cuda where torch sees a GPU."""
     resume: bool = False
     """Continue a run from its last checkpoint; without --name, the recipe's newest run."""
+    trust: bool = False
+    """With --resume: execute the recipe's source in the run's folder, though somebody else trained the run."""
     quiet: bool = False
     """Print lines instead of a live display."""
     profile: bool = False
@@ -146,7 +148,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     for rank in range(nproc):
         folder.error(rank).unlink(missing_ok=True)
     ended = launch(
-        ["train", asked.source, *asked.rest, "--device", device],
+        ["train", *([] if at is None else [asked.source]), *asked.rest, "--device", device],
         num_ranks=nproc,
         folder=folder,
         max_restarts=options.max_restarts,
@@ -198,6 +200,7 @@ def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked
         folder = new_run(name, resolve(source).name if source else "", runs, resume=True)
         if not launched():  # rank 0 of another launcher locks it
             locks.enter_context(RunLock(folder))
+    folder = dataclasses.replace(folder, is_trusted="--trust" in rest)
     recipe = load_recipe(folder, source)
     return _Asked(source or str(folder.read_json(CONFIG)["source"]), recipe, rest, folder)
 

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -159,7 +160,17 @@ def resolve(name: str) -> Recipe:
             f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function or "
             "package.module:function."
         )
-    function = function_of(name)
+    return recipe_by(function_of(name), name)
+
+
+def recipe_by(function: Any, name: str) -> Recipe:
+    """Call the function that ``name`` names, and return its recipe.
+
+    Raises:
+        ValueError: it cannot be called without arguments, or gives something else.
+    """
+    if not callable(function):
+        raise ValueError(f"recipe {name!r}: {function!r} is not a function. Name one that the file has.")
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -182,7 +193,7 @@ def function_of(name: str) -> Callable[..., Any]:
         ValueError: there is none.
     """
     place, _, function_name = name.rpartition(":")
-    module = _from_file(Path(place)) if place.endswith(".py") else _imported(place, name)
+    module = module_of_file(Path(place)) if place.endswith(".py") else _imported(place, name)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}. Name one it has.")
@@ -190,17 +201,31 @@ def function_of(name: str) -> Callable[..., Any]:
     return found
 
 
-def _from_file(path: Path) -> ModuleType:
+def module_name(path: Path) -> str:
+    """Return the name in ``sys.modules`` of a recipe's file."""
+    return f"meshrec_recipe_{path.stem}"
+
+
+def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> ModuleType:
+    """Execute a recipe's file.
+
+    Args:
+        path: the file.
+        loader: where its source is taken from; without it, from the file, which may import its neighbours.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be imported.
+    """
     if not path.is_file():
         raise ValueError(f"recipe file {path} does not exist. Name a recipe, or FILE.py:FUNCTION.")
-    name = f"meshrec_recipe_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    name = module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     folder = str(path.resolve().parent)
-    if folder not in sys.path:  # as for a script: its neighbours can be imported
+    if loader is None and folder not in sys.path:  # as for a script: its neighbours can be imported
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)

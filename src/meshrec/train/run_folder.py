@@ -37,6 +37,8 @@ class RunFolder:
     """Paths in a run's folder, and its small files."""
 
     path: Path
+    is_trusted: bool = False
+    """Whether the user confirmed that the run's source may be executed, see run_source.py."""
 
     @property
     def plan(self) -> Path:
@@ -197,11 +199,20 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
     return RunFolder(path)
 
 
-def find_run(name: str | Path, runs: Path = RUNS) -> RunFolder:
-    """A run by its name, or by its path. ValueError where there is none."""
+def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> RunFolder:
+    """Find a run by its name, or by its path.
+
+    Args:
+        name: the run's name, or the path of its folder.
+        runs: where run folders are.
+        trust: whether the source of its recipe may be executed although somebody else trained the run.
+
+    Raises:
+        ValueError: there is no such run.
+    """
     for path in (runs / name, Path(name)):
         if (path / CONFIG).is_file():
-            return RunFolder(path)
+            return RunFolder(path, trust)
     known = ", ".join(run.path.name for run in all_runs(runs)) or "none"
     raise ValueError(
         f"there is no run {str(name)!r} in {runs.resolve()}; there are: {known}. --runs names another folder."
@@ -241,6 +252,8 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
+    if isinstance(value, set | frozenset):  # whose order differs between processes
+        return sorted(map(to_json, value), key=repr)
     if isinstance(value, Enum):
         return value.value
     if hasattr(value, "__arrow_c_stream__") or hasattr(value, "column_names"):

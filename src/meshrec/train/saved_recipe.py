@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
+from meshrec.train.run_source import kept_recipe
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
@@ -30,25 +31,27 @@ class Change(NamedTuple):
 
 
 def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
-    """The recipe of a run, as it was trained.
+    """Return the recipe of a run, as it was trained.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         source: how the recipe is named now; without it, as it was then. Its classes are taken from there, and
-            all values from the run.
+            all values from the run. What you name here is executed; what the run names is executed if you
+            trained the run, see [Note: whose code a run executes].
 
     Raises:
-        ValueError: the recipe is not there any more, or has other classes or fields than the run had.
+        ValueError: the recipe may not be executed, is not there any more, or has other classes or fields than
+            the run had.
     """
     config = folder.read_json(CONFIG)
     if config is None:
         raise ValueError(
             f"{folder.path.resolve()} holds no run: there is no {CONFIG} in it. Name a run's folder."
         )
-    named = source or config.get("source")
-    if named is None:
+    if source is None and config.get("source") is None:
         raise ValueError(f"{folder.path} does not say which recipe it was; name the recipe.")
-    return restored(resolve(named), config["recipe"], f"{folder.path / CONFIG}: recipe")
+    template = kept_recipe(folder, config) if source is None else resolve(source)
+    return restored(template, config["recipe"], f"{folder.path / CONFIG}: recipe")
 
 
 def restored(template: T, saved: Any, where: str) -> T:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from meshrec.checkpoint import find_checkpoint
 from meshrec.checkpoint.random_state import seed_python_and_numpy
+from meshrec.comms.collectives import named_failure
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import save_plan
 from meshrec.reports.measured import compare, read_phases
@@ -47,10 +48,15 @@ from meshrec.train.run_folder import (
     to_json,
 )
 from meshrec.train.run_lock import RunLock, claim_run, hold_as_rank
+from meshrec.train.run_source import keep_source
+from meshrec.train.same_start import compare_ranks, describe_dataset, describe_start
 from meshrec.train.saved_recipe import Change, check_data, describe_data
 from meshrec.train.stopping import StopRequest, stop_with_parent
 from meshrec.train.trackers import make_trackers
 from meshrec.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset
 
 LAUNCH = "launch.json"
 """Holds the id of the launch that made the run's folder."""
@@ -111,7 +117,10 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
             try:
                 return _Run(job, ranks, folder, screen, began).do()
             except BaseException as error:
-                _failed(folder, ranks, error)
+                cause = named_failure(error) if isinstance(error, RuntimeError) else error
+                _failed(folder, ranks, cause)
+                if cause is not error:
+                    raise cause from error
                 raise
     finally:
         if dist.is_initialized():
@@ -122,7 +131,7 @@ def _failed(folder: RunFolder, ranks: Ranks, error: BaseException) -> None:
     """Leaves the error for the launcher, and for those who look at the run later."""
     alone = RUN_VARIABLE not in os.environ
     try:
-        folder.error(ranks.rank).write_text(traceback.format_exc())
+        folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
         if ranks.is_first and alone:
             record_failure(folder, line_of(error))
             if isinstance(error, ValueError):
@@ -236,10 +245,11 @@ class _Run:
             if RUN_VARIABLE in os.environ:
                 stop_with_parent()
             self._folder.error(self._ranks.rank).unlink(missing_ok=True)
+            self._compare_starts()
             seed = self._job.recipe.training.seed
             torch.manual_seed(seed)  # a source of data that draws numbers draws the same ones on every rank
             seed_python_and_numpy(seed, "data")
-            dataset = load_data(self._job.recipe.data, self._folder, self._ranks)
+            dataset = self._load()
             trainer = Trainer(
                 self._job.recipe,
                 dataset,
@@ -261,6 +271,36 @@ class _Run:
                 self._conclude(trainer, summary, stop)
             self._ranks.wait_for_all()
         return summary
+
+    def _compare_starts(self) -> None:
+        """Compare how the ranks were started. Collective."""
+        job = self._job
+        # Rank 0 alone chooses the folder, so that its name may differ.
+        names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout")
+        options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
+        options["device"] = self._ranks.device.type
+        compare_ranks(self._ranks, describe_start(job.recipe, job.source, options), "were not started alike")
+
+    def _load(self) -> "Dataset":
+        """Load the data, and compare it with that of the other ranks. Collective.
+
+        Raises:
+            ValueError: on every rank, where one cannot load its data, or has other data.
+        """
+        dataset, failure = None, None
+        try:
+            dataset = load_data(self._job.recipe.data, self._folder, self._ranks)
+        except ValueError as error:
+            failure = error
+        failures = self._ranks.collect(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise ValueError(f"rank {rank} cannot load its data: {text}")
+        assert dataset is not None
+        compare_ranks(self._ranks, describe_dataset(dataset), "have loaded different data")
+        return dataset
 
     def _resume(self, trainer: Trainer) -> None:
         """A new run's folder has no checkpoint; ranks that were started anew find those of before."""
@@ -293,6 +333,7 @@ class _Run:
         config = {
             "recipe": to_json(self._job.recipe),
             "source": self._job.source,
+            "code": keep_source(self._folder, self._job.source, before.get("code")),
             "data": describe_data(trainer.dataset),
             "ranks": self._ranks.size,
             "device": self._ranks.device.type,

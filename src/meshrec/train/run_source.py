@@ -1,0 +1,265 @@
+"""A run's own copy of its recipe's source code, and whether that may be executed.
+
+[Note: whose code a run executes]
+A run's ``config.json`` names the Python code of its recipe, and `evaluate`, `export` or ``--resume`` execute
+it to build the model again. A run that came from somebody else could name any code. So this happens only if
+
+- the recipe is one of MeshRec's own, or the caller names the source himself; or
+- this user trained the run: it carries a seal, made with a key that only this user can read (`key_path`),
+  over the name of the source and the digest of each of its files; or
+- the user confirms it: ``--trust``, in Python ``find_run(name, trust=True)``.
+
+The copy is what the run was trained with. The original files are taken as long as they are the same, so that
+code which looks for files beside itself finds them. The copy is executed from the bytes whose digests were
+compared: nothing else in its folder, such as cached bytecode, is looked at.
+"""
+
+import hashlib
+import hmac
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from meshrec.train.recipe import Recipe
+from meshrec.train.recipes import RECIPES, module_name, module_of_file, recipe_by, resolve
+from meshrec.train.run_folder import RunFolder
+
+COPY = "source"
+"""The folder of the copy, in a run's folder."""
+_KEY_BYTES = 32
+_logger = logging.getLogger("meshrec")
+
+
+def key_path() -> Path:
+    """Return where this user's key for seals is."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "meshrec" / "run-key"
+
+
+def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> dict[str, Any] | None:
+    """Copy the source of a recipe that was resolved in this process into the run's folder, and seal it.
+
+    Args:
+        folder: the run's folder.
+        source: how the recipe was named.
+        before: what this function returned when the run was started before.
+
+    Returns:
+        The entry of ``config.json``: the files with their digests, where they were, and the seal. None for
+        MeshRec's own recipes, and where there is no source.
+    """
+    if source is None or source in RECIPES:
+        return None
+    try:
+        origin, files = _sources(source)
+    except (OSError, ImportError) as error:
+        _logger.warning("%s gets no copy of its recipe %s: %s", folder.path, source, error)
+        return None
+    copy = folder.path / COPY
+    if origin == copy.resolve() and before is not None:  # the copy itself was executed
+        origin = Path(before["origin"])
+    for name, content in files.items():
+        path = copy / name
+        if not path.is_file() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_name(f".{path.name}.{os.getpid()}")
+            scratch.write_bytes(content)
+            scratch.replace(path)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    entry = {"origin": str(origin), "files": digests}
+    try:
+        key = _key(make=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        _logger.warning(
+            "%s gets no seal, so that commands which read this run will ask for --trust: %s",
+            folder.path,
+            error,
+        )
+        return {**entry, "seal": None}
+    return {**entry, "seal": _seal(key, source, entry)}
+
+
+def digests_of_source(source: str | None) -> dict[str, str]:
+    """Return the digest of each file of a recipe's source; none for MeshRec's own recipes."""
+    if source is None or source in RECIPES:
+        return {}
+    try:
+        _, files = _sources(source)
+    except (OSError, ImportError):
+        return {}
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
+    """Execute the source that a run's ``config.json`` names, and return its recipe.
+
+    Raises:
+        ValueError: the source may not be executed, or it is not there any more.
+    """
+    source, entry = config["source"], config.get("code")
+    if source in RECIPES:
+        return resolve(source)
+    doubt = _doubt(source, entry)
+    if doubt is not None and not folder.is_trusted:
+        path = _where(folder, source)
+        raise ValueError(
+            f"the recipe of {folder.path} is Python code, {path}, and {doubt}. It was not executed. Read it "
+            f"(less {path}); if you trust it, say so with --trust (in Python: find_run(..., trust=True))."
+        )
+    file, _, function = source.rpartition(":")
+    if entry is None or not file.endswith(".py"):
+        return resolve(source)
+    origin, main = Path(entry["origin"]), Path(file).name
+    if doubt is None and _read(origin, entry) is not None:
+        return resolve(f"{origin / main}:{function}")
+    copy = folder.path / COPY
+    files = _read(copy, entry, check=doubt is None)
+    if files is None:
+        raise ValueError(
+            f"{copy} was changed after the run was trained, and {origin / main} is not what it was either. "
+            "Restore one of them, or name the recipe's source yourself."
+        )
+    if doubt is None:
+        _logger.warning("%s is not what it was: the run's own copy in %s is used", origin / main, copy)
+    return recipe_by(getattr(_executed(copy, main, files), function, None), f"{copy / main}:{function}")
+
+
+def _where(folder: RunFolder, source: str) -> str:
+    """Where the code to be read is."""
+    place = source.rpartition(":")[0]
+    name = Path(place).name if place.endswith(".py") else f"{place.replace('.', '/')}.py"
+    copy = folder.path / COPY / name
+    return str(copy if copy.is_file() else place)
+
+
+def _doubt(source: str, entry: Any) -> str | None:
+    """Why it is not known that this user trained the run; None if it is."""
+    if not isinstance(entry, dict) or not entry.get("seal"):
+        return "the run has no seal that says who trained it"
+    try:
+        key = _key(make=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"your key cannot be read ({error})"
+    if key is None or not hmac.compare_digest(_seal(key, source, entry), str(entry["seal"])):
+        return f"it was not trained with your key ({key_path()})"
+    return None
+
+
+def _seal(key: bytes | None, source: str, entry: Mapping[str, Any]) -> str:
+    assert key is not None
+    sealed = [source, entry.get("origin"), entry.get("files")]
+    return hmac.new(key, json.dumps(sealed, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes | None:
+    """This user's key; ``make``: make it where there is none."""
+    path = key_path()
+    if make and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            os.link(scratch, path)  # fails where another process was faster: its key counts
+        except FileExistsError:
+            pass
+        finally:
+            scratch.unlink()
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return None
+    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise ValueError(f"others can read or write {path}: chmod 600 it, or remove it to get a new one")
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise ValueError(f"{path} is damaged: remove it to get a new one")
+    return key
+
+
+def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
+    """The folder of a recipe's source, and its files: the recipe's, and the neighbours that it imported."""
+    place = source.rpartition(":")[0]
+    if not place.endswith(".py"):
+        path = Path(str(importlib.import_module(place).__file__))
+        return path.parent, {f"{place.replace('.', '/')}.py": path.read_bytes()}
+    loaded = sys.modules.get(module_name(Path(place)))
+    main = Path(place if loaded is None else str(loaded.__file__)).resolve()
+    found = {main.name: main.read_bytes()}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        # Only what was found through the recipe's folder: not an installation that lies below it.
+        expected = main.parent.joinpath(*name.split("."))
+        if path in (expected.with_suffix(".py"), expected / "__init__.py"):
+            found[path.relative_to(main.parent).as_posix()] = path.read_bytes()
+    return main.parent, found
+
+
+def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
+    """The recorded files; None where one is missing, or, with ``check``, is not what it was."""
+    found = {}
+    for name, digest in entry["files"].items():
+        path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts or not path.is_file():
+            return None
+        found[name] = path.read_bytes()
+        if check and hashlib.sha256(found[name]).hexdigest() != digest:
+            return None
+    return found
+
+
+class _Bytes(SourceFileLoader):
+    """Executes a module from bytes that are in memory already, never from cached bytecode."""
+
+    def __init__(self, name: str, path: Path, content: bytes) -> None:
+        super().__init__(name, str(path))
+        self._content = content
+
+    def get_data(self, path: str) -> bytes:
+        """Return the source."""
+        return self._content
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        """Raise OSError, which says that there is no cached bytecode to compare."""
+        raise OSError(path)
+
+
+class _Neighbours(MetaPathFinder):
+    """Finds the modules beside a kept recipe in memory."""
+
+    def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        self._folder, self._files = folder, files
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return how a module is loaded; None for one that is not among the files."""
+        place = fullname.replace(".", "/")
+        for name, is_package in ((f"{place}.py", False), (f"{place}/__init__.py", True)):
+            if name in self._files:
+                loader = _Bytes(fullname, self._folder / name, self._files[name])
+                return importlib.util.spec_from_loader(fullname, loader, is_package=is_package)
+        if any(name.startswith(f"{place}/") for name in self._files):  # a folder without __init__.py
+            return ModuleSpec(fullname, None, is_package=True)
+        return None
+
+
+def _executed(folder: Path, main: str, files: Mapping[str, bytes]) -> ModuleType:
+    """Execute the kept copy of a recipe's file."""
+    neighbours = {name: content for name, content in files.items() if name != main}
+    if neighbours:
+        sys.meta_path.insert(0, _Neighbours(folder, neighbours))
+    path = folder / main
+    return module_of_file(path, loader=_Bytes(module_name(path), path, files[main]))

@@ -1,0 +1,184 @@
+"""Ranks train together only if they were started alike: each describes its start, and all compare.
+
+Ranks that differ would train without an error: each with its own learning rate, say, on its own part of the
+tables. So they are compared when they join, and again once their data is loaded.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from meshrec.ops import library
+from meshrec.ops.library import has_kernels, library_path
+from meshrec.train.ranks import Ranks
+from meshrec.train.recipe import DataSource, Recipe
+from meshrec.train.run_folder import flat, to_json
+from meshrec.train.run_source import digests_of_source
+from meshrec.train.saved_recipe import describe_data
+
+if TYPE_CHECKING:
+    from meshrec.data import Dataset, Reader
+
+ENVIRONMENT = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MESHREC_ISA",
+    "MKL_CBWR",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_INTERPRET",
+)
+"""Variables on which a step's results depend. MESHREC_HOST_LINK may differ: results are the same bits."""
+_FINGERPRINT_BYTES = 1 << 16
+_MOST_FILES = 1000
+_MOST_NAMED = 5
+_DATA_SUFFIXES = (".parquet", ".csv", ".tsv", ".dat", ".txt", ".json", ".npy", ".gz", ".bz2", ".zst")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
+    """Compare what the ranks have: their digests, and where these differ, all of it. Collective.
+
+    Args:
+        ranks: of `join`.
+        mine: what this rank has, by name; plain values.
+        what: what they have, for the error: "were not started alike".
+
+    Raises:
+        ValueError: on every rank, which values differ, and on which ranks.
+    """
+    words = {name: repr(value) for name, value in mine.items()}
+    digest = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()
+    if len(set(ranks.collect(digest))) == 1:
+        return
+    every: list[dict[str, str]] = ranks.collect(words)
+    names = sorted({name for each in every for name in each})
+    differing = [name for name in names if len({each.get(name) for each in every}) > 1]
+    told = [f"{name} is {_by_rank([each.get(name, 'absent') for each in every])}" for name in differing]
+    more = f"; and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
+    raise ValueError(
+        f"the ranks {what}: {'; '.join(told[:_MOST_NAMED])}{more}. Start all ranks with the same command, "
+        "the same files, and the same versions."
+    )
+
+
+def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe how this rank was started, as plain values by name.
+
+    Args:
+        recipe: what to train.
+        source: how the recipe was named.
+        options: of the command line; those that all ranks must share.
+    """
+    places = dict(_places(recipe.data, "data"))
+    found: dict[str, Any] = {name: _ADDRESS.sub("", str(value)) for name, value in flat(to_json(recipe))}
+    for name, path in places.items():
+        if isinstance(path, Path):
+            found.pop(name, None)  # the same data may lie elsewhere on each machine
+        found |= {f"{name}: {file}": about for file, about in _listing(Path(path))}
+    found |= {f"option {name}": value for name, value in options.items()}
+    found |= {f"version of {name}": value for name, value in _versions().items()}
+    found |= {f"variable {name}": os.environ.get(name) for name in ENVIRONMENT}
+    found |= {f"source {name}": digest[:16] for name, digest in digests_of_source(source).items()}
+    plan = recipe.placement.plan
+    if plan is not None:
+        found["placement.plan"] = _fingerprint(plan)
+    return found
+
+
+def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
+    """Describe the data that this rank has loaded: its sizes, and its files."""
+    found = dict(flat(describe_data(dataset), "data"))
+    for name, reader in (
+        ("train", dataset.train),
+        ("validation", dataset.validation),
+        ("test", dataset.test),
+    ):
+        found |= {f"{name} file {number}": about for number, about in _files(reader)}
+    return found
+
+
+def _files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
+    for number, file in enumerate([] if reader is None else reader.files):
+        about = _fingerprint(Path(file.name)) if number < _MOST_FILES else ""
+        yield number, f"{Path(file.name).name}, {file.num_rows} rows, {about}"
+
+
+def _by_rank(values: list[str]) -> str:
+    """Values with the ranks that have them, those of most ranks first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    parts = [
+        f"{value} on rank {', '.join(map(str, of[:8]))}{', ...' if len(of) > 8 else ''}"
+        for value, of in sorted(ranks.items(), key=lambda each: (-len(each[1]), each[1]))
+    ]
+    return " and ".join(parts)
+
+
+def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
+    """The options of a source of data that name files or folders which are there."""
+    if isinstance(value, str | Path):
+        if value and "\0" not in str(value) and os.path.exists(value):
+            yield name, value
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _places(each, f"{name}.{number}")
+    elif isinstance(value, DataSource) and dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _places(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def _listing(path: Path) -> Iterator[tuple[str, str]]:
+    """A file, or the files of data in a folder, each with its size and a fingerprint of its ends."""
+    if path.is_dir() and path.resolve() == Path.cwd():
+        return  # a default such as Path() means no folder of data; logs that grow may lie here
+    files = [path]
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix in _DATA_SUFFIXES and each.is_file())
+    for file in files[:_MOST_FILES]:
+        yield file.name, _fingerprint(file)
+    if len(files) > _MOST_FILES:
+        yield "number of files", str(len(files))
+
+
+def _fingerprint(path: Path) -> str:
+    """The size of a file, and a digest of its first and last bytes; of what is no file here, nothing."""
+    if not path.is_file():
+        return "no file of this machine"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_FINGERPRINT_BYTES))
+        file.seek(max(0, size - _FINGERPRINT_BYTES))
+        digest.update(file.read(_FINGERPRINT_BYTES))
+    return f"{size} bytes {digest.hexdigest()[:16]}"
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Versions of what computes a step. Releases have numbers; between releases, file sizes tell."""
+    root = Path(library.__file__).parents[1]
+    sources = sorted(f"{path.relative_to(root)} {path.stat().st_size}" for path in root.rglob("*.py"))
+    try:
+        release = importlib.metadata.version("meshrec")
+    except importlib.metadata.PackageNotFoundError:  # from a folder of sources
+        release = "not installed"
+    kernels = "none"
+    if has_kernels:
+        kernels = hashlib.sha256(Path(library_path()).read_bytes()).hexdigest()[:16]
+    return {
+        "meshrec": f"{release} {hashlib.sha256(repr(sources).encode()).hexdigest()[:8]}",
+        "kernels": kernels,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }

@@ -1,0 +1,151 @@
+"""Ranks that were not started alike do not train together."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshrec.data.features import Features, Hashed, Label
+from meshrec.train import Csv, SyntheticClicks, same_start
+from meshrec.train.same_start import describe_dataset, describe_start
+from tests.train.clicks import Clicks, write_clicks
+from tests.train.differing import compare_with_a_change
+
+ROOT = Path(__file__).parents[2]
+
+
+KINDS = [
+    "version of meshrec",
+    "version of torch",
+    "version of kernels",
+    "variable MESHREC_ISA",
+    "option rank_timeout",
+    "training.seed",
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_what_differs_is_named_on_every_rank(ranks, small, kind):
+    told = ranks(2).run(compare_with_a_change, small(), str(kind))
+    assert told[0] == told[1]
+    if kind is None:
+        assert told[0] is None
+    else:
+        assert f"the ranks were not started alike: {kind} is " in told[0]
+        assert " on rank 0 and " in told[0]
+        assert " on rank 1. Start all ranks with the same command" in told[0]
+
+
+def test_ranks_with_one_value_are_named_together():
+    assert same_start._by_rank(["1", "2", "1"]) == "1 on rank 0, 2 and 2 on rank 1"
+    many = same_start._by_rank(["1"] * 20)
+    assert many == "1 on rank 0, 1, 2, 3, 4, 5, 6, 7, ..."
+
+
+def test_a_description_is_the_same_in_every_process(small):
+    """Neither addresses of objects nor the order of sets say anything."""
+    recipe = replace(small(), data=replace(small().data, exponent={"a", "b", "c"}), loss=lambda: 0)
+    script = (
+        "import dataclasses; from small import small; "
+        "from meshrec.train.same_start import describe_start; r = small(); "
+        "data = dataclasses.replace(r.data, exponent={'c', 'b', 'a'}); "
+        "r = dataclasses.replace(r, data=data, loss=lambda: 0); "
+        "print({k: v for k, v in describe_start(r, None, {}).items() if k.startswith(('data', 'training'))})"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/train:{ROOT}/src"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+    )
+    mine = describe_start(recipe, None, {})
+    assert done.stdout.strip() == str(
+        {name: value for name, value in mine.items() if name.startswith(("data", "training"))}
+    )
+
+
+def test_files_are_told_by_name_size_and_ends(tmp_path, small, monkeypatch):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        write_clicks(folder / "train.parquet", 300)
+        write_clicks(folder / "test.parquet", 100)
+    here, there = (replace(small(), data=Clicks(folder=folder)) for folder in (one, other))
+    assert describe_start(here, None, {}) == describe_start(there, None, {})  # the same data lies elsewhere
+    assert describe_dataset(here.data.load()) == describe_dataset(there.data.load())
+    content = bytearray((other / "test.parquet").read_bytes())
+    content[-9] ^= 1
+    (other / "test.parquet").write_bytes(content)
+    mine, theirs = (describe_start(each, None, {}) for each in (here, there))
+    assert {name for name in mine if mine[name] != theirs[name]} == {"data.folder: test.parquet"}
+    monkeypatch.chdir(other)
+    nowhere = describe_start(replace(small(), data=Clicks()), None, {})
+    assert not any("parquet" in name for name in nowhere)  # the working folder is no folder of data
+    (tmp_path / "x.csv").write_text("a\n1\n")
+    features = Features(labels=(Label(column="y"),), features=(Hashed(name="a", num_embeddings=9),))
+    csv = replace(small(), data=Csv(train=(str(tmp_path / "x.csv"),), features=features))
+    assert any(name.endswith(": x.csv") for name in describe_start(csv, None, {}))
+
+
+def test_loaded_data_is_described(small):
+    found = describe_dataset(SyntheticClicks(num_samples=100, num_validation=50).load())
+    assert found["data.samples.train"] == 100
+    assert found != describe_dataset(SyntheticClicks(num_samples=101, num_validation=50).load())
+
+
+def by_hand(tmp_path, recipe, *options):
+    """Two ranks as users start them on two terminals: their exit codes and errors."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        port = each.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "meshrec", "train", recipe, "--runs", str(tmp_path / "runs"), *mine],
+            cwd=ROOT,
+            env={
+                **environment,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{ROOT}:{ROOT}/src",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, mine in enumerate(options)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+def test_ranks_with_other_options_do_not_train(tmp_path):
+    other = ["--tables.lr", "0.2", "--training.batch-size", "50"]
+    codes, errors = by_hand(tmp_path, "tests/train/small.py:small", [], other)
+    assert codes == [1, 1], errors
+    for text in errors:
+        assert "tables.lr is 0.1 on rank 0 and 0.2 on rank 1" in text.replace("'", "")
+        assert "training.batch_size is 100 on rank 0 and 50 on rank 1" in text.replace("'", "")
+        assert "Traceback" not in text
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_ranks_with_other_data_do_not_train(tmp_path):
+    options = []
+    for rank in range(2):
+        folder = tmp_path / f"data{rank}"
+        folder.mkdir()
+        write_clicks(folder / "train.parquet", 600, seed=rank)
+        write_clicks(folder / "test.parquet", 100)
+        options.append(["--data.folder", str(folder)])
+    codes, errors = by_hand(tmp_path, "tests/train/clicks.py:recipe", *options)
+    assert codes == [1, 1], errors
+    for text in errors:
+        assert "the ranks were not started alike: data.folder: train.parquet is " in text
+        assert "Traceback" not in text
