@@ -62,7 +62,7 @@ class TrainOptions:
     resume: bool = False
     """Continue a run from its last checkpoint; without --name, the recipe's newest run."""
     trust: bool = False
-    """With --resume: execute the recipe's source in the run's folder, though somebody else trained the run."""
+    """With --resume: execute the recipe's source that the run names, though somebody else trained the run."""
     quiet: bool = False
     """Print lines instead of a live display."""
     profile: bool = False
