@@ -151,6 +151,44 @@ def end(process: subprocess.Popen) -> None:
         process.stderr.close()
 
 
+def run_by_hand(folder: Path, stopped: int, *, port: int) -> Outcome:
+    """Train with two ranks that no launcher looks after, and stop one; what the other tells."""
+    ranks = [
+        subprocess.Popen(
+            command(folder),
+            cwd=ROOT,
+            env=environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            ),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    other = ranks[1 - stopped]
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "mine" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            assert other.poll() is None, other.returncode
+            time.sleep(0.05)
+        began = time.monotonic()
+        ranks[stopped].send_signal(signal.SIGSTOP)
+        try:
+            code = other.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            return Outcome(time.monotonic() - began, None, "it hangs")
+        told = (folder / "mine" / f"error_rank{1 - stopped}.txt").read_text()
+        return Outcome(time.monotonic() - began, code, told)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
 def can_cut() -> bool:
     """Whether this user may make networks of his own, in which cables can be cut."""
     try:

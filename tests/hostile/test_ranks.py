@@ -5,6 +5,7 @@
 """
 
 import os
+import socket
 import sys
 from collections import defaultdict
 
@@ -20,6 +21,7 @@ from tests.hostile.faulty_ranks import (
     cut,
     draw,
     run,
+    run_by_hand,
 )
 
 NUMBER = max(3, int(os.environ.get("MESHREC_HOSTILE") or 0) * 20 // 1000)
@@ -52,6 +54,17 @@ def test_lost_ranks_are_named(tmp_path, capsys):
             for (kind, moment), each in sorted(seconds.items()):
                 print(f"  {kind:8} while {moment:8} {len(each):4}   at most {max(each):5.1f} s")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("stopped", range(2))
+def test_a_stopped_rank_is_named_without_a_launcher(tmp_path, stopped):
+    """Rank 0 hosts the store by which the others find out who answers: it is named when it is stopped."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        port = each.getsockname()[1]
+    outcome = run_by_hand(tmp_path, stopped, port=port)
+    assert outcome.code == 1, outcome.told
+    assert f"no answer from rank {stopped}" in outcome.told
 
 
 @pytest.mark.skipif(not can_cut(), reason="this user may not make networks of his own")
