@@ -28,9 +28,11 @@ def overlapped():
     batches = [
         KeyedJaggedTensor(["a"], torch.tensor([id, id + 5]), lengths=torch.tensor([1, 1])) for id in range(2)
     ]
-    started = [sharded.start(batch) for batch in batches]
-    exchanging = [sharded.exchange(each) for each in started]
-    results = [sharded.look_up(each) for each in exchanging]
+    tables = sharded.tables
+    sizes = [tables.route(batch) for batch in batches]
+    sent = [tables.exchange(each) for each in sizes]
+    arrived = [tables.arrive(each) for each in sent]
+    results = [sharded.awaited(tables.look_up(each)) for each in arrived]
     assert all("on its way" in repr(result) for result in results)
     expected = [module(batch).values() for batch in batches]
     return all(torch.equal(one.values(), other) for one, other in zip(results, expected, strict=True))
@@ -54,6 +56,21 @@ def ids_change_before_backward(row_wise):
 @pytest.mark.parametrize("row_wise", [True, False])
 def test_ids_that_change_before_backward_are_refused(ranks, row_wise):
     assert ranks(2).run(ids_change_before_backward, row_wise) == [True, True]
+
+
+def a_table_changes_before_backward():
+    _module, sharded = make(md.row_wise())
+    batch = KeyedJaggedTensor(["a"], torch.tensor([0, 5]), lengths=torch.tensor([1, 1]))
+    first, second, third = (sharded(batch).values().sum() for _ in range(3))
+    (first + second).backward()  # updates of other batches do no harm
+    with torch.no_grad():
+        sharded.embedding_bags["t0"].weight.add_(1)
+    with pytest.raises(ValueError, match=r"^table 't0' changed in place"):
+        third.backward()
+
+
+def test_a_table_that_changes_before_backward_is_refused(ranks):
+    ranks(2).run(a_table_changes_before_backward)
 
 
 def gradients_are_averaged():

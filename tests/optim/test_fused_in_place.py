@@ -48,8 +48,8 @@ def load_table(features, module):
         (change_ids, "the ids"),
         (change_offsets, "the offsets"),
         (change_weights, "the per-sample weights"),
-        (change_table, "the table 'embedding_bags.t0.weight'"),
-        (load_table, "the table 'embedding_bags.t0.weight'"),
+        (change_table, "table 'embedding_bags.t0.weight'"),
+        (load_table, "table 'embedding_bags.t0.weight'"),
     ],
 )
 def test_a_change_between_forward_and_backward_is_refused(update, change, named):

@@ -227,7 +227,7 @@ def test_a_dense_gradient_is_refused():
     weight = model.ebc.embedding_bags["t1"].weight
     weight.grad = torch.ones_like(weight)
     before = weights_of(model)
-    with pytest.raises(ValueError, match=r"the gradient of 'embedding_bags.t1.weight' is dense"):
+    with pytest.raises(ValueError, match=r"the gradient of table 'embedding_bags.t1.weight' is dense"):
         optimizer.step()
     assert same(before, weights_of(model))
 

@@ -71,17 +71,38 @@ class BuildOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleParts:
-    """The parts of a sharded module, and what they were made from."""
+class Blueprint:
+    """What a sharded module is made from, the same on every rank except for ``device``."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
     rules: list[UpdateRule | None]
+    """For each table its rule; None: ordinary gradients."""
+    storages: list[RowStorage]
+    """For each table how its rows lie."""
     env: ShardingEnv
     device: torch.device
     options: BuildOptions
-    storages: list[RowStorage]
-    """How the rows of each table lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """Weights and optimizer state of a module that are there already."""
+
+    split: list[Holdings]
+    """The split tables of each rank that this process plays."""
+    local: Holdings
+    """The data-parallel tables."""
+    steps: Sequence[int]
+    """For each table the number of its updates so far."""
+    trained: Sequence[bool]
+    """For each table whether it is not frozen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleParts(Blueprint):
+    """The parts of a sharded module, and what they were made from."""
+
     tables: ShardedTables
     shards: dict[str, TableShards | SpreadTable]
     names: list[str]
@@ -151,63 +172,51 @@ def build(
     if env.devices:
         _check_inference(sources, rules)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]
-    split, *elsewhere = [
-        _allocate(routing.work[rank].rectangles, sources, rules, where, seed)
-        for rank, where in (enumerate(env.devices) if env.devices else [(env.shard.rank, device)])
-    ]
+    played = enumerate(env.devices) if env.devices else [(env.shard.rank, device)]
+    split = [_allocate(routing.work[rank].rectangles, sources, rules, where, seed) for rank, where in played]
     local = _allocate(routing.local.rectangles, sources, rules, device, seed)
-    _make_equal(split, env.replicate)
+    _make_equal(split[0], env.replicate)
     _make_equal(local, env.world)
-    steps = [source.state.get("step", 0) for source in sources]
-    storages = [source.storage for source in sources]
-    trained = [source.weight.requires_grad for source in sources]
-    return assemble(
-        plan, routing, rules, steps, storages, trained, split, local, env, device, options, elsewhere
+    blueprint = Blueprint(
+        plan=plan,
+        routing=routing,
+        rules=rules,
+        storages=[source.storage for source in sources],
+        env=env,
+        device=device,
+        options=options,
     )
+    contents = Contents(
+        split=split,
+        local=local,
+        steps=[source.state.get("step", 0) for source in sources],
+        trained=[source.weight.requires_grad for source in sources],
+    )
+    return assemble(blueprint, contents)
 
 
-def assemble(
-    plan: EmbeddingModuleShardingPlan,
-    routing: Routing,
-    rules: list[UpdateRule | None],
-    steps: Sequence[int],
-    storages: list[RowStorage],
-    trained: Sequence[bool],
-    split: Holdings,
-    local: Holdings,
-    env: ShardingEnv,
-    device: torch.device,
-    options: BuildOptions,
-    elsewhere: Sequence[Holdings] = (),
-) -> ModuleParts:
-    """The parts from weights and state that are there. ``steps``: the updates that each table has had.
-    ``trained``: the tables that are not frozen. ``elsewhere``: what ``env.devices`` hold beyond the first.
-    """
+def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
+    """Make a module's parts from weights and state that are there."""
+    routing, env, device, options = blueprint.routing, blueprint.env, blueprint.device, blueprint.options
     shards: dict[str, TableShards | SpreadTable] = {}
     fused: dict[int, FusedTable] = {}
     holders = routing.holders
-    for t, (table, rule) in enumerate(zip(routing.tables, rules, strict=True)):
-        held, mesh = (local, None) if routing.replicated[t] else (split, env.shard_mesh)
+    for t, (table, rule) in enumerate(zip(routing.tables, blueprint.rules, strict=True)):
+        storage = blueprint.storages[t]
         if env.devices and not routing.replicated[t]:
-            own = [each for holdings in (split, *elsewhere) if (each := holdings.of_table(t)) is not None]
-            shards[table.name] = SpreadTable(table, storages[t], own)
+            own = [each for held in contents.split if (each := held.of_table(t)) is not None]
+            shards[table.name] = SpreadTable(table, storage, own)
             continue
-        nothing = nn.Parameter(storages[t].allocate(0, storages[t].columns(table.dim), device), trained[t])
-        here = TableShards(table, storages[t], held.of_table(t), nothing, holders[t], mesh)
+        held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
+        nothing = nn.Parameter(storage.allocate(0, storage.columns(table.dim), device), contents.trained[t])
+        here = TableShards(table, storage, held.of_table(t), empty=nothing, holders=holders[t], mesh=mesh)
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
             mark_part(here.weight, env.shard.group, counts=True)  # also of nothing: norms are collective
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
-            slots = zip(rule.spec.state_slots(), zip(*held.state_of_table(t), strict=True), strict=False)
-            parts = {slot.name: parts for slot, parts in slots}
-            state = {
-                slot.name: here.whole_state(parts.get(slot.name, ()), per_row=slot.per_row)
-                for slot in rule.spec.state_slots()
-            }
-            label = f"table {table.name!r}"
-            fused[t] = FusedTable(here.weight, rule, {"step": steps[t], **state}, label, table.dim)
+            fused[t] = _fused_table(here, rule, held.state_of_table(t), contents.steps[t])
     input_dist = InputDist(
         routing,
         env,
@@ -219,24 +228,18 @@ def assemble(
     tables = ShardedTables(
         routing,
         env,
-        split,
-        local,
+        contents.split,
+        contents.local,
         fused=fused,
         input_dist=input_dist,
         sequence=options.sequence,
         wire=options.wire,
-        elsewhere=elsewhere,
     )
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made: they are handed back when they are freed
+    plan = blueprint.plan.with_kernels(_kernels(routing, blueprint.rules, blueprint.storages))
     return ModuleParts(
-        plan=plan.with_kernels(_kernels(routing, rules, storages)),
-        routing=routing,
-        rules=rules,
-        env=env,
-        device=device,
-        options=options,
-        storages=storages,
+        **{**vars(blueprint), "plan": plan},
         tables=tables,
         shards=shards,
         names=_names(routing),
@@ -254,6 +257,15 @@ def _kernels(
         kernel = EmbeddingComputeKernel.DENSE if rule is None else EmbeddingComputeKernel.FUSED
         kernels[table.name] = kernel if storage.is_trainable else EmbeddingComputeKernel.QUANT
     return kernels
+
+
+def _fused_table(
+    shards: TableShards, rule: UpdateRule, state: Sequence[Sequence[Tensor]], step: int
+) -> FusedTable:
+    slots: dict[str, Any] = {"step": step}
+    for number, slot in enumerate(rule.spec.state_slots()):
+        slots[slot.name] = shards.whole_state([own[number] for own in state], per_row=slot.per_row)
+    return FusedTable(shards.weight, rule, slots, f"table {shards.table.name!r}", shards.table.dim)
 
 
 def compiled(

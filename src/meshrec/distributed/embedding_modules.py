@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
-from meshrec.distributed.input_dist import Exchanging, SizesInFlight
 from meshrec.distributed.sharded_tables import Results, ShardedTables
 from meshrec.distributed.stages import Stage, stages
 from meshrec.modules import (
@@ -20,7 +19,6 @@ from meshrec.modules import (
     EmbeddingConfig,
 )
 from meshrec.modules.embedding_modules import holder_of
-from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.optimizer import FusedOptimizer
 
@@ -39,7 +37,6 @@ class _ShardedCollection(nn.Module):
         setattr(self, holder, holder_of(built.shards))
         self._tables, self.plan, self.built = built.tables, built.plan, built
         self._names, self._dims = built.names, built.dims
-        self._has_started = False
         output = built.options.output_dtype
         self._dtype = None if output is None else output.dtype
         self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
@@ -81,22 +78,6 @@ class _ShardedCollection(nn.Module):
     def _output_dists(self) -> list[Stage]:
         return stages("embeddings to their samples", self.plan)
 
-    def start(self, features: KeyedJaggedTensor) -> SizesInFlight:
-        """Routes the ids and starts to exchange sizes.
-
-        Raises:
-            ValueError: for an optimizer that torch attached to a table beside its own.
-        """
-        if not self._has_started:
-            for fused in self.built.fused.values():
-                in_backward_spec(fused.weight)
-            self._has_started = True
-        return self._tables.start(features)
-
-    def exchange(self, started: SizesInFlight) -> Exchanging:
-        """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
-        return self._tables.exchange(started)
-
 
 def _count_change(module: nn.Module, _: object) -> None:
     """After a load: what has been looked up is of old rows."""
@@ -107,8 +88,8 @@ def _count_change(module: nn.Module, _: object) -> None:
 class ShardedEmbeddingBagCollection(_ShardedCollection):
     """Pooled embeddings of split tables; parameters at ``embedding_bags.<table>.weight``.
 
-    ``forward`` may be taken apart, for pipelines: ``start``, ``exchange``, ``look_up`` are its halves before
-    the result is awaited; each starts what the next one waits for.
+    A pipeline may take ``forward`` apart: it calls the stages of ``tables`` itself (see
+    [Note: the stages of a batch] in ``sharded_tables.py``) and hands the results to ``awaited``.
     """
 
     embedding_bags: nn.ModuleDict
@@ -127,16 +108,19 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
         """Whether features carry per-sample weights."""
         return self._is_weighted
 
-    def look_up(self, exchanging: Exchanging) -> LazyAwaitable[KeyedTensor]:
-        """Looks up and starts to send embeddings back."""
-        results = self._tables.look_up(exchanging)
+    def awaited(self, results: Results) -> LazyAwaitable[KeyedTensor]:
+        """Return the embeddings of a lookup, awaited at their first use."""
         return LazyAwaitable(lambda: self._keyed(results))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """[B, D] by feature, as the unsharded module has it; waits when it is first used."""
         if self.ahead is not None and (found := self.ahead(features)) is not None:
             return found  # type: ignore[no-any-return]
-        return self.look_up(self._tables.exchange(self.start(features)))
+        tables = self._tables
+        batch = tables.arrive(tables.exchange(tables.route(features)))
+        if tables.needs_resolve:
+            tables.resolve(batch)
+        return self.awaited(tables.look_up(batch))
 
     def _keyed(self, results: Results) -> KeyedTensor:
         values = results.wait().to(dtype=self._dtype)
@@ -159,9 +143,8 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         """The configs of the whole tables."""
         return self._configs
 
-    def look_up(self, exchanging: Exchanging) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Looks up and starts to send embeddings back."""
-        results = self._tables.look_up(exchanging)
+    def awaited(self, results: Results) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Return the embeddings of a lookup, awaited at their first use."""
         return LazyAwaitable(lambda: self._jagged(results))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
@@ -170,10 +153,14 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         """
         if self.ahead is not None and (found := self.ahead(features)) is not None:
             return found  # type: ignore[no-any-return]
-        return self.look_up(self._tables.exchange(self.start(features)))
+        tables = self._tables
+        batch = tables.arrive(tables.exchange(tables.route(features)))
+        if tables.needs_resolve:
+            tables.resolve(batch)
+        return self.awaited(tables.look_up(batch))
 
     def _jagged(self, results: Results) -> dict[str, JaggedTensor]:
-        source = results.step.asked.source
+        source = results.pending.batch.asked.source
         order = results.tables.uses_in_order
         bounds = source.bag_bounds()
         routes, uses = self.built.routing.first_columns

@@ -42,7 +42,7 @@ class SourceIds(NamedTuple):
     """[U] the key that each use reads."""
     counts: Tensor
     """int64 [Q]: the IDs sent on each route of all ranks, local ones included; on the CPU once
-    ``InputDist.exchange`` has read the sizes."""
+    ``InputDist.send_ids`` has read the sizes."""
     batches: list[int]
     """[U] bags of each use."""
     weights: Tensor | None = None
@@ -134,8 +134,8 @@ class SizesInFlight:
 
 
 @dataclass
-class Exchanging:
-    """The packed ids are under way."""
+class IdsInFlight:
+    """A batch whose packed IDs are under way."""
 
     source: SourceIds
     local: PackedIds
@@ -147,7 +147,7 @@ class Exchanging:
 
 
 class InputDist:
-    """The id routing of one module: ``finish(exchange(start(features)))``.
+    """The id routing of one module: ``receive_ids(send_ids(send_sizes(features)))``.
 
     ``weighted``: whether the caller gives per-sample weights. ``bounds_check``: what happens to ids outside
     their table; with WARN and OFF they count as row 0 (a remote rank's memory is never read out of bounds).
@@ -185,9 +185,8 @@ class InputDist:
         """How many ids ``BoundsCheckMode.WARN`` replaced so far, of this rank's input."""
         return int(self._num_clamped)
 
-    def start(self, features: KeyedJaggedTensor, *, trains: bool) -> SizesInFlight:
-        """Routes the ids and starts to exchange sizes. Never raises for bad input: ``exchange`` does,
-        everywhere.
+    def send_sizes(self, features: KeyedJaggedTensor, *, trains: bool) -> SizesInFlight:
+        """Route the IDs and start to exchange sizes. Bad input raises in ``send_ids``, on every rank.
 
         ``trains``: whether this rank has tables to train, under grad mode.
         """
@@ -215,8 +214,8 @@ class InputDist:
         finally:
             del error  # in a circle of its traceback and this frame it would keep the batch
 
-    def exchange(self, started: SizesInFlight) -> Exchanging:
-        """Waits for the sizes and starts to exchange ids.
+    def send_ids(self, started: SizesInFlight) -> IdsInFlight:
+        """Wait for the sizes and start to exchange IDs.
 
         Raises:
             ValueError: on every rank, when the input of any rank was bad.
@@ -246,7 +245,7 @@ class InputDist:
         local_elements: tuple[int, ...] = ()
         if self._sequence:
             elements, local_elements = tuple(rows[:, _HEADER].tolist()), (int(own[-1, _HEADER]),)
-        return Exchanging(
+        return IdsInFlight(
             started.source._replace(counts=found[2]),
             PackedIds(local, own_header[-1:], local_elements),
             started.weights,
@@ -256,8 +255,8 @@ class InputDist:
             payload,
         )
 
-    def finish(self, exchanging: Exchanging) -> Arrived:
-        """Waits for the ids."""
+    def receive_ids(self, exchanging: IdsInFlight) -> Arrived:
+        """Wait for the IDs."""
         message = PackedIds(exchanging.payload.wait(), exchanging.header, exchanging.elements)
         return Arrived(exchanging.source, message, exchanging.local, exchanging.weights, exchanging.wishes)
 

@@ -86,6 +86,10 @@ class LookupTables:
             )
         return self._parts[tables]
 
+    def resolve(self, ids: LookupIds, *, train: bool) -> LookupIds:
+        """Replace the keys of tables with an index by slots."""
+        return ids
+
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
         """Elements of the output for each route, the last dimension of both."""
         return (num_ids if self.sequence else bags) * self._route_widths

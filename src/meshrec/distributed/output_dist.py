@@ -198,13 +198,13 @@ class PooledOutput:
             self._hops = (flat_hop(routing, env, wire),)
             self.blocks = list(range(env.shard.size))
 
-    def start(self, out: Tensor, asked: Asked) -> InFlight:
+    def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
         """Sends the lookup's rows on the first hop. ``out``: [sum of batches, dim], as kernels write what
         travels.
         """
         return self._hops[0].send(out, *self._rows(asked)[0], "embeddings")
 
-    def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
+    def receive_rows(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
         """[B, D] fp32. ``local``: [B, columns of the tables that every rank holds]."""
         source = asked.source
         if len(self._hops) == 2:
@@ -214,8 +214,8 @@ class PooledOutput:
             in_flight = second.send(rows, rows_sent, source.batches[0], "embeddings between nodes")
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
-    def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local
+    def send_gradient(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
+        """Sends the gradient of what ``receive_rows`` gave, times ``scale``; also gives that of the local
         columns.
         """
         rows = self._rows(asked)
@@ -228,8 +228,8 @@ class PooledOutput:
             sent, _ = first.scatter(own, None, 1.0)
         return self._hops[0].send_back(sent, *rows[0], "gradients of embeddings"), local
 
-    def finish_grad(self, in_flight: InFlight, asked: Asked) -> Tensor:
-        """fp32, flat: the gradient of what ``start`` was given."""
+    def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
+        """fp32, flat: the gradient of what ``send_rows`` was given."""
         return self._hops[0].gradient(in_flight, asked.batches)
 
     def _rows(self, asked: Asked) -> list[_Rows]:
@@ -277,14 +277,14 @@ class SequenceOutput:
             for use, dim in zip(routing.uses, routing.dims, strict=True)
         ]
 
-    def start(self, out: Tensor, asked: Asked) -> InFlight:
+    def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
         """Sends the lookup's rows; ``out`` is flat, block by block."""
         way = self._ways[0]
         if way.encodes:
             out = encode_blocks(way.wire, out, self._own_blocks(asked))
         return all_to_all(out, self._splits(way, asked), self._axis, "embeddings")
 
-    def finish(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
+    def receive_rows(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
         """Flat fp32: for each use [ids, dim]; the tables that every rank holds come last, as ``local`` has
         them.
         """
@@ -294,8 +294,8 @@ class SequenceOutput:
         rows: Tensor = torch.ops.meshrec.gather_sequence.default(received, *self._ids(asked.source))
         return rows if local is None else torch.cat([rows, local])
 
-    def start_grad(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Sends the gradient of what ``finish`` gave, times ``scale``; also gives that of the local part."""
+    def send_gradient(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
+        """Send ``scale`` times the gradient of what ``receive_rows`` gave; also return that of local rows."""
         way = self._ways[1]
         splits = self._splits(way, asked)
         split = sum(splits.received)  # each element of the split tables' rows came from one rank
@@ -309,8 +309,8 @@ class SequenceOutput:
         back = Splits(splits.received, splits.sent)
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
 
-    def finish_grad(self, in_flight: InFlight, asked: Asked) -> Tensor:
-        """fp32, flat: the gradient of what ``start`` was given."""
+    def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
+        """fp32, flat: the gradient of what ``send_rows`` was given."""
         message, way = in_flight.wait(), self._ways[1]
         if way.encodes:
             message = decode_blocks(way.wire, message, self._own_blocks(asked))

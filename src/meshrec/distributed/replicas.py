@@ -45,9 +45,9 @@ class Replicas:
         if self._axis.size == 1:
             return TableGradient(LookedUp(self._tables.shaped(grad, ids), self._tables.lookups(ids)), {})
         with phase(self._phase) if recorders else OFF:
-            return self._exchanged(message, ids, grad)
+            return self._summed_over_replicas(message, ids, grad)
 
-    def _exchanged(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
+    def _summed_over_replicas(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
         sizes = gather_sizes(message.header, ids, self._axis)
         whole = self._moved_whole(sizes)
         rows = self._summed(whole, ids, grad)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
-from meshrec.distributed.build import ModuleParts, assemble, check_cuts, compiled
+from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts, compiled
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.table_shards import TableShards
 from meshrec.plan.mesh import Axis, ShardingEnv
@@ -103,20 +103,18 @@ class _New(NamedTuple):
     local: Holdings
 
     def assembled(self, old: ModuleParts) -> ModuleParts:
-        """The module's parts."""
-        return assemble(
-            self.plan,
-            self.routing,
-            old.rules,
-            old.steps(),
-            old.storages,
-            self.trained,
-            self.split,
-            self.local,
-            old.env,
-            old.device,
-            old.options,
+        """Make the module's parts."""
+        blueprint = Blueprint(
+            plan=self.plan,
+            routing=self.routing,
+            rules=old.rules,
+            storages=old.storages,
+            env=old.env,
+            device=old.device,
+            options=old.options,
         )
+        contents = Contents(split=[self.split], local=self.local, steps=old.steps(), trained=self.trained)
+        return assemble(blueprint, contents)
 
 
 def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
@@ -284,9 +282,9 @@ def _move(planes: Sequence[_Plane], axis: Axis) -> None:
             rounds.append(cut)
             size += cut.num_bytes
             if size >= _ROUND_BYTES * axis.size:
-                _exchange(rounds, axis)
+                _send_round(rounds, axis)
                 rounds, size = [], 0
-    _exchange(rounds, axis)
+    _send_round(rounds, axis)
 
 
 def _cuts(plane: _Plane, axis: Axis) -> Iterator[_CutTransfer]:
@@ -306,7 +304,7 @@ def _cuts(plane: _Plane, axis: Axis) -> Iterator[_CutTransfer]:
             yield _CutTransfer(plane, transfer._replace(r0=r0, r1=r1), num_bytes)
 
 
-def _exchange(cuts: Sequence[_CutTransfer], axis: Axis) -> None:
+def _send_round(cuts: Sequence[_CutTransfer], axis: Axis) -> None:
     """One all-to-all. Pieces lie by the other rank, then in the order of the list."""
     if not cuts:
         return

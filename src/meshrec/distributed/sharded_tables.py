@@ -1,6 +1,19 @@
 """The tables of one module on this rank: one batch through routing, lookup and return, and back.
 
-``start``, ``exchange``, ``look_up`` and the awaited result are the stages that a pipeline may overlap.
+[Note: the stages of a batch]
+
+Each stage starts what the next one waits for, so that a pipeline can put other work in between::
+
+    sizes = tables.route(features)      # route IDs; sizes are under way
+    sent = tables.exchange(sizes)       # wait for sizes; IDs are under way
+    batch = tables.arrive(sent)         # wait for IDs
+    tables.resolve(batch)               # keys to slots; only if tables.needs_resolve
+    results = tables.look_up(batch)     # look up; embeddings are under way
+    embeddings = results.wait()         # ``receive``: wait for embeddings
+
+``arrive`` and ``resolve`` happen once for a batch. ``look_up`` may happen again when the tables have changed:
+it finds the slots in the batch. The backward pass runs ``send_grad`` and ``receive_grad``, which updates the
+tables.
 """
 
 import functools
@@ -15,13 +28,15 @@ from meshrec.comms.collectives import InFlight, release_read
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import WireFormats
 from meshrec.distributed.collected import GradientSignal
-from meshrec.distributed.input_dist import Arrived, Exchanging, InputDist, LookupIds, PackedIds, SizesInFlight
+from meshrec.distributed.input_dist import Arrived, IdsInFlight, InputDist, LookupIds, SizesInFlight
+from meshrec.distributed.local_axis import as_played, gathered, moved_to
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.output_dist import Asked, PooledOutput, SequenceOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_stats import column_peers
 from meshrec.distributed.weight_grads import WeightGrads
+from meshrec.optim.in_backward import in_backward_spec
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.holdings import Holdings
@@ -31,152 +46,229 @@ from meshrec.tables.writes import OwnWrites
 
 
 @dataclass(kw_only=True)
-class PendingBatch:
-    """One batch between its forward and its backward pass."""
+class ArrivedBatch:
+    """The IDs of one batch on the ranks that look them up."""
 
     arrived: Arrived
-    ids: LookupIds
+    ids: list[LookupIds]
+    """For each rank that this process plays, the IDs to look up in the split tables; of tables with an index
+    keys at first, slots after ``ShardedTables.resolve``."""
     asked: Asked
     local_ids: LookupIds | None
-    elsewhere: list[LookupIds]
-    """Of the other devices of this process."""
+    """The IDs to look up in the data-parallel tables."""
+    is_resolved: bool = False
+
+
+@dataclass(kw_only=True)
+class PendingLookup:
+    """One lookup of a batch between its forward and its backward pass."""
+
+    batch: ArrivedBatch
     in_flight: InFlight | None = None
+    foreign_writes: Sequence[int] = ()
+    """The writes of others to the tables when they were looked up."""
 
 
 class ShardedTables:
     """Everything a rank does for one module.
 
-    ``split``: its rectangles, in the order of ``routing.work[rank].rectangles``; ``local``: the whole
-    data-parallel tables. ``fused``: by number, the tables with a fused rule; the others get ordinary
-    gradients. ``elsewhere``: where one process plays all ranks, what its other devices hold.
+    Args:
+        routing: the compiled plan.
+        env: the ranks.
+        held: the rectangles of each rank that this process plays (one, or with ``env.devices`` all ranks of
+            the shard axis), in the order of ``routing.work[rank].rectangles``.
+        local: the whole data-parallel tables.
+        fused: by number, the tables with a fused rule; the others get ordinary gradients.
+        input_dist: the routing of IDs.
+        sequence: whether rows are not pooled.
+        wire: how rows and gradients travel.
     """
 
     def __init__(
         self,
         routing: Routing,
         env: ShardingEnv,
-        split: Holdings,
+        held: Sequence[Holdings],
         local: Holdings,
         *,
         fused: Mapping[int, FusedTable],
         input_dist: InputDist,
         sequence: bool,
         wire: WireFormats,
-        elsewhere: Sequence[Holdings] = (),
     ) -> None:
         self._env = env
-        work = routing.work[env.shard.rank]
-        out_dtype = wire.forward.kernel_dtype
-        self.split = LookupTables(routing, work, split, sequence=sequence, out_dtype=out_dtype)
-        self.local = LookupTables(routing, routing.local, local, sequence=sequence)
-        self._elsewhere = [
-            LookupTables(routing, other, held, sequence=sequence, out_dtype=out_dtype)
-            for other, held in zip(routing.work[1:], elsewhere, strict=False)
+        out_dtype, split = wire.forward.kernel_dtype, held[0]
+        works = routing.work if env.devices else routing.work[env.shard.rank :][:1]
+        self._played = [
+            LookupTables(routing, work, own, sequence=sequence, out_dtype=out_dtype)
+            for work, own in zip(works, held, strict=True)
         ]
+        self.split = self._played[0]
+        self.local = LookupTables(routing, routing.local, local, sequence=sequence)
+        self.needs_resolve = bool(split.indexed or local.indexed)
+        """Whether some table finds the slots of its keys in an index; other batches skip ``resolve``."""
+        self._fused, self._is_checked = list(fused.values()), False
         self._writes = OwnWrites(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
         )
         self._updates = [
             TableUpdates(
-                held,
+                own,
                 {t: table for t, table in fused.items() if routing.replicated[t] == replicated},
                 writes=self._writes,
                 peers=None if replicated else functools.partial(column_peers, routing, env.shard),
             )
-            for held, replicated in ((split, False), (local, True))
+            for own, replicated in ((split, False), (local, True))
         ]
         self._parameters = [*split.parameters, *local.parameters]
         self.collected = (
             GradientSignal(input_dist.device) if any(t.rule.deferred for t in fused.values()) else None
         )
-        """What backward passes left for ``step``; None where there is nothing to leave."""
+        """The gradients that backward passes left for ``step``; None where the backward pass updates."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
-        """Is told what each backward pass changes: of the split tables, then of the data-parallel ones."""
+        """Called with what each backward pass changes: of the split tables, then of data-parallel ones."""
         self.num_changes = 0
-        """Updates so far, and other changes of all rows: the same number on every rank."""
+        """The number of updates and other changes of all rows so far, the same on every rank."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, wire)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
         """For sequences: the uses in the order of their parts of the result."""
+        # A process that plays all ranks gets one message for each of them, and none from others.
+        self._blocks = [0] if env.devices else self._output.blocks
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
         self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
         self._weight_grads = WeightGrads(routing, env.shard)
 
     @property
     def num_clamped_ids(self) -> int:
-        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        """The number of IDs of this rank that ``BoundsCheckMode.WARN`` has replaced so far."""
         return self._input.num_clamped_ids
 
-    def start(self, features: KeyedJaggedTensor) -> SizesInFlight:
-        """Routes the ids and starts to exchange sizes."""
+    def route(self, features: KeyedJaggedTensor) -> SizesInFlight:
+        """Route the IDs and start to exchange sizes.
+
+        Bad input raises in ``exchange``, on every rank.
+
+        Raises:
+            ValueError: torch has attached another optimizer to a table beside its own.
+        """
+        if not self._is_checked:
+            for table in self._fused:
+                in_backward_spec(table.weight)
+            self._is_checked = True
         trains = False
         if torch.is_grad_enabled():
             for parameter in self._parameters:
                 trains |= parameter.requires_grad
         with phase("ids") if recorders else OFF:
-            return self._input.start(features, trains=trains)
+            return self._input.send_sizes(features, trains=trains)
 
-    def exchange(self, started: SizesInFlight) -> Exchanging:
-        """Starts to exchange ids. Raises ValueError on every rank when the input of any was bad."""
+    def exchange(self, sizes: SizesInFlight) -> IdsInFlight:
+        """Wait for the sizes and start to exchange IDs.
+
+        Raises:
+            ValueError: on every rank, when the input of any rank was bad.
+        """
         with phase("ids") if recorders else OFF:
-            return self._input.exchange(started)
+            return self._input.send_ids(sizes)
 
-    def look_up(self, exchanging: Exchanging) -> "Results":
-        """Waits for the ids, looks them up, and starts to send the results back."""
+    def arrive(self, sent: IdsInFlight) -> ArrivedBatch:
+        """Wait for the IDs and unpack them."""
         with phase("ids") if recorders else OFF:
-            arrived = self._input.finish(exchanging)
-            step = self._arrived_in_one_process(arrived) if self._env.devices else self._arrived(arrived)
-        # With it every rank has a backward pass if any has: they exchange gradients.
-        anchor = torch.empty(0, requires_grad=step.arrived.wishes.backward)
-        return Results(self, step, _send(self, step, anchor, step.arrived.weights, *self._parameters))
+            arrived = self._input.receive_ids(sent)
+            messages = [arrived.message]
+            if self._env.devices:
+                messages = as_played(arrived)
+            ids: list[LookupIds] = []
+            for part, message in zip(self._played, messages, strict=True):
+                unpacked = self._input.unpack(message, self._blocks, len(part.work.routes))
+                ids.append(moved_to(part, unpacked) if ids else unpacked)
+            local_ids = None
+            if not self.local.is_empty:
+                local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
+            batches = messages[0].header[:, 3].tolist()
+            asked = Asked(arrived.source, ids[0], batches, self.split.block_sizes(ids[0]))
+            return ArrivedBatch(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids)
 
-    def send(self, step: PendingBatch) -> Tensor:
-        """The forward pass up to the wire; gives the rows of the data-parallel tables, fp32, flat."""
+    def resolve(self, batch: ArrivedBatch) -> None:
+        """Find the slots of the keys in tables with an index, once for each batch."""
+        if batch.is_resolved:
+            return
+        trains = batch.arrived.wishes.backward
         with phase("lookup") if recorders else OFF:
-            rows = self.split.forward(step.ids, sum(step.asked.block_sizes))
-            if step.elsewhere:
-                rows = self._with_others(rows, step.elsewhere)
+            batch.ids = [self.split.resolve(batch.ids[0], train=trains), *batch.ids[1:]]
+            if batch.local_ids is not None:
+                batch.local_ids = self.local.resolve(batch.local_ids, train=trains)
+        batch.is_resolved = True
+
+    def look_up(self, batch: ArrivedBatch) -> "Results":
+        """Look the IDs up and start to send the results back."""
+        arrived, pending = batch.arrived, PendingLookup(batch=batch)
+        # With it every rank has a backward pass if any has: they exchange gradients.
+        anchor = torch.empty(0, requires_grad=arrived.wishes.backward)
+        return Results(self, pending, _send(self, pending, anchor, arrived.weights, *self._parameters))
+
+    def send(self, pending: PendingLookup) -> Tensor:
+        """Run the forward pass up to the wire; return the rows of the data-parallel tables, fp32, flat."""
+        batch = pending.batch
+        if batch.arrived.wishes.backward:
+            pending.foreign_writes = self._writes.foreign()
+        with phase("lookup") if recorders else OFF:
+            rows = self.split.forward(batch.ids[0], sum(batch.asked.block_sizes))
+            if len(self._played) > 1:
+                rows = gathered(rows, self._played, batch.ids)
         with phase("output") if recorders else OFF:
-            step.in_flight = self._output.start(rows, step.asked)
+            pending.in_flight = self._output.send_rows(rows, batch.asked)
         local = rows.new_empty(0, dtype=torch.float32)
-        if step.local_ids is not None:
+        if batch.local_ids is not None:
             with phase("lookup") if recorders else OFF:
-                local = self.local.forward(step.local_ids, sum(self.local.block_sizes(step.local_ids)))
+                local = self.local.forward(batch.local_ids, sum(self.local.block_sizes(batch.local_ids)))
         return local
 
-    def receive(self, step: PendingBatch, local: Tensor) -> Tensor:
-        """The forward pass from the wire on: [B, D], or flat rows per id."""
-        assert step.in_flight is not None
-        in_flight, step.in_flight = step.in_flight, None
+    def receive(self, pending: PendingLookup, local: Tensor) -> Tensor:
+        """Run the forward pass from the wire on: [B, D], or flat rows per ID."""
+        assert pending.in_flight is not None
+        in_flight, pending.in_flight = pending.in_flight, None
+        batch = pending.batch
         with phase("output") if recorders else OFF:
-            return self._output.finish(in_flight, None if step.local_ids is None else local, step.asked)
+            return self._output.receive_rows(
+                in_flight, None if batch.local_ids is None else local, batch.asked
+            )
 
-    def send_grad(self, step: PendingBatch, grad: Tensor) -> Tensor:
-        """The backward pass up to the wire; gives the gradient of the data-parallel rows."""
+    def send_grad(self, pending: PendingLookup, grad: Tensor) -> Tensor:
+        """Run the backward pass up to the wire; return the gradient of the data-parallel rows.
+
+        Raises:
+            ValueError: the batch, or a table, was written to since the forward pass.
+        """
+        asked = pending.batch.asked
+        asked.source.check_unchanged()
+        self._writes.check(pending.foreign_writes)
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
-        step.asked.source.check_unchanged()
         release_read(self._env.shard)  # the embeddings: all have read them by now
         with phase("gradient") if recorders else OFF:
-            step.in_flight, local = self._output.start_grad(grad, step.asked, scale)
+            pending.in_flight, local = self._output.send_gradient(grad, asked, scale)
         return local
 
     def receive_grad(
-        self, step: PendingBatch, local_grad: Tensor
+        self, pending: PendingLookup, local_grad: Tensor
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The backward pass from the wire on: updates tables in place, or gives their gradients; before
-        them the gradient of the caller's per-sample weights, where some rank wants it.
+        """Run the backward pass from the wire on: update tables in place, or return their gradients.
+
+        Returns: the gradient of the caller's per-sample weights, where some rank wants it, and a gradient for
+        each parameter, None for the fused ones.
         """
-        assert step.in_flight is not None
-        local = None
-        if step.local_ids is not None:
-            local = self._everywhere.sum_of_all(step.arrived.local, step.local_ids, local_grad)
+        assert pending.in_flight is not None
+        batch, local = pending.batch, None
+        if batch.local_ids is not None:
+            local = self._everywhere.sum_of_all(batch.arrived.local, batch.local_ids, local_grad)
         with phase("gradient") if recorders else OFF:
-            split_grad = self._output.finish_grad(step.in_flight, step.asked)
-            step.in_flight, sample_grad = None, None
-            if step.arrived.wishes.weight_grads:
-                sample_grad = self._sample_weight_grad(step, split_grad, local_grad)
-        split = self._replicas.sum_of_all(step.arrived.message, step.ids, split_grad)
+            split_grad = self._output.receive_gradient(pending.in_flight, batch.asked)
+            pending.in_flight, sample_grad = None, None
+            if batch.arrived.wishes.weight_grads:
+                sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
+        split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
         with phase("update") if recorders else OFF:
             self._collect(gradients)
@@ -191,12 +283,12 @@ class ShardedTables:
         return sample_grad, grads + [None] * (len(self._parameters) - len(grads))
 
     def step(self) -> None:
-        """Applies what backward passes have collected, if they have. Collective."""
+        """Apply the gradients that backward passes have collected, if there are any. Collective."""
         if self.collected is not None and self.collected.signal.grad is not None:
             self._apply([updates.collected() for updates in self._updates], deferred=True)
 
     def _apply(self, gradients: Sequence[TableGradient], *, deferred: bool) -> None:
-        """Makes the updates of all rules that are deferred, or of the others: all or none."""
+        """Make the updates of all rules that are deferred, or of the others: all or none."""
         pairs = list(zip(self._updates, gradients, strict=False))
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
         # From here on tables change: what can fail on the wire is behind us.
@@ -212,77 +304,30 @@ class ShardedTables:
             finite &= updates.collect(gradient)
         self.collected.agree(finite, self._env.world)
 
-    def _arrived(self, arrived: Arrived, blocks: Sequence[int] | None = None) -> PendingBatch:
-        order = self._output.blocks if blocks is None else list(blocks)
-        ids = self._input.unpack(arrived.message, order, len(self.split.work.routes))
-        local_ids = None
-        if not self.local.is_empty:
-            local_ids = self._input.unpack(arrived.local, [0], len(self.local.work.routes))
-        batches = arrived.message.header[:, 3].tolist()
-        asked = Asked(arrived.source, ids, batches, self.split.block_sizes(ids))
-        return PendingBatch(arrived=arrived, ids=ids, asked=asked, local_ids=local_ids, elsewhere=[])
-
-    def _arrived_in_one_process(self, arrived: Arrived) -> PendingBatch:
-        """As ``_arrived``, where the message to each rank is here, and nothing came from others."""
-        if arrived.wishes.backward:
-            raise ValueError(
-                "tables over several devices of one process are for inference: a lookup in them has no "
-                "gradient. Call the model under torch.no_grad(), or detach the per-sample weights."
-            )
-        words, header, elements = arrived.message
-        messages = [
-            PackedIds(own, header[rank : rank + 1], elements[rank : rank + 1])
-            for rank, own in enumerate(words.split(header[:, 1].tolist()))
-        ]
-        mine, *others = messages
-        step = self._arrived(arrived._replace(message=mine), blocks=[0])
-        step.elsewhere = [
-            _moved(self._input.unpack(message, [0], len(part.work.routes)), part)
-            for message, part in zip(others, self._elsewhere, strict=True)
-        ]
-        return step
-
-    def _with_others(self, rows: Tensor, ids: Sequence[LookupIds]) -> Tensor:
-        """1-D: the rows of the first device, then those of each other one."""
-        found = [
-            part.forward(own, sum(part.block_sizes(own)))
-            for part, own in zip(self._elsewhere, ids, strict=True)
-        ]
-        return torch.cat([each.view(-1).to(rows.device) for each in (rows, *found)])
-
-    def _sample_weight_grad(self, step: PendingBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
-        """fp32 [N]: that of this rank's own loss, so nothing is averaged."""
-        header = step.arrived.message.header
-        own = self.split.sample_weight_grad(split_grad, step.ids)
+    def _sample_weight_grad(self, batch: ArrivedBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
+        """Return the gradient of the per-sample weights, fp32 [N], of this rank's own loss: not averaged."""
+        header = batch.arrived.message.header
+        own = self.split.sample_weight_grad(split_grad, batch.ids[0])
         local = None
-        if step.local_ids is not None:
-            local = self.local.sample_weight_grad(local_grad, step.local_ids)
+        if batch.local_ids is not None:
+            local = self.local.sample_weight_grad(local_grad, batch.local_ids)
         blocks = own.split(header[self._output.blocks, 2].tolist())
         by_rank = [own] * len(blocks)
         for rank, block in zip(self._output.blocks, blocks, strict=True):
             by_rank[rank] = block
-        grads = self._weight_grads.exchange(by_rank, local, step.asked.source)
+        grads = self._weight_grads.send_home(by_rank, local, batch.asked.source)
         return grads.mul_(self._env.world.size)
 
 
-def _moved(ids: LookupIds, part: LookupTables) -> LookupIds:
-    """The ids on the device of the tables that they are for."""
-    if part.is_empty:
-        return ids
-    device = part.held.parameters[0].device
-    weights = None if ids.weights is None else ids.weights.to(device)
-    return ids._replace(values=ids.values.to(device), offsets=ids.offsets.to(device), weights=weights)
-
-
 class Results:
-    """Embeddings on their way back; ``wait`` gives them."""
+    """Embeddings on their way back to the rank that asked for them."""
 
-    def __init__(self, tables: ShardedTables, step: PendingBatch, local: Tensor) -> None:
-        self.tables, self.step, self._local = tables, step, local
+    def __init__(self, tables: ShardedTables, pending: PendingLookup, local: Tensor) -> None:
+        self.tables, self.pending, self._local = tables, pending, local
 
     def wait(self) -> Tensor:
-        """[B, D] for pooled tables, else flat rows per id."""
-        out: Tensor = _receive(self.tables, self.step, self._local)
+        """Wait for the embeddings: [B, D] for pooled tables, else flat rows per ID."""
+        out: Tensor = _receive(self.tables, self.pending, self._local)
         return out
 
 
@@ -293,17 +338,17 @@ class _Send(torch.autograd.Function):
     def forward(
         ctx: Any,
         tables: ShardedTables,
-        step: PendingBatch,
+        pending: PendingLookup,
         anchor: Tensor,
         sample_weights: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.tables, ctx.step = tables, step
-        return tables.send(step)
+        ctx.tables, ctx.pending = tables, pending
+        return tables.send(pending)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        sample_grad, table_grads = ctx.tables.receive_grad(ctx.step, grads[0])
+        sample_grad, table_grads = ctx.tables.receive_grad(ctx.pending, grads[0])
         return (None, None, None, sample_grad if ctx.needs_input_grad[3] else None, *table_grads)
 
 
@@ -313,13 +358,13 @@ class _Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tables: ShardedTables, step: PendingBatch, local: Tensor) -> Tensor:
-        ctx.tables, ctx.step = tables, step
-        return tables.receive(step, local)
+    def forward(ctx: Any, tables: ShardedTables, pending: PendingLookup, local: Tensor) -> Tensor:
+        ctx.tables, ctx.pending = tables, pending
+        return tables.receive(pending, local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, ctx.tables.send_grad(ctx.step, grads[0].contiguous())
+        return None, None, ctx.tables.send_grad(ctx.pending, grads[0].contiguous())
 
 
 # Typed here, because torch's own is not.

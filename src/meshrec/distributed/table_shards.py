@@ -37,12 +37,13 @@ class TableShards(nn.Module):
         table: RoutedTable,
         storage: RowStorage,
         held: Held | None,
+        *,
         empty: nn.Parameter,
         holders: Sequence[Sequence[Rectangle]],
         mesh: DeviceMesh | None,
     ) -> None:
         super().__init__()
-        self._table, self._packing, self._mesh = table, held.packing if held else None, mesh
+        self.table, self._packing, self._mesh = table, held.packing if held else None, mesh
         self.storage = storage
         self._holders = [list(rectangles) for rectangles in holders]
         self.rectangles: list[Rectangle] = held.packing.rectangles if held else []
@@ -64,7 +65,7 @@ class TableShards(nn.Module):
     def whole_state(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
         """A state of the table, fp32 whatever its rows are, from what of it is here; without a copy."""
         like = torch.empty(0, device=self.weight.device)  # the type is known also where nothing is
-        size = (self._table.num_rows,) if per_row else (self._table.num_rows, self._table.dim)
+        size = (self.table.num_rows,) if per_row else (self.table.num_rows, self.table.dim)
         return self._joined([part.detach() for part in parts], like, size, lambda column: column)
 
     def whole_parts(self) -> dict[str, Tensor]:
@@ -73,7 +74,7 @@ class TableShards(nn.Module):
             self.storage.parts(shard.detach(), rectangle.c1 - rectangle.c0)
             for shard, rectangle in zip(self.shards(), self.rectangles, strict=True)
         ]
-        size = (self._table.num_rows, self.storage.part_column(self._table.dim))
+        size = (self.table.num_rows, self.storage.part_column(self.table.dim))
         return {
             part.name: self._joined(
                 [parts[number] for parts in own],
@@ -134,7 +135,7 @@ class TableShards(nn.Module):
     def extra_repr(self) -> str:
         """The rectangles, for printing."""
         parts = [f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in self.rectangles]
-        return f"{' '.join(parts) or 'nothing'} of {self._table.num_rows} x {self._table.dim}"
+        return f"{' '.join(parts) or 'nothing'} of {self.table.num_rows} x {self.table.dim}"
 
 
 def _pairs(whole: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:

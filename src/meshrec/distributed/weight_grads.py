@@ -23,7 +23,7 @@ class WeightGrads:
         self._router, self._axis = routing.router, axis
         self._routes_per_rank = [len(work.routes) for work in routing.work]
 
-    def exchange(self, by_rank: Sequence[Tensor], local: Tensor | None, source: SourceIds) -> Tensor:
+    def send_home(self, by_rank: Sequence[Tensor], local: Tensor | None, source: SourceIds) -> Tensor:
         """fp32 [N]: for each id of this rank the sum over all places where it was looked up. Collective.
 
         ``by_rank``: for every rank the gradients of the ids it sent here, in the order of its message.

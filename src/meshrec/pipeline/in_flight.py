@@ -9,7 +9,8 @@ from torch import Tensor
 
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from meshrec.distributed.input_dist import Exchanging
+from meshrec.distributed.input_dist import IdsInFlight
+from meshrec.distributed.sharded_tables import ArrivedBatch
 from meshrec.pipeline.batch_paths import Path, tensors_of, text_of
 from meshrec.sparse import KeyedJaggedTensor
 
@@ -27,13 +28,14 @@ class Call(NamedTuple):
 
 
 class LookupInFlight:
-    """The lookup for one call: sizes, then ids, then embeddings are under way."""
+    """The lookup for one call of a module: sizes, then IDs, then embeddings are under way."""
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
         self.module, self.features = module, features
-        self._before = _mode(module)
-        self._started = module.start(features)
-        self._exchanging: Exchanging | None = None
+        self._before, self._tables = _mode(module), module.tables
+        self._sizes = self._tables.route(features)
+        self._sent: IdsInFlight | None = None
+        self._batch: ArrivedBatch | None = None
         self._result: LazyAwaitable[Any] | None = None
         self._num_changes, self._stays = -1, False
 
@@ -42,21 +44,30 @@ class LookupInFlight:
         """Whether an exchange that starts now would do the same."""
         return self._before == _mode(self.module)
 
-    def exchange(self) -> None:
-        """Starts to exchange ids. Raises ValueError on every rank when the input of any rank was bad."""
-        if self._exchanging is None:
-            self._exchanging = self.module.exchange(self._started)
+    def send_ids(self) -> IdsInFlight:
+        """Start to exchange IDs, once. Raises ValueError on every rank when the input of any was bad."""
+        if self._sent is None:
+            self._sent = self._tables.exchange(self._sizes)
+        return self._sent
 
-    def look_up(self, *, stays: bool = False) -> LazyAwaitable[Any]:
-        """Starts to send embeddings back: those of now, if need be once more; ``stays``: whatever changes
-        later.
+    def receive_ids(self) -> ArrivedBatch:
+        """Wait for the IDs and find the slots of their keys, once; a repeated lookup finds them here."""
+        if self._batch is None:
+            self._batch = self._tables.arrive(self.send_ids())
+            if self._tables.needs_resolve:
+                self._tables.resolve(self._batch)
+        return self._batch
+
+    def send_embeddings(self, *, stays: bool = False) -> LazyAwaitable[Any]:
+        """Start to send embeddings back: those of now, if need be once more.
+
+        ``stays``: keep these embeddings, whatever changes later.
         """
-        self.exchange()
-        assert self._exchanging is not None
-        num_changes = self.module.tables.num_changes
+        batch, num_changes = self.receive_ids(), self._tables.num_changes
         self._stays |= stays
         if self._result is None or not (self._stays or self._num_changes == num_changes):
-            self._result, self._num_changes = self.module.look_up(self._exchanging), num_changes
+            self._result = self.module.awaited(self._tables.look_up(batch))
+            self._num_changes = num_changes
         return self._result
 
 
@@ -80,27 +91,32 @@ class BatchInFlight:
         self._versions = _versions(self.batch)
         return change
 
-    def start(self, module: Collection, features: KeyedJaggedTensor) -> None:
-        """Starts the lookup of one call. Collective."""
+    def route(self, module: Collection, features: KeyedJaggedTensor) -> None:
+        """Start the lookup of one call. Collective."""
         if self.error is None:
             try:
                 self.lookups.append(LookupInFlight(module, features))
             except ValueError as error:
                 self._fail(error)
 
-    def exchange(self) -> None:
-        """Starts to exchange the ids of all lookups. Collective; bad input becomes the batch's error."""
+    def send_ids(self) -> None:
+        """Start to exchange the IDs of all lookups. Collective; bad input becomes the batch's error."""
         try:
             for lookup in self.lookups:
-                lookup.exchange()
+                lookup.send_ids()
         except ValueError as error:
             self._fail(error)
 
-    def look_up(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
-        """Starts to send embeddings back, of the modules that are ready; ``stays``: see `LookupInFlight`."""
+    def send_embeddings(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
+        """Start to send embeddings back, of the modules that are ready; ``stays``: see `LookupInFlight`.
+
+        Slots are found for all modules: one batch ahead, whoever updates the tables afterwards.
+        """
         for lookup in self.lookups:
+            if lookup.module.tables.needs_resolve:
+                lookup.receive_ids()
             if is_ready(lookup.module):
-                lookup.look_up(stays=stays)
+                lookup.send_embeddings(stays=stays)
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
         """The result for this call of a module, once; None where it is not under way.
@@ -113,7 +129,7 @@ class BatchInFlight:
                 if (change := self._change(features)) is not None:
                     raise ValueError(f"{change}. Give every batch tensors of its own.")
                 self.lookups.remove(lookup)
-                return lookup.look_up()
+                return lookup.send_embeddings()
         return None
 
     def take_error(self) -> Exception:

@@ -104,7 +104,7 @@ class Lookahead:
             _raise(self._take_failure() or StopIteration())
         self._current = current = self._waiting.popleft()
         self._mover.wait(current.batch)
-        current.exchange()
+        current.send_ids()
         if current.error is not None:
             _raise(current.take_error())
         if current.lookups:
@@ -134,7 +134,7 @@ class Lookahead:
         """
         self._check()
         if self._waiting:
-            self._waiting[0].exchange()
+            self._waiting[0].send_ids()
         if self._telling is None and not self._has_ended and len(self._waiting) < 2:
             self._read(iterator)
 
@@ -145,14 +145,14 @@ class Lookahead:
         table is looked up again when it is asked for.
         """
         if self._waiting:
-            self._waiting[0].look_up(is_ready or (lambda _: True))
+            self._waiting[0].send_embeddings(is_ready or (lambda _: True))
         self._agree()
 
     def look_up_before_update(self) -> None:
         """Looks up the next batch's ids now, for good: in tables from before this batch's update."""
         if self._waiting:
-            self._waiting[0].exchange()
-            self._waiting[0].look_up(lambda _: True, stays=True)
+            self._waiting[0].send_ids()
+            self._waiting[0].send_embeddings(lambda _: True, stays=True)
 
     def reset(self) -> None:
         """Drops the batches in flight; on all ranks."""
@@ -193,7 +193,7 @@ class Lookahead:
         self._mover.wait(batch.batch)
         for call, is_found in zip(self._calls or (), found, strict=True):
             if is_found and call.path is not None:
-                batch.start(call.module, follow(batch.batch, call.path))
+                batch.route(call.module, follow(batch.batch, call.path))
 
     def _read(self, iterator: Iterator[Any]) -> None:
         """Takes a batch from the loader and tells the other ranks."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import all_gather, gather_objects
-from meshrec.distributed.build import ModuleParts, assemble, check_cuts
+from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BaseEmbeddingConfig, DataType
@@ -144,20 +144,23 @@ def _sharded(
 ) -> Sharded:
     old = module.built
     options = replace(old.options, optimizer=None, optimizer_tables=None, output_dtype=output_dtype)
-    nothing = [0] * len(quantised.storages)
-    made = assemble(
-        old.plan,
-        old.routing,
-        [None] * len(nothing),
-        nothing,
-        quantised.storages,
-        [False] * len(nothing),
-        quantised.split,
-        quantised.local,
-        old.env,
-        old.device,
-        options,
+    num_tables = len(quantised.storages)
+    blueprint = Blueprint(
+        plan=old.plan,
+        routing=old.routing,
+        rules=[None] * num_tables,
+        storages=quantised.storages,
+        env=old.env,
+        device=old.device,
+        options=options,
     )
+    contents = Contents(
+        split=[quantised.split],
+        local=quantised.local,
+        steps=[0] * num_tables,
+        trained=[False] * num_tables,
+    )
+    made = assemble(blueprint, contents)
     return type(module)(empty_like(module, types, options.bounds_check, output_dtype), made)  # type: ignore[arg-type]
 
 

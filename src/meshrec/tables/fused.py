@@ -57,11 +57,11 @@ class WholeTables(tbe.Updater):
             state.append(storage.new_state(spec, num_rows, dim, weight.device))
             if rule is not None and spec is not None:
                 slots: dict[str, Any] = {"step": 0, **dict(zip(rule.slot_names, state[-1], strict=True))}
-                fused[index] = FusedTable(weight, rule, slots, repr(name), dim)
+                fused[index] = FusedTable(weight, rule, slots, f"table {name!r}", dim)
                 mark_in_backward(weight, spec)
         held = Holdings([table.weight for table in tables], packings, state)
         self._fused = [table.weight for table in fused.values()]
-        self._writes = OwnWrites([tables[index].name for index in fused], self._fused)
+        self._writes = OwnWrites([table.label for table in fused.values()], self._fused)
         self._updates = TableUpdates(held, fused, writes=self._writes)
         self._has_taken, self._updating = False, UpdateLock()
         named = {tables[index].name: table for index, table in fused.items()}

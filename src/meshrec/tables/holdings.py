@@ -35,6 +35,11 @@ class Holdings:
         self._owners = [table for table, packing in enumerate(packings) for _ in packing.rectangles]
 
     @property
+    def indexed(self) -> list[int]:
+        """The rectangles whose tables find the slots of their keys in an index."""
+        return []
+
+    @property
     def storages(self) -> list[RowStorage]:
         """How the rows of each rectangle lie."""
         return [packing.storage for packing in self.packings for _ in packing.rectangles]

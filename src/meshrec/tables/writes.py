@@ -51,7 +51,7 @@ class OwnWrites:
         """
         for name, now, then in zip(self._names, self.foreign(), before, strict=True):
             if now != then:
-                raise ValueError(changed_message(f"the table {name!r}"))
+                raise ValueError(changed_message(name))
 
     def check_held(self, weights: Sequence[Tensor]) -> None:
         """Raise if a module has other parameters than those that are updated.
@@ -63,7 +63,7 @@ class OwnWrites:
             return
         number = next(n for n, weight in enumerate(weights) if weight is not self._weights[n])
         raise ValueError(
-            f"the parameter {self._names[number]!r} was replaced by another one after the module was fused; "
+            f"the parameter of {self._names[number]} was replaced by another one after the module was fused; "
             "its optimizer would go on to train the old one. Copy the new values into the parameter that is "
             "there (parameter.data.copy_(values), or load_state_dict without assign=True)."
         )

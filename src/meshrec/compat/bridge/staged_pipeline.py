@@ -166,19 +166,19 @@ class SparseDataDistUtil:
     def start_sparse_data_dist(self, batch: Any) -> Any:
         """The batch; its ids are on their way where it is known which module they are for. Collective."""
         for earlier in self._batches:
-            earlier.exchange()
+            earlier.send_ids()
         in_flight = BatchInFlight(batch)
         for module, path in self._calls:
             features = follow(batch, path)
             if isinstance(features, KeyedJaggedTensor):
-                in_flight.start(module, features)
+                in_flight.route(module, features)
         self._batches.append(in_flight)
         return batch
 
     def wait_sparse_data_dist(self) -> None:
         """Sends the ids of all batches whose sizes are under way. Collective."""
         for batch in self._batches:
-            batch.exchange()
+            batch.send_ids()
 
     def detach(self) -> nn.Module:
         """The model, which from now on does the plain thing; a second call does the same."""
