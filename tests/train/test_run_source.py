@@ -175,7 +175,7 @@ def test_a_key_that_others_can_read_seals_nothing(run, origin, caplog):
     assert "gets no seal, so that commands which read this run will ask for --trust" in caplog.text
     key_path().chmod(0o600)
     key_path().write_bytes(b"short")
-    with pytest.raises(ValueError, match="is damaged: remove it to get a new one"):
+    with pytest.raises(ValueError, match=r"is damaged\. Remove it to get a new one"):
         load_recipe(run)
 
 

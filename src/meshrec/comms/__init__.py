@@ -1,1 +1,1 @@
-"""What ranks say to each other: collectives, the link between processes of a host, and the phases' clock."""
+"""Communication: collectives, the link between processes of a host, and the clock of phases."""

@@ -38,16 +38,16 @@ class CollectiveError(RuntimeError):
 
 @dataclass
 class InFlight:
-    """A collective under way; ``wait`` gives the tensor that it fills."""
+    """A collective in flight; ``wait`` returns the tensor that it fills."""
 
     tensor: Tensor | None
-    """None: the work makes it when it is waited for."""
+    """The tensor to fill; None if ``wait`` allocates it."""
     work: Any
     name: str
     group: dist.ProcessGroup | None
 
     def wait(self) -> Tensor:
-        """Blocks (on CUDA: the current stream) until the tensor is filled. Raises CollectiveError."""
+        """Block (on CUDA: the current stream) until the tensor is filled. Raises CollectiveError."""
         if self.work is not None:
             work, self.work = self.work, None
             try:
@@ -62,9 +62,10 @@ class InFlight:
         return self.tensor
 
     def use(self, make: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-        """``make(tensor, 0, 0)``; or, where ranks read each other's memory, what it makes of that, see
-        ``Reading.wait``: the tensor need not be put together then. Raises CollectiveError, and what ``make``
-        raises.
+        """Wait, and return ``make(tensor, 0, 0)``.
+
+        If ranks read each other's memory, ``make`` reads the messages where they are, see ``Reading.wait``.
+        The tensor is then never assembled. Raises CollectiveError, and what ``make`` raises.
         """
         if self.tensor is not None:
             return make(self.wait(), 0, 0)
@@ -137,7 +138,7 @@ def all_to_all(sent: Tensor, splits: Splits, axis: Axis, name: str, *, same: boo
 
 
 def release_read(axis: Axis) -> None:
-    """Lets go of messages on this axis that all ranks have read; else that waits for the next one."""
+    """Release the messages on this axis that all ranks have read, before the next message does."""
     link = links.get(axis.group) if axis.group is not None else None
     if link is not None:
         link.release_read()
@@ -172,7 +173,7 @@ def all_gather(sent: Tensor, axis: Axis, name: str) -> InFlight:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
-    """Sums a tensor over an axis, in place."""
+    """Sum a tensor over an axis, in place."""
     if axis.group is None or axis.size == 1:
         return
     if _traffic:
@@ -190,7 +191,7 @@ def all_reduce(tensor: Tensor, axis: Axis, name: str) -> None:
 
 
 def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None:
-    """Gives all ranks of an axis what its rank ``source`` has, in place."""
+    """Copy what rank ``source`` of an axis has to all ranks of the axis, in place."""
     if axis.group is None or axis.size == 1:
         return
     try:
@@ -203,7 +204,7 @@ def broadcast(tensor: Tensor, axis: Axis, name: str, *, source: int = 0) -> None
 
 
 def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
-    """What every rank of an axis has; for start-up and failures only."""
+    """Return what every rank of an axis has; for start-up and failures only."""
     if axis.group is None or axis.size == 1:
         return [item]
     items: list[Any] = [None] * axis.size
@@ -216,7 +217,7 @@ def gather_objects(item: object, axis: Axis, name: str) -> list[Any]:
 
 @contextmanager
 def measure_traffic() -> Iterator[Counter[str]]:
-    """Counts the bytes that this rank sends to others, by the name of the collective."""
+    """Count the bytes that this rank sends to others, by the name of the collective."""
     counter: Counter[str] = Counter()
     _traffic.append(counter)
     try:
@@ -269,7 +270,7 @@ def _count(name: str, tensor: Tensor, elements: list[int], own: int) -> None:
 
 
 def _has_failed(work: Any) -> bool:
-    """Whether an error is the collective's; else it is that of making the result, and tells of itself."""
+    """Return whether an error is the collective's, not that of making the result."""
     return not isinstance(work, Reading) or bool(work.link.failure)
 
 

@@ -47,7 +47,12 @@ class DenseGradients:
 
     @classmethod
     def for_axis(cls, axis: Axis, device: torch.device | None = None) -> "DenseGradients | None":
-        """None for one rank. Collective. ``device``: of the gradients, the CPU by default."""
+        """Make the state for the ranks of an axis; None for one rank. Collective.
+
+        Args:
+            axis: the ranks that average.
+            device: where the gradients are; by default, the CPU.
+        """
         group = axis.group
         if group is None or axis.size == 1:
             return None
@@ -59,14 +64,15 @@ class DenseGradients:
 
     @property
     def has_link(self) -> bool:
-        """Whether the ranks read each other's memory; else DistributedDataParallel does as well by itself,
-        unless the means are to be late.
+        """Whether the ranks read each other's memory.
+
+        If not, this hook is only worth its while for late means: DistributedDataParallel alone is as fast.
         """
         return self._link is not None
 
     @contextmanager
     def late(self) -> Iterator[None]:
-        """Backward passes inside end without the means: call ``finish`` before the gradients are read."""
+        """Let backward passes inside end without the means: call ``finish`` before you read the gradients."""
         self.is_late = True
         try:
             yield
@@ -77,7 +83,7 @@ class DenseGradients:
             self.is_late = False
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Offers this rank's gradients to the others."""
+        """Offer this rank's gradients to the others."""
         future: Future[Tensor] = Future()
         if self._link is None:
             # What DistributedDataParallel does without a hook, in its order.
@@ -96,8 +102,7 @@ class DenseGradients:
         return future
 
     def finish(self) -> None:
-        """Waits for all that was started: every rank takes the mean of its part, in the order of ranks, and
-        all get all parts.
+        """Wait for every bucket: each rank averages its part, in the order of ranks, and all get all parts.
 
         Raises:
             CollectiveError: when a rank does not answer.
@@ -121,7 +126,7 @@ class DenseGradients:
         return self._in_flight(bucket.buffer, reading)
 
     def _sizes(self, buffer: Tensor) -> list[int]:
-        """[R] the elements whose mean each rank takes."""
+        """Return [R], the number of elements that each rank averages."""
         return [part.numel() for part in buffer.tensor_split(self._axis.size)]
 
     def _in_flight(self, result: Tensor, work: object) -> InFlight:
@@ -132,9 +137,10 @@ def average_gradients(
     state: DenseGradients,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """For ``DistributedDataParallel.register_comm_hook``: the mean over ranks, the same bits on all of them.
+    """Average gradients over ranks, with the same bits on all of them.
 
-    Buckets are offered as they come, and read together with the last one: until then nobody waits.
+    This is a hook for ``DistributedDataParallel.register_comm_hook``. Buckets are offered as they come, and
+    read together with the last one: until then no rank waits.
     """
     future = state.start(bucket.buffer())
     if bucket.is_last() and not state.is_late:

@@ -1,8 +1,8 @@
 """Messages between CPU ranks of one host, without a network: each rank reads them from the others' memory.
 
-Gloo sends them through TCP sockets even there. A link takes the place of its collectives for a process group
-whose ranks all run on one Linux host and may read each other's memory; they find that out together at the
-group's first collective, and one log line says why where it is not so. Results are the same bits. The
+Gloo sends messages through TCP sockets even on one host. A link replaces its collectives for a process group
+whose ranks all run on one Linux host and may read each other's memory. The ranks find that out together at
+the group's first collective; if there can be no link, one log line says why. Results are the same bits. The
 environment variable ``MESHREC_HOST_LINK=0``, on any rank, switches links off.
 """
 
@@ -29,10 +29,10 @@ from meshrec.ops.library import c_entry_points
 _logger = logging.getLogger("meshrec")
 _SWITCH = "MESHREC_HOST_LINK"
 _FAILED, _NOT_YET = -1, -2
-_PEER_LOST = "the memory of a peer could not be read"  # of csrc/dist/gather.cpp, as it begins
+_PEER_LOST = "the memory of a peer could not be read"  # the first words of the error of csrc/dist/gather.cpp
 _LEAVING_SECONDS = 5.0
 _ERROR_BYTES = 256
-_MANY = 8  # exchanges under way, from which it is looked whether somebody still waits for them
+_MANY = 8  # exchanges in flight, above which `start` looks for those that nobody waits for any more
 _INT, _POINTER, _NUMBER = ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "create": (_POINTER, [_INT, _INT, _NUMBER, _POINTER, _POINTER, _POINTER]),
@@ -47,12 +47,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """Why there is no link; a log line tells it, and gloo serves."""
+    """The reason for which there is no link; a log line tells it, and gloo serves."""
 
 
 class Address(NamedTuple):
-    """Where a rank is found: its process, there the descriptor and the address of its board (see
-    csrc/host/host_link.cpp), and what the board says.
+    """The place of a rank's board (see csrc/host/host_link.cpp): its process, and there the descriptor and
+    the address of the board; ``token`` is what the board must say.
     """
 
     pid: int
@@ -63,27 +63,28 @@ class Address(NamedTuple):
 
 @dataclass(eq=False)
 class Reading:
-    """One exchange on a link; ``wait`` fills ``result``. Dropped without, it holds up nobody for long."""
+    """One exchange on a link; ``wait`` fills ``result``. One that is dropped delays no rank for long."""
 
     link: "HostLink"
     number: int
     result: Tensor
-    """Empty before ``wait``, where that makes it: while the message travels, others need the memory."""
+    """The result; empty before ``wait`` if that allocates it, since others need the memory meanwhile."""
     sizes: Any
-    """Elements from each rank."""
+    """The number of elements from each rank."""
     num_elements: int
-    """All of them."""
+    """The number of elements from all ranks."""
     is_done: bool = False
 
     def wait(self, make: Callable[[Tensor, int, int], Tensor] | None = None) -> None:
-        """Blocks until the result is there.
+        """Block until the result is there.
 
-        ``make``: makes it, when all peers have started the exchange. It reads their memory itself, by the
-        link and the number of the exchange, which it gets beside the empty result.
+        Args:
+            make: makes the result once all peers have started the exchange. It reads their memory itself: it
+                gets the empty result, the link, and the number of the exchange.
 
         Raises:
-            RuntimeError: when a peer has ended, or does not answer within the process group's timeout. Then,
-                and only then, the link has a ``failure``; other errors are those of making the result.
+            RuntimeError: a peer has ended, or does not answer within the process group's timeout. Only then
+                does the link have a ``failure``; other errors are those of making the result.
         """
         link, deadline, name = self.link, 0.0, "arrive"
         self.is_done = True
@@ -107,7 +108,7 @@ class Reading:
         except BaseException as error:
             if _PEER_LOST in str(error):
                 link.failure = _PEER_LOST
-            # Such as memory that is not there: the peers need not keep their messages for that.
+            # This rank alone failed, as for lack of memory: the peers need not keep their messages for it.
             if not link.failure:
                 link.functions["skip"](link.handle, self.number)
             raise
@@ -116,22 +117,22 @@ class Reading:
 
 
 class HostLink:
-    """The ranks of one process group, which read each other's memory; ``open_link`` gives it.
+    """The ranks of one process group, which read each other's memory; ``open_link`` makes it.
 
     All ranks start the same exchanges in the same order, and wait for them in any order. A message must not
-    be written to before all have read it; the link keeps it alive so long.
+    be written to before all ranks have read it; the link keeps it alive until then.
 
     Raises:
-        OSError: where the system does not allow it.
+        OSError: the system does not allow it.
     """
 
     def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
         self.functions, self.timeout_seconds = _functions(), timeout_seconds
         self.failure = ""
-        """Why it is of no use any more."""
+        """The reason for which the link cannot be used any more; empty while it can."""
         self.error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.sent: deque[Tensor] = deque()
-        """The last messages: those that not all ranks have read."""
+        """The messages that some rank has not read yet."""
         self._sizes, self._under_way = _INT * size, list[tuple[int, weakref.ref[Reading]]]()
         token, descriptor, address = secrets.randbits(63), _INT(), _NUMBER()
         places = ctypes.byref(descriptor), ctypes.byref(address)
@@ -141,10 +142,10 @@ class HostLink:
         self.address = Address(os.getpid(), descriptor.value, address.value, token)
 
     def join(self, addresses: Sequence[Address]) -> None:
-        """Opens the boards of all ranks.
+        """Open the boards of all ranks.
 
         Raises:
-            OSError: where the system does not allow it.
+            OSError: the system does not allow it.
         """
         for rank, address in enumerate(addresses):
             if address == self.address:
@@ -161,13 +162,17 @@ class HostLink:
         *,
         same: bool,
     ) -> Reading:
-        """Starts to give rank p ``sent[p]`` elements of the message, and to get ``received[p]`` of the
-        result, which is made when it is waited for, if there is none.
+        """Start an exchange: send ``sent[p]`` elements to rank p, and receive ``received[p]`` from it.
 
-        ``same``: every rank gets the message from its beginning; else its next elements.
+        Args:
+            message: the elements to send.
+            sent: the number of elements for each rank.
+            result: the tensor to fill; None has ``Reading.wait`` allocate it.
+            received: the number of elements from each rank.
+            same: give every rank the message from its beginning, instead of consecutive pieces of it.
 
         Raises:
-            RuntimeError: when too many exchanges are under way, and a peer reads none of them in time.
+            RuntimeError: too many exchanges are in flight, and a peer reads none of them in time.
         """
         if self.failure:
             raise RuntimeError(self.failure)
@@ -189,19 +194,19 @@ class HostLink:
         return reading
 
     def release_read(self) -> None:
-        """Lets go of the messages that all ranks have read by now."""
+        """Release the messages that all ranks have read by now."""
         num_unread = 0 if self.failure else self.functions["unread"](self.handle)
         while len(self.sent) > num_unread:
             self.sent.popleft()
 
     def check(self, deadline: float) -> None:
-        """Raises RuntimeError when it is past."""
+        """Raise RuntimeError if the deadline is past."""
         if time.monotonic() > deadline:
             self.failure = f"a peer did not answer within {self.timeout_seconds:g} s"
             raise RuntimeError(self.failure)
 
     def close(self) -> None:
-        """Leaves, once the others have read what they wait for."""
+        """Leave the link, once the others have read what they wait for."""
         handle, self.handle = self.handle, None
         if handle is not None:
             self.functions["close"](handle, 0.0 if self.failure else _LEAVING_SECONDS)
@@ -209,7 +214,7 @@ class HostLink:
         self.sent.clear()
 
     def forget(self) -> None:
-        """In a child process: the link is the parent's."""
+        """Give up the link in a forked child: it belongs to the parent."""
         self.handle, self.failure = None, "the link to the other ranks belongs to the parent process"
 
     def _skip_dropped(self) -> None:
@@ -232,23 +237,23 @@ class _OpenedWhenMissed(dict["weakref.ref[dist.ProcessGroup]", HostLink | None])
 
 
 links: "WeakKeyDictionary[dist.ProcessGroup, HostLink | None]" = WeakKeyDictionary()
-"""The link that collectives over a group use; None: gloo has to do. ``links[group]`` opens it when it is
-looked up for the first time, which is collective; ``links.get(group)`` does not.
+"""The link that collectives over a group use, by group; None if gloo serves the group. ``links[group]`` opens
+the link at the first look-up, which is collective; ``links.get(group)`` does not open it.
 """
 links.data = _OpenedWhenMissed()  # type: ignore[attr-defined]  # no call of ours where there is one
 _open_links: "weakref.WeakSet[HostLink]" = weakref.WeakSet()
 
 
 def open_links() -> list[HostLink]:
-    """The links of this process."""
+    """Return the open links of this process."""
     return list(_open_links)
 
 
 def open_link(group: dist.ProcessGroup) -> HostLink | None:
-    """A new link between the ranks of a group; None where gloo has to do. Collective.
+    """Open a new link between the ranks of a group; None if gloo has to serve it. Collective.
 
     Raises:
-        RuntimeError: of the backend, where a rank does not answer.
+        RuntimeError: a rank does not answer. The error is the backend's.
     """
     if type(group) is not dist.ProcessGroup:  # such as a slow one for tests: its own collectives are meant
         return None
@@ -262,7 +267,7 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
 
 
 def _joined(group: dist.ProcessGroup, backend: Any) -> HostLink | None:
-    """The link, on all ranks or on none."""
+    """Join the ranks by a link, on all of them or on none."""
     link, refusal = None, ""
     try:
         if os.environ.get(_SWITCH) == "0":
@@ -293,14 +298,14 @@ def _joined(group: dist.ProcessGroup, backend: Any) -> HostLink | None:
 
 
 def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """What all ranks have, item by item."""
+    """Gather what all ranks have, item by item."""
     items: list[Any] = [None] * group.size()
     dist.all_gather_object(items, mine, group=group)
     return list(zip(*items, strict=True))
 
 
 def _host() -> str:
-    """The same for all processes of one host; empty where there is no Linux."""
+    """Return a text that all processes of one host share; empty on systems other than Linux."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text() if path.exists() else ""
 

@@ -58,7 +58,7 @@ def is_one_machine() -> bool:
 
 
 def store_host() -> str | None:
-    """Return who hosts the store of the default group, in words; None where nobody does."""
+    """Return which process hosts the store of the default group, for a message; None for a file."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -68,7 +68,7 @@ def store_host() -> str | None:
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Any:
-    """The store of the default group; None where torch connects to that of the launcher by itself."""
+    """Make the store of the default group; None if torch connects to that of the launcher by itself."""
     folder = os.environ.get(STORE_VARIABLE)
     if folder is not None:
         # One file for each start: in a shared one, ranks that start anew may find the addresses of dead ones.
@@ -85,7 +85,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _listening(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at the address of ``host`` alone; None, with a warning, if that is not ours."""
+    """Listen at the address of ``host`` alone; warn and return None if this machine does not have it."""
     refusals = []
     for family, address in _addresses(host, port):
         listening = socket.socket(family, socket.SOCK_STREAM)

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 
 DENSE = "dense"
-"""What is no phase of the tables: the dense model, its optimizer, and whatever else ran."""
+"""The name of all time outside the tables' phases: the dense model, its optimizer, and the rest."""
 
 OFF = nullcontext()
 recorders: list["Recorder"] = []
-"""What records now: one or none. Callers write ``with phase(...) if recorders else OFF``, which calls
-nothing while nobody asks."""
+"""The recorder in use: one or none. Callers write ``with phase(...) if recorders else OFF``, which calls
+nothing while nothing is recorded."""
 
 
 @contextmanager
 def record_phases(*, device: torch.device | None = None, overlap: bool = True) -> Iterator[dict[str, float]]:
-    """Records one step: the dict it gives holds, when the block ends, the seconds by phase.
+    """Record one step. When the block ends, the dict that it yields holds the seconds by phase.
 
     The phases are those of ``meshrec.planner.estimators.PHASES`` that occurred, and ``"dense"``, the rest:
     together they are the time that the block took. What sharded modules do outside of such a block is not
@@ -53,19 +53,19 @@ def record_phases(*, device: torch.device | None = None, overlap: bool = True) -
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """The time inside belongs to this phase, less that of phases inside it; somebody must be recording."""
+    """Count the time inside for this phase, less that of phases inside it. A recorder must be in use."""
     return _RecordedPhase(recorders[0], name)
 
 
 class _Mark(NamedTuple):
-    """From here on time belongs to ``phase``; ``stamp``: seconds, or an event of the device."""
+    """The moment at which ``phase`` begins; ``stamp`` is in seconds, or an event of the device."""
 
     phase: str
     stamp: float | torch.cuda.Event
 
 
 class Recorder:
-    """The marks of one step. ``overlap``: False where collectives are to be waited for where they start."""
+    """The marks of one step. Without ``overlap``, collectives are waited for where they start."""
 
     def __init__(self, *, on_cuda: bool, overlap: bool) -> None:
         self.seconds: dict[str, float] = {}
@@ -76,17 +76,17 @@ class Recorder:
         self.enter(DENSE)
 
     def enter(self, name: str) -> None:
-        """From now on time belongs to ``name``."""
+        """Begin the phase ``name``."""
         self._nested.append(name)
         self._mark(name)
 
     def leave(self) -> None:
-        """From now on time belongs to what was before."""
+        """Return to the phase that was before."""
         self._nested.pop()
         self._mark(self._nested[-1])
 
     def finish(self) -> None:
-        """Adds up the seconds of each phase."""
+        """Add up the seconds of each phase."""
         self._mark(DENSE)
         if self._on_cuda:
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other."""
+"""The time that ranks wait for each other."""
 
 from datetime import timedelta
 
@@ -8,9 +8,9 @@ from meshrec.comms import host_link
 
 
 def set_timeout(seconds: float) -> None:
-    """From here on, a collective of this process that waits longer than this for a rank fails.
+    """Set how long collectives of this process wait for a rank before they fail.
 
-    For all process groups that there are, and for the links between the ranks of one host.
+    The time holds for all present process groups, and for the links between the ranks of one host.
 
     Args:
         seconds: above 0.

@@ -181,10 +181,12 @@ def _key(*, make: bool) -> bytes | None:
     except FileNotFoundError:
         return None
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise ValueError(f"others can read or write {path}: chmod 600 it, or remove it to get a new one")
+        raise ValueError(
+            f"others can read or write {path}. Run chmod 600 on it, or remove it to get a new one"
+        )
     key = path.read_bytes()
     if len(key) != _KEY_BYTES:
-        raise ValueError(f"{path} is damaged: remove it to get a new one")
+        raise ValueError(f"{path} is damaged. Remove it to get a new one")
     return key
 
 

@@ -297,7 +297,9 @@ class _Run:
             raise failure
         for rank, text in enumerate(failures):
             if text is not None:
-                raise ValueError(f"rank {rank} cannot load its data: {text}")
+                raise ValueError(
+                    f"rank {rank} cannot load its data: {text}. Repair it, and start all ranks again."
+                )
         assert dataset is not None
         compare_ranks(self._ranks, describe_dataset(dataset), "have loaded different data")
         return dataset
