@@ -127,5 +127,5 @@ def test_deltas_bring_weights_up_to_date_and_are_verified(ranks, tmp_path):
         verify_deltas(tmp_path)
     path.write_bytes(sound)
     (tmp_path / "00000001.json").rename(tmp_path / "00000003.json")
-    with pytest.raises(DeltaError, match=r"delta 3: .* cannot be read \(it is of another format or number\)"):
+    with pytest.raises(DeltaError, match=r"delta 3: .* cannot be read \(its number is 1; a whole number"):
         delta_records(tmp_path)

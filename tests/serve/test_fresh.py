@@ -104,7 +104,7 @@ def damage(folder, name):
         (lambda f: damage(f, "00000003.rows.safetensors"), "delta 3: .*rows.safetensors is not what was"),
         (lambda f: damage(f, "00000003.dense.safetensors"), "delta 3: .*dense.safetensors is not what was"),
         (lambda f: (f / "00000003.json").write_text("{"), "delta 3: .* cannot be read"),
-        (lambda f: publish(f, 3, previous="x"), "delta 3 follows on another delta than 2"),
+        (lambda f: publish(f, 3, previous="0" * 64), "delta 3 follows on another delta than 2"),
         (lambda f: publish(f, 3, run="other"), "delta 3 is of run 'other', and the package of 'r'"),
         (lambda f: publish(f, 3, table="x"), "delta 3: 'x' does not fit the package"),
         (lambda f: publish(f, 3, ids=[0, NUM_ROWS]), "delta 3: rows of 'table' lie outside"),
@@ -219,7 +219,7 @@ def test_a_server_follows_goes_back_and_goes_on(packages, tmp_path):
         assert client("POST", "/v2/repository/models/clicks/load")[0] == 200
         assert freshness()["delta"] == 5
         damage(tmp_path, "00000005.rows.safetensors")
-        publish(tmp_path, 6, previous="x")
+        publish(tmp_path, 6, previous="0" * 64)
         until(lambda: "delta 6 follows on another" in freshness()["reason"])
         assert client("POST", "/predict", given)[2]["version"] == "v1+5"
         ended.set()

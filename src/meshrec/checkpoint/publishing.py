@@ -1,29 +1,36 @@
 """Deltas: what training changed in a model since the last one, in a folder that servers follow.
 
-Delta ``n`` is ``<n>.json`` (written last), ``<n>.rows.safetensors`` (of each tracked table the ids and whole
-rows that were touched) and ``<n>.dense.safetensors`` (every other weight). Each names the digest of the one
-before, so that a gap, a stranger or damage is seen.
+Delta ``n`` is three files: ``<n>.json`` (written last), ``<n>.rows.safetensors`` (the IDs and whole rows that
+training touched, by table) and ``<n>.dense.safetensors`` (every other weight). The JSON has a checksum of
+itself and the digests of the other two, and it names the digest of the JSON before it: so a gap, a delta of
+another run, and damage are seen.
 
-Weights of training as it was at delta ``n`` become those of delta ``n + 1`` once that is in place. This also
-holds where training was killed and went on from an earlier step: the first delta from then on also has
-the rows of those that came from the steps which are done again.
+Weights as they were at delta ``n`` become those of delta ``n + 1`` once that is in place. This also holds
+where training was killed and went on from an earlier step: its first delta then also contains the rows that
+the repeated steps had changed.
 """
 
 import hashlib
-import json
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshrec.checkpoint.agreement import agreed, ranks_of
 from meshrec.checkpoint.delta import RowTracker, write_tensors
-from meshrec.checkpoint.tables import read_weights
-from meshrec.durable import sha256_of, write_durably
+from meshrec.checkpoint.safetensors import read_whole
+from meshrec.durable import DamageError, read_regular, sealed, sha256_of, unsealed, write_durably
+from meshrec.durable.sealed import fields, integer, mapping, text, texts
 from meshrec.model_parallel import DistributedModelParallel
 
-FORMAT = 1
+FORMAT = 2
+_KINDS = ("rows", "dense")
+_MOST_RECORD_BYTES = 1 << 26
+_NAME = re.compile(r"[0-9]{8,18}\.json")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FIELDS = ("format", "number", "run", "since", "step", "rows", "sha256", "previous")
 
 
 class DeltaError(RuntimeError):
@@ -31,7 +38,18 @@ class DeltaError(RuntimeError):
 
 
 class DeltaRecord(NamedTuple):
-    """What the JSON file of a delta says: training steps ``(since, step]``, rows by table, digests."""
+    """The content of a delta's JSON file.
+
+    Attributes:
+        number, run: of the delta.
+        since, step: the training steps ``(since, step]`` that it holds.
+        rows: number of rows, by table.
+        sha256: digests of the two files of tensors.
+        previous: the digest of the delta before, or "".
+        tracked, whole: the tables of which deltas hold touched rows, and the weights that each delta holds
+            whole: together all weights. None in deltas of format 1, which do not say it.
+        digest: of the JSON file itself.
+    """
 
     number: int
     run: str
@@ -40,11 +58,13 @@ class DeltaRecord(NamedTuple):
     rows: dict[str, int]
     sha256: dict[str, str]
     previous: str
+    tracked: list[str] | None
+    whole: list[str] | None
     digest: str
 
     @property
     def published(self) -> "Published":
-        """What names it."""
+        """The number and digest by which packages and checkpoints name this delta."""
         return Published(self.number, self.digest)
 
 
@@ -114,7 +134,7 @@ class DeltaPublisher:
         if step == self._step:
             return
         number = self.last.number + 1 if self.last is not None else 1
-        rows_path, dense_path = (self._folder / _name(number, kind) for kind in ("rows", "dense"))
+        rows_path, dense_path = (self._folder / _name(number, kind) for kind in _KINDS)
         updates = self._tracker.step
         rows = self._tracker.export(rows_path, since=self._updates, also=self._owed)
         whole = self._untracked()
@@ -132,8 +152,10 @@ class DeltaPublisher:
                 "rows": rows,
                 "sha256": {path.name: sha256_of(path) for path in (rows_path, dense_path)},
                 "previous": self.last.digest if self.last is not None else "",
+                "tracked": sorted(self._tracker.names),
+                "whole": sorted(whole),
             }
-            write_durably(self._folder / _name(number), (json.dumps(said, indent=1) + "\n").encode())
+            write_durably(self._folder / _name(number), sealed(said))
             return read_record(self._folder, number).published
 
         self.last = agreed(self._axis, finish, "publishing a delta")[0]
@@ -174,8 +196,9 @@ class DeltaPublisher:
 
 
 def delta_numbers(folder: str | Path) -> list[int]:
-    """The numbers of a folder's deltas, in order."""
-    return sorted(int(path.stem) for path in Path(folder).glob("[0-9]*.json") if path.stem.isdigit())
+    """Give the numbers of a folder's deltas, in order."""
+    names = [path.name for path in Path(folder).glob("[0-9]*.json") if _NAME.fullmatch(path.name)]
+    return sorted(number for name in names if _name(number := int(name.removesuffix(".json"))) == name)
 
 
 def delta_records(folder: str | Path) -> list[DeltaRecord]:
@@ -188,35 +211,73 @@ def delta_records(folder: str | Path) -> list[DeltaRecord]:
 
 
 def read_record(folder: str | Path, number: int) -> DeltaRecord:
-    """What delta ``number`` says of itself.
+    """Read the JSON file of delta ``number``.
 
     Raises:
-        DeltaError: when it cannot be read.
+        DeltaError: when it cannot be read, or is not what was written.
     """
     path = Path(folder) / _name(number)
     try:
-        data = path.read_bytes()
-        said: dict[str, Any] = json.loads(data)
-        if said.pop("format") != FORMAT or said["number"] != number:
-            raise ValueError("it is of another format or number")
-        return DeltaRecord(**said, digest=hashlib.sha256(data).hexdigest())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = read_regular(path, _MOST_RECORD_BYTES)
+        return _record(content, number)
+    except (OSError, DamageError) as error:
         raise DeltaError(f"delta {number}: {path} cannot be read ({error}). Publish it again.") from error
 
 
+def _record(content: bytes, number: int) -> DeltaRecord:
+    said = unsealed(content, "it", required=False)
+    version = integer(said.get("format"), "its format", 1, FORMAT)
+    if version == FORMAT:
+        said = unsealed(content, "it", required=True)
+    said = fields(said, "it", [*_FIELDS, "tracked", "whole"] if version == FORMAT else _FIELDS)
+    integer(said["number"], "its number", number, number)
+    step = integer(said["step"], "its step")
+    sha256 = fields(said["sha256"], "its list of digests", [_name(number, kind) for kind in _KINDS])
+    for digest in sha256.values():
+        if not isinstance(digest, str) or _SHA256.fullmatch(digest) is None:
+            raise DamageError(f"{digest!r:.80} is not a SHA-256")
+    rows = mapping(said["rows"], "its list of rows")
+    found = DeltaRecord(
+        number,
+        text(said["run"], "its run"),
+        integer(said["since"], "the step before it", 0, step),
+        step,
+        {name: integer(num, f"its number of rows of {name!r}") for name, num in rows.items()},
+        sha256,
+        text(said["previous"], "the digest of the delta before"),
+        texts(said["tracked"], "its list of tables") if version == FORMAT else None,
+        texts(said["whole"], "its list of weights") if version == FORMAT else None,
+        hashlib.sha256(content).hexdigest(),
+    )
+    if found.tracked is not None and not set(found.rows) <= set(found.tracked):
+        raise DamageError("it has rows of a table that is not tracked")
+    return found
+
+
 def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
-    """The weights of a delta, mapped into memory.
+    """Read the weights of a delta into memory, so that what was verified is what is used.
 
     Raises:
-        DeltaError: for files that are not what was written.
+        DeltaError: for files that are not what was written, or do not hold what the JSON file says.
     """
-    for name, digest in record.sha256.items():
-        path = Path(folder) / name
-        if not path.is_file() or sha256_of(path) != digest:
-            raise DeltaError(f"delta {record.number}: {path} is not what was written. Publish it again.")
-    rows = read_weights(Path(folder) / _name(record.number, "rows"))
-    whole = read_weights(Path(folder) / _name(record.number, "dense"))
-    return Delta({name: (rows[f"{name}.ids"], rows[f"{name}.rows"]) for name in record.rows}, whole)
+    try:
+        rows, whole = (
+            read_whole(Path(folder) / (name := _name(record.number, kind)), record.sha256[name])
+            for kind in _KINDS
+        )
+        expected = {f"{name}.{part}" for name in record.rows for part in ("ids", "rows")}
+        if set(rows) != expected or (record.whole is not None and set(whole) != set(record.whole)):
+            raise DamageError("its files do not hold the tensors that its JSON file names")
+        pairs = {name: (rows[f"{name}.ids"], rows[f"{name}.rows"]) for name in record.rows}
+        for name, (ids, values) in pairs.items():
+            num = record.rows[name]
+            if ids.dtype != torch.int64 or ids.shape != (num,) or values.ndim != 2 or len(values) != num:
+                raise DamageError(f"it does not hold {num} IDs and rows of {name!r}")
+            if num and (int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all())):
+                raise DamageError(f"the IDs of {name!r} do not rise")
+    except (OSError, DamageError) as error:
+        raise DeltaError(f"delta {record.number}: {error}. Publish it again.") from error
+    return Delta(pairs, whole)
 
 
 def check_follows(record: DeltaRecord, last: Published | None, step: int) -> None:

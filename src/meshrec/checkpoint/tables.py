@@ -3,7 +3,6 @@
 Both go through memory block by block, so a table may be larger than it.
 """
 
-import json
 import logging
 import pickle
 import re
@@ -12,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshrec.checkpoint.blocks import FileWriter, grid_of, memory_of, read_region
 from meshrec.checkpoint.data_file import TensorPart, header_of, write_data_file
-from meshrec.checkpoint.manifest import DTYPES, MANIFEST, Manifest, TensorRecord, read_manifest
+from meshrec.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, read_manifest
+from meshrec.checkpoint.safetensors import read_mapped
 from meshrec.checkpoint.storage import open_data, stored_rows
-from meshrec.durable import durable_file, write_durably
+from meshrec.durable import DamageError, durable_file, open_regular, write_durably
 
 _log = logging.getLogger(__name__)
 
@@ -110,8 +109,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: for any other file.
     """
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+    try:
+        if path.suffix == ".safetensors":
+            return read_mapped(path)
+        with open_regular(path):
+            pass  # torch.load would wait for a pipe's writer
+    except DamageError as error:
+        raise ValueError(f"{path} is no file of plain tensors: {error}.") from error
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -126,30 +130,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"module.state_dict()."
         )
     return {str(name): value.detach() for name, value in found.items()}
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length + 8 > size:
-            raise ValueError(f"{path} is no safetensors file: its header would be longer than the file.")
-        try:
-            entries: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is no safetensors file: its header is not JSON.") from error
-    entries.pop("__metadata__", None)
-    everything = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    found = {}
-    for name, record in entries.items():
-        begin, end = record["data_offsets"]
-        if record["dtype"] not in DTYPES or not 0 <= begin <= end <= size - 8 - length:
-            raise ValueError(f"{path}: {name!r} has type {record['dtype']} and bytes [{begin}, {end}).")
-        content = everything[8 + length + begin : 8 + length + end]
-        if content.storage_offset() % 8:
-            content = content.clone()  # a number must start at a multiple of its size
-        found[name] = content.view(DTYPES[record["dtype"]]).view(record["shape"])
-    return found
 
 
 def _chosen_entry(manifest: Manifest, entry: str | None) -> str:

@@ -85,8 +85,9 @@ class Routes:
         return JSONResponse({"live": True})
 
     async def _ready(self, _: HttpRequest) -> Response:
-        ready = self._is_ready()
-        return JSONResponse({"ready": ready}, 200 if ready else 503)
+        ready, problems = self._is_ready(), self._repository.problems
+        said = {"ready": ready, "reasons": problems} if problems else {"ready": ready}
+        return JSONResponse(said, 200 if ready else 503)
 
     async def _metadata(self, http: HttpRequest) -> Response:
         served = self._served(http)

@@ -63,8 +63,7 @@ class Deltas:
     ) -> None:
         self._folder, self._about, self._weights, self._until = folder, about, weights, until
         self._codes = codes
-        published = about.get("published")
-        self._published = None if published is None else Published(*published)
+        self._published = _published(about)
         self._last: DeltaRecord | None = None
         self._reason = ""
         self._looked_at: int | None = None
@@ -78,21 +77,33 @@ class Deltas:
         return Freshness(self._last.number, self._last.step, self._reason)
 
     def next(self) -> tuple[DeltaRecord, Delta] | None:
-        """The delta that comes next, read and checked; None where there is none, or none that can be used:
-        `freshness` then says why, and the next call tries again."""
+        """Read and check the next delta.
+
+        Returns:
+            None where there is no further delta, or none that can be used. `freshness` then says why, and the
+            next call tries again.
+        """
         try:
             record = self._next_record()
             delta = None if record is None else read_delta(self._folder, record)
             if record is not None and delta is not None:
                 delta = self._coded(record, delta)
                 self._check(record, delta)
-        except (DeltaError, ValueError, OSError) as error:
-            if self._reason != str(error):
-                self._reason = str(error)
-                _log.error("%s: %s", self._folder, error)
+        except Exception as error:
+            self.failed(error)
             return None
         self._reason = ""
         return None if record is None or delta is None else (record, delta)
+
+    def failed(self, error: Exception) -> None:
+        """Keep the reason why the next delta cannot be put in place, and log it once."""
+        is_known = isinstance(error, DeltaError | ValueError | OSError)
+        reason = (
+            str(error) if is_known else f"the next delta cannot be used ({type(error).__name__}: {error})"
+        )
+        if self._reason != reason:
+            self._reason = reason
+            _log.error("%s: %s", self._folder, reason, exc_info=None if is_known else error)
 
     def portions(self, record: DeltaRecord, delta: Delta) -> Iterator[Callable[[], None]]:
         """What puts a delta in place, in portions; call each while nothing is computed."""
@@ -185,12 +196,32 @@ class Deltas:
                 raise DeltaError(
                     f"delta {record.number}: {name!r} does not fit the package. Name deltas of its own run."
                 )
+        if record.tracked is not None and record.whole is not None:
+            said = {*record.tracked, *record.whole}
+            if said != set(self._weights) or set(record.tracked) & set(record.whole):
+                raise DeltaError(
+                    f"delta {record.number} is of a model with other weights than the package, such as "
+                    f"{sorted(said ^ set(self._weights))[:3]}. Name deltas of its own run."
+                )
         for name, (ids, rows) in delta.rows.items():
             last = len(self._weights[name]) - 1
             if len(ids) != len(rows) or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= last):
                 raise DeltaError(
                     f"delta {record.number}: rows of {name!r} lie outside the table. Publish it again."
                 )
+
+
+def _published(about: Mapping[str, Any]) -> Published | None:
+    """Give the last delta that the package's weights hold."""
+    said = about.get("published")
+    if said is None:
+        return None
+    if not isinstance(said, list | tuple) or [type(each) for each in said] != [int, str]:
+        raise ValueError(
+            f"the package says that its weights are those of delta {said!r:.80}; a number and a digest were "
+            "expected. Export the run again."
+        )
+    return Published(*said)
 
 
 def place(deltas: Deltas) -> None:

@@ -19,6 +19,7 @@ from meshrec.serve.samples import read_samples
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
 _SECONDS_BETWEEN_LOOKS = 0.2
+_MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta cannot be used: each look may read all of it
 
 
 class Wish(NamedTuple):
@@ -72,17 +73,25 @@ class Served:
             place(self._deltas)
 
     async def follow(self) -> None:
-        """Puts deltas in place as they come, in portions between batches."""
+        """Put deltas in place as they come, in portions between batches, until this is cancelled."""
         if self._deltas is None:
             return
+        pause = _SECONDS_BETWEEN_LOOKS
         while True:
             found = await asyncio.to_thread(self._deltas.next)
-            if found is None:
-                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-                continue
-            for portion in self._deltas.portions(*found):
-                await self.batcher.in_thread(torch.no_grad()(portion))
-            _log.info("model %r: version %s", self.name, self.version)
+            if found is not None:
+                try:
+                    for portion in self._deltas.portions(*found):
+                        await self.batcher.in_thread(torch.no_grad()(portion))
+                except Exception as error:
+                    self._deltas.failed(error)
+                else:
+                    _log.info("model %r: version %s", self.name, self.version)
+                    pause = _SECONDS_BETWEEN_LOOKS
+                    continue
+            await asyncio.sleep(pause)
+            has_failed = self.freshness.reason != ""
+            pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
 
     def score(self, request: Request) -> VersionedScores:
         """Scores [B], or vectors [B, V], in this thread."""
@@ -129,8 +138,14 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that is to be served is."""
-        return not any(reason for reason in self._reasons.values() if reason != _UNLOADED)
+        """Whether every model that is to be served is: in its newest version, or still in the one before."""
+        return all(name in self._served or why == _UNLOADED for name, why in self._reasons.items())
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why models are not loaded, serve an older version, or do not follow their deltas, by name."""
+        found = {each["name"]: each["reason"] for each in self.index()}
+        return {name: reason for name, reason in found.items() if reason not in ("", _UNLOADED)}
 
     def get(self, name: str, version: str | None = None) -> Served:
         """A model, ready to score.
@@ -166,7 +181,8 @@ class Repository:
         """Name, version, state and reason of each model, as the repository API tells them."""
         found = []
         for name in sorted(self.folders):
-            served, reason = self._served.get(name), self._reasons[name]
+            served = self._served.get(name)
+            reason = self._reasons[name] or (served.freshness.reason if served else "")
             state = "READY" if served else "UNAVAILABLE"
             found.append(
                 {
@@ -200,7 +216,9 @@ class Repository:
                 if until is not None and served.freshness.delta != until:
                     raise _unreached(until, served)
                 await served.batcher.in_thread(lambda: self._warm(served))
-            except (PackageError, ValueError, RuntimeError, OSError) as error:
+            except Exception as error:
+                if not isinstance(error, PackageError | ValueError | RuntimeError | OSError):
+                    error = RuntimeError(f"{type(error).__name__}: {error}")
                 self._reasons[name] = str(error)
                 _log.error("model %r was not loaded: %s", name, error)
                 raise RequestError(f"model {name!r} was not loaded: {error}") from error

@@ -1,0 +1,106 @@
+"""Files of whole tensors in the safetensors format, read strictly: no header leads out of its file."""
+
+import hashlib
+import os
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrec.checkpoint.blocks import memory_of
+from meshrec.checkpoint.manifest import DTYPES
+from meshrec.durable import DamageError, open_regular
+from meshrec.durable.files import read_into
+from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
+
+_MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
+_MOST_DIMS = 64
+
+
+def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
+    """Read a file into memory, and its tensors from there.
+
+    Raises:
+        DamageError: for a file with another SHA-256, or that is not of this format.
+        OSError: for a file that cannot be read.
+    """
+    with open_regular(path) as descriptor:
+        content = torch.empty(os.fstat(descriptor).st_size, dtype=torch.uint8)
+        memory = memory_of(content)
+        read_into(descriptor, memory, 0, str(path))
+    if hashlib.sha256(memory).hexdigest() != sha256:
+        raise DamageError(f"{path} is not what was written")
+    return tensors_of(content, str(path))
+
+
+def read_mapped(path: Path) -> dict[str, Tensor]:
+    """Map the tensors of a file into memory.
+
+    Raises:
+        DamageError: for a file that is not of this format.
+        OSError: for a file that cannot be read.
+    """
+    with open_regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+    if size < 8:
+        raise DamageError(f"{path} is no safetensors file: it has {size} bytes")
+    return tensors_of(torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8), str(path))
+
+
+def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
+    """Give the tensors of a file, uint8 [bytes], as views of it.
+
+    Raises:
+        DamageError: unless they cover the file from the header to its end.
+    """
+    length = int.from_bytes(content[:8].numpy().tobytes(), "little") if len(content) >= 8 else 0
+    if length + 8 > len(content) or not 2 <= length <= _MOST_HEADER_BYTES:
+        raise DamageError(f"{path} is no safetensors file: its header would be longer than the file")
+    header = parse(content[8 : 8 + length].numpy().tobytes(), f"{path} is no safetensors file: its header")
+    entries = entries_of(header, len(content) - 8 - length, path)
+    found = {}
+    for name, (dtype, shape, begin, end) in entries.items():
+        part = content[8 + length + begin : 8 + length + end]
+        if part.storage_offset() % 8:
+            part = part.clone()  # a number must start at a multiple of its size
+        found[name] = part.view(dtype).view(shape)
+    return found
+
+
+Entry = tuple[torch.dtype, tuple[int, ...], int, int]
+
+
+def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
+    """Give the type, the shape, the first byte and the end of each tensor of a header.
+
+    Args:
+        header: the JSON.
+        num_bytes: what stands behind the header.
+        path: how errors call the file.
+
+    Raises:
+        DamageError: unless the tensors cover those bytes, one after the other.
+    """
+    entries: dict[str, Entry] = {}
+    for name, record in mapping(header, f"{path}: the header").items():
+        if name == "__metadata__":
+            continue
+        what = f"{path}: {name!r}"
+        said = fields(record, what, ["dtype", "shape", "data_offsets"])
+        dtype = DTYPES[text(said["dtype"], f"{what} has a type that", allowed=list(DTYPES))]
+        shape = integers(said["shape"], f"the shape of {what}")
+        begin, end = integers(said["data_offsets"], f"the place of {what}", 2)
+        integer(len(shape), f"the number of dimensions of {what}", 0, _MOST_DIMS)
+        if not begin <= end <= num_bytes or prod(shape) * dtype.itemsize != end - begin:
+            raise DamageError(f"{what} has shape {list(shape)} and bytes [{begin}, {end}) of {num_bytes}")
+        entries[name] = dtype, shape, begin, end
+    position = 0
+    for _, _, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
+        if begin != position:
+            raise DamageError(f"{path}: bytes from {min(begin, position)} on are of no tensor, or of two")
+        position = end
+    if position != num_bytes:
+        raise DamageError(f"{path}: bytes from {position} on are of no tensor")
+    return entries

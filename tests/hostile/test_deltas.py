@@ -1,0 +1,160 @@
+"""Damaged and crafted deltas: none is put in place, each has its reason, and mending lets a model go on."""
+
+import hashlib
+import json
+import random
+
+import pytest
+import torch
+
+from meshrec.checkpoint.delta import write_tensors
+from meshrec.checkpoint.publishing import read_record
+from meshrec.durable import sealed, unsealed
+from meshrec.serve.fresh import Deltas, place
+from tests.hostile.damage import Tally, crafted, harm, number
+
+NUM_ROWS, DIM = 40, 4
+
+
+def publish(folder, at, draw):
+    """Write delta ``at`` as training does; give the weights that it changes."""
+    ids = torch.tensor(sorted(draw.sample(range(NUM_ROWS), 5)))
+    rows, bias = torch.full((5, DIM), at / 10), torch.full((1,), at / 10)
+    tensors = {"rows": {"table.ids": ids, "table.rows": rows}, "dense": {"bias": bias}}
+    digests = {}
+    for kind, named in tensors.items():
+        path = folder / f"{at:08d}.{kind}.safetensors"
+        write_tensors(path, named)
+        digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    said = {
+        "format": 2,
+        "number": at,
+        "run": "r",
+        "since": 10 * (at - 1),
+        "step": 10 * at,
+        "rows": {"table": 5},
+        "sha256": digests,
+        "previous": read_record(folder, at - 1).digest if at > 1 else "",
+        "tracked": ["table"],
+        "whole": ["bias"],
+    }
+    (folder / f"{at:08d}.json").write_bytes(sealed(said))
+    return ids
+
+
+class Follower:
+    """A model that follows three deltas, and what it must hold after each."""
+
+    def __init__(self, folder):
+        draw = random.Random(1)
+        self.folder = folder
+        self.expected = [{"table": torch.zeros(NUM_ROWS, DIM), "bias": torch.zeros(1)}]
+        for at in (1, 2, 3):
+            ids = publish(folder, at, draw)
+            after = {name: weight.clone() for name, weight in self.expected[-1].items()}
+            after["table"][ids], after["bias"][:] = at / 10, at / 10
+            self.expected.append(after)
+
+    def begin(self):
+        self.weights = {name: weight.clone() for name, weight in self.expected[0].items()}
+        return Deltas(self.folder, {"run": "r", "step": 0}, self.weights)
+
+    def holds(self, at):
+        return all(torch.equal(self.weights[name], w) for name, w in self.expected[at].items())
+
+
+def check(follower, mend):
+    deltas = follower.begin()
+    place(deltas)
+    reached = deltas.freshness.delta or 0
+    assert follower.holds(reached)
+    assert reached == 3 or deltas.freshness.reason
+    mend()
+    place(deltas)
+    assert deltas.freshness.delta == 3
+    assert deltas.freshness.reason == ""
+    assert follower.holds(3)
+
+
+@pytest.fixture
+def follower(tmp_path):
+    return Follower(tmp_path)
+
+
+def test_damaged_files_of_deltas(follower):
+    tally, draw = Tally("damaged deltas"), random.Random(7)
+    files = sorted(follower.folder.iterdir())
+    for _ in range(number(60)):
+        path = draw.choice(files)
+        what, mend = harm(path, draw)
+        tally.attempt(what, lambda mend=mend: check(follower, mend))
+        mend()
+    tally.finish()
+
+
+def test_crafted_records_of_deltas(follower):
+    """With a right checksum, and wrong content."""
+    tally, draw = Tally("crafted deltas"), random.Random(8)
+    for _ in range(number(60)):
+        path = follower.folder / f"{draw.choice([1, 2, 3]):08d}.json"
+        content = path.read_bytes()
+        what, said = crafted(unsealed(content, "it", required=True), draw)
+        path.write_bytes(sealed(said) if isinstance(said, dict) else json.dumps(said).encode())
+        tally.attempt(
+            f"{path.name}: {what}",
+            lambda path=path, content=content: check(follower, lambda: path.write_bytes(content)),
+        )
+        path.write_bytes(content)
+    tally.finish()
+
+
+def test_crafted_tensors_of_deltas(follower):
+    """With right digests in a sealed record, and other tensors than the record says."""
+    tally = Tally("crafted tensors of deltas")
+    good = torch.tensor([1, 2]), torch.ones(2, DIM)
+    bias = torch.ones(1)
+    attacks = {
+        "ids fall": ({"ids": good[0].flip(0), "rows": good[1]}, {"bias": bias}),
+        "an id twice": ({"ids": torch.tensor([1, 1]), "rows": good[1]}, {"bias": bias}),
+        "an id below 0": ({"ids": torch.tensor([-1, 2]), "rows": good[1]}, {"bias": bias}),
+        "an id outside": ({"ids": torch.tensor([1, NUM_ROWS]), "rows": good[1]}, {"bias": bias}),
+        "ids of int32": ({"ids": good[0].int(), "rows": good[1]}, {"bias": bias}),
+        "too few rows": ({"ids": good[0], "rows": good[1][:1]}, {"bias": bias}),
+        "flat rows": ({"ids": good[0], "rows": good[1].flatten()}, {"bias": bias}),
+        "wide rows": ({"ids": good[0], "rows": torch.ones(2, DIM + 1)}, {"bias": bias}),
+        "double rows": ({"ids": good[0], "rows": good[1].double()}, {"bias": bias}),
+        "no ids": ({"rows": good[1]}, {"bias": bias}),
+        "a third tensor": ({"ids": good[0], "rows": good[1], "more": bias}, {"bias": bias}),
+        "no bias": ({"ids": good[0], "rows": good[1]}, {}),
+        "a wide bias": ({"ids": good[0], "rows": good[1]}, {"bias": torch.ones(2)}),
+        "another weight": ({"ids": good[0], "rows": good[1]}, {"bias": bias, "other": bias}),
+    }
+    folder = follower.folder
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    record = unsealed(files[folder / "00000003.json"], "it", required=True)
+
+    def mend():
+        for path, content in files.items():
+            path.write_bytes(content)
+
+    def refused():
+        deltas = follower.begin()
+        place(deltas)
+        assert deltas.freshness.delta == 2
+        assert deltas.freshness.reason
+        assert follower.holds(2)
+
+    for what, (rows, dense) in attacks.items():
+        digests = {}
+        named = {f"table.{part}": tensor for part, tensor in rows.items()}
+        for kind, tensors in (("rows", named), ("dense", dense)):
+            path = folder / f"00000003.{kind}.safetensors"
+            write_tensors(path, tensors)
+            digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (folder / "00000003.json").write_bytes(
+            sealed({**record, "rows": {"table": 2}, "sha256": digests, "whole": sorted(dense)})
+        )
+        tally.attempt(what, refused)
+        mend()
+        tally.attempt(f"{what}, mended", lambda: check(follower, mend))
+    tally.finish()
