@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.build import ModuleParts
 from meshrec.distributed.sharded_tables import Results, ShardedTables
-from meshrec.distributed.stages import Stage, stages
 from meshrec.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -64,19 +63,6 @@ class _ShardedCollection(nn.Module):
     def has_ordinary_gradients(self) -> bool:
         """Whether some table has no fused optimizer: autograd gives its gradient to any other."""
         return None in self.built.rules
-
-    @property
-    def _input_dists(self) -> list[Stage]:
-        # These three have TorchRec's names: its tutorials print them.
-        return stages("ids to their shards", self.plan)
-
-    @property
-    def _lookups(self) -> list[Stage]:
-        return stages("lookup of rows", self.plan, self.built.env.shard.rank)
-
-    @property
-    def _output_dists(self) -> list[Stage]:
-        return stages("embeddings to their samples", self.plan)
 
 
 def _count_change(module: nn.Module, _: object) -> None:

@@ -36,7 +36,7 @@ class _Sharder:
         self.wire = self.precision.formats
         self.update = _checked(update)
 
-    def _built(
+    def built(
         self,
         module: TableCollection,
         plan: EmbeddingModuleShardingPlan,
@@ -44,6 +44,9 @@ class _Sharder:
         device: torch.device | None,
         **kind: bool,
     ) -> ModuleParts:
+        """Make the parts of a sharded module; ``kind``: ``weighted`` or ``sequence`` of `BuildOptions`.
+        Collective.
+        """
         env, device = _place(env, device)
         self._check_tables(module)
         fused = module.fused_optimizer if module.is_fused else None
@@ -103,7 +106,7 @@ class EmbeddingBagCollectionSharder(_Sharder):
         Raises:
             ValueError: for a plan or a device that does not fit, before anything is allocated.
         """
-        built = self._built(module, plan, env, device, weighted=module.is_weighted())
+        built = self.built(module, plan, env, device, weighted=module.is_weighted())
         return ShardedEmbeddingBagCollection(module, built)
 
 
@@ -120,7 +123,7 @@ class EmbeddingCollectionSharder(_Sharder):
         device: torch.device | None = None,
     ) -> ShardedEmbeddingCollection:
         """The sharded module; see ``EmbeddingBagCollectionSharder.shard``."""
-        return ShardedEmbeddingCollection(module, self._built(module, plan, env, device, sequence=True))
+        return ShardedEmbeddingCollection(module, self.built(module, plan, env, device, sequence=True))
 
 
 def _place(env: ShardingEnv | None, device: torch.device | None) -> tuple[ShardingEnv, torch.device]:

@@ -56,12 +56,33 @@ def test_the_enum_may_be_fbgemms_own():
     assert str(EmbOptimType.EXACT_SGD) == "exact_sgd"
 
 
-def test_nothing_is_invented():
-    assert spec_of(None) is None
-    assert spec_of({}) is None
-    assert spec_of({"prefetch_pipeline": True}) is None
-    with pytest.raises(ValueError, match=r"fused_params has \['learning_rate'\] but no optimizer"):
-        spec_of({"learning_rate": 0.1})
+def test_without_an_optimizer_it_is_fbgemms_default():
+    for given in (None, {}, {"prefetch_pipeline": True}):
+        assert spec_of(given) == optim.SGD(lr=0.01)
+    assert spec_of({"learning_rate": 0.1}) == optim.SGD(lr=0.1)
+
+
+def test_numbers_that_the_optimizer_does_not_use_are_ignored_in_one_line(caplog):
+    given = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.02, "eps": 0.002, "momentum": 0.9}
+    assert spec_of(given) == optim.SGD(lr=0.02)
+    assert caplog.messages == ["fused_params: SGD has no ['eps', 'momentum']; ignored, as FBGEMM does."]
+
+
+def test_momentum_of_torchs_sgd_is_ignored_by_tables(caplog):
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    optimizers.apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.25, "momentum": 0.9})
+    assert in_backward_spec(weight) == optim.SGD(lr=0.25)
+    assert "updated without momentum, as FBGEMM does" in caplog.text
+
+
+def test_messages_have_the_names_that_the_user_wrote():
+    with pytest.raises(ValueError, match=r"fused_params: .*learning_rate"):
+        spec_of({"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": -1.0})
+    with pytest.raises(ValueError, match=r"fused_params: .*'stepsize', allowed are .*'learning_rate'"):
+        spec_of({"optimizer": EmbOptimType.EXACT_SGD, "stepsize": 1.0})
+    with pytest.raises(AttributeError, match="no fused optimizer 'SHAMPOO', only"):
+        EmbOptimType.SHAMPOO  # noqa: B018
+    assert not hasattr(EmbOptimType, "_anything")
 
 
 @pytest.mark.parametrize(

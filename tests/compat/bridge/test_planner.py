@@ -1,10 +1,17 @@
 import pytest
+import torch
+from torch import nn
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
+from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.compat.bridge import planner
+from meshrec.compat.bridge.constraints import ParameterConstraints
+from meshrec.compat.bridge.model_parallel import DistributedModelParallel
+from meshrec.compat.bridge.quant_sharders import QuantEmbeddingBagCollectionSharder
 from meshrec.compat.bridge.sharders import EmbeddingBagCollectionSharder
+from meshrec.optim import apply_optimizer_in_backward
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import types
+from meshrec.quant import quantize
 
 
 @pytest.fixture
@@ -40,16 +47,6 @@ def test_topologies_in_their_order_and_units():
     assert planner.Topology(world_size=16, compute_device="cuda").local_size == 16
 
 
-def test_constraints():
-    found = planner.ParameterConstraints(
-        ["row_wise"], min_partition=8, pooling_factors=[3.0], is_weighted=True
-    )
-    assert found == types.ParameterConstraints(
-        sharding_types=["row_wise"], min_partition=8, pooling_factors=[3.0]
-    )
-    assert planner.ParameterConstraints().pooling_factors is None
-
-
 def test_plans_have_their_form_and_our_proof(ebc):
     plan = make().plan(ebc, [EmbeddingBagCollectionSharder()])
     assert sorted(plan.plan[""]) == ["a", "b"]
@@ -61,6 +58,47 @@ def test_what_the_user_says_of_a_sharder_counts(ebc):
     found = make().plan(ebc, [ColumnsOnly()]).plan[""]
     assert {placed.sharding_type for placed in found.values()} == {"column_wise"}
     assert {placed.compute_kernel for placed in found.values()} == {"fused"}
+
+
+class DenseOnly(EmbeddingBagCollectionSharder):
+    def compute_kernels(self, sharding_type, compute_device_type):
+        return ["dense"]
+
+
+def kernels(plan):
+    return {name: placed.compute_kernel for name, placed in plan.plan[""].items()}
+
+
+def test_kernels_are_those_that_run(ebc):
+    rows = {name: ParameterConstraints(sharding_types=["row_wise"]) for name in "ab"}
+    assert kernels(make(constraints=rows).plan(ebc, [EmbeddingBagCollectionSharder()])) == {
+        "a": "fused",
+        "b": "fused",
+    }
+    assert kernels(make(constraints=rows).plan(ebc, [DenseOnly()])) == {"a": "dense", "b": "dense"}
+    copies = {name: ParameterConstraints(sharding_types=["data_parallel"]) for name in "ab"}
+    apply_optimizer_in_backward(torch.optim.SGD, [ebc.embedding_bags["a"].weight], {"lr": 0.1})
+    found = make(constraints=copies).plan(ebc, [EmbeddingBagCollectionSharder()])
+    assert kernels(found) == {"a": "fused", "b": "dense"}
+    assert [placed.ranks for placed in found.plan[""].values()] == [[0, 1], [0, 1]]
+    quantised = quantize(EmbeddingBagCollection(ebc.embedding_bag_configs()), DataType.INT8)
+    assert set(kernels(make().plan(quantised, [QuantEmbeddingBagCollectionSharder()])).values()) == {"quant"}
+
+
+def test_rows_go_over_all_ranks(ebc):
+    topology = planner.Topology(world_size=8, compute_device="cuda", local_world_size=4)
+    rows = {name: ParameterConstraints(sharding_types=["row_wise"]) for name in "ab"}
+    found = make(topology=topology, constraints=rows).plan(ebc, [EmbeddingBagCollectionSharder()])
+    assert [placed.ranks for placed in found.plan[""].values()] == [list(range(8))] * 2
+
+
+def test_a_model_without_tables_has_an_empty_plan():
+    linear = nn.Linear(2, 2)
+    assert make().plan(linear, [EmbeddingBagCollectionSharder()]).plan == {}
+    assert make().collective_plan(linear).plan == {}
+    dmp = DistributedModelParallel(linear)
+    assert dmp.plan.plan == {}
+    assert dmp(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_memory_is_reserved(ebc):
@@ -78,12 +116,6 @@ def test_memory_is_reserved(ebc):
         (lambda: make(proposer=object()), "MeshRec's planner has no proposer to exchange"),
         (lambda: planner.Topology(2, "cpu", hbm_mem_bw=1.0), "MeshRec's topology has no hbm_mem_bw"),
         (lambda: planner.Topology(2, "cpu", pod_size=1), "MeshRec's topology has no pod_size"),
-        (
-            lambda: planner.ParameterConstraints(compute_kernels=["fused_uvm"]),
-            r"the compute kernels \['dense', 'fused', 'quant'\], got \['fused_uvm'\]",
-        ),
-        (lambda: planner.ParameterConstraints(enforce_hbm=True), "no constraint enforce_hbm"),
-        (lambda: planner.ParameterConstraints(use_virtual_table=True), "no virtual tables"),
     ],
 )
 def test_what_is_not_to_be_had(call, message):

@@ -36,7 +36,7 @@ def test_there_and_back_again():
         ([0, 0], [8, 2]),
         ([0, 2], [8, 2]),
     ]
-    assert theirs.plan["ebc"]["copies"] == ParameterSharding("data_parallel", "dense", [0, 1, 2, 3])
+    assert theirs.plan["ebc"]["copies"] == ParameterSharding("data_parallel", "fused", [0, 1, 2, 3])
     assert to_own(theirs).digest() == plan.digest()
     assert to_own(plan) is plan
     assert module_to_own(plan.plan["ebc"]) == plan.plan["ebc"]

@@ -2,9 +2,18 @@ import pytest
 import torch
 from torch import nn
 
-from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from meshrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from meshrec.compat.bridge import sharding_plan as sp
+from meshrec.compat.bridge.keyed import CombinedOptimizer, KeyedOptimizer
+from meshrec.compat.bridge.model_parallel import DistributedModelParallel
 from meshrec.compat.bridge.optimizers import EmbOptimType
+from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection
 from meshrec.compat.bridge.sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
@@ -12,6 +21,8 @@ from meshrec.compat.bridge.sharders import (
 )
 from meshrec.distributed import sharders as own
 from meshrec.optim import SGD, in_backward_spec
+from meshrec.plan import builders
+from meshrec.plan import sharding_plan as own_plans
 
 FUSED = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
 
@@ -31,7 +42,7 @@ def plan(module, **generators):
 def test_fused_params_become_an_optimizer():
     assert EmbeddingBagCollectionSharder(fused_params=FUSED).optimizer == SGD(lr=0.5)
     assert EmbeddingCollectionSharder(FUSED).fused_params == FUSED
-    assert EmbeddingBagCollectionSharder().optimizer is None
+    assert EmbeddingBagCollectionSharder().optimizer == SGD(lr=0.01)
 
 
 def test_the_plans_kernel_says_which_tables_are_fused(caplog):
@@ -46,6 +57,65 @@ def test_the_plans_kernel_says_which_tables_are_fused(caplog):
     specs = {name.split(".")[1]: in_backward_spec(p) for name, p in sharded.named_parameters()}
     assert specs == {"fused": SGD(lr=0.5), "dense": None, "copies": None}
     assert "['dense', 'copies'] with the compute kernel 'dense'" in caplog.text
+
+
+def test_without_fused_params_tables_are_trained_as_there(caplog):
+    module = bags()
+    kernels = {"fused": "fused", "dense": "dense", "copies": "fused"}
+    makers = {name: sp.table_wise(0, compute_kernel=kernel) for name, kernel in kernels.items()}
+    module_plan = plan(module, **makers)
+    sharded = EmbeddingBagCollectionSharder().shard(module, module_plan, None, torch.device("cpu"))
+    before = {name: value.clone() for name, value in sharded.state_dict().items()}
+    ids = KeyedJaggedTensor(
+        ["fused", "dense", "copies"], torch.tensor([1, 2, 3]), lengths=torch.ones(3).int()
+    )
+    sharded(ids).values().sum().backward()
+    moved = {name.split(".")[1]: (before[name] - v).max() for name, v in sharded.state_dict().items()}
+    assert {name: pytest.approx(float(v), abs=1e-7) for name, v in moved.items()} == {
+        "fused": 0.01,
+        "dense": 0,
+        "copies": 0.01,
+    }
+    grads = {name.split(".")[1]: p.grad for name, p in sharded.named_parameters()}
+    assert [name for name, grad in grads.items() if grad is not None] == ["dense"]
+    assert [placed.compute_kernel.value for placed in sharded.plan.values()] == ["fused", "dense", "fused"]
+    assert caplog.messages == []
+
+
+def test_a_sharded_module_shows_its_optimizers_and_stages():
+    module = bags()
+    module_plan = plan(module, **dict.fromkeys(names_of(module), sp.table_wise(0, compute_kernel="fused")))
+    sharded = EmbeddingBagCollectionSharder(FUSED).shard(module, module_plan)
+    assert isinstance(sharded, ShardedEmbeddingBagCollection)
+    assert isinstance(sharded.fused_optimizer, CombinedOptimizer)
+    (_, inner), *rest = sharded.fused_optimizer.optimizers
+    assert rest == []
+    assert isinstance(inner, KeyedOptimizer)
+    assert not isinstance(inner, CombinedOptimizer)
+    assert list(inner.params) == [f"embedding_bags.{name}.weight" for name in names_of(module)]
+    for shown in (sharded._input_dists, sharded._lookups, sharded._output_dists):
+        assert "table_wise\n    fused: [0:4, 0:2]@0" in repr(shown[0])
+
+
+def test_a_sharded_model_moves_to_another_plan():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"ebc": bags()})
+    dmp = DistributedModelParallel(model, sharders=[EmbeddingBagCollectionSharder(FUSED)])
+    ids = KeyedJaggedTensor(
+        ["fused", "dense", "copies"], torch.tensor([1, 2, 3]), lengths=torch.ones(3).int()
+    )
+    optimizer = dmp.module["ebc"].fused_optimizer
+    before = dmp.module["ebc"](ids).values().detach()
+    makers = dict.fromkeys(names_of(dmp.module["ebc"]), builders.column_wise(ranks=[0, 0]))
+    moved = builders.construct_module_sharding_plan(dmp.module["ebc"], makers, world_size=1)
+    dmp.reshard(own_plans.ShardingPlan({"ebc": moved}))
+    assert torch.equal(dmp.module["ebc"](ids).values(), before)
+    assert dmp.module["ebc"].fused_optimizer is optimizer
+    assert dmp.plan.plan["ebc"]["fused"].compute_kernel == "fused"
+
+
+def names_of(module):
+    return [config.name for config in module.embedding_bag_configs()]
 
 
 def test_sequences_too():

@@ -21,7 +21,7 @@ class CallableFusedOptimizer(tables.FusedOptimizer):
     """MeshRec's, which TorchRec's programs ask for with a call: ``collection.fused_optimizer()``."""
 
     def __call__(self) -> "CallableFusedOptimizer":
-        """Itself."""
+        """Return itself."""
         return self
 
 
@@ -54,11 +54,11 @@ class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
         _fuse(self, *self._optimizer, location)
 
     def optimizer_type(self) -> _Optimizer:
-        """As given."""
+        """Return the class that was given."""
         return self._optimizer[0]
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        """As given."""
+        """Return the arguments that were given."""
         return self._optimizer[1]
 
 
@@ -86,11 +86,11 @@ class FusedEmbeddingCollection(embeddings.EmbeddingCollection):
         _fuse(self, *self._optimizer, location)
 
     def optimizer_type(self) -> _Optimizer:
-        """As given."""
+        """Return the class that was given."""
         return self._optimizer[0]
 
     def optimizer_kwargs(self) -> dict[str, Any]:
-        """As given."""
+        """Return the arguments that were given."""
         return self._optimizer[1]
 
 
@@ -153,4 +153,6 @@ def _fuse(
             f"one of {list(_PLACES)}."
         )
     modules.fuse(collection, optimizer=spec_of({"optimizer": optimizer_type, **optimizer_kwargs}))
-    collection.fused_optimizer.__class__ = CallableFusedOptimizer
+    updater = collection._updater
+    assert updater is not None
+    updater.optimizer = CallableFusedOptimizer(updater.optimizer.tables, None)

@@ -30,7 +30,7 @@ def shard_quant_model(
     sharding_device: str = "meta",
     sharders: Sequence[Any] | None = None,
     device_memory_size: int | None = None,
-    constraints: Mapping[str, types.ParameterConstraints] | None = None,
+    constraints: Mapping[str, Any] | None = None,
     ddr_cap: int | None = None,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:

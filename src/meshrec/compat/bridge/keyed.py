@@ -141,6 +141,10 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
         """Tells the optimizers inside, where they want to know."""
         _tell(self._inner(), "update_hyper_parameters", params_dict)
 
+    def rebind(self, *args: Any) -> None:
+        """Let the optimizer of a sharded module inside go on with tables that have moved."""
+        _tell(self._inner(), "rebind", *args)
+
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
         """``opt_key.name``, or the one that is not empty."""

@@ -10,7 +10,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from meshrec import model_parallel as own
+from meshrec.compat.bridge.keyed import CombinedOptimizer
+from meshrec.compat.bridge.planner import EmbeddingShardingPlanner
 from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_own, to_own
+from meshrec.compat.bridge.sharded import combined
 from meshrec.compat.bridge.sharding_plan import (
     apply_to_all,
     construct_module_sharding_plan,
@@ -18,6 +21,8 @@ from meshrec.compat.bridge.sharding_plan import (
     get_module_to_default_sharders,
 )
 from meshrec.plan.mesh import ShardingEnv, default_env, group_device
+from meshrec.plan.sharding_plan import ShardingPlan as OwnPlan
+from meshrec.planner import types
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
@@ -107,18 +112,20 @@ class DistributedModelParallel(own.DistributedModelParallel):
             raise ValueError("MeshRec has no model trackers. Leave model_tracker_configs out.")
         wrapper = DefaultDataParallelWrapper() if data_parallel_wrapper is None else data_parallel_wrapper
         options = wrapper.options if isinstance(wrapper, DefaultDataParallelWrapper) else {}
+        env = default_env() if env is None else env
+        sharders = get_default_sharders() if sharders is None else sharders
         super().__init__(
             module,
             env,
             device,
-            None if plan is None else to_own(plan),
-            get_default_sharders() if sharders is None else sharders,
+            _planned(module, env, device, sharders) if plan is None else to_own(plan),
+            sharders,
             init_data_parallel=False,
             init_parameters=init_parameters,
             dense_options=options,
         )
         self._wrapper = wrapper
-        self.device, self.sharders = self._device, list(sharders or get_default_sharders())
+        self.device, self.sharders = self._device, list(sharders)
         if init_data_parallel:
             self.init_data_parallel()
 
@@ -129,9 +136,14 @@ class DistributedModelParallel(own.DistributedModelParallel):
 
     @property
     def plan(self) -> ShardingPlan:  # type: ignore[override]
-        """Where every table is."""
+        """Where every table is, and the kernel that updates it."""
         shard = self._env.shard
         return from_own(self._plan, world_size=shard.size, local_size=self._env.local_size)
+
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """What updates the tables during backward."""
+        return combined(self.sharded_modules)
 
     def bare_named_parameters(
         self, prefix: str = "", recurse: bool = True
@@ -186,13 +198,33 @@ def shard_modules(
     sharders: Sequence[Any] | None = None,
     init_params: bool = False,
 ) -> nn.Module:
-    """``module`` with its embedding modules sharded, in place; the rest stays as it is. Collective."""
+    """Shard the embedding modules of ``module``, in place; the rest stays as it is. Collective."""
+    env = default_env() if env is None else env
+    sharders = get_default_sharders() if sharders is None else sharders
     return own.DistributedModelParallel(
         module,
         env,
         device,
-        None if plan is None else to_own(plan),
+        _planned(module, env, device, sharders) if plan is None else to_own(plan),
         sharders,
         init_data_parallel=False,
         init_parameters=init_params,
     ).module
+
+
+_shard_modules = shard_modules
+
+
+def _planned(
+    module: nn.Module, env: ShardingEnv, device: torch.device | None, sharders: Sequence[Any]
+) -> OwnPlan:
+    """Return the plan that the bridge's planner makes for these ranks. Collective."""
+    kind = torch.device(device).type if device is not None else group_device(env.world.group).type
+    planner = EmbeddingShardingPlanner(
+        topology=types.Topology(
+            world_size=env.shard.size, compute_device=kind, local_world_size=env.local_size
+        )
+    )
+    if env.world.group is None:  # one process, whatever other processes there are
+        return to_own(planner.plan(module, sharders))
+    return to_own(planner.collective_plan(module, sharders, env.world.group))

@@ -46,11 +46,12 @@ _PLANS = {
     **_of(f"{_T}.sharded_tensor", "Shard ShardedTensor ShardedTensorMetadata TensorProperties"),
 }
 _ENV = {**_of(f"{_C}.sharding_env", "ShardingEnv"), **_of(f"{_C}.sharders", "ModuleSharder")}
-_PLANNER = _of(f"{_C}.planner", "EmbeddingShardingPlanner ParameterConstraints Topology")
+_CONSTRAINTS = _of(f"{_C}.constraints", "ParameterConstraints")
+_PLANNER = {**_of(f"{_C}.planner", "EmbeddingShardingPlanner Topology"), **_CONSTRAINTS}
 _COMM = _of(f"{_C}.comm", "get_local_rank get_local_size")
 _PARALLEL = _of(f"{_C}.model_parallel", "DistributedModelParallel")
 _WRAPPERS = _of(f"{_C}.model_parallel", "DataParallelWrapper DefaultDataParallelWrapper")
-_SHARD = _of(f"{_C}.model_parallel", "shard shard_modules")
+_SHARD = _of(f"{_C}.model_parallel", "_shard_modules shard shard_modules")
 _OPTIMIZERS = _of(f"{_C}.optimizers", "Adagrad Adam LAMB LarsSGD PartialRowWiseAdam PartialRowWiseLAMB SGD")
 _FILTER = _of("meshrec.optim.in_backward", "in_backward_optimizer_filter")
 _APPLY = _of(f"{_C}.optimizers", "apply_optimizer_in_backward")
@@ -181,21 +182,19 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "torchrec.distributed.embeddingbag": {
         **_of(f"{_C}.sharders", "EmbeddingBagCollectionSharder"),
-        **_of("meshrec.distributed.embedding_modules", "ShardedEmbeddingBagCollection"),
+        **_of(f"{_C}.sharded", "ShardedEmbeddingBagCollection"),
     },
     "torchrec.distributed.embedding": {
         **_of(f"{_C}.sharders", "EmbeddingCollectionSharder"),
-        **_of("meshrec.distributed.embedding_modules", "ShardedEmbeddingCollection"),
+        **_of(f"{_C}.sharded", "ShardedEmbeddingCollection"),
     },
     "torchrec.distributed.quant_embedding": {
         **_of(f"{_C}.quant_sharders", "QuantEmbeddingCollectionSharder"),
-        "ShardedQuantEmbeddingCollection": "meshrec.distributed.embedding_modules:ShardedEmbeddingCollection",
+        "ShardedQuantEmbeddingCollection": f"{_C}.sharded:ShardedEmbeddingCollection",
     },
     "torchrec.distributed.quant_embeddingbag": {
         **_of(f"{_C}.quant_sharders", "QuantEmbeddingBagCollectionSharder"),
-        "ShardedQuantEmbeddingBagCollection": (
-            "meshrec.distributed.embedding_modules:ShardedEmbeddingBagCollection"
-        ),
+        "ShardedQuantEmbeddingBagCollection": f"{_C}.sharded:ShardedEmbeddingBagCollection",
     },
     "torchrec.distributed.model_parallel": {
         **_PARALLEL,
@@ -205,7 +204,8 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "torchrec.distributed.planner": {**_PLANNER, **_of(f"{_C}.planner", "bytes_to_gb sharder_name")},
     "torchrec.distributed.planner.types": {
-        **_of(f"{_C}.planner", "ParameterConstraints Topology"),
+        **_of(f"{_C}.planner", "Topology"),
+        **_CONSTRAINTS,
     },
     "torchrec.distributed.planner.planners": _of(f"{_C}.planner", "EmbeddingShardingPlanner"),
     "torchrec.distributed.planner.storage_reservations": _of(

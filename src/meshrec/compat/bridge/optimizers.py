@@ -1,12 +1,15 @@
 """TorchRec's words for the optimizers of tables: classes for apply_optimizer_in_backward, and FBGEMM's
 enums."""
 
+import logging
+import re
 import warnings
 from collections.abc import Iterable, Mapping
-from enum import Enum, unique
+from enum import Enum, EnumMeta, unique
 from typing import Any, ClassVar
 
 import torch
+from torch.optim import SGD as TorchSGD
 
 from meshrec.optim import optimizers as specs
 from meshrec.optim.from_torch import from_torch
@@ -32,8 +35,24 @@ _WITHOUT_MEANING = (
 )
 
 
+# FBGEMM takes these for every optimizer, and ignores them where the optimizer has no use for them.
+_IGNORED_WHERE_UNUSED = ("eps", "momentum", "eta", "beta1", "beta2")
+_logger = logging.getLogger("meshrec")
+
+
+class _KnownNames(EnumMeta):
+    """Says which optimizers there are, where one is asked for that is not there."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"MeshRec has no fused optimizer {name!r}, only {list(cls.__members__)}. Choose one of these."
+        )
+
+
 @unique
-class EmbOptimType(Enum):
+class EmbOptimType(Enum, metaclass=_KnownNames):
     """FBGEMM's names of fused optimizers, for ``fused_params["optimizer"]``."""
 
     SGD = "sgd"
@@ -75,25 +94,19 @@ _SPECS: dict[str, type[OptimizerSpec]] = {
 }
 
 
-def spec_of(fused_params: Any) -> OptimizerSpec | None:
-    """The optimizer that a sharder's ``fused_params`` ask for; None where they ask for none.
+def spec_of(fused_params: Any) -> OptimizerSpec:
+    """Return the optimizer that a sharder's ``fused_params`` ask for; without one FBGEMM's default, SGD.
 
     Raises:
-        ValueError: for numbers without an optimizer, an optimizer that MeshRec has not, and arguments that
-            it cannot follow.
+        ValueError: for an optimizer that MeshRec does not have, and arguments that it cannot follow.
     """
-    if fused_params is None or isinstance(fused_params, OptimizerSpec):
+    if isinstance(fused_params, OptimizerSpec):
         return fused_params
-    rest = {key: value for key, value in fused_params.items() if key not in _WITHOUT_MEANING}
+    rest = {key: value for key, value in (fused_params or {}).items() if key not in _WITHOUT_MEANING}
     _check_output(rest.pop("output_dtype", None))
     optimizer = rest.pop("optimizer", None)
     if optimizer is None:
-        if not rest:
-            return None
-        raise ValueError(
-            f"fused_params has {sorted(rest)} but no optimizer, and none is invented here (FBGEMM takes "
-            "SGD). Add 'optimizer'."
-        )
+        return _from_fbgemm(specs.SGD, rest)
     if isinstance(optimizer, OptimizerSpec | type):
         return from_torch(optimizer, rest) if isinstance(optimizer, type) else optimizer
     # By name: where fbgemm_gpu is installed the enum is its own.
@@ -116,12 +129,20 @@ def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> Optimiz
             "Without one FBGEMM ignores it."
         )
     own = spec(lr=0.0)
+    unused = [name for name in _IGNORED_WHERE_UNUSED if name in rest and not _has(own, name)]
+    if unused:
+        _logger.warning("fused_params: %s has no %s; ignored, as FBGEMM does.", spec.__name__, unused)
+    rest = {name: value for name, value in rest.items() if name not in unused}
     known = {name: value for name, value in _DEFAULTS.items() if _has(own, name)}
     if spec in _DECAY_IS_DECOUPLED or mode == "DECOUPLE":
         rest["decoupled_weight_decay"] = True
     if "lr" in rest:
         known.pop("learning_rate")
-    return from_torch(spec, {**known, **rest})
+    try:
+        return from_torch(spec, {**known, **rest})
+    except ValueError as error:
+        text = re.sub(r"\blr\b", "learning_rate", str(error)) if "lr" not in given else str(error)
+        raise ValueError(f"fused_params: {text}") from None
 
 
 def _has(spec: OptimizerSpec, fbgemm_name: str) -> bool:
@@ -147,11 +168,11 @@ class _ForTables(torch.optim.Optimizer):
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """What the tables' kernels compute."""
+        """Return what the tables' kernels compute."""
         return _from_fbgemm(cls.spec, kwargs)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Not here: raises ValueError."""
+        """Raise ValueError: tables that are not fused have no such step."""
         raise ValueError(
             f"torchrec.optim.{type(self).__name__} only names an optimizer for tables that are sharded "
             "or fused, and these are not. Use one of torch.optim, or shard the module first."
@@ -200,13 +221,32 @@ class PartialRowWiseLAMB(_ForTables):
     spec = specs.PartialRowWiseLAMB
 
 
+class _SGDWithMomentum(TorchSGD):
+    """torch's SGD; a table that is sharded or fused follows FBGEMM, whose SGD ignores momentum."""
+
+    @classmethod
+    def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
+        """Return what the tables' kernels compute."""
+        _logger.warning(
+            "torch.optim.SGD(momentum=%s): sharded and fused tables are updated without momentum, as FBGEMM "
+            "does.",
+            kwargs["momentum"],
+        )
+        rest = {name: value for name, value in kwargs.items() if name != "momentum"}
+        return from_torch(torch.optim.SGD, rest)
+
+
 def apply_optimizer_in_backward(
     optimizer_class: type[torch.optim.Optimizer],
     params: Iterable[torch.nn.Parameter],
     optimizer_kwargs: dict[str, Any],
 ) -> None:
-    """torch's function: the optimizer steps as soon as a parameter's gradient is there; sharding fuses it."""
+    """Let an optimizer step as soon as a parameter's gradient is there, as torch's function does; sharding
+    fuses it.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's package uses what torch has deprecated
         from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+    if optimizer_class is torch.optim.SGD and optimizer_kwargs.get("momentum"):
+        optimizer_class = _SGDWithMomentum
     _apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)

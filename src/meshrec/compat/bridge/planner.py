@@ -1,17 +1,18 @@
 """The planner with TorchRec's arguments; its plans have TorchRec's form and MeshRec's proof."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
 from meshrec.compat.bridge.adapted import Adapted
+from meshrec.compat.bridge.constraints import ParameterConstraints
 from meshrec.compat.bridge.plans import ShardingPlan, from_own
 from meshrec.compat.bridge.sharders import SharderAnswers
 from meshrec.compat.bridge.sharding_plan import get_default_sharders
-from meshrec.plan.builders import tables_of
+from meshrec.optim.in_backward import in_backward_spec
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel, ShardingType
 from meshrec.planner import planners, types
 from meshrec.planner.module_tables import embedding_modules
@@ -55,44 +56,7 @@ def _topology(
     )
 
 
-def _constraints(
-    sharding_types: Sequence[str] | None = None,
-    compute_kernels: Sequence[str] | None = None,
-    min_partition: int | None = None,
-    pooling_factors: Sequence[float] = (1.0,),
-    num_poolings: Sequence[float] | None = None,
-    batch_sizes: Sequence[int] | None = None,
-    is_weighted: bool = False,
-    feature_names: Sequence[str] | None = None,
-    use_virtual_table: bool = False,
-    **more: Any,
-) -> types.ParameterConstraints:
-    """TorchRec's ``ParameterConstraints``. ``is_weighted`` and ``feature_names`` the module itself tells.
-
-    Raises:
-        ValueError: for kernels and options that MeshRec has not.
-    """
-    allowed = [kernel.value for kernel in EmbeddingComputeKernel]
-    values = [getattr(kernel, "value", kernel) for kernel in compute_kernels or allowed]
-    if not set(values) & set(allowed):
-        raise ValueError(
-            f"MeshRec has the compute kernels {allowed}, got {values}. Leave compute_kernels out."
-        )
-    if given := sorted(name for name, value in more.items() if value is not None):
-        raise ValueError(f"MeshRec's planner has no constraint {given[0]}. Leave it out.")
-    if use_virtual_table:
-        raise ValueError("MeshRec has no virtual tables. Leave use_virtual_table out.")
-    return types.ParameterConstraints(
-        sharding_types=sharding_types,
-        min_partition=min_partition,
-        pooling_factors=None if list(pooling_factors) == [1.0] else list(pooling_factors),
-        num_poolings=num_poolings,
-        batch_sizes=batch_sizes,
-    )
-
-
 Topology = Adapted(types.Topology, _topology)
-ParameterConstraints = Adapted(types.ParameterConstraints, _constraints)
 
 
 class FixedPercentageStorageReservation:
@@ -120,7 +84,7 @@ class EmbeddingShardingPlanner:
     """MeshRec's planner with TorchRec's arguments.
 
     Args:
-        topology, batch_size, constraints: as TorchRec's.
+        topology, batch_size, constraints: as TorchRec's; constraints may be MeshRec's, too.
         storage_reservation: one of the two above; default: 15% of the memory are kept free.
         timeout_seconds: for how long it searches at most.
         stats, debug: nothing is printed; ``print(plan.planned)`` shows the plan and how good it is.
@@ -140,7 +104,7 @@ class EmbeddingShardingPlanner:
         partitioner: object | None = None,
         performance_model: object | None = None,
         stats: object | None = None,
-        constraints: Mapping[str, types.ParameterConstraints] | None = None,
+        constraints: Mapping[str, Any] | None = None,
         debug: bool = True,
         callbacks: object | None = None,
         timeout_seconds: int | None = None,
@@ -172,8 +136,14 @@ class EmbeddingShardingPlanner:
         self._time_limit = DEFAULT_EFFORT.time_limit if timeout_seconds is None else float(timeout_seconds)
 
     def plan(self, module: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
-        """The plan of all tables of ``module`` that the sharders shard."""
-        return self._in_their_form(self._planner(module, sharders).plan(module, sharders))
+        """Return the plan of all tables of ``module`` that the sharders shard; an empty one where there are
+        none.
+        """
+        tables = list(_tables(module, sharders))
+        if not tables:
+            return ShardingPlan({})
+        found = self._planner(tables).plan(module, sharders)
+        return self._in_their_form(found, tables)
 
     def collective_plan(
         self,
@@ -181,44 +151,110 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[Any] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """``plan`` on rank 0, the same on all ranks of ``pg``."""
+        """Plan on rank 0, and return the same plan on all ranks of ``pg``."""
         sharders = get_default_sharders() if sharders is None else sharders
-        found = self._planner(module, sharders).collective_plan(module, sharders, pg)
-        return self._in_their_form(found)
+        tables = list(_tables(module, sharders))
+        if not tables:
+            return ShardingPlan({})
+        found = self._planner(tables).collective_plan(module, sharders, pg)
+        return self._in_their_form(found, tables)
 
-    def _planner(self, module: nn.Module, sharders: Sequence[Any]) -> planners.EmbeddingShardingPlanner:
+    def _planner(self, tables: "Sequence[_Table]") -> planners.EmbeddingShardingPlanner:
+        names = [table.name for table in tables]
+        if unknown := [name for name in self._constraints if name not in names]:
+            raise ValueError(
+                f"constraints name {unknown[0]!r}, which is no table of the model; it has {names}."
+            )
         return planners.EmbeddingShardingPlanner(
             topology=self._topology,
-            constraints=self._with_answers(module, sharders),
+            constraints={table.name: self._own_constraints(table) for table in tables},
             batch_size=self._batch_size,
             time_limit=self._time_limit,
         )
 
-    def _with_answers(
-        self, module: nn.Module, sharders: Sequence[Any]
-    ) -> dict[str, types.ParameterConstraints]:
-        """The constraints, and what sharders that the user wrote allow."""
-        constraints = dict(self._constraints)
-        for _, found, sharder in embedding_modules(module, sharders):
-            answer = type(sharder).sharding_types
-            if not isinstance(sharder, SharderAnswers) or answer is SharderAnswers.sharding_types:
-                continue
-            allowed = {ShardingType(kind) for kind in sharder.sharding_types(self._topology.compute_device)}
-            for table in tables_of(found):
-                present = constraints.get(table, types.ParameterConstraints())
-                both = [kind for kind in ShardingType if kind in allowed & present.allowed_types]
-                constraints[table] = replace(present, sharding_types=both)
-        return constraints
+    def _own_constraints(self, table: "_Table") -> types.ParameterConstraints:
+        """Return MeshRec's constraints of a table: what was said of it, and what its sharder allows."""
+        given = self._constraints.get(table.name)
+        if isinstance(given, ParameterConstraints):
+            given = given.to_own(
+                table.name,
+                device=self._topology.compute_device,
+                features=table.features,
+                is_weighted=table.is_weighted,
+            )
+        present = types.ParameterConstraints() if given is None else given
+        allowed = present.allowed_types
+        answer = type(table.sharder).sharding_types
+        if isinstance(table.sharder, SharderAnswers) and answer is not SharderAnswers.sharding_types:
+            answers = table.sharder.sharding_types(self._topology.compute_device)
+            allowed &= {ShardingType(kind) for kind in answers}
+        both = [kind for kind in ShardingType if kind in allowed and self._kernel(table, kind) is not None]
+        if not both:
+            kinds = [kind.value for kind in ShardingType if kind in present.allowed_types]
+            kernels = getattr(self._constraints.get(table.name), "compute_kernels", None) or "all"
+            raise ValueError(
+                f"table {table.name!r}: its constraints (sharding types {kinds}, compute kernels {kernels}) "
+                f"and what {type(table.sharder).__name__} offers have nothing in common. Allow another type "
+                "or kernel."
+            )
+        # TorchRec splits the rows of a table over all ranks, whatever it costs.
+        return replace(present, sharding_types=both, all_ranks=present.ranks is None)
 
-    def _in_their_form(self, found: Any) -> ShardingPlan:
+    def _kernel(self, table: "_Table", kind: ShardingType) -> str | None:
+        """Return the kernel of a table that is sharded in that way; None: the way is not allowed."""
+        offered = _kernels_of(table.sharder, kind, self._topology.compute_device)
+        given = self._constraints.get(table.name)
+        wanted = given.kernels if isinstance(given, ParameterConstraints) else None
+        found = [kernel for kernel in offered if wanted is None or kernel in wanted]
+        if EmbeddingComputeKernel.FUSED.value in found:
+            return EmbeddingComputeKernel.FUSED.value
+        if not found and wanted is not None and EmbeddingComputeKernel.DENSE.value in wanted:
+            found = [EmbeddingComputeKernel.DENSE.value]  # every table can have ordinary gradients
+        if found and table.has_optimizer:
+            return EmbeddingComputeKernel.FUSED.value  # also of a data-parallel table
+        return found[0] if found else None
+
+    def _in_their_form(self, found: Any, tables: "Sequence[_Table]") -> ShardingPlan:
         plan = from_own(found, world_size=self._topology.world_size, local_size=self._topology.local_size)
-        for tables in plan.plan.values():
-            for placed in tables.values():
-                # MeshRec's says whether an optimizer is attached, TorchRec's that one could be.
-                if placed.sharding_spec is not None:
-                    placed.compute_kernel = EmbeddingComputeKernel.FUSED.value
+        for table in tables:
+            placed = plan.plan[table.path][table.name]
+            kernel = self._kernel(table, ShardingType(placed.sharding_type))
+            assert kernel is not None
+            placed.compute_kernel = kernel
         plan.planned = found  # type: ignore[attr-defined]
         return plan
+
+
+class _Table(NamedTuple):
+    """A table of the model that is planned, and the sharder that will shard it."""
+
+    path: str
+    name: str
+    features: Sequence[str]
+    is_weighted: bool
+    has_optimizer: bool
+    """Whether an optimizer was applied in backward."""
+    sharder: Any
+
+
+def _tables(model: nn.Module, sharders: Sequence[Any]) -> Iterator[_Table]:
+    for path, module, sharder in embedding_modules(model, sharders):
+        weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters() if "." in name}
+        configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
+        weighted = bool(getattr(module, "is_weighted", lambda: False)())
+        for config in configs():
+            weight = weights.get(config.name)
+            has_optimizer = weight is not None and in_backward_spec(weight) is not None
+            yield _Table(path, config.name, config.feature_names, weighted, has_optimizer, sharder)
+
+
+def _kernels_of(sharder: Any, kind: ShardingType, device: str) -> list[str]:
+    """Return those of a sharder's kernels that MeshRec has."""
+    if not hasattr(sharder, "compute_kernels"):
+        is_dense = kind is ShardingType.DATA_PARALLEL or getattr(sharder, "optimizer", None) is None
+        return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
+    known = [kernel.value for kernel in EmbeddingComputeKernel]
+    return [kernel for kernel in sharder.compute_kernels(kind.value, device) if kernel in known]
 
 
 def bytes_to_gb(num_bytes: int) -> float:

@@ -122,8 +122,8 @@ def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> Sha
 def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
     """TorchRec's form of the placement of one table."""
     if placed.sharding_type is own.ShardingType.DATA_PARALLEL:
-        kernel = own.EmbeddingComputeKernel.DENSE.value
-        return ParameterSharding(placed.sharding_type.value, kernel, list(range(world_size)))
+        kernel, ranks = placed.compute_kernel.value, list(range(world_size))
+        return ParameterSharding(placed.sharding_type.value, kernel, ranks)
     shards = [
         ShardMetadata(
             shard_offsets=list(shard.shard_offsets),
@@ -153,7 +153,7 @@ def _table_to_own(name: str, placed: ParameterSharding) -> own.ParameterSharding
     sharding_type = _member(own.ShardingType, name, placed.sharding_type)
     kernel = _member(own.EmbeddingComputeKernel, name, placed.compute_kernel)
     if sharding_type is own.ShardingType.DATA_PARALLEL:
-        return own.ParameterSharding(sharding_type=sharding_type)
+        return own.ParameterSharding(sharding_type=sharding_type, compute_kernel=kernel)
     if placed.sharding_spec is None:
         raise ValueError(
             f"table {name!r} is {sharding_type.value} and needs a sharding_spec: which rows and columns "

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from meshrec.compat.bridge.plans import module_to_own
+from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.compat.bridge.sharders import SharderAnswers
 from meshrec.distributed import sharders as own
-from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
@@ -30,7 +30,7 @@ class QuantEmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, Shar
         self.fused_params = fused_params
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """``quant``."""
+        """Return ``quant``."""
         return [EmbeddingComputeKernel.QUANT.value]
 
     def shard(
@@ -41,8 +41,9 @@ class QuantEmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, Shar
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """The sharded module, by a plan of either library's form. Collective."""
-        return own.EmbeddingBagCollectionSharder().shard(module, module_to_own(params), env, device)
+        """Return the sharded module, by a plan of either library's form. Collective."""
+        built = self.built(module, module_to_own(params), env, device, weighted=module.is_weighted())
+        return ShardedEmbeddingBagCollection(module, built)
 
 
 class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
@@ -56,7 +57,7 @@ class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAns
         self.fused_params = fused_params
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """``quant``."""
+        """Return ``quant``."""
         return [EmbeddingComputeKernel.QUANT.value]
 
     def shard(
@@ -67,8 +68,9 @@ class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAns
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """The sharded module, by a plan of either library's form. Collective."""
-        return own.EmbeddingCollectionSharder().shard(module, module_to_own(params), env, device)
+        """Return the sharded module, by a plan of either library's form. Collective."""
+        built = self.built(module, module_to_own(params), env, device, sequence=True)
+        return ShardedEmbeddingCollection(module, built)
 
 
 def _check(fused_params: Mapping[str, Any] | None, shardable_params: object | None) -> None:

@@ -10,12 +10,11 @@ from torch import nn
 
 from meshrec.compat.bridge.optimizers import spec_of
 from meshrec.compat.bridge.plans import module_to_own
+from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed import sharders as own
-from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.in_backward import in_backward_spec
-from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
@@ -42,17 +41,17 @@ class SharderAnswers:
     fused_params: Any
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The names of the sharding types that its tables may have: all."""
+        """Return the names of the sharding types that its tables may have: all."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """``dense`` for data-parallel tables, ``fused`` for the others."""
+        """Return ``dense`` for data-parallel tables, ``fused`` for the others."""
         is_dense = sharding_type == ShardingType.DATA_PARALLEL.value
         kernel = EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED
         return [kernel.value]
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The weights of the module's tables, by the table's name."""
+        """Return the weights of the module's tables, by the table's name."""
         return {name.split(".")[-2]: weight for name, weight in module.named_parameters()}
 
 
@@ -60,7 +59,9 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
     """MeshRec's sharder with TorchRec's arguments.
 
     Args:
-        fused_params: such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}``.
+        fused_params: the optimizer of the tables that the plan has with the kernel ``fused`` and that have
+            none of their own, such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate":
+            0.02}``. None: FBGEMM's default, SGD with the learning rate 0.01.
         qcomm_codecs_registry: must be None.
     """
 
@@ -70,7 +71,7 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         qcomm_codecs_registry: object | None = None,
     ) -> None:
         check_codecs(qcomm_codecs_registry)
-        super().__init__(spec_of(fused_params))
+        super().__init__(spec_of(fused_params or {}))
         self.fused_params = fused_params
 
     def shard(
@@ -81,11 +82,12 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """The sharded module, by a plan of either library's form. Collective."""
+        """Return the sharded module, by a plan of either library's form. Collective."""
         plan = module_to_own(params)
-        tables = _fused_tables(module, plan, self.optimizer)
+        tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         plain = own.EmbeddingBagCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
-        return plain.shard(module, plan, env, device)
+        built = plain.built(module, plan, env, device, weighted=module.is_weighted())
+        return ShardedEmbeddingBagCollection(module, built)
 
 
 class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
@@ -98,7 +100,7 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         use_index_dedup: bool = False,
     ) -> None:
         check_codecs(qcomm_codecs_registry)
-        super().__init__(spec_of(fused_params))
+        super().__init__(spec_of(fused_params or {}))
         self.fused_params = fused_params
 
     def shard(
@@ -109,31 +111,31 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """The sharded module, by a plan of either library's form. Collective."""
+        """Return the sharded module, by a plan of either library's form. Collective."""
         plan = module_to_own(params)
-        tables = _fused_tables(module, plan, self.optimizer)
+        tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         plain = own.EmbeddingCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
-        return plain.shard(module, plan, env, device)
+        built = plain.built(module, plan, env, device, sequence=True)
+        return ShardedEmbeddingCollection(module, built)
 
 
 def _fused_tables(
-    module: TableCollection, plan: EmbeddingModuleShardingPlan, optimizer: OptimizerSpec | None
+    module: TableCollection, plan: EmbeddingModuleShardingPlan, *, has_params: bool
 ) -> list[str]:
-    """The tables that the sharder's optimizer is for: those that the plan has with the kernel ``fused``.
-
-    As in TorchRec the others have ordinary gradients, for the dense optimizer.
+    """Return the tables that the sharder's optimizer is for: those that the plan has with the kernel
+    ``fused``, where they have no optimizer of their own. As in TorchRec the others have ordinary gradients.
     """
     fused, left = [], []
     for config, weight in module.tables().values():
         placed = plan.get(config.name)
-        if optimizer is None or placed is None or in_backward_spec(weight) is not None:
+        if placed is None or in_backward_spec(weight) is not None:
             continue
         is_fused = placed.compute_kernel is EmbeddingComputeKernel.FUSED
         if is_fused and placed.sharding_type is not ShardingType.DATA_PARALLEL:
             fused.append(config.name)
         else:
             left.append(config.name)
-    if left:
+    if left and has_params:
         _logger.warning(
             "the plan has the tables %s with the compute kernel 'dense': fused_params do not apply to them, "
             "they have ordinary gradients.",
@@ -143,7 +145,7 @@ def _fused_tables(
 
 
 def check_codecs(qcomm_codecs_registry: object | None) -> None:
-    """Raises ValueError for codecs."""
+    """Raise ValueError for codecs."""
     if qcomm_codecs_registry is not None:
         raise ValueError(
             "MeshRec has no codecs to register. Give meshrec.distributed's sharders "

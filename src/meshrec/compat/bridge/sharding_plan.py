@@ -43,7 +43,10 @@ def _generator(
 
 def data_parallel() -> ParameterShardingGenerator:
     """The whole table on every rank."""
-    return _generator(lambda compute_kernel: own.data_parallel())
+    copies = OwnSharding(
+        sharding_type=ShardingType.DATA_PARALLEL, compute_kernel=EmbeddingComputeKernel.DENSE
+    )
+    return _generator(lambda compute_kernel: lambda table, size, ranks: copies)
 
 
 def table_wise(

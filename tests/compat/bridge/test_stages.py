@@ -1,6 +1,6 @@
 """What a sharded module shows of itself."""
 
-from meshrec.distributed.stages import stages
+from meshrec.compat.bridge.stages import stages
 from meshrec.plan.sharding_plan import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,

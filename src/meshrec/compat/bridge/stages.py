@@ -20,7 +20,7 @@ class Stage:
 
 
 def stages(what: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None) -> list[Stage]:
-    """A stage per sharding type that the plan has; with ``rank`` only the shards that lie there."""
+    """Return a stage for each sharding type of the plan; with ``rank`` only the shards of that rank."""
     by_type: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, sharding in plan.items():
         here = [shard for shard in sharding.shards if rank in (None, shard.placement.rank)]

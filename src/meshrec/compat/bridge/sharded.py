@@ -1,0 +1,58 @@
+"""Sharded collections with what TorchRec's programs ask them: a combined optimizer, and stages to print."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from meshrec.compat.bridge.keyed import CombinedOptimizer
+from meshrec.compat.bridge.stages import Stage, stages
+from meshrec.distributed import embedding_modules as own
+from meshrec.distributed.build import ModuleParts
+from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from meshrec.tables import FusedOptimizer
+
+
+class _Shown:
+    """The stages of a sharded module, as TorchRec's tutorials print them."""
+
+    plan: Any
+    built: ModuleParts
+
+    @property
+    def _input_dists(self) -> list[Stage]:
+        return stages("ids to their shards", self.plan)
+
+    @property
+    def _lookups(self) -> list[Stage]:
+        return stages("lookup of rows", self.plan, self.built.env.shard.rank)
+
+    @property
+    def _output_dists(self) -> list[Stage]:
+        return stages("embeddings to their samples", self.plan)
+
+
+class ShardedEmbeddingBagCollection(_Shown, own.ShardedEmbeddingBagCollection):
+    """MeshRec's sharded collection, with TorchRec's names for its parts."""
+
+    def __init__(self, module: EmbeddingBagCollection, built: ModuleParts) -> None:
+        super().__init__(module, built)
+        self.fused_optimizer = _as_combined(self.fused_optimizer)  # type: ignore[assignment]
+
+
+class ShardedEmbeddingCollection(_Shown, own.ShardedEmbeddingCollection):
+    """MeshRec's sharded collection, with TorchRec's names for its parts."""
+
+    def __init__(self, module: EmbeddingCollection, built: ModuleParts) -> None:
+        super().__init__(module, built)
+        self.fused_optimizer = _as_combined(self.fused_optimizer)  # type: ignore[assignment]
+
+
+def _as_combined(tables: FusedOptimizer) -> CombinedOptimizer:
+    """Return the optimizer of a module's tables as a combination of one; of none where no table is fused."""
+    return CombinedOptimizer([("", tables)] if tables.params else [])
+
+
+def combined(modules: Mapping[str, nn.Module]) -> CombinedOptimizer:
+    """Return the optimizers of sharded modules, by path, as one."""
+    return CombinedOptimizer([(path, module.fused_optimizer) for path, module in modules.items()])  # type: ignore[misc]
