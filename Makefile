@@ -28,7 +28,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo demo-serve mutations test lint format build wheel wheel-test bench sanitize races peers mlserver parity kills example docs docs-anew clean
+.PHONY: demo demo-serve mutations test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills example docs docs-anew clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -110,6 +110,11 @@ parity: peers
 
 bench: peers
 	$(PEERS)/python -m benchmarks
+
+# Checks and measures the GPU path with whatever torch for CUDA is there; nothing is downloaded or compiled.
+# GPU_PYTHON names the interpreter where it is not found. Eight minutes at most.
+gpu:
+	$(PYTHON) -m benchmarks.gpu
 
 # Twenty killed ranks in place of the three of `make test`: about two minutes.
 kills: build

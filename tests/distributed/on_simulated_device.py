@@ -1,10 +1,13 @@
-"""One rank of test_simulated_device.py: its arguments are STORE RANK WORLD FIRST_SEED NUM_SEEDS.
+"""One rank of test_simulated_device.py: its arguments are STORE RANK WORLD FIRST_SEED NUM_SEEDS DEVICE.
 
-Trains sharded modules of random plans on a simulated device and on the CPU, and compares them.
+Trains sharded modules of random plans on a device and on the CPU, and compares them. The device is simulated,
+or a real one.
 """
 
+import contextlib
 import random
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -74,25 +77,41 @@ def drawn_batch(draw, rank, weighted, ragged):
     return KeyedJaggedTensor(FEATURES, values, weights, lengths=lengths, **stride)
 
 
-def on_device(batch):
+@contextlib.contextmanager
+def counted_reads(device):
+    """The reads of the device on the host, as a list that grows."""
+    if device == DEVICE:
+        with simulated_device() as reads:
+            yield reads
+        return
+    with warnings.catch_warnings(record=True) as reads:
+        warnings.simplefilter("always")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")  # each wait for the device is a warning
+        yield reads
+
+
+def on_device(batch, device):
     """The batch as it comes from a data loader, copied to the device."""
-    weights = batch.weights_or_none()
+
+    def copied(tensor):
+        return Simulated(tensor) if device == DEVICE else tensor.to(device, copy=True)
+
+    weights, strides = batch.weights_or_none(), {}
+    if batch.variable_stride_per_key():
+        strides = {"stride_per_key_per_rank": [[each] for each in batch.stride_per_key()]}
     return KeyedJaggedTensor(
         batch.keys(),
-        Simulated(batch.values()),
-        None if weights is None else Simulated(weights.detach()).requires_grad_(),
-        lengths=Simulated(batch.lengths()),
-        offsets=Simulated(batch.offsets()),
-        **(
-            {"stride_per_key_per_rank": [[each] for each in batch.stride_per_key()]}
-            if batch.variable_stride_per_key()
-            else {}
-        ),
+        copied(batch.values()),
+        None if weights is None else copied(weights.detach()).requires_grad_(),
+        lengths=copied(batch.lengths()),
+        offsets=copied(batch.offsets()),
+        **strides,
     )
 
 
 def host(tensor):
-    return tensor.inner if isinstance(tensor, Simulated) else tensor
+    return tensor.inner if isinstance(tensor, Simulated) else tensor.cpu()
 
 
 def results(sharded, batch):
@@ -111,7 +130,7 @@ def step(sharded, batch):
     return found, None if weights is None else weights.grad
 
 
-def check(seed):
+def check(seed, device):
     draw = random.Random(seed)
     env = default_env()
     sequence = draw.random() < 0.4
@@ -131,10 +150,10 @@ def check(seed):
         if weighted:
             batch.weights().requires_grad_()
         expected.append(step(expected_module, batch))
-    with simulated_device() as reads:
-        sharded = sharder.shard(module, plan, env, DEVICE)
+    with counted_reads(device) as reads:
+        sharded = sharder.shard(module, plan, env, device)
         for batch, (rows, grad) in zip(batches, expected, strict=True):
-            theirs = on_device(batch)
+            theirs = on_device(batch, device)
             with torch.no_grad():
                 results(sharded, theirs)  # the first batch also sends what belongs to the plan
                 reads.clear()
@@ -150,7 +169,7 @@ def check(seed):
                 torch.testing.assert_close(host(weight_grad), grad)
         rounded = {torch.bfloat16: {"rtol": 0.02, "atol": 0.02}}  # the interpreter cuts bf16 off
         for own, other in zip(sharded.parameters(), expected_module.parameters(), strict=True):
-            assert isinstance(own.data, Simulated)
+            assert own.device == device
             for one, two in ((own, other), (own.grad, other.grad)):
                 if two is not None:
                     two = two.coalesce().to_dense() if two.is_sparse else two
@@ -160,11 +179,12 @@ def check(seed):
 
 
 if __name__ == "__main__":
-    store, rank, world, first, number = sys.argv[1], *map(int, sys.argv[2:])
+    store, rank, world, first, number = sys.argv[1], *map(int, sys.argv[2:6])
+    device = torch.device(sys.argv[6])
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    kinds = {check(seed) for seed in range(first, first + number)}
+    kinds = {check(seed, device) for seed in range(first, first + number)}
     print("equal", len(kinds))
     if world > 1:
         dist.destroy_process_group()

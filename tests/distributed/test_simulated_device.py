@@ -20,18 +20,16 @@ pytestmark = [
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(("world_size", "first_seed"), [(1, 0), (2, 10)])
-def test_random_plans_equal_those_on_the_cpu(tmp_path, world_size, first_seed):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+def run_ranks(store, world_size, first_seed, device):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if device == "simulated:0":
+        environment["TRITON_INTERPRET"] = "1"
     ranks = []
     for rank in range(world_size):
-        arguments = map(str, (tmp_path / "store", rank, world_size, first_seed, 6))
+        arguments = map(str, (store, rank, world_size, first_seed, 6, device))
         command = [sys.executable, str(HERE / "on_simulated_device.py"), *arguments]
-        ranks.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-            )
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(subprocess.Popen(command, **pipes, text=True, env=environment))
     try:
         for rank in ranks:
             out, error = rank.communicate(timeout=600)
@@ -39,6 +37,17 @@ def test_random_plans_equal_those_on_the_cpu(tmp_path, world_size, first_seed):
     finally:
         for rank in ranks:
             rank.kill()
+
+
+@pytest.mark.parametrize(("world_size", "first_seed"), [(1, 0), (2, 10)])
+def test_random_plans_equal_those_on_the_cpu(tmp_path, world_size, first_seed):
+    run_ranks(tmp_path / "store", world_size, first_seed, "simulated:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_seed", [0, 10, 20])
+def test_random_plans_on_a_gpu(tmp_path, first_seed):
+    run_ranks(tmp_path / "store", 1, first_seed, "cuda:0")
 
 
 def test_what_a_device_would_refuse_fails():

@@ -213,10 +213,10 @@ def _bags_of_routes(
     """The bags of each route of each block; where they differ, the messages say how many."""
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
-    if ragged:
+    if ragged and num_routes:
         together = torch.cat([received[begins[rank] : begins[rank] + num_routes] for rank in ragged])
         prefixes = together.view(-1, num_routes).tolist()
-    found = iter(prefixes)
+    found = iter(prefixes or [[]] * len(ragged))
     return [next(found) if batches[rank] < 0 else [batches[rank]] * num_routes for rank in blocks]
 
 

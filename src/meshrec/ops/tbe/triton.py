@@ -308,9 +308,10 @@ def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
     """Return the mean squares of rows as ``row_stats``, fp32 [E, 3]: each entry has that of its row."""
     _, order, numbers = runs.view(3, -1)
     stats = mean_squares.new_zeros(order.numel(), len(RowSum))
-    # Fillers come after the last run: no kernel reads what they get.
-    numbers = numbers.clamp(max=max(mean_squares.numel() - 1, 0))
-    stats[order, int(RowSum.GRADIENT)] = mean_squares[numbers] if mean_squares.numel() else 0.0
+    if mean_squares.numel():
+        # Fillers come after the last run: no kernel reads what they get.
+        of_entry = mean_squares[numbers.clamp(max=mean_squares.numel() - 1)]
+        stats[:, int(RowSum.GRADIENT)].index_copy_(0, order, of_entry)
     return stats
 
 

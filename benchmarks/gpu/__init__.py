@@ -1,0 +1,1 @@
+"""Checks and measurements for a machine with a GPU: `make gpu`."""

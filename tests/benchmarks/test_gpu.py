@@ -1,0 +1,69 @@
+"""The checks of `make gpu`, tried without a GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments, **environment):
+    command = [sys.executable, "-m", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_device_it_says_what_it_looked_for(tmp_path):
+    done = run("benchmarks.gpu", GPU_PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert done.stdout.startswith("No CUDA device to check: nothing was run.")
+    assert f"{sys.executable}: torch {torch.__version__}" in done.stdout
+    done = run("benchmarks.gpu", GPU_PYTHON=str(tmp_path / "python"))
+    assert done.returncode == 2
+    assert "does not run" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize(
+    ("check", "found"),
+    [
+        ("kernels", "calls of 12 ops equal plain torch"),
+        ("sharded", "equal unsharded ones"),
+        ("pipelines", "two stages equal the whole model"),
+    ],
+)
+def test_every_check_runs(check, found):
+    done = run("benchmarks.gpu.checks", check, "--device", "cpu", TRITON_INTERPRET="1")
+    assert found in done.stdout, done.stderr[-4000:]
+
+
+def test_bandwidth_is_measured():
+    done = run("benchmarks.gpu.bandwidth", "--device", "cpu")
+    assert "a copy moves" in done.stdout, done.stderr[-4000:]
+    assert "MeshRec" in done.stdout
+
+
+def test_the_summary_names_what_was_not_run(monkeypatch, capsys):
+    from benchmarks.gpu import __main__ as gpu
+
+    found = gpu.Found(sys.executable, None, "2.13.0", ("a card",), ("triton",))
+    monkeypatch.setattr(gpu, "pythons", lambda: [sys.executable])
+    monkeypatch.setattr(gpu, "ask", lambda _: found)
+    passed = ("one that passes", [sys.executable, "-c", "pass"], None)
+    failed = ("one that fails", [sys.executable, "-c", "raise SystemExit(3)"], None)
+    monkeypatch.setattr(gpu, "commands", lambda _: [passed, failed, ("tests", [], "pytest is not installed")])
+    assert gpu.main() == 1
+    summary = capsys.readouterr().out.split("== summary")[1]
+    assert "passed   one that passes" in summary
+    assert "failed   one that fails: exit status 3" in summary
+    assert "not run  tests: pytest is not installed" in summary
+    assert "not run  FBGEMM beside ours" in summary
+    monkeypatch.setattr(gpu, "MINUTES", 0.05)
+    assert gpu.main() == 0
+    assert "not run  one that passes: the eight minutes were over" in capsys.readouterr().out
