@@ -25,7 +25,7 @@ class SpreadTable(nn.Module):
 
     def __init__(self, table: RoutedTable, storage: RowStorage, held: Sequence[Held]) -> None:
         super().__init__()
-        self._table, self.storage, self._held = table, storage, list(held)
+        self._table, self.storage, self.held = table, storage, list(held)
         for number, each in enumerate(held):
             self.register_parameter(f"part{number}", each.parameter)
         self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ class SpreadTable(nn.Module):
         """Every rectangle, and its rows."""
         return [
             pair
-            for each in self._held
+            for each in self.held
             for pair in zip(each.packing.rectangles, each.packing.views(each.parameter.detach()), strict=True)
         ]
 

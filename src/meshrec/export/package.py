@@ -30,6 +30,7 @@ from meshrec.export.archive import PackageError, load_exported
 from meshrec.export.program import DENSE, Program, example_inputs, exported
 from meshrec.export.raw_values import RawValues
 from meshrec.export.torchscript import write_torchscript
+from meshrec.export.whole_tables import with_whole_tables
 from meshrec.modules.embedding_configs import BoundsCheckMode
 from meshrec.modules.embedding_modules import TableCollection
 
@@ -81,7 +82,8 @@ def export(
 
     Args:
         model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1]. In evaluation
-            mode it must be a function of its input: what torch.export takes.
+            mode it must be a function of its input: what torch.export takes. Tables that are sharded in this
+            process, also over several devices, are put together.
         folder: the package, which must not be there yet.
         features: the keys of ``sparse``, in the order in which requests give them.
         num_dense: columns of the dense input.
@@ -105,6 +107,7 @@ def export(
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
+    model = with_whole_tables(model)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(state, features, num_dense, shared, raw)
     with durable_folder(folder) as parts:

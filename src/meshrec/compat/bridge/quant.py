@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from meshrec.compat.bridge import embeddings
 from meshrec.compat.bridge.pruning import pruned
+from meshrec.compat.bridge.quant_lookups import bag_rows, id_rows
 from meshrec.compat.bridge.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.compat.bridge.sparse.tensor_dict import maybe_td_to_kjt
 from meshrec.modules import embedding_modules
@@ -17,6 +18,7 @@ from meshrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Embe
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.quant import quantize
 
+# torch.fx leaves these calls whole where the module that makes them says so.
 torch.fx.wrap("bag_rows")
 torch.fx.wrap("id_rows")
 
@@ -73,6 +75,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         output_dtype: torch.dtype = torch.float,
     ) -> None:
         super().__init__(tables, is_weighted, device, output_dtype=data_type_of(output_dtype))
+        _set_rows(self, [weight.detach() for _, weight in self.tables().values()])
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
         """``[B, sum of D]``; torch.fx sees one lookup after the other."""
@@ -91,11 +94,6 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
             length_per_key=[c.embedding_dim for c, _ in self.tables().values() for _ in c.feature_names],
             values=torch.cat(pooled, dim=1),
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        return next(self.parameters()).device
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
@@ -121,6 +119,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         output_dtype: torch.dtype = torch.float,
     ) -> None:
         super().__init__(tables, device, output_dtype=data_type_of(output_dtype))
+        _set_rows(self, [weight.detach() for _, weight in self.tables().values()])
         self._need_indices = need_indices
 
     def need_indices(self) -> bool:
@@ -159,76 +158,12 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
                 )
         return result
 
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        return next(self.parameters()).device
-
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
         """From a collection with a ``qconfig``, which is a ``QuantConfig``."""
         made: Self = _from_float(cls, module)
         made._need_indices = getattr(module, "_need_indices", False)
         return made
-
-
-def bag_rows(
-    weight: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    bits: int,
-    dim: int,
-    pooling: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """``[B, D]``: the bags of one feature in one table; see ``ops.nbit``."""
-    nameless = torch.empty(0, dtype=torch.uint8)
-    num_bags = offsets.numel() - 1
-    return torch.ops.meshrec.nbit_forward(  # type: ignore[no-any-return]
-        [weight],
-        [bits],
-        values,
-        offsets,
-        sample_weights,
-        None,
-        1,
-        [0],
-        [0],
-        [pooling],
-        False,
-        [dim],
-        num_bags,
-        dtype,
-        True,
-        nameless,
-    )
-
-
-def id_rows(
-    weight: Tensor, values: Tensor, offsets: Tensor, bits: int, dim: int, dtype: torch.dtype
-) -> Tensor:
-    """``[n, D]``: the row of each id of one feature in one table."""
-    nameless = torch.empty(0, dtype=torch.uint8)
-    rows = torch.ops.meshrec.nbit_forward(
-        [weight],
-        [bits],
-        values,
-        offsets,
-        None,
-        None,
-        1,
-        [0],
-        [0],
-        [2],
-        True,
-        [dim],
-        values.numel() * dim,
-        dtype,
-        True,
-        nameless,
-    )
-    return rows.view(-1, dim)  # type: ignore[no-any-return]
 
 
 def _dtype_of(collection: TableCollection) -> torch.dtype:
@@ -249,11 +184,8 @@ def meta_to_cpu_placement(module: nn.Module) -> None:
     """Moves quantised collections that are on ``meta`` to the CPU, in place, with rows of no value."""
     for child in module.modules():
         if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
-            _, holders = child.table_holders()
-            for config, weight in child.tables().values():
-                if weight.is_meta:
-                    rows = torch.zeros_like(weight, device="cpu")
-                    holders._modules[config.name].weight = nn.Parameter(rows, requires_grad=False)
+            weights = [weight for _, weight in child.tables().values()]
+            _set_rows(child, [torch.zeros_like(w, device="cpu") if w.is_meta else w for w in weights])
 
 
 def quantize_embeddings(
@@ -308,9 +240,16 @@ def _quantized(
         for config, _ in child.tables().values()
     }
     chosen = {name: data_type_of(own) for name, own in (per_table or {}).items() if name in names}
-    return quantize(
+    made = quantize(
         pruned(module), data_type_of(dtype), per_table=chosen, output_dtype=data_type_of(output_dtype)
     )
+    if isinstance(made, TableCollection):
+        return _adopted(made)  # type: ignore[no-any-return]
+    found = {path: child for path, child in made.named_modules() if isinstance(child, TableCollection)}
+    for path, child in found.items():
+        parent, _, name = path.rpartition(".")
+        made.get_submodule(parent).register_module(name, _adopted(child))
+    return made
 
 
 def _from_float(cls: Any, module: nn.Module) -> Any:
@@ -320,17 +259,40 @@ def _from_float(cls: Any, module: nn.Module) -> Any:
             "the module has no qconfig. Set module.qconfig = QuantConfig(activation=..., weight=...)."
         )
     types = getattr(qconfig, "per_table_weight_dtype", None)
-    made = _quantized(module, qconfig.weight().dtype, types, qconfig.activation().dtype)
-    made.__class__ = cls
-    return made
+    return _adopted(_quantized(module, qconfig.weight().dtype, types, qconfig.activation().dtype), cls)
+
+
+def _adopted(made: Any, cls: Any = None) -> Any:
+    """Return TorchRec's kind of quantised collection with the rows of MeshRec's."""
+    dtype = _dtype_of(made)
+    if isinstance(made, embedding_modules.EmbeddingBagCollection):
+        kind = EmbeddingBagCollection if cls is None else cls
+        found = kind(made.embedding_bag_configs(), made.is_weighted(), "meta", output_dtype=dtype)
+    else:
+        kind = EmbeddingCollection if cls is None else cls
+        found = kind(made.embedding_configs(), "meta", output_dtype=dtype)
+        found._need_indices = bool(getattr(made, "_need_indices", False))
+    _set_rows(found, [weight.detach() for _, weight in made.tables().values()])
+    return found.train(made.training)
+
+
+def _set_rows(collection: TableCollection, rows: Sequence[Tensor]) -> None:
+    """Hold rows as buffers, as TorchRec does: they are no parameters, since nothing trains them."""
+    _, holders = collection.table_holders()
+    for (config, _), own in zip(collection.tables().values(), rows, strict=True):
+        holder = holders._modules[config.name]
+        assert holder is not None
+        holder._parameters.pop("weight", None)
+        holder._buffers.pop("weight", None)
+        holder.register_buffer("weight", own)
 
 
 def _put_into(model: nn.Module, made: nn.Module) -> nn.Module:
-    """``model`` with the collections of ``made``."""
+    """Return ``model`` with the collections of ``made`` in the place of its own."""
     if isinstance(model, TableCollection):
         return made
     for path, child in list(made.named_modules()):
         if isinstance(child, TableCollection):
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, child)
+            model.get_submodule(parent).register_module(name, child)
     return model

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.fx import Proxy
 
 from meshrec.compat.bridge.keyed import CombinedOptimizer
+from meshrec.compat.bridge.sharded_traces import record_bags, record_sequences
+from meshrec.compat.bridge.sparse import KeyedJaggedTensor
 from meshrec.compat.bridge.stages import Stage, stages
 from meshrec.distributed import embedding_modules as own
 from meshrec.distributed.build import ModuleParts
@@ -39,6 +42,13 @@ class ShardedEmbeddingBagCollection(_Shown, own.ShardedEmbeddingBagCollection):
         super().__init__(module, built)
         self.fused_optimizer = _as_combined(self.fused_optimizer)  # type: ignore[assignment]
 
+    def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
+        """Look up; torch.fx records one lookup after the other, see ``sharded_traces``."""
+        if isinstance(features, Proxy):
+            configs = self.embedding_bag_configs()
+            return record_bags(self.built, configs, features, weighted=self.is_weighted())
+        return super().forward(features)
+
 
 class ShardedEmbeddingCollection(_Shown, own.ShardedEmbeddingCollection):
     """MeshRec's sharded collection, with TorchRec's names for its parts."""
@@ -46,6 +56,14 @@ class ShardedEmbeddingCollection(_Shown, own.ShardedEmbeddingCollection):
     def __init__(self, module: EmbeddingCollection, built: ModuleParts) -> None:
         super().__init__(module, built)
         self.fused_optimizer = _as_combined(self.fused_optimizer)  # type: ignore[assignment]
+        self._need_indices = bool(getattr(module, "_need_indices", False))
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:  # type: ignore[override]
+        """Look up; torch.fx records one lookup after the other, see ``sharded_traces``."""
+        if isinstance(features, Proxy):
+            configs = self.embedding_configs()
+            return record_sequences(self.built, configs, features, need_indices=self._need_indices)
+        return super().forward(features)
 
 
 def _as_combined(tables: FusedOptimizer) -> CombinedOptimizer:

@@ -52,7 +52,9 @@ class SharderAnswers:
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the weights of the module's tables, by the table's name."""
-        return {name.split(".")[-2]: weight for name, weight in module.named_parameters()}
+        quantised = [(name, rows) for name, rows in module.named_buffers() if name.endswith(".weight")]
+        held: list[Any] = [*module.named_parameters(), *quantised]
+        return {name.split(".")[-2]: weight for name, weight in held}
 
 
 class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAnswers):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -133,7 +134,12 @@ def construct_module_sharding_plan(
         )
     world_size = world_size or dist.get_world_size()
     local_size = local_size or get_local_size(world_size)
-    weights = {name.split(".")[-2]: weight for name, weight in module.named_parameters()}
+    # Rows that are quantised are buffers of bytes: generators are given a parameter of the table's own shape.
+    weights = {
+        name: nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
+        for name, size in tables.items()
+    }
+    weights.update({name.split(".")[-2]: weight for name, weight in module.named_parameters()})
     device_type = device_type or get_device_type()
     return EmbeddingModuleShardingPlan(
         {
