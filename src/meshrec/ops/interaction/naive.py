@@ -8,6 +8,8 @@ P = V (V - 1) / 2 pairs.
 import torch
 from torch import Tensor
 
+from meshrec.ops.library import implement
+
 
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
     """The dense vector, and the dot product of each pair of vectors.
@@ -41,3 +43,6 @@ def _pairs(vectors_BVD: Tensor) -> tuple[Tensor, Tensor]:
     num_vectors = vectors_BVD.shape[1]
     pairs = torch.triu_indices(num_vectors, num_vectors, offset=1, device=vectors_BVD.device)
     return pairs[0], pairs[1]
+
+
+implement([dot_interaction, dot_interaction_grad])

@@ -8,6 +8,8 @@ B at its end; None stands for B / K bags per key.
 import torch
 from torch import Tensor
 
+from meshrec.ops.library import implement
+
 _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
@@ -237,3 +239,6 @@ def _check_inside(
             f"bucketize_jagged: id {int(ids_N[i])} of key {key} (sample {int(bags_N[i]) - bags[key]}) "
             f"is outside [{low}, {high})"
         )
+
+
+implement([lengths_to_offsets, permute_jagged, bucketize_jagged])

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from meshrec.ops.nbit import (
-    autograd,  # noqa: F401 - registers shapes for tracing, and the refusal to train
+    autograd,  # noqa: F401 - registers the refusal to train
+    fakes,  # noqa: F401 - registers the shapes
     triton,  # noqa: F401 - registers the lookup for GPUs
 )
 from meshrec.ops.nbit.naive import BITS, PARAM_BYTES, code_bytes, params_of, row_bytes

@@ -1,37 +1,15 @@
-"""Shapes for tracing (fakes), and the refusal to train what is quantised."""
+"""The refusal to train quantised rows."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 
-from meshrec.ops.nbit import naive
-from meshrec.ops.tbe import Lookups
+import meshrec.ops.nbit.naive  # noqa: F401 - the ops must exist before gradients are registered for them
 
-_F = TypeVar("_F", bound=Callable[..., object])
-
-# Typed here, because torch's own decorators are not.
-_register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fake
+# Typed here, because torch's own is not.
 _register_autograd: Callable[..., None] = torch.library.register_autograd
-
-
-@_register_fake("meshrec::nbit_quantize")
-def _quantize_fake(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
-    num_rows, dim = weight.shape
-    return weight.new_empty([num_rows, naive.row_bytes(dim, bits)], dtype=torch.uint8)
-
-
-@_register_fake("meshrec::nbit_dequantize")
-def _dequantize_fake(rows: Tensor, bits: int, dim: int | SymInt) -> Tensor:
-    return rows.new_empty([rows.shape[0], dim], dtype=torch.float32)
-
-
-@_register_fake("meshrec::nbit_forward")
-def _forward_fake(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    lookups, (out_size, out_dtype, *_) = Lookups.split(arguments)
-    shape = [out_size] if lookups.flat else [out_size, sum(lookups.dims)]
-    return lookups.values.new_empty(shape, dtype=out_dtype)
 
 
 def _refuse(ctx: Any, grad: Tensor) -> NoReturn:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshrec.ops.tbe import (
     autograd,  # noqa: F401 - registers the gradient of tbe_forward
+    fakes,  # noqa: F401 - registers the shapes
     reporting,  # noqa: F401 - registers report_clamped
     triton,  # noqa: F401 - registers the ops for GPUs
 )
