@@ -1,5 +1,7 @@
 """Wire formats in sharded modules: what they round, and what they send."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ from meshrec import distributed as md
 from meshrec.comms.wire import FORMATS, WireFormat
 from meshrec.optim import SGD
 from meshrec.plan.mesh import default_env
+from meshrec.planner import Topology
+from meshrec.planner.evaluate import evaluate
+from meshrec.planner.module_tables import tables_of_model
+from meshrec.planner.types import ParameterConstraints
 
 
 class ScaledRows(WireFormat):
@@ -105,3 +111,83 @@ def test_every_format_keeps_its_bound_in_modules(ranks, kind, wire):
         for name, num_bytes in full_traffic.items():
             if "ids" in name or wire != "scaled":
                 assert num_bytes == (traffic[name] if "ids" in name else 2 * traffic[name])
+
+
+KINDS = {
+    "table_wise": (md.table_wise(rank=1), md.table_wise(rank=0)),
+    "column_wise": (md.column_wise(ranks=[1, 0]), md.column_wise(ranks=[0, 1])),
+    "row_wise": (md.row_wise(), md.row_wise()),
+    "table_row_wise": (md.table_row_wise(node=0), md.table_row_wise(node=0)),
+    "table_column_wise": (md.table_column_wise(node=0), md.table_column_wise(node=0)),
+    "grid_shard": (md.grid_shard(), md.grid_shard()),
+    "data_parallel": (md.data_parallel(), md.data_parallel()),
+}
+PAIRS = [(each, each) for each in WIRES] + [("fp16", "scaled"), ("scaled", "bf16")]
+NUM_ROWS, BATCH = 16, 4
+SENT = {
+    "output": ("embeddings", "embeddings between nodes"),
+    "gradient": ("gradients of embeddings", "gradients between nodes"),
+}
+
+
+def collection_of(sequence):
+    kind = EmbeddingConfig if sequence else EmbeddingBagConfig
+    configs = [
+        kind(name="t0", num_embeddings=NUM_ROWS, embedding_dim=8, feature_names=["a", "b"]),
+        kind(name="t1", num_embeddings=NUM_ROWS, embedding_dim=12, feature_names=["b"]),
+    ]
+    return (EmbeddingCollection if sequence else EmbeddingBagCollection)(tables=configs)
+
+
+def plan_of(kind, sequence, num_ranks, local_size):
+    builders = dict(zip(("t0", "t1"), KINDS[kind], strict=True))
+    return md.construct_module_sharding_plan(
+        collection_of(sequence), builders, world_size=num_ranks, local_size=local_size
+    )
+
+
+def sent(sequence, in_nodes):
+    """Bytes that this rank sends in a step of every kind and pair of formats: embeddings and gradients."""
+    env = default_env()
+    if in_nodes:
+        env = md.ShardingEnv.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))
+    # Every row as often as any other, so that parts of equal heights have equally many IDs.
+    features = KeyedJaggedTensor(
+        ["a", "b"], torch.arange(NUM_ROWS).repeat(2), lengths=torch.full((2 * BATCH,), NUM_ROWS // BATCH)
+    )
+    found = {}
+    for kind, (forward, backward) in itertools.product(KINDS, PAIRS):
+        plan = plan_of(kind, sequence, env.shard.size, env.local_size)
+        sharder = md.EmbeddingCollectionSharder if sequence else md.EmbeddingBagCollectionSharder
+        precision = md.CommsPrecision(WIRES[forward], WIRES[backward])
+        module = sharder(SGD(lr=0.1), precision=precision).shard(collection_of(sequence), plan, env)
+        with md.measure_traffic() as traffic:
+            output = module(features)
+            values = [each.values() for each in output.values()] if sequence else [output.values()]
+            torch.cat([each.flatten() for each in values]).sum().backward()
+        counts = [sum(traffic[name] for name in names) for names in SENT.values()]
+        found[kind, forward, backward] = counts
+    return found
+
+
+@pytest.mark.parametrize("in_nodes", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_predicted_bytes_are_those_that_are_sent(ranks, sequence, in_nodes):
+    num_ranks, local_size = (4, 2) if in_nodes else (2, 2)
+    by_rank = ranks(num_ranks).run(sent, sequence, in_nodes)
+    bag = float(NUM_ROWS // BATCH)
+    constraints = {
+        "t0": ParameterConstraints(pooling_factors=[bag, bag]),
+        "t1": ParameterConstraints(pooling_factors=[bag]),
+    }
+    topology = Topology(
+        world_size=num_ranks, local_world_size=local_size, compute_device="cpu", sum_in_node=in_nodes
+    )
+    for (kind, forward, backward), counts in by_rank[0].items():
+        wire = md.CommsPrecision(WIRES[forward], WIRES[backward]).formats
+        tables = tables_of_model(collection_of(sequence), None, constraints, default_wire=wire)
+        plan = {"": plan_of(kind, sequence, num_ranks, local_size)}
+        predicted = evaluate(plan, tables, topology, batch_size=BATCH).sent_bytes
+        measured = [sum(each[kind, forward, backward][way] for each in by_rank) for way in range(2)]
+        assert measured == [predicted["output"], predicted["gradient"]], (kind, forward, backward)
+        assert any(counts) == (kind != "data_parallel")

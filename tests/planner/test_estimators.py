@@ -3,8 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshrec.comms.wire import FP16, WireFormats
 from meshrec.planner.estimators import PHASES, CostModel, Usage
 from meshrec.planner.types import OptimizerKind, Table, Topology
+from tests.distributed.test_wire import SCALED
 
 YES, NO = np.array([True]), np.array([False])
 
@@ -25,13 +27,14 @@ def test_a_whole_table_by_hand(profile):
     topology = Topology(world_size=4, local_world_size=2, hardware=profile)
     loads = load(CostModel([one_table(optimizer=OptimizerKind.SGD)], topology, batch_size=100))
     ids, bags, row = 4 * 100 * 10, 4 * 100, 64 * 4
-    wire = (
-        0.25 / 1e9 + 0.5 / 2.5e8
-    )  # a quarter stays, a quarter goes to the neighbour, half to the other node
+    # A quarter stays, a quarter goes to the neighbour, half to the other node.
+    wire = 0.25 / 1e9 + 0.5 / 2.5e8
+    # Rows go to the rank at the receiver's place in the node first: half of them to the neighbour.
+    hops = 0.5 / 1e9 + 0.5 / 2.5e8
     assert phase(loads, "ids") == pytest.approx((ids * 4 + bags * 4) * wire + ids * 1e-9)
     assert phase(loads, "lookup") == pytest.approx(ids * (1e-8 + row / 1e10) + bags * row / 2e10)
     passes = bags * row * 2.5 / 2e10  # read and written once; a quarter is copied in place of sent
-    assert phase(loads, "output") == phase(loads, "gradient") == pytest.approx(bags * row * wire + passes)
+    assert phase(loads, "output") == phase(loads, "gradient") == pytest.approx(bags * row * hops + passes)
     distinct = 1000 * -np.expm1(-ids / 1000)
     gather = ids * 1e-9 + bags * row / 2e10
     assert phase(loads, "update") == pytest.approx(gather + distinct * (2e-8 + 2 * row / 5e9))
@@ -161,6 +164,36 @@ def test_sequences_send_one_row_per_id(profile):
     bags = load(CostModel([one_table()], topology, batch_size=10))
     sequence = load(CostModel([one_table(pooled=False)], topology, batch_size=10))
     assert phase(sequence, "output") == pytest.approx(10 * phase(bags, "output"))
+
+
+def test_each_way_is_priced_with_its_wire_format(profile):
+    topology = Topology(world_size=4, hardware=profile, sum_in_node=False)
+    elements = 4 * 100 * 64
+    full = CostModel([one_table()], topology, batch_size=100)
+    mixed = CostModel([one_table(wire=WireFormats(FP16, SCALED))], topology, batch_size=100)
+    before, loads = load(full), load(mixed)
+    sent = elements * 0.75 / 1e9  # seconds for a byte of each element
+    # Two bytes less travel; the own quarter is copied, and what arrives is read, in two bytes less.
+    less = 2 * sent + elements * (2 + 2 * 2 / 4) / 2e10
+    assert phase(before, "output") - phase(loads, "output") == pytest.approx(less)
+    assert phase(before, "lookup") - phase(loads, "lookup") == pytest.approx(elements * 2 / 2e10)
+    # One byte for a value and four for a row in place of four for a value; encoding reads and writes.
+    row = 64 + 4
+    coding = 2 * (elements * 4 + 4 * 100 * row) / 2e10
+    less = 4 * sent - 4 * 100 * row * 0.75 / 1e9 - coding
+    assert phase(before, "gradient") - phase(loads, "gradient") == pytest.approx(less)
+    args = np.array([0]), np.array([1000]), np.array([64])
+    freed = full.rectangle_bytes(*args) - mixed.rectangle_bytes(*args)
+    assert freed == 4 * 100 * (64 * 2 - row)  # the encoded gradient lies beside the other
+    assert mixed.sent_bytes(*args, NO).tolist() == [[3 * 100 * 64 * 2, 3 * 100 * row]]
+
+
+def test_sequences_take_one_hop_also_in_nodes(profile):
+    topology = Topology(world_size=4, local_world_size=2, hardware=profile)
+    model = CostModel([one_table(pooled=False)], topology, batch_size=100)
+    ids = 4 * 100 * 10 * 0.5
+    expected = ids * 64 * 4 * (0.25 / 1e9 + 0.5 / 2.5e8 + 2.5 / 2e10)
+    assert phase(load(model, rows=500, in_node=YES), "output") == pytest.approx(expected)
 
 
 def test_batch_size_must_be_positive(profile):

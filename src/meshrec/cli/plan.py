@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
+from meshrec.comms.wire import WireFormats
 from meshrec.pipeline.stages.layouts import layouts
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.plan.text import read_json
@@ -53,6 +54,9 @@ class PlanOptions:
     """Samples per rank; if none, the global batch of the task or recipe over the ranks."""
     memory_gib: float | None = None
     """Memory per rank; if none, the profile's."""
+    wire: str | None = None
+    """How embeddings and gradients travel between ranks: fp32, fp16, bf16, or two formats such as fp16/bf16;
+    if none, the recipe's or the task file's, or fp32."""
     time_limit: float = 30.0
     """Seconds after which the best plan so far counts."""
     max_work: float | None = None
@@ -139,6 +143,8 @@ def _check(options: PlanOptions) -> None:
         value = getattr(options, name)
         if value is not None and not value >= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must not be negative.")
+    if options.wire is not None:
+        WireFormats.parse(options.wire)
     check_output(options.out)
     check_output(options.html)
 
@@ -168,7 +174,7 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
             f"{', '.join(RECIPES)}."
         )
     if "planner" in read_json(source, "a task file or a saved plan"):
-        for name in ("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib"):
+        for name in ("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib", "wire"):
             if getattr(options, name) is not None:
                 raise ValueError(
                     f"{source} is a saved plan, which is explained as it is: leave "
@@ -188,8 +194,12 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         hbm_cap=memory,
         ddr_cap=memory,
     )
+    tables = task.tables
+    if options.wire is not None:
+        wire = WireFormats.parse(options.wire)
+        tables = tuple(replace(table, wire=wire) for table in tables)
     return plan_tables(
-        task.tables,
+        tables,
         replace(topology, local_world_size=topology.local_size),
         batch_size=options.batch_size or task.batch_size(ranks),
         effort=_effort(options, _MAX_WORK),
@@ -202,9 +212,9 @@ def _plan_of_recipe(recipe: Recipe, options: PlanOptions) -> PlannedShardingPlan
         training = replace(training, batch_size=options.batch_size * ranks)
     hardware = options.hardware or placement.hardware or "cpu"
     memory = placement.memory_gib if options.memory_gib is None else options.memory_gib
-    recipe = replace(
-        recipe, training=training, placement=replace(placement, hardware=hardware, memory_gib=memory)
-    )
+    wire = placement.wire if options.wire is None else options.wire
+    placement = replace(placement, hardware=hardware, memory_gib=memory, wire=wire)
+    recipe = replace(recipe, training=training, placement=placement)
     recipe.check(ranks)
     dataset = recipe.data.load()
     topology = topology_of(

@@ -40,6 +40,8 @@ class StepEstimate:
         load_RF: seconds of each rank in each phase, latencies left out.
         bytes_R: memory of each rank: tables, optimizer state, buffers.
         memory_cap: bytes a rank may use.
+        sent_bytes: bytes that leave ranks in a step, all ranks together: of embeddings (``"output"``) and of
+            their gradients (``"gradient"``), with the wire formats of the tables.
         id_travel_seconds: of the phase of ids, what passes until they have arrived: a train pipeline can hide
             it, not what ranks compute in that phase.
     """
@@ -49,6 +51,7 @@ class StepEstimate:
     load_RF: Floats
     bytes_R: Floats
     memory_cap: float
+    sent_bytes: dict[str, float]
     id_travel_seconds: float
 
     def pipelined_seconds(self, dense_seconds: float = 0.0) -> float:
@@ -113,6 +116,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
         data_parallel=len(whole) > 0,
     )
     phase_F = model.fixed_seconds(usage) + load_RF.max(axis=0)
+    sent_N2 = model.sent_bytes(table_N, rows_N, columns_N, in_node_N) * model.replicas
     travel_R = np.zeros(model.num_ranks)
     shares_N = rows_N / model.arrays.rows_T[table_N]
     np.add.at(travel_R, rank_N, model.id_travel_seconds(table_N, shares_N))
@@ -122,6 +126,7 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
         load_RF=load_RF,
         bytes_R=bytes_R,
         memory_cap=model.memory_cap,
+        sent_bytes=dict(zip(("output", "gradient"), map(float, sent_N2.sum(axis=0)), strict=True)),
         id_travel_seconds=model.id_latency_seconds + float(travel_R.max()),
     )
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.ops.nbit import row_bytes
 from meshrec.optim import OptimizerSpec, in_backward_spec
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
@@ -43,9 +44,12 @@ def tables_of_model(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     *,
     default_optimizer: OptimizerKind = OptimizerKind.NONE,
+    default_wire: WireFormats = FULL_PRECISION,
 ) -> list[Table]:
-    """All tables of a model. The optimizer is the one attached to the table's weight, else the sharder's,
-    else `default_optimizer`.
+    """List all tables of a model.
+
+    The optimizer is the one attached to the table's weight, else the sharder's, else `default_optimizer`.
+    The wire formats are the sharder's, else `default_wire`.
 
     ValueError when two tables share a name (constraints go by name) or a constraint names no table.
     """
@@ -68,6 +72,7 @@ def tables_of_model(
                     weight_bytes=_weight_bytes(config, weight),
                     optimizer=default if spec is None else optimizer_kind(spec),
                     module_path=path,
+                    wire=getattr(sharder, "wire", default_wire),
                 )
             )
     names = [table.name for table in tables]
@@ -90,6 +95,7 @@ def table_of_config(
     weight_bytes: float = 4,
     optimizer: OptimizerKind = OptimizerKind.NONE,
     module_path: str = "",
+    wire: WireFormats = FULL_PRECISION,
 ) -> Table:
     """One table from its config and what the constraints say about its features."""
     num_features = len(config.feature_names)
@@ -120,6 +126,7 @@ def table_of_config(
         effective_rows=constraints.effective_rows,
         batch_size=None if not batch_sizes else round(sum(batch_sizes) / len(batch_sizes)),
         module_path=module_path,
+        wire=wire,
     )
 
 
@@ -131,7 +138,7 @@ def _bits(config: Any) -> int:
 def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:
     if bits := _bits(config):
         return bits / 8
-    return 4 if weight is None else weight.element_size()
+    return torch.float32.itemsize if weight is None else weight.element_size()
 
 
 def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:

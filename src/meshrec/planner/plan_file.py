@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.plan.sharding_plan import ShardingPlan, ShardingType
 from meshrec.plan.text import read_json
 from meshrec.planner.estimators import PHASES
@@ -31,7 +32,7 @@ class PlannerInputs:
         return {
             "batch_size": self.batch_size,
             "topology": topology,
-            "tables": [asdict(table) | {"optimizer": table.optimizer.value} for table in self.tables],
+            "tables": [_table_to_json(table) for table in self.tables],
             "constraints": {name: _constraints_to_json(value) for name, value in self.constraints.items()},
         }
 
@@ -49,6 +50,8 @@ class PlannerInputs:
                     **table,
                     "optimizer": OptimizerKind(table["optimizer"]),
                     "pooling_factors": tuple(table["pooling_factors"]),
+                    # Plans from before wire formats: everything travelled as fp32.
+                    "wire": WireFormats.parse(table.get("wire", str(FULL_PRECISION))),
                     "num_poolings": None if table["num_poolings"] is None else tuple(table["num_poolings"]),
                 }
             )
@@ -157,6 +160,10 @@ def load_plan(path: str | Path) -> PlannedShardingPlan:
         ) from error
 
 
+def _table_to_json(table: Table) -> dict[str, Any]:
+    return asdict(table) | {"optimizer": table.optimizer.value, "wire": str(table.wire)}
+
+
 def _constraints_to_json(constraints: ParameterConstraints) -> dict[str, Any]:
     values = asdict(constraints)
     if constraints.sharding_types is not None:
@@ -193,12 +200,13 @@ class PlannerTask:
 
 def load_task(path: str | Path) -> PlannerTask:
     """Reads a task file: ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``, each
-    with ``name``, ``num_embeddings``, ``embedding_dim``, ``pooling_factors``. ValueError says what is
-    missing.
+    with ``name``, ``num_embeddings``, ``embedding_dim``, ``pooling_factors``; and perhaps ``optimizer`` and
+    ``wire`` (such as ``"fp16/bf16"``). ValueError says what is missing.
     """
     data = read_json(path, "a task file")
     try:
         weight_bytes = _WEIGHT_BYTES[data.get("dtype", "fp32")]
+        wire = WireFormats.parse(data.get("wire", str(FULL_PRECISION)))
         optimizer = OptimizerKind(data.get("optimizer", OptimizerKind.ROW_WISE_ADAGRAD.value))
         tables = tuple(
             Table(
@@ -208,6 +216,7 @@ def load_task(path: str | Path) -> PlannerTask:
                 pooling_factors=tuple(table["pooling_factors"]),
                 weight_bytes=weight_bytes,
                 optimizer=optimizer,
+                wire=wire,
             )
             for table in data["tables"]
         )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.planner.diagnose import diagnose
 from meshrec.planner.evaluate import to_plan
@@ -30,6 +31,7 @@ class EmbeddingShardingPlanner:
         gap: good enough: stop when the plan is proven to be this close to the best.
         static_plan: a plan to reuse: `plan` checks that it places the model's tables, and plans nothing.
         default_optimizer: the optimizer of tables that have none attached.
+        default_wire: the formats in which embeddings and their gradients travel, where no sharder says.
     """
 
     def __init__(
@@ -43,13 +45,14 @@ class EmbeddingShardingPlanner:
         gap: float = DEFAULT_EFFORT.gap,
         static_plan: ShardingPlan | None = None,
         default_optimizer: OptimizerKind = OptimizerKind.NONE,
+        default_wire: WireFormats = FULL_PRECISION,
     ) -> None:
         self._topology = topology
         self._constraints = dict(constraints or {})
         self._batch_size = batch_size
         self._effort = Effort(time_limit, max_work, gap)
         self._static_plan = static_plan
-        self._default_optimizer = default_optimizer
+        self._default_optimizer, self._default_wire = default_optimizer, default_wire
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
         """The plan of all tables of `module` that the `sharders` shard (None: all).
@@ -58,7 +61,11 @@ class EmbeddingShardingPlanner:
         would help.
         """
         tables = tables_of_model(
-            module, sharders, self._constraints, default_optimizer=self._default_optimizer
+            module,
+            sharders,
+            self._constraints,
+            default_optimizer=self._default_optimizer,
+            default_wire=self._default_wire,
         )
         if self._static_plan is not None:
             return _checked(self._static_plan, tables)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.ops.tbe.formulas import OptimizerKind as OptimizerKind  # tables name their optimizer by it
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner.hardware import HardwareProfile, get_profile, with_memory
@@ -18,6 +19,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+STATE_BYTES = 4
+"""Bytes of one value of optimizer state, which is fp32."""
 DEFAULT_MIN_PARTITION = 32
 COLUMN_ALIGNMENT = 4
 
@@ -41,6 +44,7 @@ class Table:
             a few rows are hot. None: all rows.
         batch_size: samples per rank, where the table's features have another number than the rest.
         module_path: the module that holds the table.
+        wire: the formats in which its embeddings and their gradients travel.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Table:
     effective_rows: float | None = None
     batch_size: int | None = None
     module_path: str = ""
+    wire: WireFormats = FULL_PRECISION
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
@@ -90,7 +95,8 @@ class Table:
     def num_bytes(self) -> int:
         """Bytes of weights and optimizer state."""
         per_column, per_row = self.optimizer.state_per_row
-        row = self.embedding_dim * (self.weight_bytes + 4 * per_column) + 4 * per_row + self.row_bytes
+        values = self.embedding_dim * self.weight_bytes + self.row_bytes
+        row = values + STATE_BYTES * (self.embedding_dim * per_column + per_row)
         return round(self.num_embeddings * row)
 
 

@@ -52,6 +52,10 @@ class PlanReport(NamedTuple):
     lower_bound: float
     gap: float
     hardware: str
+    wire: list[str]
+    """The wire formats of the tables, such as ``"fp16/bf16"``: embeddings, then gradients."""
+    sent_bytes: dict[str, float]
+    """What a step sends of embeddings (``"output"``) and gradients (``"gradient"``), all ranks together."""
     world_size: int
     replicas: int
     batch_size: int
@@ -108,6 +112,8 @@ def make_report(plan: PlannedShardingPlan) -> PlanReport:
         lower_bound=plan.lower_bound,
         gap=plan.gap,
         hardware=inputs.topology.profile.name,
+        wire=sorted({str(table.wire) for table in inputs.tables}),
+        sent_bytes=estimate.sent_bytes,
         world_size=inputs.topology.world_size,
         replicas=plan.replicas,
         batch_size=inputs.batch_size,

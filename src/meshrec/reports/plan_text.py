@@ -88,6 +88,12 @@ def _report(report: PlanReport) -> RenderableType:
         lines.append(f"... and {len(report.ranks) - _MOST_RANKS} more ranks (see --json or --html)")
     if report.replicated:
         lines.append(f"on every rank (data-parallel): {len(report.replicated)} tables")
+    sent = report.sent_bytes
+    if any(sent.values()):
+        lines.append(
+            f"a step sends {size_text(sent['output'])} of embeddings and {size_text(sent['gradient'])} of "
+            f"gradients, encoded as {', '.join(report.wire)}"
+        )
     lines += [f"[yellow]warning:[/yellow] {warning}" for warning in report.warnings]
     lines.append(
         f"step {report.seconds * 1e3:.3f} ms on {report.world_size} ranks ({report.hardware}); proven: "

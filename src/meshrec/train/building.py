@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.checkpoint.random_state import seed_python_and_numpy
+from meshrec.comms.wire import CommsPrecision, WireFormats
 from meshrec.distributed import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.modules.embedding_modules import TableCollection
@@ -64,9 +65,10 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
         recipe, world_size=ranks.size, local_size=ranks.local_size, device=ranks.device.type
     )
     plan = make_plan(recipe, model, dataset, topology, ranks.control)
+    update, precision = _update(recipe), CommsPrecision(*WireFormats.parse(recipe.placement.wire))
     sharders: list[Sharder] = [
-        EmbeddingBagCollectionSharder(recipe.tables, update=_update(recipe)),
-        EmbeddingCollectionSharder(recipe.tables, update=_update(recipe)),
+        EmbeddingBagCollectionSharder(recipe.tables, update=update, precision=precision),
+        EmbeddingCollectionSharder(recipe.tables, update=update, precision=precision),
     ]
     # Drawn from the seed of now: whatever the planner and the sample batches used up does not count.
     torch.manual_seed(recipe.training.seed)

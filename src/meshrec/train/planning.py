@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from meshrec.comms.wire import WireFormats
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import (
     EmbeddingShardingPlanner,
@@ -69,6 +70,19 @@ def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | s
     return tuple(kind for kind in allowed if kind is not ShardingType.DATA_PARALLEL)
 
 
+def _priced_for(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPlan:
+    """Return a saved plan. Raises ValueError where its times are for other wire formats than the recipe's."""
+    wanted = WireFormats.parse(recipe.placement.wire)
+    for table in plan.required_inputs().tables:
+        if table.wire != wanted:
+            raise ValueError(
+                f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks, and "
+                f"placement.wire is {wanted}. Set placement.wire to {table.wire}, or plan anew with "
+                f"`meshrec plan --wire {wanted}`."
+            )
+    return plan
+
+
 def make_plan(
     recipe: Recipe,
     model: nn.Module,
@@ -88,7 +102,7 @@ def make_plan(
             raise ValueError(
                 f"placement.plan {recipe.placement.plan} is no file; save one with `meshrec plan`."
             )
-        return load_plan(recipe.placement.plan)
+        return _priced_for(load_plan(recipe.placement.plan), recipe)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         constraints=constraints_of(recipe, model, dataset, world_size=topology.world_size),
@@ -97,6 +111,7 @@ def make_plan(
         max_work=effort.max_work,
         gap=effort.gap,
         default_optimizer=optimizer_kind(recipe.tables),
+        default_wire=WireFormats.parse(recipe.placement.wire),
     )
     plan = planner.plan(model) if group is None else planner.collective_plan(model, pg=group)
     assert isinstance(plan, PlannedShardingPlan)

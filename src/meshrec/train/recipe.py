@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.optim import FTRL, OptimizerSpec, RowWiseAdagrad
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, SquaredError, Tasks
 from meshrec.train.schedule import Schedule
@@ -205,12 +206,21 @@ class Placement:
     """The least number of columns of a column shard; if none, 32."""
     sharding_types: tuple[str, ...] | None = None
     """The only sharding types that the planner may choose."""
+    wire: str = str(FULL_PRECISION)
+    """How embeddings and their gradients travel between ranks: fp32, fp16 or bf16, or two formats such as
+    fp16/bf16, embeddings first."""
     replicate_mib: float | None = None
     """Tables larger than this are split, never copied to every rank; if none, the planner decides."""
     sample_batches: int = 4
     """Batches to measure pooling factors and hot rows on before planning; 0: assume one id per bag."""
     plan: Path | None = None
     """A saved plan to use as it is."""
+
+    def __post_init__(self) -> None:
+        try:
+            WireFormats.parse(self.wire)
+        except ValueError as error:
+            raise ValueError(f"placement.wire: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +275,11 @@ class Recipe:
         if not self.placement.sharded and training.publish_every is not None:
             raise ValueError(
                 "training.publish_every needs sharded tables, also on one rank. Leave placement.sharded True."
+            )
+        if not self.placement.sharded and WireFormats.parse(self.placement.wire) != FULL_PRECISION:
+            raise ValueError(
+                f"placement.wire is {self.placement.wire}, but with placement.sharded False nothing travels "
+                "between ranks. Leave placement.wire out, or placement.sharded True."
             )
         if not self.placement.sharded and world_size > 1:
             raise ValueError(
