@@ -138,3 +138,19 @@ def test_layouts_of_a_recipe_are_compared(task, capsys):
     assert " wins, " in printed
     with pytest.raises(ValueError, match=r"--layouts measures the model of a recipe; .* is a file"):
         run(PlanOptions(source=task, layouts=True))
+
+
+def test_a_wire_format_makes_exchanges_cheaper(task, tmp_path, capsys):
+    seconds = {}
+    for wire in ("fp32", "fp16"):
+        path = tmp_path / f"{wire}.json"
+        run(PlanOptions(source=task, wire=wire, out=path, **FAST))
+        plan = load_plan(path)
+        assert {str(table.wire) for table in plan.required_inputs().tables} == {wire}
+        seconds[wire] = plan.seconds
+    assert seconds["fp16"] < seconds["fp32"]
+    assert "of gradients, encoded as fp16" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="leave --wire out"):
+        run(PlanOptions(source=path, wire="fp16"))
+    with pytest.raises(ValueError, match="wire format 'fp8' is unknown"):
+        run(PlanOptions(source=task, wire="fp8", **FAST))
