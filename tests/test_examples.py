@@ -31,3 +31,7 @@ def test_tables_larger_than_a_process_may_be_train_on_four() -> None:
     losses = [float(line.split()[-1]) for line in lines[2:]]
     assert losses[0] > 0.6
     assert losses[-1] < 0.4
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
