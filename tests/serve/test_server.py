@@ -345,26 +345,22 @@ def test_recorded_requests_warm_up(packages, tmp_path):
 
 def test_a_full_server_refuses_by_the_headers_and_keeps_the_connection(packages, predictors):
     given = samples(2)
-    body = json.dumps(given).encode()
-    head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with running({"clicks": packages[0]}, limits=Limits(max_queue=1)) as server:
-        client = Client(server.url)
-        with socket.create_connection((client.connection.host, client.connection.port)) as slow:
-            slow.sendall(head)  # is admitted, and its body does not come yet
-            while (refused := client("POST", "/predict", b"?" * (1 << 20)))[0] != 503:
-                assert refused[0] == 400
+        client, batcher = Client(server.url), server.repository.only().batcher
+        with batcher:
+            status, _, said = client("GET", "/v2/health/ready")
+            assert (status, said["reason"]) == (503, "the queue of model 'clicks' is full")
             for path in ("/predict/clicks", "/v2/models/clicks/infer"):
                 for large in (b"", b"?" * (1 << 20)):
                     status, headers, said = client("POST", path, large)
                     assert (status, headers["Retry-After"]) == (503, "1")
                     assert "1 requests are waiting already" in said["error"]
                     assert "connection" not in headers
-            slow.sendall(body)
-            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200")
         said = client("POST", "/predict", given)[2]  # over the connection that was refused
         np.testing.assert_allclose(said["scores"], scores_of(predictors[0], given), rtol=1e-5)
         figures = client("GET", "/metrics")[2].decode()
-        assert re.search(r'meshrec_requests_total{model="clicks",outcome="overloaded"} [5-9]\.0', figures)
+        assert re.search(r'meshrec_requests_total{model="clicks",outcome="overloaded"} 4\.0', figures)
+        assert client("GET", "/v2/health/ready")[0] == 200
         client.close()
 
 
@@ -461,3 +457,18 @@ def test_a_package_is_served(tmp_path, monkeypatch):
             status, _, said = client("POST", "/predict", given)
             assert (status, said["error"][:48]) == (400, "feature 'item': id 50 of sample 3 is outside [0,")
             client.close()
+
+
+def test_a_bad_package_does_not_block_others(packages, tmp_path):
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "manifest.json").write_text("{}")  # the toy raises KeyError
+    with running({"a": bad, "clicks": packages[0]}, wait=False) as server:
+        client = Client(server.url)
+        while "being loaded" in str(said := client("POST", "/v2/repository/index")[2]):
+            pass
+        assert [each["state"] for each in said] == ["UNAVAILABLE", "READY"]
+        assert "KeyError" in said[0]["reason"]
+        status, _, said = client("GET", "/v2/health/ready")
+        assert (status, "model 'a' is not ready" in said["reason"]) == (503, True)
+        client.close()

@@ -11,7 +11,7 @@ import tyro
 
 from meshrec.cli.arguments import Words, parse
 from meshrec.export.package import MANIFEST
-from meshrec.serve import Limits, ServerOptions, serve
+from meshrec.serve import ConnectionLimits, Limits, ServerOptions, serve
 
 TOKEN = "MESHREC_TOKEN"
 
@@ -25,7 +25,7 @@ class ServeOptions:
     models: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME=]PACKAGE ...")]
     """Packages, each under a name: its folder's, unless another is given."""
     host: str = ServerOptions.host
-    """The address to listen at; 0.0.0.0 is all of the machine's."""
+    """The address to listen at. Beyond loopback, as with 0.0.0.0 for all addresses, a token is required."""
     port: int = ServerOptions.port
     """0 takes a free one."""
     workers: int = 1
@@ -35,15 +35,33 @@ class ServeOptions:
     max_wait_ms: float = Limits.max_wait_ms
     """How long a request may wait for others while nothing is computed."""
     max_queue: int = Limits.max_queue
-    """Most requests of a model that are read or wait; others get 503."""
+    """Most requests of a model that wait for their scores; others get 503."""
     max_body: int = ServerOptions.max_body
     """Most bytes of a request's body."""
+    max_header: int = ConnectionLimits.max_header
+    """Most bytes of a request's headers."""
+    max_unanswered: int = ConnectionLimits.max_unanswered
+    """Most bytes of all requests that are being read or wait for their answer."""
+    max_connections: int = ConnectionLimits.max_connections
+    """Most connections of each worker."""
+    max_per_client: int = ConnectionLimits.max_per_client
+    """Most connections that one address has to a worker; raise it to max_connections behind a proxy."""
+    header_seconds: float = ConnectionLimits.header_seconds
+    """How long the headers of a request may take."""
+    body_seconds: float = ConnectionLimits.body_seconds
+    """How long the body of a request, or a client to read its answer, may take."""
+    idle_seconds: float = ConnectionLimits.idle_seconds
+    """How long a connection may stay open between two requests."""
     warm_up: Path | None = None
     """A file of samples, one JSON object a line, to score before a model is ready; otherwise made-up ones."""
     deltas: Words = ()
     """Folders of deltas that models follow, as NAME=FOLDER: of a run that publishes them, RUN/deltas."""
     token_file: Path | None = None
     """Clients must show its content as a bearer token; the variable MESHREC_TOKEN may hold it, too."""
+    admin: bool = True
+    """Whether models can be loaded, unloaded and rolled back over HTTP; SIGHUP works in any case."""
+    hosts: tuple[str, ...] = ()
+    """Names of this server that load and unload may be asked by where there is no token."""
     tls_cert: Path | None = None
     """A PEM file with a certificate: serve HTTPS."""
     tls_key: Path | None = None
@@ -65,10 +83,21 @@ def main(arguments: Sequence[str]) -> int:
         limits=Limits(
             max_batch=options.max_batch, max_wait_ms=options.max_wait_ms, max_queue=options.max_queue
         ),
+        connections=ConnectionLimits(
+            max_connections=options.max_connections,
+            max_per_client=options.max_per_client,
+            max_header=options.max_header,
+            max_unanswered=options.max_unanswered,
+            header_seconds=options.header_seconds,
+            body_seconds=options.body_seconds,
+            idle_seconds=options.idle_seconds,
+        ),
         max_body=options.max_body,
         warm_up=options.warm_up,
         deltas=followed(options.deltas, models),
         token=token,
+        admin=options.admin,
+        hosts=options.hosts,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         access_log=options.access_log,

@@ -1,7 +1,7 @@
 """An HTTP server for packages: batching, limits, several models, versions that replace each other."""
 
 from meshrec.serve.batching import Limits
-from meshrec.serve.options import ServerOptions
+from meshrec.serve.options import ConnectionLimits, ServerOptions
 from meshrec.serve.workers import serve
 
-__all__ = ["Limits", "ServerOptions", "serve"]
+__all__ = ["ConnectionLimits", "Limits", "ServerOptions", "serve"]

@@ -1,7 +1,7 @@
 """The routes of a server beside those for scores, and what stands before all of them."""
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version as version_of
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Served
 from meshrec.serve.open_api import page, schema
 from meshrec.serve.open_inference import metadata
+from meshrec.serve.origins import check_origin
 from meshrec.serve.requests import RequestError
 from meshrec.serve.scoring import Scoring, asked_by, refusal, respond
 
@@ -40,14 +41,24 @@ class Routes:
         repository: its models.
         metrics: its figures.
         everywhere: loads and unloads.
-        is_ready: whether all models can be asked, whichever worker a request comes to.
+        refusal: says why a request for scores would be refused now; None if it would be answered.
+        admin: whether models are loaded and unloaded by requests.
+        hosts: names of this server that such requests may use; None for a server whose clients show a token.
     """
 
     def __init__(
-        self, repository: Repository, metrics: Metrics, everywhere: Everywhere, is_ready: Callable[[], bool]
+        self,
+        repository: Repository,
+        metrics: Metrics,
+        everywhere: Everywhere,
+        refusal: Callable[[], str | None],
+        *,
+        admin: bool = True,
+        hosts: Collection[str] | None = (),
     ) -> None:
         self._repository, self._metrics = repository, metrics
-        self._everywhere, self._is_ready = everywhere, is_ready
+        self._everywhere, self._refusal = everywhere, refusal
+        self._admin, self._hosts = admin, hosts
 
     def app(self) -> Starlette:
         """The application of them."""
@@ -60,7 +71,7 @@ class Routes:
             Route("/v2/repository/index", self._index, methods=post),
             Route("/v2/repository/models/{model}/load", self._load, methods=post),
             Route("/v2/repository/models/{model}/unload", self._unload, methods=post),
-            Route("/v2/repository/models/{model}/rollback/{delta:int}", self._rollback, methods=post),
+            Route("/v2/repository/models/{model}/rollback/{delta}", self._rollback, methods=post),
             Route("/metrics", self._figures, methods=get),
             Route("/openapi.json", self._schema, methods=get),
             Route("/", self._page, methods=get),
@@ -85,9 +96,15 @@ class Routes:
         return JSONResponse({"live": True})
 
     async def _ready(self, _: HttpRequest) -> Response:
-        ready, problems = self._is_ready(), self._repository.problems
-        said = {"ready": ready, "reasons": problems} if problems else {"ready": ready}
-        return JSONResponse(said, 200 if ready else 503)
+        refusal, problems = self._refusal(), self._repository.problems
+        said: dict[str, Any] = {"ready": refusal is None}
+        if refusal is not None:
+            said["reason"] = refusal
+        if problems:
+            said["reasons"] = problems
+        if refusal is None:
+            return JSONResponse(said)
+        return JSONResponse(said, 503, {"Retry-After": "1"})
 
     async def _metadata(self, http: HttpRequest) -> Response:
         served = self._served(http)
@@ -101,16 +118,30 @@ class Routes:
         return JSONResponse(self._repository.index())
 
     async def _load(self, http: HttpRequest) -> Response:
+        self._check_admin(http)
         await self._everywhere("load", http.path_params["model"])
         return JSONResponse({})
 
     async def _unload(self, http: HttpRequest) -> Response:
+        self._check_admin(http)
         await self._everywhere("unload", http.path_params["model"])
         return JSONResponse({})
 
     async def _rollback(self, http: HttpRequest) -> Response:
-        await self._everywhere("load", http.path_params["model"], http.path_params["delta"])
+        self._check_admin(http)
+        text = http.path_params["delta"]
+        if not text.isascii() or not text.isdecimal() or len(text) > 18:
+            raise RequestError(f"a delta has a number, such as 15, and not {text[:40]!r}.")
+        await self._everywhere("load", http.path_params["model"], int(text))
         return JSONResponse({})
+
+    def _check_admin(self, http: HttpRequest) -> None:
+        if not self._admin:
+            raise RequestError(
+                "this server was started with --no-admin: requests do not change its models.", 403
+            )
+        if self._hosts is not None:
+            check_origin(dict(http.scope["headers"]), self._hosts)
 
     async def _freshness(self, http: HttpRequest) -> Response:
         return JSONResponse(self._served(http).freshness._asdict())

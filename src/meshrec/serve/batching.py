@@ -9,11 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshrec.serve.requests import Floats, Request, RequestError, joined
+import numpy as np
+
+from meshrec.serve.requests import Floats, Pieces, Request, RequestError, joined
 
 _LONGEST = 5e-3
 """Seconds that a batch of several requests should take: Python stands still while a compiled program runs,
 and no request is read, answered or refused."""
+_PIECE = 1e-3
+"""Seconds that a piece of a request should take too large for one batch. Others are computed between."""
 _MARGIN = 1.5
 """Of a wait, against deadlines: what comes later may take longer, and answers have a way to go."""
 
@@ -33,12 +37,12 @@ class Limits:
     """How requests are put together, and how many may wait."""
 
     max_batch: int = 512
-    """Most samples in a batch; a request of more is computed alone."""
+    """Most samples in a batch; a request of more is computed in pieces, and other requests between them."""
     max_wait_ms: float = 0.0
     """How long a request may wait for others while nothing is computed. With 0, batches are of those that
     came while the last one was computed."""
     max_queue: int = 1024
-    """Most requests that are read or wait; others are told to come back (503)."""
+    """Most requests that wait for their scores; others are told to come back (503)."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue"):
@@ -89,16 +93,21 @@ class Batcher:
         self._idle.set()
 
     def __enter__(self) -> "Batcher":
-        """Admits a request, before its body is read.
+        """Admit a request whose body has arrived: what others have not sent yet must not stand in its way.
 
         Raises:
             RequestError: with status 503, where too many are there already.
         """
-        if self._num_admitted >= self._limits.max_queue:
+        if self.is_full:
             raise self._busy(f"{self._num_admitted} requests are waiting already")
         self._num_admitted += 1
         self._idle.clear()
         return self
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return self._num_admitted >= self._limits.max_queue
 
     def __exit__(self, *_: object) -> None:
         self._num_admitted -= 1
@@ -116,10 +125,21 @@ class Batcher:
             RequestError: 503 where the queue is too long for the deadline, 504 where it has passed, and 400
                 for what the model does not take.
         """
-        now = time.monotonic()
         self.check(deadline, request.num_samples)
-        self._usual_samples += 0.1 * (request.num_samples - self._usual_samples)
-        work = _Work(request, deadline, now, asyncio.get_running_loop().create_future())
+        self._usual_samples += 0.1 * (min(request.num_samples, self._limits.max_batch) - self._usual_samples)
+        if request.num_samples <= self._limits.max_batch:
+            return await self._queued(request, deadline)
+        piece, start = Pieces(request), 0
+        found: list[VersionedScores] = []
+        while start < request.num_samples:
+            stop = start + self._samples_of_a_piece()
+            found.append(await self._queued(piece(start, stop), deadline))
+            start = stop
+        # Deltas may arrive meanwhile; all of the scores have at least those of the first piece.
+        return VersionedScores(np.concatenate([each.scores for each in found]), found[0].version)
+
+    async def _queued(self, request: Request, deadline: float) -> VersionedScores:
+        work = _Work(request, deadline, time.monotonic(), asyncio.get_running_loop().create_future())
         self._waiting.append(work)
         self._num_waiting += request.num_samples
         if self._timer is None and not self._num_running:
@@ -127,14 +147,23 @@ class Batcher:
             self._timer = asyncio.get_running_loop().call_soon(self._on_timer)
         return await work.answer
 
+    def _samples_of_a_piece(self) -> int:
+        if not self._computing_per_sample:
+            return min(32, self._limits.max_batch)
+        return max(1, min(int(_PIECE / self._computing_per_sample), self._limits.max_batch))
+
     def check(self, deadline: float, num_samples: int | None = None) -> None:
-        """Whether samples (as many as usual) that come now have scores before their deadline. Asked before a
-        body is read, too: what is refused should cost little.
+        """Check that samples (as many as usual) that come now have scores before their deadline.
+
+        Without ``num_samples``, as before a body is read, check that the queue has room, too: what is refused
+        should cost little.
 
         Raises:
-            RequestError: 503 where the queue is too long for the deadline, 504 where it has passed.
+            RequestError: 503 where the queue is full or too long for the deadline, 504 where it has passed.
         """
         now = time.monotonic()
+        if num_samples is None and self.is_full:
+            raise self._busy(f"{self._num_admitted} requests are waiting already")
         if deadline <= now:
             raise expired()
         if num_samples is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshrec.data.faults import REMEDY, DataError, needs
 from meshrec.export.raw_values import RawValues
-from meshrec.serve.requests import Request, RequestError, Signature, checked
+from meshrec.serve.requests import Request, RequestError, Signature, checked, shown
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -66,7 +66,7 @@ def _array(name: str, values: Sequence[Any], kind: Any, where: str) -> Any:
     for number, value in enumerate(values):
         if value is not None and not isinstance(value, list):
             raise RequestError(
-                f"column {name!r} of {where}sample {number} must be a list, got {_shown(value)}."
+                f"column {name!r} of {where}sample {number} must be a list, got {shown(value)}."
             )
         flat += value or []
         lengths.append(len(flat))
@@ -86,7 +86,7 @@ def _flat(name: str, values: Sequence[Any], kind: Any, sample: Any) -> Any:
         is_whole = isinstance(value, float) and value.is_integer() and types == (int,)
         wrong = not pa.types.is_boolean(kind) if is_boolean else not (isinstance(value, types) or is_whole)
         if value is not None and wrong:
-            raise RequestError(f"column {name!r} of {sample(at)} must be {words}, got {_shown(value)}.")
+            raise RequestError(f"column {name!r} of {sample(at)} must be {words}, got {shown(value)}.")
     try:
         if kind_of(kind) == "time" and any(isinstance(value, str) for value in values):
             return _times(values, kind)
@@ -108,8 +108,3 @@ def _times(values: Sequence[Any], kind: Any) -> Any:
         texts = [None if text is None else f"1970-01-01T{text}" for text in texts]
         return pa.array(texts, pa.string()).cast(pa.timestamp(kind.unit)).cast(kind)
     return pa.array(texts, pa.string()).cast(kind)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

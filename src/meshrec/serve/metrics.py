@@ -43,6 +43,12 @@ class Metrics:
             buckets=_SAMPLES,
             registry=self._registry,
         )
+        self._refused = Counter(
+            "meshrec_refused_connections",
+            "Connections that were closed before their request was whole, by the status they were told.",
+            ["status"],
+            registry=self._registry,
+        )
         # Its children by label are looked up under a lock, and labels made into text each time.
         self._count = functools.cache(self._requests.labels)
         self._latency_of = functools.cache(self._latency.labels)
@@ -54,6 +60,10 @@ class Metrics:
         self._count(model, outcome).inc()
         if outcome == "ok":
             self._latency_of(model).observe(seconds)
+
+    def refused(self, status: int) -> None:
+        """Count a connection that was refused."""
+        self._refused.labels(status).inc()
 
     def batched(self, model: str, batch: Batched) -> None:
         """A batch was computed."""

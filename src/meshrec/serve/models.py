@@ -147,6 +147,17 @@ class Repository:
         found = {each["name"]: each["reason"] for each in self.index()}
         return {name: reason for name, reason in found.items() if reason not in ("", _UNLOADED)}
 
+    @property
+    def refusal(self) -> str | None:
+        """Why a request for scores would be refused now; None if it would be answered."""
+        for name in sorted(self.folders):
+            served, reason = self._served.get(name), self._reasons[name]
+            if served is None and reason != _UNLOADED:
+                return f"model {name!r} is not ready: {reason}"
+            if served is not None and served.batcher.is_full:
+                return f"the queue of model {name!r} is full"
+        return None
+
     def get(self, name: str, version: str | None = None) -> Served:
         """A model, ready to score.
 

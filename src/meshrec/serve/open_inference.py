@@ -15,14 +15,16 @@ from numpy.typing import NDArray
 
 from meshrec.export.program import DENSE
 from meshrec.serve.columns import encoded_request, table_of
-from meshrec.serve.requests import Floats, Request, RequestError, Signature, as_array, checked
+from meshrec.serve.requests import Floats, Request, RequestError, Signature, as_array, checked, shown
 from meshrec.serve.samples import read_json
+from meshrec.serve.writing import JSON_ANSWER, with_numbers
 
 SCORES = "scores"
 VALUES, LENGTHS = ".values", ".lengths"
 RAW = "raw."
 """What the names of raw inputs begin with."""
 TEXTS = "BYTES"
+_MOST_DIMS = 8
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
@@ -96,7 +98,9 @@ def read_infer(body: bytes, header_length: str | None, signature: Signature) -> 
     """
     end = len(body)
     if header_length is not None:
-        if not header_length.isascii() or not header_length.isdecimal() or int(header_length) > len(body):
+        # A number of many digits is too large, and Python refuses to read one of more than 4,300.
+        is_number = header_length.isascii() and header_length.isdecimal() and len(header_length) < 20
+        if not is_number or int(header_length) > len(body):
             raise RequestError(
                 f"{HEADER_LENGTH} must be a number of bytes up to {len(body)}, got {header_length[:40]!r}."
             )
@@ -176,23 +180,22 @@ def _lists(name: str, values: NDArray[Any], lengths: NDArray[Any]) -> list[Any]:
     return [part.tolist() for part in np.split(values, np.cumsum(lengths)[:-1])] if len(lengths) else []
 
 
-def answer(
+async def answer(
     infer: InferRequest, name: str, version: str, outputs: str, scores: Floats
 ) -> tuple[bytes, dict[str, str]]:
-    """The body and the headers of an answer: the ``outputs`` of the model are ``scores``, or vectors."""
-    said: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": []}
+    """Return the body and the headers of an answer; ``outputs`` is ``scores``, or ``vectors``."""
+    said: dict[str, Any] = {"model_name": name, "model_version": version}
     if infer.id is not None:
         said["id"] = infer.id
     if not infer.wants_scores:
-        return json.dumps(said).encode(), {"Content-Type": "application/json"}
+        return json.dumps({**said, "outputs": []}).encode(), dict(JSON_ANSWER)
     output: dict[str, Any] = {"name": outputs, "datatype": "FP32", "shape": list(scores.shape)}
-    said["outputs"].append(output)
     if not infer.wants_binary:
-        output["data"] = scores.reshape(-1).tolist()
-        return json.dumps(said).encode(), {"Content-Type": "application/json"}
+        tensor = await with_numbers(output, "data", scores.reshape(-1))
+        return b'%s, "outputs": [%s]}' % (json.dumps(said)[:-1].encode(), tensor), dict(JSON_ANSWER)
     data = scores.astype("<f4", copy=False).tobytes()
     output["parameters"] = {"binary_data_size": len(data)}
-    head = json.dumps(said).encode()
+    head = json.dumps({**said, "outputs": [output]}).encode()
     return head + data, {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head))}
 
 
@@ -208,12 +211,12 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
     for given in inputs:
         name = given.get("name") if isinstance(given, dict) else None
         if not isinstance(name, str) or (expected := allowed.get(name)) is None:
-            raise RequestError(f"there is no input {str(name)[:80]!r}; the model has {list(allowed)}.")
+            raise RequestError(f"there is no input {shown(name)}; the model has {list(allowed)}.")
         if name in found:
             raise RequestError(f"input {name!r} is there twice. Give it once.")
         if given.get("datatype") != expected.datatype:
             raise RequestError(
-                f"input {name!r} must be {expected.datatype}, got {str(given.get('datatype'))[:40]!r}."
+                f"input {name!r} must be {expected.datatype}, got {shown(given.get('datatype'))}."
             )
         shape = _shape(given.get("shape"), name)
         parameters = given.get("parameters")
@@ -231,7 +234,7 @@ def _read_inputs(inputs: Any, binary: memoryview | None, signature: Signature) -
                 )
             if not _is_whole(size) or start + size > len(binary):
                 raise RequestError(
-                    f"input {name!r}: binary_data_size is {str(size)[:40]}, but {len(binary) - start} bytes "
+                    f"input {name!r}: binary_data_size is {shown(size)}, but {len(binary) - start} bytes "
                     "are left; give as many as it says."
                 )
             array = _from_bytes(binary[start : start + size], expected, name)
@@ -318,7 +321,7 @@ def _read_outputs(given: dict[str, Any], known: str, binary_by_default: bool) ->
     for output in outputs:
         name = output.get("name") if isinstance(output, dict) else None
         if name != known:
-            raise RequestError(f"there is no output {str(name)[:80]!r}; the model has {known!r}.")
+            raise RequestError(f"there is no output {shown(name)}; the model has {known!r}.")
         parameters = _parameters(output, "output", known)
         if "binary_data" in parameters:
             wants_binary = _flag(parameters, "binary_data")
@@ -337,7 +340,7 @@ def _parameters(given: dict[str, Any], what: str, name: str | None = None) -> di
 def _flag(parameters: dict[str, Any], name: str) -> bool:
     value = parameters.get(name, False)
     if not isinstance(value, bool):
-        raise RequestError(f"the parameter {name} must be true or false, got {str(value)[:40]!r}.")
+        raise RequestError(f"the parameter {name} must be true or false, got {shown(value)}.")
     return value
 
 
@@ -347,20 +350,20 @@ def _timeout(parameters: dict[str, Any]) -> float:
     if value is None:
         return math.inf
     if not _is_whole(value) or value == 0:
-        raise RequestError(
-            f"the parameter timeout must be microseconds, at least 1, got {str(value)[:40]!r}."
-        )
+        raise RequestError(f"the parameter timeout must be microseconds, at least 1, got {shown(value)}.")
     return min(float(value), 1e12) / 1e6
 
 
 def _shape(shape: Any, name: str) -> list[int]:
-    if isinstance(shape, list):
+    if isinstance(shape, list) and len(shape) <= _MOST_DIMS:  # of a million, the product would take minutes
         for dim in shape:
             if not _is_whole(dim) or dim >= 1 << 40:
                 break
         else:
             return shape
-    raise RequestError(f"input {name!r}: shape must be a list of sizes, got {str(shape)[:60]}.")
+    raise RequestError(
+        f"input {name!r}: shape must be a list of sizes, {_MOST_DIMS} at most, got {shown(shape)}."
+    )
 
 
 def _is_whole(value: Any) -> bool:

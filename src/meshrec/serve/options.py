@@ -1,5 +1,6 @@
 """How a server listens and what it allows."""
 
+import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +10,52 @@ from meshrec.serve.batching import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """What clients may hold of one server process, and for how long.
+
+    A client is an IPv4 address or an IPv6 network of 64 bits. Where there are too many connections, the one
+    that has left its request unfinished for the longest time is closed. Only if there is none, the new one is
+    refused.
+    """
+
+    max_connections: int = 4096
+    """Most connections of all clients."""
+    max_per_client: int = 256
+    """Most connections of one client."""
+    max_header: int = 64 << 10
+    """Most bytes of a request's first line and headers (431 beyond)."""
+    max_unanswered: int = 256 << 20
+    """Most bytes of all requests that are being read or wait for their answer (503 beyond)."""
+    header_seconds: float = 10.0
+    """How long the headers of a request may take, from the connection or their first byte (408 beyond)."""
+    body_seconds: float = 30.0
+    """How long a body may take (408 beyond), and how long a client may leave an answer unread."""
+    idle_seconds: float = 30.0
+    """How long a connection may stay open between two requests."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_connections", "max_per_client", "max_unanswered"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.max_header < 1024:
+            raise ValueError(f"max_header must be at least 1024 bytes, got {self.max_header}.")
+        for name in ("header_seconds", "body_seconds", "idle_seconds"):
+            if not 0 < getattr(self, name) < 86400:
+                raise ValueError(f"{name} must lie between 0 and 86400, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """How a server listens and what it allows."""
 
     host: str = "127.0.0.1"
-    """The address to listen at; 0.0.0.0 is all of the machine's."""
+    """The address to listen at. Beyond loopback, as with 0.0.0.0 for all addresses, a token is required."""
     port: int = 8080
     """0 takes a free one."""
     limits: Limits = field(default_factory=Limits)
-    """Of batches and queues."""
+    """Limits of batches and queues."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    """Limits of connections and unfinished requests."""
     max_body: int = 16 << 20
     """Most bytes of a request's body."""
     warm_up: Path | None = None
@@ -25,7 +63,12 @@ class ServerOptions:
     deltas: Mapping[str, Path] = field(default_factory=dict)
     """By model the folder of the deltas that it follows."""
     token: str | None = None
-    """What clients must show as a bearer token."""
+    """The bearer token that clients must send."""
+    admin: bool = True
+    """Whether load, unload and rollback can be asked for over HTTP (403 otherwise)."""
+    hosts: tuple[str, ...] = ()
+    """Names of this server that the header ``Host`` of load, unload and rollback may have where there is no
+    token, beside addresses, ``localhost`` and ``host``."""
     tls_cert: Path | None = None
     """A PEM file with the certificate."""
     tls_key: Path | None = None
@@ -47,13 +90,19 @@ class ServerOptions:
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """A bound socket, which all workers share.
+    """Return a bound socket, which all workers share.
 
     Raises:
-        ValueError: for an address or a port that cannot be had.
+        ValueError: for an address or a port that cannot be had, and for an address that other machines reach
+            where there is no token.
     """
     try:
-        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        family, *_, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        if options.token is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
+            raise ValueError(
+                f"other machines can reach {options.host}, so clients must show a token, and none is set. "
+                "Give one with --token-file or the variable MESHREC_TOKEN, or listen at 127.0.0.1."
+            )
         bound = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except OSError as error:
         raise ValueError(

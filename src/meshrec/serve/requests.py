@@ -1,5 +1,7 @@
 """A request as arrays, checked sample by sample before it joins a batch with those of others."""
 
+import itertools
+import reprlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +15,10 @@ from meshrec.export.raw_values import RawValues
 # B samples, D dense columns, F features, N ids
 
 _MOST_REPEATED = 1 << 24
-"""Ids that a request may become where what it shares is repeated."""
+"""Ids and dense values that a request may become where what it shares is repeated."""
+_MOST_DEEP = 16
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxlong = 3, 4, 4, 60, 40
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -22,9 +27,12 @@ class RequestError(ValueError):
     """A request that is not answered with scores: ``status`` is that of HTTP, and the text says why."""
 
     def __init__(self, message: str, status: int = 400, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, status, headers)  # all of them, as processes hand errors to each other
         self.status = status
         self.headers = dict(headers or {})
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +72,41 @@ class Request(NamedTuple):
     def num_samples(self) -> int:
         """B."""
         return len(self.dense) if self.group is None else len(self.group)
+
+
+class Pieces:
+    """A request of many samples, cut into requests of fewer.
+
+    Args:
+        request: all of its samples.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        num = request.num_samples
+        self._ends = [
+            np.concatenate([np.zeros(1, np.int64), lengths_B.cumsum()])
+            if request.group is None or len(lengths_B) == num
+            else None
+            for lengths_B in request.lengths
+        ]
+
+    def __call__(self, start: int, stop: int) -> Request:
+        """Return the samples in ``[start, stop)``; what is shared stays whole."""
+        whole = self._request
+        num = whole.num_samples
+        rows = slice(start, stop)
+        values, lengths = [], []
+        for values_N, lengths_B, ends in zip(whole.values, whole.lengths, self._ends, strict=True):
+            if ends is None:
+                values.append(values_N)
+                lengths.append(lengths_B)
+            else:
+                values.append(values_N[ends[start] : ends[min(stop, num)]])
+                lengths.append(lengths_B[rows])
+        is_shared = whole.group is not None and len(whole.dense) != num
+        group = None if whole.group is None else whole.group[rows]
+        return Request(whole.dense if is_shared else whole.dense[rows], values, lengths, group)
 
 
 def checked(
@@ -126,7 +169,8 @@ def checked(
     # The model takes what it shares once, or else all of it sample by sample.
     kept = signature.shared if signature.shared and signature.shared <= shared else frozenset[str]()
     repeated = [f for f, feature in enumerate(signature.features) if feature in shared - kept]
-    if sum(len(values_F[f]) for f in repeated) * num_samples > _MOST_REPEATED:
+    num_repeated = sum(len(values_F[f]) + 1 for f in repeated) + (DENSE in shared - kept) * dense.shape[1]
+    if num_repeated * num_samples > _MOST_REPEATED:
         raise RequestError(
             f"what is shared has too many ids to repeat them for {num_samples} samples. Send fewer samples, "
             "or export the model with these features as shared ones.",
@@ -219,11 +263,16 @@ def _check_ids(signature: Signature, values_F: Sequence[Ints], lengths_F: Sequen
 
 
 def as_array(data: Any, dtype: "np.dtype[Any]", what: str) -> NDArray[Any]:
-    """Numbers of JSON, nested or not, as an array of ``dtype``.
+    """Return numbers of JSON, nested or not, as an array of ``dtype``.
 
     Raises:
         RequestError: for what is no number, or does not fit the type.
     """
+    # The types come first: numpy takes true for 1, and one long text beside numbers for room for as many.
+    types = _types_in(data, what)
+    kind = "numbers" if dtype.kind == "f" else "whole numbers that fit 64 bits"
+    if types - ({int, float} if dtype.kind == "f" else {int}):
+        raise RequestError(f"{what} must be {kind}, got {shown(data)}.")
     try:
         array = np.asarray(data)
     except (ValueError, OverflowError) as error:
@@ -232,29 +281,29 @@ def as_array(data: Any, dtype: "np.dtype[Any]", what: str) -> NDArray[Any]:
         ) from error
     if array.size == 0 and array.dtype == np.float64:
         return array.astype(dtype)
-    allowed = "iuf" if dtype.kind == "f" else "i"
-    if array.dtype.kind not in allowed or _has_boolean(data):
-        kind = "numbers" if dtype.kind == "f" else "whole numbers that fit 64 bits"
-        raise RequestError(f"{what} must be {kind}, got {_shown(data)}.")
+    if array.dtype.kind not in ("iuf" if dtype.kind == "f" else "i"):
+        raise RequestError(f"{what} must be {kind}, got {shown(data)}.")
     with np.errstate(over="ignore"):
         result: NDArray[Any] = array.astype(dtype)
     if dtype.kind == "i" and dtype.itemsize < 8 and not np.array_equal(result, array):
-        raise RequestError(f"{what} must fit {dtype}, got {_shown(data)}.")
+        raise RequestError(f"{what} must fit {dtype}, got {shown(data)}.")
     return result
 
 
-def _has_boolean(data: Any) -> bool:
-    """numpy takes true for 1 where numbers stand beside it."""
-    stack = [data]
-    while stack:
-        each = stack.pop()
-        if isinstance(each, list):
-            stack.extend(each)
-        elif isinstance(each, bool):
-            return True
-    return False
+def _types_in(data: Any, what: str) -> set[type]:
+    """Return the types of what stands in lists, at any depth."""
+    found: set[type] = set()
+    level = [data]
+    for _ in range(_MOST_DEEP):
+        types = set(map(type, level))
+        found |= types
+        if list not in types:
+            return found - {list}
+        lists = [each for each in level if type(each) is list]
+        level = list(itertools.chain.from_iterable(lists))
+    raise RequestError(f"{what} is nested more than {_MOST_DEEP} lists deep. Send flat lists.")
 
 
-def _shown(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def shown(value: Any) -> str:
+    """Return the beginning of a value for a message; the rest is not even looked at."""
+    return _SHORT.repr(value)

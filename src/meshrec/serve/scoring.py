@@ -14,11 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
+from meshrec.serve.connections import Connections
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Served
-from meshrec.serve.open_inference import HEADER_LENGTH, SCORES, answer, read_infer
+from meshrec.serve.open_inference import HEADER_LENGTH, SCORES, answer
+from meshrec.serve.reading import Reader, Reading, size_of
 from meshrec.serve.requests import Floats, RequestError
-from meshrec.serve.samples import read_samples
+from meshrec.serve.writing import JSON_ANSWER, with_numbers
 
 TIMEOUT = "X-Timeout-Ms"
 """The header with which a client says how long it waits, counted from when the server saw the request."""
@@ -73,10 +75,20 @@ class Scoring:
         repository: the models.
         metrics: counts what becomes of each request.
         max_body: most bytes of a request.
+        reader: reads bodies.
+        connections: count the bytes of requests that wait.
     """
 
-    def __init__(self, repository: Repository, metrics: Metrics, max_body: int) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        metrics: Metrics,
+        max_body: int,
+        reader: Reader,
+        connections: Connections,
+    ) -> None:
         self._repository, self._metrics, self._max_body = repository, metrics, max_body
+        self._reader, self._connections = reader, connections
 
     async def __call__(self, asked: ScoresWanted, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request whose path asks for scores."""
@@ -87,14 +99,8 @@ class Scoring:
             return
         began, name, outcome = time.monotonic(), "", "error"
         try:
-            served = self._served(asked)
-            name = served.name
-            with served.batcher:
-                headers: Headers = dict(scope["headers"])
-                if asked.outputs is None:
-                    told = await self._infer(served, began, headers, receive)
-                else:
-                    told = await self._samples(asked.outputs, served, began, headers, receive)
+            name = self._served(asked).name
+            told = await self._answer(asked, began, dict(scope["headers"]), receive)
             outcome = "ok"
         except RequestError as error:
             outcome = _OUTCOMES.get(error.status, "bad_request")
@@ -111,29 +117,41 @@ class Scoring:
             return self._repository.only()
         return self._repository.get(asked.model, asked.version)
 
-    async def _infer(self, served: Served, began: float, headers: Headers, receive: Receive) -> Answer:
+    async def _answer(self, asked: ScoresWanted, began: float, headers: Headers, receive: Receive) -> Answer:
         deadline = _deadline(headers, began)
-        served.batcher.check(deadline)
+        self._check(self._served(asked), asked, deadline)
         body = await _body(headers, receive, self._max_body)
-        infer = read_infer(body, _text(headers, HEADER_LENGTH), served.signature)
-        scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
-        scores = _numbers(scored.scores)
-        return Answer(200, *answer(infer, served.name, scored.version, served.signature.outputs, scores))
+        # The model may have another version by now; while its clients send, none is kept for them.
+        served = self._served(asked)
+        self._check(served, asked, deadline)
+        with served.batcher:
+            infer = await self._reader(
+                Reading(asked.outputs is None, _text(headers, HEADER_LENGTH), body), served.signature
+            )
+            num_bytes = max(0, size_of(infer.request) - len(body))  # values that are shared may be repeated
+            del body
+            if (refused := self._connections.reserve(num_bytes)) is not None:
+                raise RequestError(refused, 503, {"Retry-After": "1"})
+            try:
+                scored = await served.batcher(infer.request, min(deadline, began + infer.timeout))
+            finally:
+                self._connections.release(num_bytes)
+        scores = _finite(scored.scores)
+        if asked.outputs is None:
+            return Answer(
+                200, *await answer(infer, served.name, scored.version, served.signature.outputs, scores)
+            )
+        said = {"model": served.name, "version": scored.version}
+        return Answer(200, await with_numbers(said, asked.outputs, scores), dict(JSON_ANSWER))
 
-    async def _samples(
-        self, outputs: str, served: Served, began: float, headers: Headers, receive: Receive
-    ) -> Answer:
-        if outputs != served.signature.outputs:
+    def _check(self, served: Served, asked: ScoresWanted, deadline: float) -> None:
+        """Refuse by its headers what will not be answered."""
+        if asked.outputs not in (None, served.signature.outputs):
             raise RequestError(
-                f"model {served.name!r} gives {served.signature.outputs}, not {outputs}. "
+                f"model {served.name!r} gives {served.signature.outputs}, not {asked.outputs}. "
                 f"Ask /{_ASK_FOR[served.signature.outputs]}/{served.name}."
             )
-        deadline = _deadline(headers, began)
         served.batcher.check(deadline)
-        request = read_samples(await _body(headers, receive, self._max_body), served.signature)
-        scored = await served.batcher(request, deadline)
-        said = {"model": served.name, "version": scored.version, outputs: _numbers(scored.scores).tolist()}
-        return Answer(200, json.dumps(said).encode(), {"Content-Type": "application/json"})
 
 
 def refusal(error: RequestError) -> Answer:
@@ -156,7 +174,7 @@ async def _body(headers: Headers, receive: Receive, limit: int) -> bytes:
         shown = encoding[:20].decode("latin-1")
         raise RequestError(f"bodies are read as they are, not as {shown!r}. Send it plain.", 415)
     length = headers.get(b"content-length", b"0")
-    if length.isdigit() and int(length) > limit:
+    if length.isdigit() and (len(length) > 18 or int(length) > limit):
         raise _too_large(limit)
     parts: list[bytes] = []
     size, more = 0, True
@@ -198,7 +216,7 @@ def _deadline(headers: Headers, began: float) -> float:
     return began + milliseconds / 1e3
 
 
-def _numbers(scores: Floats) -> Floats:
+def _finite(scores: Floats) -> Floats:
     finite = np.isfinite(scores)
     if not finite.all():
         sample = int(finite.reshape(len(scores), -1).all(1).argmin())

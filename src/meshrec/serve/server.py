@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
+import math
 import signal
 import socket
 import time
@@ -12,10 +14,12 @@ from typing import Any
 import uvicorn
 
 from meshrec.serve.app import Guard, Routes
+from meshrec.serve.connections import Connection, Connections
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Wish
 from meshrec.serve.options import ServerOptions
 from meshrec.serve.peers import Peers
+from meshrec.serve.reading import Reader
 from meshrec.serve.scoring import Scoring
 
 
@@ -41,13 +45,23 @@ class Server:
         self._options, self._bound, self._peers = options, bound, peers
         metrics = Metrics()
         self.repository = Repository(models, options.limits, metrics, options.warm_up, options.deltas, wishes)
-        scoring = Scoring(self.repository, metrics, options.max_body)
+        self._reader = Reader()
+        self._connections = Connections(options.connections, metrics.refused)
+        scoring = Scoring(self.repository, metrics, options.max_body, self._reader, self._connections)
         everywhere = self.change if peers is None else peers.ask
-        routes = Routes(self.repository, metrics, everywhere, self._is_ready)
+        hosts = (options.host.lower(), *map(str.lower, options.hosts))
+        routes = Routes(
+            self.repository,
+            metrics,
+            everywhere,
+            self._refusal,
+            admin=options.admin,
+            hosts=hosts if options.token is None else None,
+        )
         self._guard = Guard(scoring, routes.app(), options.token)
         config = uvicorn.Config(
             self._guard,
-            http="httptools",
+            http=functools.partial(Connection, self._connections),  # type: ignore[arg-type]
             lifespan="off",
             ws="none",
             loop="asyncio",
@@ -57,9 +71,10 @@ class Server:
             proxy_headers=False,
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
+            timeout_keep_alive=math.ceil(options.connections.idle_seconds),
             timeout_graceful_shutdown=60,
         )
-        self._uvicorn = _Graceful(config, self._guard, options.linger)
+        self._uvicorn = _Graceful(config, self._guard, options.linger, options.connections.header_seconds)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -76,6 +91,7 @@ class Server:
             loop.run_until_complete(self._serve())
             loop.run_until_complete(loop.shutdown_default_executor())
         finally:
+            self._reader.close()
             loop.close()
 
     def stop(self) -> None:
@@ -98,8 +114,12 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _is_ready(self) -> bool:
-        return self.repository.is_ready and (self._peers is None or self._peers.are_loaded)
+    def _refusal(self) -> str | None:
+        if self._guard.is_stopping:
+            return "the server is stopping"
+        if self._peers is not None and not self._peers.are_loaded:
+            return "another worker is loading its models"
+        return self.repository.refusal or self._connections.refusal
 
     async def _load(self) -> None:
         await self.repository.load_all()
@@ -131,9 +151,9 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 class _Graceful(uvicorn.Server):
     """Answers what clients have sent before it ends: uvicorn closes connections that bring a request."""
 
-    def __init__(self, config: uvicorn.Config, guard: Guard, linger: float) -> None:
+    def __init__(self, config: uvicorn.Config, guard: Guard, linger: float, header_seconds: float) -> None:
         super().__init__(config)
-        self._guard, self._linger = guard, linger
+        self._guard, self._linger, self._header_seconds = guard, linger, header_seconds
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -144,6 +164,29 @@ class _Graceful(uvicorn.Server):
         loop = asyncio.get_running_loop()
         with _signals(loop, {signal.SIGTERM: stop, signal.SIGINT: stop}):
             yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, as uvicorn does, and have the handshakes of TLS take no longer than headers."""
+        await self.lifespan.startup()
+        loop, config = asyncio.get_running_loop(), self.config
+        seconds = self._header_seconds if config.ssl is not None else None
+        self.servers = [
+            await loop.create_server(
+                self._connection,
+                sock=each,
+                ssl=config.ssl,
+                ssl_handshake_timeout=seconds,
+                backlog=config.backlog,
+            )
+            for each in sockets or []
+        ]
+        self.started = True
+
+    def _connection(self) -> asyncio.Protocol:
+        config = self.config
+        return config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=self.server_state, app_state={}
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Has clients close their connections, and closes those that are left idle."""
@@ -167,13 +210,7 @@ class _Graceful(uvicorn.Server):
             server.close()
         for connection in accepted:
             connection.setblocking(False)
-            await loop.connect_accepted_socket(
-                lambda: config.http_protocol_class(  # type: ignore[call-arg]
-                    config=config, server_state=self.server_state, app_state={}
-                ),
-                connection,
-                ssl=config.ssl,
-            )
+            await loop.connect_accepted_socket(self._connection, connection, ssl=config.ssl)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,134 @@
+"""Clients that misbehave, beside one that does not."""
+
+import contextlib
+import json
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from meshrec.serve import ConnectionLimits
+from meshrec.serve.connections import client_of
+from tests.serve.conftest import Client, running, samples, scores_of
+
+GIVEN = samples(3)
+BODY = json.dumps(GIVEN).encode()
+HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def strict(packages):
+    limits = ConnectionLimits(
+        max_per_client=8, max_header=4096, header_seconds=0.4, body_seconds=0.6, idle_seconds=0.5
+    )
+    with running({"clicks": packages[0]}, connections=limits) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def connected(server):
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        yield connection
+
+
+def rest(connection):
+    """All that the server says until it closes."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def check(server, predictors):
+    client = Client(server.url)
+    status, _, said = client("POST", "/predict", GIVEN)
+    assert status == 200, said
+    np.testing.assert_allclose(said["scores"], scores_of(predictors[0], GIVEN), rtol=1e-5)
+    assert client("GET", "/v2/health/ready")[0] == 200
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"POST /predict HTTP/1.1\r\nHost", HEAD % 99 + b"[", HEAD % len(BODY) + BODY]
+)
+def test_many_unfinished_or_idle_connections_harm_nobody(strict, predictors, begun):
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(connected(strict)).sendall(begun)
+            check(strict, predictors)
+
+
+@pytest.mark.parametrize(
+    ("begun", "status"),
+    [
+        (b"", b""),
+        (b"POST /predict HTTP/1.1\r\nHost", b"HTTP/1.1 408"),
+        (HEAD % 99 + b"[", b"HTTP/1.1 408"),
+    ],
+)
+def test_what_does_not_arrive_in_time_is_closed(strict, begun, status):
+    with connected(strict) as connection:
+        connection.sendall(begun)
+        assert rest(connection).startswith(status)
+
+
+def test_an_idle_connection_is_closed(strict):
+    with connected(strict) as connection:
+        connection.sendall(HEAD % len(BODY) + BODY)
+        assert rest(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"a: " + b"v" * 5000, b"a: v\r\n" * 300, b"".join(b"a%d: %s\r\n" % (n, b"v" * 99) for n in range(99))],
+)
+def test_headers_are_limited(strict, header):
+    with connected(strict) as connection:
+        connection.sendall(b"GET /v2 HTTP/1.1\r\n" + header + b"\r\n\r\n")
+        assert rest(connection).startswith(b"HTTP/1.1 431")
+
+
+def test_a_header_that_never_ends_is_refused(strict):
+    with connected(strict) as connection:
+        with contextlib.suppress(OSError):
+            for _ in range(2000):
+                connection.sendall(b"GET /v2 HTTP/1.1\r\na: " if not _ else b"v" * 1000)
+        assert b"431" in rest(connection)
+
+
+def test_what_is_no_http_is_refused_with_words(strict):
+    with connected(strict) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        said = rest(connection)
+    assert said.startswith(b"HTTP/1.1 400")
+    assert b"is not HTTP/1.1" in said
+
+
+def test_half_closed_clients_get_their_answers(strict):
+    with connected(strict) as connection:
+        connection.sendall(2 * (HEAD % len(BODY) + BODY))
+        connection.shutdown(socket.SHUT_WR)
+        assert rest(connection).count(b"HTTP/1.1 200") == 2
+
+
+def test_bytes_of_unfinished_bodies_are_limited(packages, predictors):
+    limits = ConnectionLimits(max_unanswered=1 << 20)
+    with running({"clicks": packages[0]}, connections=limits) as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connected(server)).sendall(HEAD % (1 << 20) + b" " * 500_000)
+            time.sleep(0.05)
+            check(server, predictors)
+
+
+def test_clients_are_addresses_or_networks():
+    assert client_of("10.0.0.7") == client_of("::ffff:10.0.0.7") == "10.0.0.7"
+    assert client_of("2001:db8:1:2::3") == client_of("2001:db8:1:2:4::5") != client_of("2001:db8:1:3::3")
+
+
+@pytest.mark.parametrize("name", ["max_connections", "max_per_client", "max_header", "idle_seconds"])
+def test_limits_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} must"):
+        ConnectionLimits(**{name: 0})
