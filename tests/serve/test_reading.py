@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshrec.serve import reading
-from meshrec.serve.reading import Reader, Reading
+from meshrec.serve.reading import Body, BodyReader
 from meshrec.serve.requests import RequestError
 from tests.serve.conftest import SIGNATURE, Client, request_of, running, samples
 from tests.serve.toys import FEATURES
@@ -17,13 +17,13 @@ from tests.serve.toys import FEATURES
 
 @pytest.fixture
 def reader():
-    reader = Reader()
+    reader = BodyReader()
     yield reader
     reader.close()
 
 
 def ask(reader, body):
-    return asyncio.run(reader(Reading(False, None, body), SIGNATURE)).request
+    return asyncio.run(reader(Body(False, None, body), SIGNATURE)).request
 
 
 def test_large_bodies_are_read_alike_by_another_process(reader, monkeypatch):

@@ -29,7 +29,7 @@ _NICE = 5
 _SIZE = struct.Struct("<Q")
 
 
-class Reading(NamedTuple):
+class Body(NamedTuple):
     """A body, and how to read it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     body: bytes
 
 
-class Reader:
+class BodyReader:
     """Reads bodies, the large ones in a child process, one at a time."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Reader:
         self._pid = 0
         self._start()
 
-    async def __call__(self, reading: Reading, signature: Signature) -> InferRequest:
+    async def __call__(self, reading: Body, signature: Signature) -> InferRequest:
         """Return the request in a body.
 
         Raises:
@@ -74,7 +74,7 @@ class Reader:
         self._pool.shutdown()
         self._stop()
 
-    def _ask(self, reading: Reading, signature: Signature) -> InferRequest | RequestError:
+    def _ask(self, reading: Body, signature: Signature) -> InferRequest | RequestError:
         if self._child is None:
             self._start()
         assert self._child is not None
@@ -121,7 +121,7 @@ class Reader:
                 os.waitpid(self._pid, 0)
 
 
-def read(reading: Reading, signature: Signature) -> InferRequest:
+def read(reading: Body, signature: Signature) -> InferRequest:
     """Return the request in a body, read here and now.
 
     Raises:
@@ -144,7 +144,7 @@ def size_of(request: Request) -> int:
     return request.dense.nbytes + ids
 
 
-def _work(reading: Reading, signature: Signature) -> int:
+def _work(reading: Body, signature: Signature) -> int:
     """Return how many bytes Python has to look at one by one; tensors of numbers are copied as they are."""
     length = reading.header_length
     if signature.raw is None and length is not None and length.isdecimal() and len(length) < 10:
@@ -171,7 +171,7 @@ def _live(parent: socket.socket) -> NoReturn:
                 while len(signatures) > _MOST_SIGNATURES:
                     del signatures[next(iter(signatures))]
             try:
-                answer: Any = read(Reading(is_infer, header_length, bytes(body)), signatures[number])
+                answer: Any = read(Body(is_infer, header_length, bytes(body)), signatures[number])
             except RequestError as error:
                 answer = error
             _send(parent, answer)

@@ -18,7 +18,7 @@ from meshrec.serve.connections import Connections
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Served
 from meshrec.serve.open_inference import HEADER_LENGTH, SCORES, answer
-from meshrec.serve.reading import Reader, Reading, size_of
+from meshrec.serve.reading import Body, BodyReader, size_of
 from meshrec.serve.requests import Floats, RequestError
 from meshrec.serve.writing import JSON_ANSWER, with_numbers
 
@@ -84,7 +84,7 @@ class Scoring:
         repository: Repository,
         metrics: Metrics,
         max_body: int,
-        reader: Reader,
+        reader: BodyReader,
         connections: Connections,
     ) -> None:
         self._repository, self._metrics, self._max_body = repository, metrics, max_body
@@ -126,7 +126,7 @@ class Scoring:
         self._check(served, asked, deadline)
         with served.batcher:
             infer = await self._reader(
-                Reading(asked.outputs is None, _text(headers, HEADER_LENGTH), body), served.signature
+                Body(asked.outputs is None, _text(headers, HEADER_LENGTH), body), served.signature
             )
             num_bytes = max(0, size_of(infer.request) - len(body))  # values that are shared may be repeated
             del body

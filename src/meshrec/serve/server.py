@@ -19,7 +19,7 @@ from meshrec.serve.metrics import Metrics
 from meshrec.serve.models import Repository, Wish
 from meshrec.serve.options import ServerOptions
 from meshrec.serve.peers import Peers
-from meshrec.serve.reading import Reader
+from meshrec.serve.reading import BodyReader
 from meshrec.serve.scoring import Scoring
 
 
@@ -45,7 +45,7 @@ class Server:
         self._options, self._bound, self._peers = options, bound, peers
         metrics = Metrics()
         self.repository = Repository(models, options.limits, metrics, options.warm_up, options.deltas, wishes)
-        self._reader = Reader()
+        self._reader = BodyReader()
         self._connections = Connections(options.connections, metrics.refused)
         scoring = Scoring(self.repository, metrics, options.max_body, self._reader, self._connections)
         everywhere = self.change if peers is None else peers.ask
