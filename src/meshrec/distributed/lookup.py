@@ -14,6 +14,7 @@ from meshrec.distributed.routing import RankWork, Route, Routing
 from meshrec.ops import tbe
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 from meshrec.tables.holdings import Holdings
+from meshrec.tables.index import slots_of
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.storage import lookup_of
 
@@ -58,6 +59,12 @@ class LookupTables:
             [lookup.rectangle for lookup in work.lookups],
             [_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
         )
+        indexes, rectangles = held.indexes, work.rectangles
+        self._readers = {
+            lookup.route: (indexes[lookup.rectangle], rectangles[lookup.rectangle].r0)
+            for lookup in work.lookups
+            if lookup.rectangle in indexes
+        }
         self._route_widths = torch.zeros(len(work.routes), dtype=torch.int64)
         for lookup in work.lookups:
             self._route_widths[lookup.route] += lookup.width
@@ -88,7 +95,12 @@ class LookupTables:
 
     def resolve(self, ids: LookupIds, *, train: bool) -> LookupIds:
         """Replace the keys of tables with an index by slots."""
-        return ids
+        if not self._readers:
+            return ids
+        bounds = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
+        num_keys = len(self.work.routes)
+        values = slots_of(ids.values, bounds, self._readers, num_keys=num_keys, train=train)
+        return ids._replace(values=values)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
         """Elements of the output for each route, the last dimension of both."""

@@ -103,4 +103,5 @@ class Replicas:
         message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
+        all_ids = tables.resolve(all_ids, train=True)  # what travels are keys
         return LookedUp(tables.shaped(grad, all_ids), tables.lookups(all_ids))

@@ -105,7 +105,7 @@ class ShardedTables:
         ]
         self.split = self._played[0]
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
-        self.needs_resolve = bool(split.indexed or local.indexed)
+        self.needs_resolve = bool(split.indexes or local.indexes)
         """Whether some table finds the slots of its keys in an index; other batches skip ``resolve``."""
         self._fused, self._is_checked = list(fused.values()), False
         self._writes = OwnWrites(

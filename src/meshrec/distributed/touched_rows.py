@@ -24,6 +24,11 @@ class TouchedRows:
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
         self._fused, self._now = set(fused), now
         self._parts = [tables.split, tables.local]
+        if tables.needs_resolve:
+            raise ValueError(
+                "rows of tables with an index cannot be tracked: updates know their slots, not their keys. "
+                "Publish whole tables (checkpoint.export_safetensors)."
+            )
         self._marks = [[_marks(rectangle) for rectangle in part.work.rectangles] for part in self._parts]
         tables.watch = self._mark
 

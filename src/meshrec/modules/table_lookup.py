@@ -18,6 +18,7 @@ from meshrec.modules.input_checks import check_device, positions_of, sample_weig
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.fused import WholeTables
+from meshrec.tables.index import slots_of
 from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
 
 # F features in the order of the tables, B samples, N ids, D width
@@ -67,6 +68,10 @@ class TableLookup:
         storages = [storage_of(table) for table in tables]
         self._quantised = any(not storage.is_trainable for storage in storages)
         self._look_up = lookup_of(storages)
+        found = [
+            storage.index(0, table.num_embeddings) for storage, table in zip(storages, tables, strict=True)
+        ]
+        self._indexes = {number: index for number, index in enumerate(found) if index is not None}
         self.bounds_check = bounds_check
         self._clamps_ids = bounds_check is BoundsCheckMode.WARN
         self._checks_ids = bounds_check is BoundsCheckMode.ERROR
@@ -74,6 +79,12 @@ class TableLookup:
         self._table_names = [table.name for table in tables]
         self._num_rows = [table.num_embeddings for table in tables]
         readers = Counter(self.features)
+        for index, feature in pairs:
+            if index in self._indexes and readers[feature] > 1:
+                raise ValueError(
+                    f"feature {feature!r} is read by table {tables[index].name!r}, which has an index of its "
+                    "own, and by another one. Give the other table a copy of the feature under another name."
+                )
         self.embedding_names = [
             f"{feature}@{self._table_names[index]}" if readers[feature] > 1 else feature
             for index, feature in pairs
@@ -113,7 +124,8 @@ class TableLookup:
             flat=flat,
             dims=self.dims,
         )
-        return self._clamped(lookups) if self._clamps_ids else lookups
+        lookups = self._clamped(lookups) if self._clamps_ids else lookups
+        return self._resolved(lookups) if self._indexes else lookups
 
     def run(
         self, weights: Sequence[Tensor], lookups: tbe.Lookups, out_size: int, updater: WholeTables | None
@@ -128,6 +140,23 @@ class TableLookup:
             result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
             return result
         return self._look_up(weights, lookups, *options)
+
+    def _resolved(self, lookups: tbe.Lookups) -> tbe.Lookups:
+        """Replace the keys of tables with an index by slots."""
+        num_keys, offsets = lookups.num_keys, lookups.offsets
+        step = (len(offsets) - 1) // max(1, num_keys)
+        segments = lookups.segments
+        firsts = [key * step for key in range(num_keys + 1)] if segments is None else segments.tolist()
+        readers = {
+            key: (self._indexes[table], 0)
+            for key, table in zip(lookups.keys, lookups.tables, strict=True)
+            if table in self._indexes
+        }
+        bounds = offsets[firsts].tolist()
+        train = torch.is_grad_enabled()
+        return lookups._replace(
+            values=slots_of(lookups.values, bounds, readers, num_keys=num_keys, train=train)
+        )
 
     def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
         values, counts = torch.ops.meshrec.clamp_ids.default(
@@ -167,7 +196,8 @@ def init_weight(config: BaseEmbeddingConfig, weight: Tensor) -> None:
 def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> RowStorage:
     """How a table's rows lie; ``weight`` tells its type where a module was cast since it was configured."""
     storage = storage_for(config.data_type)
-    return DenseRows(weight.dtype) if storage.is_trainable and weight is not None else storage
+    was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype
+    return DenseRows(weight.dtype) if was_cast and weight is not None else storage
 
 
 def storage_for(data_type: DataType) -> RowStorage:

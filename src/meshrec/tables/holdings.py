@@ -34,10 +34,9 @@ class Holdings:
         self.rectangles = [rectangle for packing in packings for rectangle in packing.rectangles]
         self._owners = [table for table, packing in enumerate(packings) for _ in packing.rectangles]
 
-    @property
-    def indexed(self) -> list[int]:
-        """The rectangles whose tables find the slots of their keys in an index."""
-        return []
+        found = [packing.storage.index(r.r0, r.r1 - r.r0) for packing in packings for r in packing.rectangles]
+        self.indexes = {i: index for i, index in enumerate(found) if index is not None}
+        """The indexes of the rectangles that have one, by number."""
 
     @property
     def storages(self) -> list[RowStorage]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from meshrec.ops import nbit, tbe
 from meshrec.ops.memory import empty_pages
 from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.tables.index import Index
 
 # D width
 
@@ -60,6 +61,9 @@ class RowStorage(Protocol):
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """Memory ``[num_rows, columns]``, not filled."""
 
+    def index(self, first_row: int, num_rows: int) -> Index | None:
+        """Make the index of a rectangle's rows; None where the slot of a key is ``key - first_row``."""
+
     def num_bytes(self, num_rows: int, dim: int) -> int:
         """What ``allocate`` takes for rows of ``dim`` numbers, without optimizer state."""
 
@@ -103,6 +107,10 @@ class DenseRows:
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """On huge pages, where it is large and on the CPU."""
         return empty_pages((num_rows, columns), self.dtype, device)
+
+    def index(self, first_row: int, num_rows: int) -> Index | None:
+        """Return None."""
+        return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
         """Rows without gaps."""
@@ -154,6 +162,10 @@ class QuantisedRows:
     def allocate(self, num_rows: int, columns: int, device: torch.device | None) -> Tensor:
         """On huge pages, where it is large and on the CPU."""
         return empty_pages((num_rows, columns), self.dtype, device)
+
+    def index(self, first_row: int, num_rows: int) -> Index | None:
+        """Return None."""
+        return None
 
     def num_bytes(self, num_rows: int, dim: int) -> int:
         """With the bytes that fill up rows."""
