@@ -1,18 +1,18 @@
 """A table whose rectangles lie on several devices of one process, under the name of the whole table."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshrec.distributed.routing import RoutedTable
+from meshrec.tables.holder import TableHolder
 from meshrec.tables.holdings import Held
 from meshrec.tables.packing import Rectangle
 from meshrec.tables.storage import RowStorage, check_loadable, copy_rectangle
 
 
-class SpreadTable(nn.Module):
+class SpreadTable(TableHolder):
     """For inference: parameters ``part0``, ``part1``, ..., one for each device that has some of the table.
 
     ``state_dict`` has the whole table as the unsharded module has it, put together on the CPU.
@@ -28,8 +28,6 @@ class SpreadTable(nn.Module):
         self._table, self.storage, self.held = table, storage, list(held)
         for number, each in enumerate(held):
             self.register_parameter(f"part{number}", each.parameter)
-        self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
 
     def parts(self) -> list[tuple[Rectangle, Tensor]]:
         """Every rectangle, and its rows."""
@@ -39,7 +37,11 @@ class SpreadTable(nn.Module):
             for pair in zip(each.packing.rectangles, each.packing.views(each.parameter.detach()), strict=True)
         ]
 
-    def whole(self) -> dict[str, Tensor]:
+    def part_names(self) -> list[str]:
+        """Return the names of the parts of a row."""
+        return [part.name for part in self.storage.row_parts]
+
+    def whole_parts(self) -> dict[str, Tensor]:
         """What the rows of the whole table consist of, by name; a copy on the CPU."""
         rows = self._allocated()
         wholes = self.storage.parts(rows, self._table.dim)
@@ -77,34 +79,3 @@ class SpreadTable(nn.Module):
     def _allocated(self) -> Tensor:
         columns = self.storage.columns(self._table.dim)
         return self.storage.allocate(self._table.num_rows, columns, torch.device("cpu")).zero_()
-
-
-def _put_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    assert isinstance(module, SpreadTable)
-    for name in module._parameters:
-        del state_dict[prefix + name]
-    state_dict.update({prefix + name: whole for name, whole in module.whole().items()})
-
-
-def _take_whole(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: object,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    assert isinstance(module, SpreadTable)
-    names = [part.name for part in module.storage.row_parts]
-    found = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
-    # torch finds the parts as they are: what it would load is taken here.
-    state_dict.update({prefix + name: own.detach() for name, own in module.named_parameters()})
-    if "weight" not in found:
-        missing_keys.append(prefix + "weight")
-        return
-    try:
-        module.load(found, prefix)
-    except ValueError as error:
-        error_msgs.append(str(error))

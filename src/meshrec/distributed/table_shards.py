@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrec.distributed.routing import RoutedTable
+from meshrec.tables.holder import TableHolder
 from meshrec.tables.holdings import Held
 from meshrec.tables.packing import Rectangle
 from meshrec.tables.storage import RowStorage, check_loadable
 
 
-class TableShards(nn.Module):
+class TableShards(TableHolder):
     """``weight`` is what this rank holds of the table: nothing (a parameter without rows), a rectangle, or
     several in one parameter (see ``Packing``), so that the name of the whole table is the only one, and every
     rank has it.
@@ -48,8 +49,6 @@ class TableShards(nn.Module):
         self._holders = [list(rectangles) for rectangles in holders]
         self.rectangles: list[Rectangle] = held.packing.rectangles if held else []
         self.weight = held.parameter if held else empty
-        self.register_state_dict_post_hook(_put_whole)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_take_whole)  # type: ignore[no-untyped-call]
 
     @property
     def is_split(self) -> bool:
@@ -67,6 +66,10 @@ class TableShards(nn.Module):
         like = torch.empty(0, device=self.weight.device)  # the type is known also where nothing is
         size = (self.table.num_rows,) if per_row else (self.table.num_rows, self.table.dim)
         return self._joined([part.detach() for part in parts], like, size, lambda column: column)
+
+    def part_names(self) -> list[str]:
+        """Return the names of the parts of a row."""
+        return [part.name for part in self.storage.row_parts]
 
     def whole_parts(self) -> dict[str, Tensor]:
         """What the rows of the whole table consist of, by name; without a copy."""
@@ -153,30 +156,3 @@ def _pairs(whole: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
     if local is None:
         return [(whole, value)]
     return list(zip(local.local_shards(), local.parts_of(value), strict=True))
-
-
-def _put_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    assert isinstance(module, TableShards)
-    state_dict.update({prefix + name: whole for name, whole in module.whole_parts().items()})
-
-
-def _take_whole(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: object,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    assert isinstance(module, TableShards)
-    names = [part.name for part in module.storage.row_parts]
-    found = {name: state_dict.pop(prefix + name) for name in names if prefix + name in state_dict}
-    if "weight" not in found:
-        return  # torch says so
-    state_dict[prefix + "weight"] = module.weight.detach()
-    try:
-        module.load(found, prefix)
-    except ValueError as error:
-        error_msgs.append(str(error))
