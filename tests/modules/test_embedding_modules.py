@@ -342,3 +342,12 @@ def test_weights_may_be_parametrized_or_given_by_a_functional_call(name):
     assert not torch.equal(by_call, module(features).values())
     torch.nn.utils.parametrize.register_parametrization(module.embedding_bags[name], "weight", Doubled())
     assert torch.equal(module(features).values(), by_call)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_torchscript_is_refused_with_what_to_do():
+    config = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+    model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection([config])})
+    for module in (model, model["ebc"]):
+        with pytest.raises(ValueError, match="TorchScript cannot compile EmbeddingBagCollection"):
+            torch.jit.script(module)

@@ -101,6 +101,14 @@ class TableCollection(nn.Module, ABC):
             )
         return self._updater.optimizer
 
+    def __prepare_scriptable__(self) -> Any:
+        """Raise ValueError: ``torch.jit.script`` asks for this, and TorchScript cannot follow the lookup."""
+        raise ValueError(
+            f"TorchScript cannot compile {type(self).__name__}, whose lookup is a Python operator. Use "
+            "torch.export or meshrec.export.export (which also writes TorchScript: torchscript=True), or "
+            "torch.jit.trace."
+        )
+
     def attach(self, updater: WholeTables) -> None:
         """Hand the gradients of lookups to ``updater`` from now on; ``meshrec.fuse`` calls this."""
         self._updater = updater

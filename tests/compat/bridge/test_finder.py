@@ -1,4 +1,5 @@
 import importlib
+import os
 import subprocess
 import sys
 
@@ -146,3 +147,42 @@ def test_spawned_processes_have_the_bridge_too(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+BY_JOBLIB = """
+import meshrec.compat.torchrec
+from joblib import Parallel, delayed
+
+def child(_):
+    import torchrec
+    return torchrec.__spec__.origin
+
+if __name__ == "__main__":
+    print(*Parallel(n_jobs=2, backend="loky")(delayed(child)(n) for n in range(2)))
+"""
+BY_MULTIPROCESS = """
+import meshrec.compat.torchrec
+import multiprocess
+
+def child(queue):
+    import torchrec
+    queue.put(torchrec.__spec__.origin)
+
+if __name__ == "__main__":
+    context = multiprocess.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    print(queue.get(timeout=100))
+    process.join()
+"""
+
+
+@pytest.mark.parametrize(("package", "script"), [("joblib", BY_JOBLIB), ("multiprocess", BY_MULTIPROCESS)])
+def test_processes_of_other_packages_have_the_bridge_too(package, script):
+    pytest.importorskip(package)
+    environment = {**os.environ, "MESHREC_COMPAT_FORCE": "1"}
+    # Without a file, as in a notebook: a child cannot import the script, and with it the bridge.
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert set(done.stdout.split()) == {"meshrec.compat.torchrec"}, done.stderr

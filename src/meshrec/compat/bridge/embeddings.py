@@ -149,6 +149,9 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         self._embedding_names = [name for names in names_by_table(tables) for name in names]
         self._lengths_per_embedding = [t.embedding_dim for t in tables for _ in t.feature_names]
 
+    def __prepare_scriptable__(self) -> "EmbeddingBagCollection":
+        return self
+
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks up and pools: ``[B, sum of D]``, one block of columns per feature; see MeshRec's."""
         if not torch.jit.is_scripting():
@@ -215,6 +218,9 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         self._gather_select = (use_gather_select, use_gather_select_per_sharding)
         self._feature_names = [list(table.feature_names) for table in tables]
         self._embedding_names_by_table = names_by_table(tables)
+
+    def __prepare_scriptable__(self) -> "EmbeddingCollection":
+        return self
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """By feature one row of width D per id ``[n, D]``; see MeshRec's."""

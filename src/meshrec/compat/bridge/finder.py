@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing import spawn
 from types import ModuleType
 from typing import Any
@@ -50,7 +50,7 @@ class _BridgedModule(ModuleType):
 
 
 class Bridge(MetaPathFinder, Loader):
-    """Finds what is below the given packages, and nothing else."""
+    """Finds what is below the given packages, and modules whose processes are to have the bridge."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -58,7 +58,9 @@ class Bridge(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a bridged module; ImportError for one that has no counterpart."""
+        """Return the spec of a bridged module; raise ImportError for one that has no counterpart."""
+        if fullname in _SPAWNERS:
+            return _followed(fullname, path)
         if fullname.partition(".")[0] not in self.packages:
             return None
         if fullname not in MODULES:
@@ -102,7 +104,8 @@ def install(*, force: bool = False) -> tuple[str, ...]:
         _logger.warning("torchrec is installed and used as it is; %s=1 puts MeshRec in its place.", FORCE)
     if wanted:
         sys.meta_path.insert(0, Bridge(wanted))
-        _follow_spawned()
+        for module in (spawn, *(sys.modules[name] for name in _SPAWNERS if name in sys.modules)):
+            _follow_spawned(module)
     return tuple(wanted)
 
 
@@ -121,20 +124,49 @@ def _bridge_here(packages: Sequence[str]) -> None:
         sys.meta_path.insert(0, Bridge(packages))
 
 
-def _follow_spawned() -> None:
-    """Lets the processes that multiprocessing spawns have the bridge that this one has then."""
-    describe = spawn.get_preparation_data
+# Modules that start processes: Python's own, the one that notebooks use, and joblib's.
+_SPAWNERS = (
+    "multiprocess.spawn",
+    "loky.backend.spawn",
+    "joblib.externals.loky.backend.spawn",
+)
+
+
+class _Following(Loader):
+    """Loads a module that starts processes, and lets these have the bridge."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _follow_spawned(module)
+
+
+def _followed(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(fullname, path)
+    if spec is not None and spec.loader is not None:
+        spec.loader = _Following(spec.loader)
+    return spec
+
+
+def _follow_spawned(module: Any) -> None:
+    """Let the processes that a module spawns have the bridge that this process has then."""
+    describe = module.get_preparation_data
     if hasattr(describe, "has_bridge"):
         return
 
-    def with_bridge(name: str) -> dict[str, Any]:
-        data = describe(name)
+    def with_bridge(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        data: dict[str, Any] = describe(*args, **kwargs)
         if packages := bridged_packages():
             data["meshrec_bridge"] = _BridgeThere(packages)
         return data
 
     with_bridge.has_bridge = True  # type: ignore[attr-defined]
-    spawn.get_preparation_data = with_bridge
+    module.get_preparation_data = with_bridge
 
 
 def uninstall() -> None:
