@@ -31,3 +31,17 @@ def test_what_is_registered_for_the_exit_runs():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1:] == ["of a thread", "registered"]
+
+
+def test_an_interrupt_while_modules_are_imported_is_not_swallowed(tmp_path):
+    (tmp_path / "greedy.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(10**8):\n        pass\n"
+        "except BaseException:\n    pass\n"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import meshrec.__main__ as command\n"
+        "command.main = lambda: __import__('greedy') and 0\ncommand.command()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "meshrec: stopped\n")

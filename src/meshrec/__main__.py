@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 import threading
+from types import FrameType
 from typing import NoReturn
 
 
 def main() -> int:
-    """Runs the command line, or says which extra it needs."""
+    """Run the command line; if a package is missing, print which extra installs it."""
     try:
         from meshrec.cli.__main__ import main as run
 
@@ -23,18 +24,18 @@ def main() -> int:
         )
         return 1
     except KeyboardInterrupt:
-        if "RANK" not in os.environ:  # a launcher speaks for its ranks
-            print("meshrec: stopped", file=sys.stderr)
+        _say_stopped()
         return 128 + signal.SIGINT
 
 
 def command() -> NoReturn:
-    """``main`` for a process of its own, which ends at once.
+    """Run `main` in a process of its own, and end the process at once.
 
-    As the children of :mod:`multiprocessing` do: threads have ended, what is registered for the exit has
-    run, and all is written; but torch and its like are not taken apart object by object, a second or two
-    of nothing.
+    Like the children of :mod:`multiprocessing`, it waits for threads, runs the exit functions and flushes its
+    output. It skips the destruction of torch's objects, which takes a second or two.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     code = main()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -44,6 +45,27 @@ def command() -> NoReturn:
     except (OSError, ValueError):  # nobody reads any more, which Python itself knows how to say
         sys.exit(code)
     os._exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, or end the process at once while a module is being imported.
+
+    A library that tries to import another one may catch the interrupt: the command would then go on, or fail
+    later with an ImportError of a module that was half loaded.
+    """
+    importing = frame
+    while importing is not None and not importing.f_code.co_filename.startswith("<frozen importlib"):
+        importing = importing.f_back
+    if importing is None:
+        raise KeyboardInterrupt
+    _say_stopped()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
+
+
+def _say_stopped() -> None:
+    if "RANK" not in os.environ:  # a launcher speaks for its ranks
+        print("meshrec: stopped", file=sys.stderr)
 
 
 if __name__ == "__main__":
