@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.pipeline.stages.choosing import StageChoice, StageCut, UnitCost, best_cut, bound
 from meshrec.pipeline.stages.programs import Staging, program, stage_programs
+from meshrec.pipeline.stages.running import entered
 from meshrec.pipeline.stages.samples import split, split_sizes
 from meshrec.pipeline.stages.tracing import PartProgram, Traced
 
@@ -131,7 +132,7 @@ def measured_stages(
         own = _arguments(stage.split, taken, sizes, values)
         arguments.append(own)
         with torch.enable_grad():
-            values.update(zip(stage.split.gives, stage.split.module(*_inputs(own)), strict=True))
+            values.update(zip(stage.split.gives, stage.split.module(*entered(_inputs(own))), strict=True))
     together = threading.Barrier(len(arguments))
 
     def rounds(index: int) -> UnitCost:
@@ -155,7 +156,7 @@ def _measure_part(program: PartProgram, arguments: Sequence[Any], depth: int) ->
     for _ in range(depth):
         inputs = _inputs(arguments)
         with torch.enable_grad():
-            results, seconds = _timed(program.module, *inputs)
+            results, seconds = _timed(program.module, *entered(inputs))
         forward += seconds
         kept.append((inputs, results))
     while kept:
@@ -206,7 +207,7 @@ def _measure(
             continue
         inputs = _inputs(_arguments(own, taken, sizes, values))
         with torch.enable_grad():
-            results, forward = _timed(own.module, *inputs)
+            results, forward = _timed(own.module, *entered(inputs))
         values.update(zip(own.gives, results, strict=True))
         costs.append(UnitCost(forward, _measure_backward(own, inputs, results)))
     share = EXCHANGE_SECONDS / len(costs)
@@ -238,7 +239,8 @@ def _floats_want_gradients(leaf: Any) -> Any:
 
 
 def _as_input(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    # A copy: the same values are measured several times, and a unit may change them in place.
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _timed(function: Any, *args: Any, **kwargs: Any) -> _TimedResult:

@@ -155,7 +155,7 @@ class StageRun:
             arguments = []
             for name, value in taken.items():
                 argument, leaves[name] = _detached(value, self._mode.grad)
-                arguments.append(argument)
+                arguments.append(entered(argument) if self._mode.grad else argument)
             num_arguments = len(program.takes)
             with self._context(k):
                 given = dict(zip(program.gives, self._call("split", arguments[:num_arguments]), strict=True))
@@ -334,6 +334,29 @@ class Caller(ABC):
 def split_seed(seed: int, k: int) -> int:
     """Return the seed of the generator of split ``k``, in a batch whose seed is ``seed``."""
     return (seed + k) % (1 << 63)
+
+
+class _Entry(torch.autograd.Function):
+    """Lets a stage write in place to what another stage gave it, which autograd forbids for a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def entered(value: Any) -> Any:
+    """Return ``value`` with tensors in the place of its leaves, which operations may change in place."""
+    with torch.enable_grad():
+        return pytree.tree_map(
+            lambda leaf: (
+                _Entry.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+            ),
+            value,
+        )
 
 
 def _detached(value: Any, grad: bool) -> tuple[Any, Gradients]:

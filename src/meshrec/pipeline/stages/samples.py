@@ -31,15 +31,16 @@ def num_samples(value: Any) -> int | None:
 
 
 def split_sizes(batch: int, split_size: int) -> list[int]:
-    """Return the number of samples of each split: equal, except that the last one has the rest.
+    """Return the number of samples of each split: equal, except that the last one has the rest. A batch of
+    fewer samples is one split.
 
     Raises:
-        ValueError: ``split_size`` is not in [1, batch].
+        ValueError: ``split_size`` is less than 1, or the batch is empty.
     """
-    if not 1 <= split_size <= batch:
+    if split_size < 1 or batch < 1:
         raise ValueError(
-            f"split_size is {split_size} and the batch has {batch} samples; it must lie in [1, {batch}]. "
-            "Take a smaller split_size, drop the last batch of an epoch, or say split_size='auto'."
+            f"split_size is {split_size} and the batch has {batch} samples; both must be at least 1. Leave "
+            "out empty batches."
         )
     whole, rest = divmod(batch, split_size)
     return [split_size] * whole + ([rest] if rest else [])
