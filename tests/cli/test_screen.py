@@ -54,7 +54,7 @@ def test_lines(tmp_path, small):
         "stopped at step 20: 1.0 s in all, 0.4 s of them training",
         "no checkpoint was saved: no space left",
         "skipped 1 row of a.parquet",
-        "9.00 ms, the plan's model says 1.00 ms (9.0 times)",
+        "serve:        meshrec serve mine-package",
         "the weights of step 10",
         "the weights:  runs/mine/best/step-0000000010",
     ):

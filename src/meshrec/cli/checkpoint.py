@@ -16,6 +16,7 @@ from meshrec.checkpoint.manifest import DTYPE_NAMES, Manifest
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.plan.text import size_text
+from meshrec.train.run_folder import CONFIG, RUNS
 
 _PIPE_WIDTH = 140
 
@@ -105,7 +106,7 @@ def run(
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options:
         case CheckpointInspectOptions():
-            path = find_checkpoint(options.path, step=options.step, last=options.last)
+            path = find_checkpoint(_place(options.path), step=options.step, last=options.last)
             manifest = read_manifest(path)
             if options.json:
                 print(json.dumps(_summary(path, manifest)))
@@ -119,7 +120,7 @@ def run(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
             check_output(options.out)
-            path = find_checkpoint(options.path, step=options.step, last=options.last)
+            path = find_checkpoint(_place(options.path), step=options.step, last=options.last)
             names = export_safetensors(path, options.out, entry=options.entry)
             console.print(f"{path}: {len(names)} tensors in {options.out}")
         case ImportOptions():
@@ -128,9 +129,14 @@ def run(
     return 0
 
 
+def _place(path: Path) -> Path:
+    """Return the folder of a run that is given by its name."""
+    return RUNS / path if not path.exists() and (RUNS / path / CONFIG).is_file() else path
+
+
 def _verify(console: Console, path: Path) -> int:
     failed = 0
-    for each in all_checkpoints(path):
+    for each in all_checkpoints(_place(path)):
         try:
             manifest = read_manifest(each)
             verify_data(each, manifest)

@@ -215,12 +215,6 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
         f"skipped {count_text(sum(reasons.values()), 'row')} of {file}"
         for file, reasons in summary["skipped"].items()
     ]
-    step = next((row for row in summary["phases"] if row["phase"] == "step"), None)
-    if step is not None and step["predicted"]:
-        lines.append(
-            f"a step's tables took {1e3 * step['measured']:.2f} ms, the plan's model says "
-            f"{1e3 * step['predicted']:.2f} ms ({step['measured'] / step['predicted']:.1f} times)"
-        )
     if summary["state"] == "failed":
         lines.append(f"[bold red]failed[/bold red]: {summary['error']}")
     commanded = commands(folder)
@@ -229,6 +223,9 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
     if summary["checkpoints"]["weights"]:
         lines.append(f"the weights:  {summary['checkpoints']['weights']}")
         lines.append(f"export them:  {commanded['export']}")
+        lines += [
+            f"{name + ':':13} {commanded[name]}" for name in ("evaluate", "predict", "package", "serve")
+        ]
     if summary["checkpoints"]["last"]:
         lines.append(f"last step:    {summary['checkpoints']['last']}")
     return [
@@ -282,7 +279,7 @@ def _quality(quality: Line, columns: Iterable[str]) -> list[str]:
 def _leading(line: Line) -> str:
     """The metric that chooses among weights, such as "AUC 0.7906"."""
     name = leading_metric(line)
-    return "AUC -" if name is None else f"{name.upper()} {line[name]:.4f}"
+    return "" if name is None else f"{name.upper()} {line[name]:.4f}"
 
 
 def _count(number: Any) -> str:

@@ -23,7 +23,7 @@ from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import CONFIG, RUNS, RunFolder, drop_unstarted, new_run
+from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
 from meshrec.train.run_lock import RunLock, claim_run
 from meshrec.train.saved_recipe import changes, load_recipe
 from meshrec.train.trackers import find_trackers
@@ -127,6 +127,11 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         track=options.track,
         rank_timeout=options.rank_timeout,
     )
+    if resumed is not None and _is_over(resumed, job):
+        if os.environ.get("RANK", "0") == "0":
+            step = (resumed.read_json(SUMMARY) or {}).get("step")
+            print(f"{resumed.path} is finished, at step {step}: give more --training.epochs to go on.")
+        return 0
     if launched():
         return _as_rank(job, quiet=options.quiet)
     nproc = options.nproc
@@ -158,6 +163,16 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def _is_over(run: RunFolder, job: Job) -> bool:
+    """Return whether a run is finished, and no option lets it train longer.
+
+    Ranks of our launcher go on: it has asked before it started them, or starts them anew.
+    """
+    longer = {"training.epochs", "training.max_steps", "training.patience"}
+    asks_more = any(change.name in longer for change in job.changes)
+    return RUN_VARIABLE not in os.environ and run.state().name == "finished" and not asks_more
 
 
 def recipe_at(arguments: Sequence[str]) -> int | None:

@@ -1,0 +1,40 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrec.cli.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+SMALL = f"{ROOT}/tests/train/small.py:small"
+
+
+@pytest.fixture
+def type_in(monkeypatch, capfd, tmp_path):
+    """``type_in(*words)``: an exit code and what was printed, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["meshrec", *words])
+        return main(), *capfd.readouterr()
+
+    return call
+
+
+def test_a_finished_run_is_left_as_it_is(type_in, tmp_path):
+    code, output, errors = type_in("train", SMALL, "--baselines", "--quiet")
+    assert code == 0, errors
+    for command in ("evaluate runs/small-001", "predict runs/small-001", "export runs/small-001", "serve "):
+        assert f"meshrec {command}" in output
+    summary = tmp_path / "runs" / "small-001" / "summary.json"
+    before = summary.read_text()
+    code, output, _ = type_in("train", SMALL, "--resume")
+    assert code == 0
+    assert output == "runs/small-001 is finished, at step 10: give more --training.epochs to go on.\n"
+    assert summary.read_text() == before
+    code, output, _ = type_in("train", SMALL, "--resume", "--quiet", "--training.epochs", "2")
+    assert code == 0
+    assert "finished at step 20" in output
+    code, output, _ = type_in("checkpoint", "inspect", "small-001")
+    assert code == 0
+    assert "step 20" in output
