@@ -28,7 +28,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo demo-serve mutations test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills example docs docs-anew clean
+.PHONY: demo demo-serve mutations hostile test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills example docs docs-anew clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -41,6 +41,13 @@ demo-serve: build
 # 60,000 changed requests in place of the 600 of `make test`, on the kernels with the sanitizers.
 mutations: build $(SANITIZED)
 	$(SANITIZING) MESHREC_MUTATIONS=10000 $(BIN)/python -m pytest -p no:cacheprovider tests/serve/test_mutations.py
+
+# 1,000 damages of each kind, 10,000 bad requests and 20 stopped ranks in place of the few of `make test`.
+hostile: build
+	mkdir -p build && rm -f build/hostile.jsonl
+	MESHREC_HOSTILE=1000 MESHREC_HOSTILE_TABLE=$$PWD/build/hostile.jsonl \
+		$(BIN)/python -m pytest -n 2 --dist worksteal tests/hostile; status=$$?; \
+		$(BIN)/python tests/hostile/table.py build/hostile.jsonl; exit $$status
 
 test: build
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10

@@ -28,7 +28,8 @@ kernel throw away the refusal with a reset."""
 _MOST_PIPELINED = 64
 _MOST_HEADERS = 256
 _TOO_MUCH = "the server holds too many bytes of unanswered requests. Try again later."
-IDLE, HEADER, BODY, ANSWER, UNREAD, REFUSED = "idle", "header", "body", "answer", "unread", "refused"
+IDLE, HEADER, BODY, UNREAD, REFUSED = "idle", "header", "body", "unread", "refused"
+ANSWER, ANSWERS = "answer", "answers"
 
 
 class _Waits(NamedTuple):
@@ -136,12 +137,16 @@ class Connections:
 
     @staticmethod
     def _slowest(some: "Iterable[Connection]") -> "Connection | None":
-        """Return the one that has left a request or an answer unfinished longest, or else idled longest."""
+        """Return the one that has left a request or an answer unfinished longest, or else idled longest.
+
+        If there is none, a client that waits for the answers of several requests has to send them again.
+        """
         found: Connection | None = None
-        lowest = (2, 0.0)
+        last = {IDLE: 1, ANSWERS: 2}
+        lowest = (3, 0.0)
         for each in some:
             state, since = each.waits()
-            if state != ANSWER and (order := (int(state == IDLE), since)) < lowest:
+            if state != ANSWER and (order := (last.get(state, 0), since)) < lowest:
                 found, lowest = each, order
         return found
 
@@ -154,7 +159,7 @@ class Connections:
         now = time.monotonic()
         for connection in list(self._all()):
             state, since = connection.waits()
-            if state != ANSWER and now - since > self._seconds(state):
+            if state not in (ANSWER, ANSWERS) and now - since > self._seconds(state):
                 connection.expire(state)
 
     def _seconds(self, state: str) -> float:
@@ -197,7 +202,7 @@ class Connection(HttpToolsProtocol):
         if self._unread_since is not None:
             return _Waits(UNREAD, self._unread_since)
         if self._active is not None and not self._active.more_body:
-            return _Waits(ANSWER, self._began)
+            return _Waits(ANSWERS if self.pipeline else ANSWER, self._began)
         return _Waits(self._reading or IDLE, self._began)
 
     def expire(self, state: str) -> None:
