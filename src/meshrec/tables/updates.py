@@ -87,6 +87,9 @@ class _Group:
         self.rule, self.tables, self.peers = rule, tables, peers
         self.whole: list[int] = []
         self.split: list[int] = []
+        self.state: list[Tensor] = []
+        """The optimizer state of ``whole``, and below their origins, as every update needs them."""
+        self.origins: list[int] = []
 
 
 class _RowUpdate(NamedTuple):
@@ -147,6 +150,8 @@ class TableUpdates:
             for number, rectangle in enumerate(self._rectangles):
                 if rectangle.table in tables:
                     (group.split if rectangle.table in split else group.whole).append(number)
+            group.state = slot_major([held.state[i] for i in group.whole])
+            group.origins = [start for i in group.whole for start in self._rectangles[i].origin]
             self._groups.append(group)
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table not in fused]
         deferred = [group for group in self._groups if group.rule.deferred]
@@ -168,10 +173,12 @@ class TableUpdates:
     def apply(self, prepared: Sequence[Prepared], gradient: TableGradient) -> None:
         """Make the updates and count them."""
         for each in prepared:
-            rule, tables = each.group.rule, set[int]()
+            tables: set[int] = set()
             for step, members in each.steps.items():
-                chosen = [i for i in each.group.whole if self._rectangles[i].table in members]
-                self._update_whole(chosen, gradient, rule, step)
+                chosen = each.group.whole
+                if len(members) < len(each.group.tables):
+                    chosen = [i for i in chosen if self._rectangles[i].table in members]
+                self._update_whole(chosen, gradient, each.group, step)
                 tables.update(members)
             self._update_split(each, gradient, tables)
             for step, members in each.steps.items():
@@ -185,6 +192,8 @@ class TableUpdates:
 
     def collect(self, gradient: TableGradient) -> bool:
         """Add the gradients of deferred tables to ``parameter.grad``; return whether all there is finite."""
+        if not self._deferred:
+            return True
         return self._held.collect(self._by_row(gradient, self._trained(self._deferred)))
 
     def collected(self) -> TableGradient:
@@ -210,12 +219,24 @@ class TableUpdates:
         # A rank without rows of a table counts along with those who have some.
         return table.weight.numel() > 0 and table.weight.grad is None
 
-    def _update_whole(
-        self, chosen: Sequence[int], gradient: TableGradient, rule: UpdateRule, step: int
-    ) -> None:
+    def _update_whole(self, chosen: list[int], gradient: TableGradient, group: _Group, step: int) -> None:
         """Update rectangles whose rows are whole here: all in one kernel call for each kind of gradient."""
-        hyper = rule.hyper_at(step)
-        together = [i for i in chosen if i not in gradient.rows]
+        rule, hyper = group.rule, group.rule.hyper_at(step)
+        together = [i for i in chosen if i not in gradient.rows] if gradient.rows else chosen
+        if together and together is group.whole and gradient.looked_up is not None:
+            grad, lookups = gradient.looked_up
+            weights = self._held.weights
+            tbe.update(
+                grad,
+                *lookups.of_tables(together),
+                [weights[i] for i in together],
+                group.state,
+                rule.code,
+                hyper,
+                None,
+                group.origins,
+            )
+            return
         if together and gradient.looked_up is not None:
             self._call(gradient.looked_up, together, rule, hyper)
         if summed := [i for i in chosen if i in gradient.rows]:

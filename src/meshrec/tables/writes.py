@@ -49,7 +49,10 @@ class OwnWrites:
         Raises:
             ValueError: names the table.
         """
-        for name, now, then in zip(self._names, self.foreign(), before, strict=True):
+        found = self.foreign()
+        if found == before:
+            return
+        for name, now, then in zip(self._names, found, before, strict=True):
             if now != then:
                 raise ValueError(changed_message(name))
 
