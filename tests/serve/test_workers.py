@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from meshrec.serve import ServerOptions, serve
+from tests.hostile.sockets import listening
 from tests.serve import toys
 from tests.serve.conftest import Client, free_port, link, samples, scores_of
 
@@ -145,6 +146,12 @@ def test_a_signal_ends_it_after_the_last_answer(packages):
         assert wrong == []
         assert len(counts) == 3
         assert min(counts) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_workers_listen_on_loopback_only(packages):
+    with program(packages[0], "--workers", "2") as (process, url, _):
+        assert listening(process.pid) == {f"127.0.0.1 {url.rsplit(':', 1)[1]}"}
 
 
 def test_the_number_of_workers_is_checked(packages):
