@@ -24,7 +24,7 @@ state and snapshots hold it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -90,6 +90,8 @@ class _Group:
         self.state: list[Tensor] = []
         """The optimizer state of ``whole``, and below their origins, as every update needs them."""
         self.origins: list[int] = []
+        self.members: list[tuple[int, FusedTable, dict[str, Any]]] = []
+        """Number, table and state of each of ``tables``: every step walks them."""
 
 
 class _RowUpdate(NamedTuple):
@@ -142,6 +144,7 @@ class TableUpdates:
     ) -> None:
         self._held, self._fused, self._writes = held, dict(fused), writes
         self._rectangles = held.rectangles
+        self._place = {number: writes.place_of(table.weight) for number, table in fused.items()}
         self._groups: list[_Group] = []
         for rule in distinct([table.rule for table in fused.values()]):
             tables = [number for number, table in fused.items() if table.rule is rule]
@@ -152,6 +155,7 @@ class TableUpdates:
                     (group.split if rectangle.table in split else group.whole).append(number)
             group.state = slot_major([held.state[i] for i in group.whole])
             group.origins = [start for i in group.whole for start in self._rectangles[i].origin]
+            group.members = [(number, fused[number], fused[number].state) for number in tables]
             self._groups.append(group)
         self._ordinary = [i for i, rectangle in enumerate(self._rectangles) if rectangle.table not in fused]
         deferred = [group for group in self._groups if group.rule.deferred]
@@ -173,18 +177,18 @@ class TableUpdates:
     def apply(self, prepared: Sequence[Prepared], gradient: TableGradient) -> None:
         """Make the updates and count them."""
         for each in prepared:
-            tables: set[int] = set()
+            group = each.group
             for step, members in each.steps.items():
-                chosen = each.group.whole
-                if len(members) < len(each.group.tables):
+                chosen = group.whole
+                if len(members) < len(group.tables):
                     chosen = [i for i in chosen if self._rectangles[i].table in members]
-                self._update_whole(chosen, gradient, each.group, step)
-                tables.update(members)
-            self._update_split(each, gradient, tables)
+                self._update_whole(chosen, gradient, group, step)
+            if group.split:
+                self._update_split(each, gradient, {table for own in each.steps.values() for table in own})
             for step, members in each.steps.items():
                 for table in members:
                     self._fused[table].state["step"] = step
-            self._writes.count([self._fused[table].weight for table in sorted(tables)])
+                self._writes.count([self._place[table] for table in members])
 
     def ordinary(self, gradient: TableGradient) -> list[Tensor | None]:
         """Return for each parameter the gradient to give to autograd, None for the fused ones."""
@@ -206,11 +210,14 @@ class TableUpdates:
         return TableGradient(None, self._held.collected({t: self._fused[t].label for t in deferred}))
 
     def _prepared(self, group: _Group, gradient: TableGradient) -> Prepared:
-        steps: dict[int, list[int]] = {}
-        for number in group.tables:
-            table = self._fused[number]
-            if table.weight.requires_grad and not (group.rule.deferred and self._lacks_gradient(table)):
-                steps.setdefault(table.state["step"] + 1, []).append(number)
+        chosen = [each for each in group.members if each[1].weight.requires_grad]
+        if group.rule.deferred:
+            chosen = [each for each in chosen if not self._lacks_gradient(each[1])]
+        counts = {state["step"] for _, _, state in chosen}
+        steps = {
+            count + 1: [number for number, _, state in chosen if state["step"] == count]
+            for count in sorted(counts)
+        }
         return Prepared(
             group, steps, [] if group.peers is None else self._split(group, group.peers, gradient)
         )

@@ -28,20 +28,23 @@ class OwnWrites:
     def __init__(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         self._names, self._weights = list(names), list(weights)
         self._own = [0] * len(self._weights)
-        self._place = {id(weight): number for number, weight in enumerate(self._weights)}
         self._lock = threading.Lock()
+
+    def place_of(self, weight: Tensor) -> int:
+        """Return the place of one of the ``weights``, as ``count`` takes it."""
+        return next(place for place, each in enumerate(self._weights) if each is weight)
 
     def foreign(self) -> list[int]:
         """Return how often somebody else has written to each table."""
         with self._lock:
             return list(map(operator.sub, map(_version, self._weights), self._own))
 
-    def count(self, weights: Sequence[Tensor]) -> None:
-        """Count one write of the update itself to each of ``weights``."""
+    def count(self, places: Sequence[int]) -> None:
+        """Count one write of the update itself to each of the tables at ``places`` among ``weights``."""
         with self._lock:
-            increment_version(weights)
-            for weight in weights:
-                self._own[self._place[id(weight)]] += 1
+            increment_version([self._weights[place] for place in places])
+            for place in places:
+                self._own[place] += 1
 
     def check(self, before: Sequence[int]) -> None:
         """Raise if somebody else has written to a table since ``foreign`` gave ``before``.
