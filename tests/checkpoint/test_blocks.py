@@ -20,18 +20,25 @@ def small_blocks(monkeypatch):
 def stored(tmp_path):
     descriptors = []
 
-    def store(tensor, before=5):
+    def store(tensor, before=5, place=b"here"):
         path = tmp_path / "file"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         descriptors.append(descriptor)
         writer = FileWriter(descriptor)
         writer.write(bytes(before))
         with ThreadPoolExecutor(1) as pool:
-            checksums = write_rows(writer, tensor, pool)
+            checksums = write_rows(writer, tensor, pool, place)
         assert path.stat().st_size == before + tensor.nbytes
         grid = grid_of(tensor.shape, tensor.dtype)
         return StoredRows(
-            descriptor, before, tuple(tensor.shape), tensor.dtype, grid.rows_per_block, checksums, "here"
+            descriptor,
+            before,
+            tuple(tensor.shape),
+            tensor.dtype,
+            grid.rows_per_block,
+            checksums,
+            what="here",
+            place=place,
         )
 
     yield store

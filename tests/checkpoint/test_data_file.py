@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from meshrec.checkpoint.data_file import TensorPart, Written, entry_name, header, write_data_file
+from meshrec.checkpoint.data_file import TensorPart, Written, header, write_data_file
 
 
 def write(path, parts):
@@ -29,11 +29,6 @@ def test_safetensors_reads_it(tmp_path):
     assert written.file.num_bytes == (tmp_path / "data.safetensors").stat().st_size
     assert written.file.header_bytes % 64 == 0
     assert Written.from_json(written.to_json()) == written
-
-
-def test_names_of_pieces():
-    assert entry_name("a", (0,), (3,), (3,)) == "a"
-    assert entry_name("a", (0, 2), (3, 4), (5, 6)) == "a[0:3, 2:6]"
 
 
 def test_a_failure_leaves_no_file(tmp_path):

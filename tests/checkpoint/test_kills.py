@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from meshrec.checkpoint import CheckpointManager, verify_data
-from meshrec.checkpoint.manifest import MANIFEST, read_manifest
+from meshrec.checkpoint.manifest import MANIFEST
+from meshrec.checkpoint.storage import read_manifest
 
 WORLD_SIZE = 2
 NUM_KILLS = int(os.environ.get("MESHREC_KILLS", "3"))

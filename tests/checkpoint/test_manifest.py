@@ -4,34 +4,38 @@ import zlib
 import pytest
 import torch
 
-from meshrec.checkpoint.agreement import DamagedCheckpointError
-from meshrec.checkpoint.manifest import (
-    MANIFEST,
-    DataFile,
-    Manifest,
-    StoredPiece,
-    TensorRecord,
-    read_manifest,
+from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
+from meshrec.checkpoint.manifest import DataFile, Manifest, StoredPiece, TensorRecord, entry_name, place_of
+
+PIECES = (
+    StoredPiece((0, 0), (2, 4), 0, 16, 262144, (7,)),
+    StoredPiece((2, 0), (3, 4), 0, 48, 262144, (0xFFFFFFFF,)),
 )
+TENSOR = {"__tensor__": "model.w"}
 
 
 def manifest(**changes):
-    piece = StoredPiece((2, 0), (3, 4), 0, 8, 2, (1, 0xFFFFFFFF))
     values = {
         "step": 7,
         "world_size": 2,
-        "files": (DataFile("data.safetensors", 100, 8, 5),),
-        "tensors": {"model.w": TensorRecord("model", torch.float32, (5, 4), (piece,))},
-        "values": {"epoch": {"kind": "plain", "content": 1}},
+        "files": (DataFile("data.safetensors", 96, 16, 5),),
+        "tensors": {"model.w": TensorRecord("model", torch.float32, (5, 4), PIECES)},
+        "values": {
+            "epoch": {"kind": "plain", "content": 1},
+            "model": {"kind": "module", "content": {"w": TENSOR}},
+        },
         "plans": {"model": "{}"},
     }
     return Manifest(**{**values, **changes})
 
 
 def test_bytes_and_back():
-    assert Manifest.from_bytes(manifest().to_bytes()) == manifest()
-    assert manifest().num_bytes == 100
+    for version in (1, 2):
+        written = manifest(version=version)
+        assert Manifest.from_bytes(written.to_bytes()) == written
+    assert manifest().num_bytes == 96
     assert manifest().tensors["model.w"].num_bytes == 80
+    assert [placed.piece for placed in manifest().contents[0]] == list(PIECES)
 
 
 def test_every_flipped_byte_and_every_cut_is_seen():
@@ -44,59 +48,139 @@ def test_every_flipped_byte_and_every_cut_is_seen():
                 Manifest.from_bytes(wrong)
 
 
-def signed(data):
-    body = json.dumps(data).encode()
+def signed(body):
     return body + f'\n{{"crc32": {zlib.crc32(body)}}}\n'.encode()
 
 
-def changed(key, value):
-    data = json.loads(manifest().to_bytes().split(b"\n")[0])
-    data[key] = value
-    return signed(data)
+def changed(**changes):
+    said = json.loads(manifest().to_bytes().split(b"\n")[0])
+    for where, value in changes.items():
+        *path, last = where.split("__")
+        place = said
+        for step in path:
+            place = place[int(step) if step.isdigit() else step.replace("_", ".")]
+        if isinstance(place, list):
+            place[int(last)] = value
+        else:
+            place[last] = value
+    return signed(json.dumps(said).encode())
 
 
-@pytest.mark.parametrize("name", ["../data", "/etc/passwd", "..", "a/b"])
+@pytest.mark.parametrize("name", ["../data", "/etc/passwd", "..", "a/b", "a\0b", "", "\ud800", "x" * 300])
 def test_no_name_leads_out_of_the_folder(name):
-    with pytest.raises(DamagedCheckpointError, match="a file outside of its folder"):
-        Manifest.from_bytes(changed("files", [[name, 100, 8, 5]]))
+    with pytest.raises(DamagedCheckpointError, match="names a file that cannot be of this folder"):
+        Manifest.from_bytes(changed(files=[[name, 96, 16, 5]]))
+
+
+FIRST = "tensors__model_w__3__0"
+SECOND = "tensors__model_w__3__1"
+CRC = "0000ffff"
 
 
 @pytest.mark.parametrize(
-    "piece",
+    ("where", "value", "flaw"),
     [
-        [[3, 0], [3, 4], 0, 8, 2, "0" * 16],
-        [[-1, 0], [3, 4], 0, 8, 2, "0" * 16],
-        [[0], [3], 0, 8, 2, "0" * 16],
-        [[2, 0], [3, 4], 1, 8, 2, "0" * 16],
-        [[2, 0], [3, 4], 0, 60, 2, "0" * 16],
-        [[2, 0], [3, 4], 0, -8, 2, "0" * 16],
+        ("step", 1.5, "the step is 1.5"),
+        ("step", 2**63, "the step is"),
+        ("world_size", 0, "world_size is 0"),
+        ("world_size", True, "world_size is True"),
+        ("files", 3, "the list of files is 3"),
+        ("files__0__1", 2**64, "the size of a file is"),
+        ("files__0__2", 97, "would have a header of 97 bytes"),
+        ("files__0__2", 8, "would have a header of 8 bytes"),
+        ("files__0__1", 97, "bytes from 96 on belong to no tensor"),
+        ("files__0__1", 95, "'model.w' has a piece outside of its file"),
+        ("files__0__2", 20, "'model.w': a piece begins at byte 16 instead of 20"),
+        ("tensors", [], "the list of tensors is"),
+        ("tensors__model_w__0", "epoch", "cannot belong to the entry 'epoch'"),
+        ("tensors__model_w__1", "F31", "the type of tensor 'model.w' is 'F31'"),
+        ("tensors__model_w__1", "F64", "'model.w' has a piece with blocks of 262144 rows"),
+        ("tensors__model_w__2", [5], "a list of 1 was expected"),
+        ("tensors__model_w__2", [6, 4], "leave out elements: they have 20, and the tensor has 24"),
+        ("tensors__model_w__2", [5, 2**61], "would have the shape"),
+        ("tensors__model_w__2", [5, -4], "the shape of tensor 'model.w' is -4"),
+        ("tensors__model_w__2", [1] * 65, "the number of dimensions in the shape of tensor 'model.w' is 65"),
+        (f"{FIRST}__0", [3, 0], "overlap and leave out"),
+        (f"{FIRST}__0", [4, 0], "leads out of its shape"),
+        (f"{FIRST}__0", [-1, 0], "the offset of a piece of tensor 'model.w' is -1"),
+        (f"{FIRST}__2", 1, "a piece outside of its file"),
+        (f"{FIRST}__3", 2**63, "the first byte of a piece of tensor 'model.w' is"),
+        (f"{FIRST}__3", 20, "a piece begins at byte 20 instead of 16"),
+        (f"{FIRST}__4", 0, "the rows per block of a piece of tensor 'model.w' is 0"),
+        (f"{FIRST}__4", 1, "has a piece with blocks of 1 rows"),
+        (f"{FIRST}__5", "", "has a piece with 0 checksums"),
+        (f"{FIRST}__5", CRC * 2, "has a piece with 2 checksums"),
+        (f"{FIRST}__5", "+000ffff", "are not hexadecimal"),
+        (SECOND, [[0, 0], [2, 4], 0, 16, 262144, CRC], "overlap|leave out"),
+        ("tensors__model_w__3", [], "leave out elements: they have 0"),
+        ("values", {}, "'model.w' belongs to the entry 'model', which is missing"),
+        ("values__model__kind", "folder", "the kind of the entry 'model' is 'folder'"),
+        ("values__model__content", {}, "'model.w' stands in its values or among the tensors, not in both"),
+        ("values__epoch__content", TENSOR, "'model.w' stands in its values or"),
+        ("values__epoch__content", {"__tensor__": 3}, "the name of a tensor is 3"),
+        ("values__epoch__content", {"__tuple__": "ab"}, "__tuple__ holds a str instead of a list"),
+        ("values__epoch__content", {"__items__": [[1]]}, "something other than pairs"),
+        ("values__epoch__content", {"__set__": [{}]}, "unhashable"),
+        ("plans", {"model": 1}, "a plan is 1"),
+        ("more", 1, "has the unknown"),
     ],
 )
-def test_no_piece_leads_out_of_its_file_or_tensor(piece):
-    with pytest.raises(DamagedCheckpointError, match=r"places 'model\.w' outside of its file or tensor"):
-        Manifest.from_bytes(changed("tensors", {"model.w": ["model", "F32", [5, 4], [piece]]}))
+def test_what_a_right_checksum_does_not_excuse(where, value, flaw):
+    with pytest.raises(DamagedCheckpointError, match=flaw):
+        Manifest.from_bytes(changed(**{where: value}))
 
 
-@pytest.mark.parametrize("checksums", [[1, "0" * 16], [2, "0" * 8], [0, ""], [3, ""]])
-def test_no_block_is_without_a_checksum(checksums):
-    piece = [[2, 0], [3, 4], 0, 8, *checksums]
-    with pytest.raises(DamagedCheckpointError, match=r"lacks checksums of 'model\.w'"):
-        Manifest.from_bytes(changed("tensors", {"model.w": ["model", "F32", [5, 4], [piece]]}))
+def test_a_file_and_a_name_stand_once():
+    file = ["data.safetensors", 96, 16, 5]
+    with pytest.raises(DamagedCheckpointError, match="names a file twice"):
+        Manifest.from_bytes(changed(files=[file, file]))
+    body = manifest().to_bytes().split(b"\n")[0].replace(b'"step": 7', b'"step": 7, "step": 8')
+    with pytest.raises(DamagedCheckpointError, match="an object has a name twice"):
+        Manifest.from_bytes(signed(body))
 
 
-def test_another_version_is_named():
-    with pytest.raises(ValueError, match=r"of version 2, and 'meshrec\.checkpoint' of version 1"):
-        Manifest.from_bytes(changed("version", 2))
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"1" * 5000, b"", b"[]", b"null", b"\xff"])
+def test_what_is_no_object(body):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is"):
+        Manifest.from_bytes(signed(body))
 
 
-def test_files_must_be_there_with_their_sizes(tmp_path):
-    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing: it was not finished"):
-        read_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_bytes(manifest().to_bytes())
-    with pytest.raises(DamagedCheckpointError, match=r"data\.safetensors is missing"):
-        read_manifest(tmp_path)
-    (tmp_path / "data.safetensors").write_bytes(bytes(99))
-    with pytest.raises(DamagedCheckpointError, match=r"data\.safetensors has 99 bytes instead of 100"):
-        read_manifest(tmp_path)
-    (tmp_path / "data.safetensors").write_bytes(bytes(100))
-    assert read_manifest(tmp_path) == manifest()
+def test_values_that_are_nested_too_deeply():
+    content = 1
+    for _ in range(900):
+        content = [content]
+    with pytest.raises(DamagedCheckpointError, match="recursion"):
+        Manifest.from_bytes(changed(values__epoch__content=content))
+
+
+@pytest.mark.parametrize("version", [3, 0, True, "2", None, 10**30])
+def test_another_version_is_named(version):
+    with pytest.raises(CheckpointError, match=r"this release reads 'meshrec\.checkpoint' of versions 1 to 2"):
+        Manifest.from_bytes(changed(version=version))
+
+
+def test_names_of_pieces():
+    assert entry_name("a", (0,), (3,), (3,)) == "a"
+    assert entry_name("a", (0, 2), (3, 4), (5, 6)) == "a[0:3, 2:6]"
+
+
+def test_every_part_of_a_place_counts():
+    piece = PIECES[1]
+    others = [
+        place_of("b", torch.float32, (5, 4), piece),
+        place_of("a", torch.int32, (5, 4), piece),
+        place_of("a", torch.float32, (6, 4), piece),
+        place_of("a", torch.float32, (5, 4), piece._replace(offset=(1, 0))),
+        place_of("a", torch.float32, (5, 4), piece._replace(shape=(4, 3))),
+        place_of("a", torch.float32, (5, 4), piece._replace(begin=8)),
+        place_of("a", torch.float32, (5, 4), piece._replace(rows_per_block=8)),
+    ]
+    assert len({place_of("a", torch.float32, (5, 4), piece), *others}) == 1 + len(others)
+
+
+def test_values_that_are_too_long_are_not_written(monkeypatch):
+    monkeypatch.setattr("meshrec.checkpoint.manifest.MOST_BYTES", 300)
+    with pytest.raises(
+        ValueError, match=r"the plain values of the state take .* Save large lists of numbers"
+    ):
+        manifest().to_bytes()

@@ -4,10 +4,10 @@ from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
 from meshrec.checkpoint.delta import RowTracker
 from meshrec.checkpoint.finding import find_checkpoint
 from meshrec.checkpoint.manager import CheckpointManager
-from meshrec.checkpoint.manifest import Manifest, read_manifest
+from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.publishing import DeltaError, DeltaPublisher, Published, verify_deltas
 from meshrec.checkpoint.saving import PendingSave, async_save, load, save
-from meshrec.checkpoint.storage import verify_data
+from meshrec.checkpoint.storage import read_manifest, verify_data
 from meshrec.checkpoint.tables import export_safetensors, import_weights
 
 __all__ = [

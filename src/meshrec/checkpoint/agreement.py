@@ -10,6 +10,9 @@ from meshrec.plan.mesh import Axis
 
 T = TypeVar("T")
 
+REMEDY = "Copy the checkpoint again from where it is whole, or load another one."
+"""What errors of damaged checkpoints tell the user to do."""
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; what is on disk from before is untouched."""

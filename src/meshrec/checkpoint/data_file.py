@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint.blocks import FileWriter, grid_of, write_rows
-from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, StoredPiece
+from meshrec.checkpoint.manifest import DTYPE_NAMES, DataFile, StoredPiece, entry_name, place_of
 
 _ALIGNMENT = 64
 
@@ -62,11 +62,12 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
         writer.write(head)
         pieces = []
         for part in parts:
-            begin = writer.position
-            checksums = write_rows(writer, part.tensor, pool)
-            shape = tuple(part.tensor.shape)
-            rows_per_block = grid_of(shape, part.tensor.dtype).rows_per_block
-            pieces.append(StoredPiece(part.offset, shape, -1, begin, rows_per_block, checksums))
+            shape, dtype = tuple(part.tensor.shape), part.tensor.dtype
+            rows_per_block = grid_of(shape, dtype).rows_per_block
+            piece = StoredPiece(part.offset, shape, -1, writer.position, rows_per_block, ())
+            place = place_of(part.name, dtype, part.size, piece)
+            checksums = write_rows(writer, part.tensor, pool, place)
+            pieces.append(piece._replace(checksums=checksums))
         os.fsync(descriptor)
     except BaseException:
         path.unlink(missing_ok=True)
@@ -105,10 +106,3 @@ def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> byte
     text = json.dumps(entries).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Sequence[int]) -> str:
-    """What a data file calls a piece."""
-    if tuple(shape) == tuple(size):
-        return name
-    return f"{name}[{', '.join(f'{o}:{o + n}' for o, n in zip(offset, shape, strict=True))}]"

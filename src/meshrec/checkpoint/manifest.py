@@ -2,24 +2,45 @@
 
 A checkpoint is complete exactly when its manifest is there, whole, and every file that it names has its size.
 Nothing in it is ever executed, and no name in it leads out of the folder.
+
+A right checksum does not mean right content: a manifest may come from another program, or from another
+checkpoint. So every number in it is checked before anything is allocated or read by it. Version 2 differs
+from version 1 in what the checksum of a block covers, see `place_of`.
 """
 
 import json
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from meshrec.checkpoint.agreement import DamagedCheckpointError
-from meshrec.checkpoint.blocks import grid_of
+from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
+from meshrec.checkpoint.blocks import BLOCK_BYTES, grid_of
+from meshrec.checkpoint.coverage import flaw_of_cover
+from meshrec.checkpoint.values import decode
+from meshrec.durable import DamageError
+from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text
 
 MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
-VERSION = 1
+VERSION = 2
+RANDOM = "random"
+"""The entry of the random number generators; a state may not use the name."""
+KINDS = ("module", "optimizer", "stateful", "plain")
+"""What an entry of a state may be."""
+MOST_BYTES = 1 << 28
+"""The size of the largest manifest: one of a checkpoint of 100 TB has a tenth of it."""
+
+_FIELDS = ("format", "version", "step", "world_size", "files", "tensors", "values", "plans")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_CHECKSUMS = re.compile(r"(?:[0-9a-f]{8})*")
+_LARGEST = (1 << 63) - 1
+_MOST_DIMS = 64
 
 DTYPES = {
     "F64": torch.float64,
@@ -77,6 +98,19 @@ class TensorRecord(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+class PlacedPiece(NamedTuple):
+    """A piece with the name and the record of its tensor."""
+
+    name: str
+    record: TensorRecord
+    piece: StoredPiece
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the piece."""
+        return prod(self.piece.shape) * self.record.dtype.itemsize
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What is in a checkpoint.
@@ -90,7 +124,19 @@ class Manifest:
     files: tuple[DataFile, ...]
     tensors: Mapping[str, TensorRecord]
     values: Mapping[str, Any] = field(default_factory=dict)
-    plans: Mapping[str, Any] = field(default_factory=dict)
+    plans: Mapping[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    @cached_property
+    def contents(self) -> list[list["PlacedPiece"]]:
+        """The pieces in each file, in the order of their bytes."""
+        found: list[list[PlacedPiece]] = [[] for _ in self.files]
+        for name, record in self.tensors.items():
+            for piece in record.pieces:
+                found[piece.file].append(PlacedPiece(name, record, piece))
+        for each in found:
+            each.sort(key=lambda placed: (placed.piece.begin, placed.num_bytes))
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +148,7 @@ class Manifest:
         body = json.dumps(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": self.version,
                 "step": self.step,
                 "world_size": self.world_size,
                 "files": [list(file) for file in self.files],
@@ -111,77 +157,158 @@ class Manifest:
                 "plans": self.plans,
             }
         ).encode()
+        if len(body) + 100 > MOST_BYTES:
+            raise ValueError(
+                f"the plain values of the state take {len(body):,} bytes of JSON, and {MOST_BYTES:,} is the "
+                "most. Save large lists of numbers as tensors."
+            )
         return body + f'\n{{"crc32": {zlib.crc32(body)}}}\n'.encode()
 
     @classmethod
-    def from_bytes(cls, text: bytes) -> "Manifest":
-        """The inverse of ``to_bytes``.
+    def from_bytes(cls, content: bytes) -> "Manifest":
+        """Read what `to_bytes` wrote, and check all that can be checked without the data files.
 
         Raises:
-            DamagedCheckpointError: unless this is exactly what ``to_bytes`` gave.
-            ValueError: for a manifest of another version.
+            DamagedCheckpointError: the checksum differs, or the content is not that of a whole checkpoint.
+                The message can follow the name of the checkpoint.
+            CheckpointError: the manifest has another version.
         """
-        body, _, trailer = text.partition(b"\n")
+        body, _, trailer = content.partition(b"\n")
         if trailer != f'{{"crc32": {zlib.crc32(body)}}}\n'.encode():
             raise DamagedCheckpointError("the manifest does not have the checksum that it was written with")
-        data = json.loads(body)
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise ValueError(
-                f"this is {data.get('format')!r} of version {data.get('version')!r}, and {FORMAT!r} of "
-                f"version {VERSION} was expected. Read it with the release that wrote it."
-            )
-        files = tuple(DataFile(*file) for file in data["files"])
-        manifest = cls(
-            step=data["step"],
-            world_size=data["world_size"],
-            files=files,
-            tensors={name: _record_from_json(record) for name, record in data["tensors"].items()},
-            values=data["values"],
-            plans=data["plans"],
-        )
-        _check_places(manifest)
-        return manifest
+        try:
+            return _parsed(body)
+        except DamageError as error:
+            raise DamagedCheckpointError(str(error)) from error
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, after a look at the sizes of its files.
+def place_of(name: str, dtype: torch.dtype, shape: Sequence[int], piece: StoredPiece) -> bytes:
+    """Return the text that says where the bytes of a piece belong.
 
-    Raises:
-        DamagedCheckpointError: names the file that is missing, cut, or not what was written.
+    From version 2 on, the checksum of every block covers it. So the same bytes under another name, as another
+    type, in another shape, or at another offset are noticed. The name of the file, which differs from save to
+    save, is left out: equal states have equal checksums.
     """
-    try:
-        manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes())
-        for file in manifest.files:
-            size = (folder / file.name).stat().st_size
-            if size != file.num_bytes:
-                raise DamagedCheckpointError(f"{file.name} has {size} bytes instead of {file.num_bytes}")
-    except FileNotFoundError as error:
-        name = Path(error.filename).name
-        raise DamagedCheckpointError(
-            f"checkpoint {folder}: {name} is missing: it was not finished, or lost a file."
-        ) from error
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {error}.") from error
+    where = [piece.offset, piece.shape, piece.rows_per_block, piece.begin]
+    return json.dumps([name, DTYPE_NAMES[dtype], shape, *where]).encode()
+
+
+def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Sequence[int]) -> str:
+    """Return the name of a piece in its data file."""
+    if tuple(shape) == tuple(size):
+        return name
+    return f"{name}[{', '.join(f'{o}:{o + n}' for o, n in zip(offset, shape, strict=True))}]"
+
+
+def called(name: str) -> str:
+    """Return how errors call a tensor; names may be as long as the file that they come from."""
+    return f"tensor {name[:200]!r}"
+
+
+def _parsed(body: bytes) -> Manifest:
+    said = mapping(parse(body, MANIFEST), MANIFEST)
+    form, version = said.get("format"), said.get("version")
+    if form != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
+        raise CheckpointError(
+            f"{MANIFEST} is {str(form)[:40]!r} of version {str(version)[:40]!r}, and this release reads "
+            f"{FORMAT!r} of versions 1 to {VERSION}. Read it with the release that wrote it."
+        )
+    fields(said, MANIFEST, _FIELDS)
+    step = said["step"]
+    manifest = Manifest(
+        step=None if step is None else integer(step, "the step", -_LARGEST - 1),
+        world_size=integer(said["world_size"], "world_size", 1),
+        files=tuple(_file_from_json(file) for file in items(said["files"], "the list of files")),
+        tensors={
+            name: _record_from_json(name, record)
+            for name, record in mapping(said["tensors"], "the list of tensors").items()
+        },
+        values=mapping(said["values"], "values"),
+        plans={entry: text(plan, "a plan") for entry, plan in mapping(said["plans"], "plans").items()},
+        version=version,
+    )
+    _check_files(manifest)
+    for name, record in manifest.tensors.items():
+        _check_tensor(name, record, manifest)
+    _check_contents(manifest)
+    _check_values(manifest)
     return manifest
 
 
-def _check_places(manifest: Manifest) -> None:
+def _check_files(manifest: Manifest) -> None:
     for file in manifest.files:
-        if Path(file.name).name != file.name or file.name in ("", ".", ".."):
-            raise DamagedCheckpointError(f"the manifest names a file outside of its folder: {file.name!r}")
+        if not _FILE_NAME.fullmatch(file.name) or file.name == MANIFEST:
+            raise DamageError(f"the manifest names a file that cannot be of this folder: {file.name[:100]!r}")
+        if not 8 < file.header_bytes <= file.num_bytes:
+            raise DamageError(f"{file.name} would have a header of {file.header_bytes:,} bytes")
+    if len({file.name for file in manifest.files}) != len(manifest.files):
+        raise DamageError("the manifest names a file twice")
+
+
+def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
+    what = called(name)
+    if name != record.entry and not name.startswith(f"{record.entry}."):
+        raise DamageError(f"{what} cannot belong to the entry {record.entry[:100]!r}")
+    if prod(size for size in record.shape if size) * record.dtype.itemsize > _LARGEST:
+        raise DamageError(f"{what} would have the shape {list(record.shape)}")
+    for piece in record.pieces:
+        end = piece.begin + prod(piece.shape) * record.dtype.itemsize
+        if piece.file >= len(manifest.files) or end > manifest.files[piece.file].num_bytes:
+            raise DamageError(f"{what} has a piece outside of its file")
+        grid = grid_of(piece.shape, record.dtype, piece.rows_per_block)
+        if piece.rows_per_block != max(1, BLOCK_BYTES // max(1, grid.row_bytes)):
+            raise DamageError(f"{what} has a piece with blocks of {piece.rows_per_block} rows")
+        if len(grid.blocks()) != len(piece.checksums):
+            raise DamageError(f"{what} has a piece with {len(piece.checksums)} checksums")
+    flaw = flaw_of_cover(record.shape, [piece[:2] for piece in record.pieces])
+    if flaw is not None:
+        raise DamageError(f"{what}: {flaw}")
+
+
+def _check_contents(manifest: Manifest) -> None:
+    """Check that the pieces in each file lie one behind the other, from its header to its end."""
+    for file, contents in zip(manifest.files, manifest.contents, strict=True):
+        position = file.header_bytes
+        for placed in contents:
+            if placed.piece.begin != position:
+                raise DamageError(
+                    f"{file.name}, {called(placed.name)}: a piece begins at byte {placed.piece.begin:,} "
+                    f"instead of {position:,}"
+                )
+            position += placed.num_bytes
+        if position != file.num_bytes:
+            raise DamageError(f"{file.name}: bytes from {position:,} on belong to no tensor")
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Check that the values of every entry can be decoded, and name its tensors and no others."""
+    of_entry: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
-        for piece in record.pieces:
-            end = piece.begin + prod(piece.shape) * record.dtype.itemsize
-            inside = len(piece.offset) == len(piece.shape) == len(record.shape) and all(
-                o >= 0 and n >= 0 and o + n <= total
-                for o, n, total in zip(piece.offset, piece.shape, record.shape, strict=True)
+        of_entry.setdefault(record.entry, set()).add(name)
+    for entry, value in manifest.values.items():
+        what = f"the entry {entry[:100]!r}"
+        said = fields(value, what, ("kind", "content"))
+        text(said["kind"], f"the kind of {what}", allowed=KINDS)
+        named: set[str] = set()
+
+        def tensor(name: Any, named: set[str] = named) -> Any:
+            named.add(text(name, "the name of a tensor"))
+            return None
+
+        try:
+            decode(said["content"], tensor)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DamageError(f"{what} cannot be read ({error})") from error
+        own = of_entry.pop(entry, set())
+        if named != own:
+            differing = sorted(named ^ own)[0]
+            raise DamageError(
+                f"{what}: {called(differing)} stands in its values or among the tensors, not in both"
             )
-            blocks = grid_of(piece.shape, record.dtype, piece.rows_per_block).blocks()
-            if piece.rows_per_block < 1 or len(blocks) != len(piece.checksums):
-                raise DamagedCheckpointError(f"the manifest lacks checksums of {name!r}")
-            in_file = 0 <= piece.file < len(manifest.files) and 0 <= piece.begin <= end
-            if not inside or not in_file or end > manifest.files[piece.file].num_bytes:
-                raise DamagedCheckpointError(f"the manifest places {name!r} outside of its file or tensor")
+    of_entry.pop(RANDOM, None)
+    if of_entry:
+        entry, names = next(iter(of_entry.items()))
+        raise DamageError(f"{called(min(names))} belongs to the entry {entry[:100]!r}, which is missing")
 
 
 def _record_to_json(record: TensorRecord) -> list[Any]:
@@ -191,21 +318,44 @@ def _record_to_json(record: TensorRecord) -> list[Any]:
     return [record.entry, DTYPE_NAMES[record.dtype], record.shape, pieces]
 
 
-def _record_from_json(data: list[Any]) -> TensorRecord:
-    entry, dtype, shape, pieces = data
+def _record_from_json(name: str, said: Any) -> TensorRecord:
+    what = called(name)
+    entry, dtype, shape, pieces = items(said, what, 4)
     return TensorRecord(
-        entry,
-        DTYPES[dtype],
-        tuple(shape),
-        tuple(
-            StoredPiece(
-                tuple(offset),
-                tuple(piece_shape),
-                file,
-                begin,
-                rows_per_block,
-                tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8)),
-            )
-            for offset, piece_shape, file, begin, rows_per_block, checksums in pieces
-        ),
+        text(entry, f"the entry of {what}"),
+        DTYPES[text(dtype, f"the type of {what}", allowed=list(DTYPES))],
+        _dims(shape, f"the shape of {what}"),
+        tuple(_piece_from_json(piece, len(shape), what) for piece in items(pieces, f"the pieces of {what}")),
     )
+
+
+def _piece_from_json(said: Any, num_dims: int, tensor: str) -> StoredPiece:
+    what = f"a piece of {tensor}"
+    offset, shape, file, begin, rows_per_block, checksums = items(said, what, 6)
+    written = text(checksums, f"the checksums of {what}")
+    if not _CHECKSUMS.fullmatch(written):
+        raise DamageError(f"the checksums of {what} are not hexadecimal")
+    return StoredPiece(
+        integers(offset, f"the offset of {what}", num_dims),
+        integers(shape, f"the shape of {what}", num_dims),
+        integer(file, f"the file of {what}"),
+        integer(begin, f"the first byte of {what}"),
+        integer(rows_per_block, f"the rows per block of {what}", 1),
+        tuple(int(written[at : at + 8], 16) for at in range(0, len(written), 8)),
+    )
+
+
+def _file_from_json(said: Any) -> DataFile:
+    name, num_bytes, header_bytes, header_checksum = items(said, "a file", 4)
+    return DataFile(
+        text(name, "the name of a file"),
+        integer(num_bytes, "the size of a file"),
+        integer(header_bytes, "the size of a header"),
+        integer(header_checksum, "the checksum of a header"),
+    )
+
+
+def _dims(said: Any, what: str) -> tuple[int, ...]:
+    shape = integers(said, what)
+    integer(len(shape), f"the number of dimensions in {what}", 0, _MOST_DIMS)
+    return shape

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from meshrec.checkpoint.agreement import CheckpointError, agreed, as_checkpoint_error, combined, ranks_of
 from meshrec.checkpoint.data_file import Written
 from meshrec.checkpoint.finding import BEST, CHECKPOINTS, find_checkpoint
-from meshrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from meshrec.checkpoint.manifest import MANIFEST, Manifest
 from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, collect, merged, prepare
-from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer
+from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer, read_manifest
 from meshrec.durable import write_durably
 from meshrec.plan.mesh import Axis
 
@@ -254,7 +254,9 @@ class _Save:
             plans=self._collected.plans,
         )
         try:
-            write_durably(self.path / MANIFEST, manifest.to_bytes())
+            content = manifest.to_bytes()
+            Manifest.from_bytes(content)  # what could not be loaded does not replace what can
+            write_durably(self.path / MANIFEST, content)
         except BaseException:
             self.clean_up()
             raise

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshrec.checkpoint.manifest import Manifest
+from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
 from meshrec.checkpoint.random_state import random_state, set_random_state
 from meshrec.checkpoint.values import decode, encode
 from meshrec.distributed.table_shards import TableShards
@@ -23,9 +23,7 @@ from meshrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 
 _log = logging.getLogger(__name__)
 
-RANDOM = "random"
-"""The entry of the random number generators; a state may not use the name."""
-_MODULE, _OPTIMIZER, _STATEFUL, _PLAIN = "module", "optimizer", "stateful", "plain"
+_MODULE, _OPTIMIZER, _STATEFUL, _PLAIN = KINDS
 
 
 @dataclass(kw_only=True)

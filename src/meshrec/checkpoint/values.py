@@ -41,7 +41,12 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of ``encode``; ``tensor`` gives a tensor by its name."""
+    """Return the value that `encode` was given; ``tensor`` gives a tensor by its name.
+
+    Raises:
+        ValueError: for what `encode` cannot have returned.
+        TypeError: likewise, where a key or an item of a set cannot be one.
+    """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -52,11 +57,15 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     content = value[mark]
     if mark == "__tensor__":
         return tensor(content)
+    if not isinstance(content, list):
+        raise ValueError(f"{mark} holds a {type(content).__name__} instead of a list")
     items = [decode(item, tensor) for item in content]
     if mark == "__tuple__":
         return tuple(items)
     if mark == "__set__":
         return set(items)
+    if not all(isinstance(item, list) and len(item) == 2 for item in items):
+        raise ValueError(f"{mark} holds something other than pairs")
     pairs = {_key(key): item for key, item in items}
     return Counter(pairs) if mark == "__counter__" else pairs
 

@@ -1,0 +1,76 @@
+import random
+
+import pytest
+import torch
+
+from meshrec.checkpoint.coverage import MOST_SPLIT_DIMS, flaw_of_cover
+
+WHOLE = ((0, 0), (4, 6))
+QUARTERS = [((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+SPIRAL = [((0, 0), (1, 4)), ((0, 4), (3, 2)), ((3, 1), (1, 5)), ((1, 0), (3, 1)), ((1, 1), (2, 3))]
+
+
+@pytest.mark.parametrize("boxes", [[WHOLE], QUARTERS, SPIRAL, [*QUARTERS, ((4, 0), (0, 6))]])
+def test_covers(boxes):
+    assert flaw_of_cover((4, 6), boxes) is None
+
+
+@pytest.mark.parametrize(
+    ("boxes", "flaw"),
+    [
+        ([], "leave out elements: they have 0, and the tensor has 24"),
+        (QUARTERS[1:], "leave out elements"),
+        ([*QUARTERS, QUARTERS[0]], "overlap: they have 30"),
+        ([*QUARTERS[1:], QUARTERS[1]], "overlap and leave out"),
+        ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "overlap and leave out"),
+        ([((0, 0), (4, 7))], r"of shape \[4, 7\] at \[0, 0\] leads out of its shape \[4, 6\]"),
+        ([((1, 0), (4, 6))], "leads out"),
+    ],
+)
+def test_flaws(boxes, flaw):
+    with pytest.raises(AssertionError, match=flaw):
+        assert flaw_of_cover((4, 6), boxes) is None, flaw_of_cover((4, 6), boxes)
+
+
+def test_numbers_alone_and_empty_tensors():
+    assert flaw_of_cover((), [((), ())]) is None
+    assert "leave out" in flaw_of_cover((), [])
+    assert "overlap" in flaw_of_cover((), [((), ()), ((), ())])
+    assert flaw_of_cover((0, 2**62), [((0, 0), (0, 2**62))]) is None
+
+
+def test_random_boxes_as_by_counting():
+    """Cuts and shifted boxes in up to 4 dimensions, compared with a count of every element."""
+    draw = random.Random(3)
+    for _ in range(500):
+        shape = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 4)))
+        boxes = [((0,) * len(shape), shape)]
+        for _ in range(draw.randint(0, 6)):
+            boxes += cut(boxes.pop(draw.randrange(len(boxes))), draw)
+        for _ in range(draw.choice([0, 0, 1, 2])):
+            boxes[draw.randrange(len(boxes))] = draw.choice(boxes)
+        count = torch.zeros(shape, dtype=torch.int64)
+        for offset, size in boxes:
+            count[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
+        assert (flaw_of_cover(shape, boxes) is None) == bool((count == 1).all())
+
+
+def cut(box, draw):
+    offset, size = box
+    dim = draw.randrange(len(size))
+    at = draw.randint(0, size[dim])
+    first, second = list(size), list(size)
+    first[dim], second[dim] = at, size[dim] - at
+    moved = [*offset[:dim], offset[dim] + at, *offset[dim + 1 :]]
+    return [(offset, tuple(first)), (tuple(moved), tuple(second))]
+
+
+def test_many_boxes_take_linear_time():
+    rows = 200_000
+    assert flaw_of_cover((rows, 2), [((row, 0), (1, 2)) for row in range(rows)]) is None
+
+
+def test_more_dimensions_than_anything_is_cut_along():
+    dims = MOST_SPLIT_DIMS + 1
+    boxes = [((0,) * dims, (1,) * dims)] * 2**dims
+    assert f"cut along {dims} dimensions" in flaw_of_cover((2,) * dims, boxes)
