@@ -38,7 +38,7 @@ from benchmarks.serve import (
 from benchmarks.serve_load import Connection, closed, open_loop
 from meshrec.checkpoint.delta import write_tensors
 from meshrec.checkpoint.publishing import FORMAT
-from meshrec.durable import sha256_of
+from meshrec.durable import sealed, sha256_of
 from meshrec.export import Predictor, export
 from meshrec.export.package import WEIGHTS
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
@@ -206,8 +206,10 @@ class _Prepared:
             "rows": {name: len(ids) for name, (ids, _) in rows.items()},
             "sha256": digests,
             "previous": self._last,
+            "tracked": sorted(rows),
+            "whole": sorted(whole),
         }
-        data = json.dumps(said).encode()
+        data = sealed(said)
         (self.folder / f".{self._count:08d}").write_bytes(data)
         self._last = hashlib.sha256(data).hexdigest()
 

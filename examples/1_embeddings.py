@@ -191,15 +191,17 @@ print("sum:", (2 * mine[:2]).sum().item(), " again, without reading:", torch.add
 # %% [markdown]
 # ## Anatomy of a forward pass
 #
-# Three stages, with the network between them. `input_dist` sends each id to the ranks that own its row, in
-# two halves: first how many, then which. `lookup` runs one kernel over all rectangles of a rank.
-# `output_dist` sends the rows back to the rank that asked. A pipeline calls the stages by themselves and
-# computes something else in between; `forward` calls them in a row.
+# `route` packs the IDs for the ranks that own their rows, and starts to exchange how many there are. `exchange`
+# starts to send the IDs; `arrive` waits for them. `look_up` runs one kernel over all rectangles of a rank, and
+# starts to send the rows back to the rank that asked. A pipeline calls these stages itself and computes
+# something else in between; `forward` calls them in a row.
 
 # %%
-started = sharded.start(features)  # input_dist: sizes are on their way
-exchanging = sharded.exchange(started)  # input_dist: ids are on their way
-looked_up = sharded.look_up(exchanging)  # lookup, and output_dist: embeddings are on their way
+tables = sharded.tables
+sizes = tables.route(features)  # the numbers of IDs are on their way
+sent = tables.exchange(sizes)  # the IDs are on their way
+batch = tables.arrive(sent)  # the IDs are here
+looked_up = sharded.awaited(tables.look_up(batch))  # the embeddings are on their way
 print("the same as forward:", torch.equal(looked_up.values(), sharded(features).values()))
 
 # %% [markdown]
