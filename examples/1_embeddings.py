@@ -191,10 +191,10 @@ print("sum:", (2 * mine[:2]).sum().item(), " again, without reading:", torch.add
 # %% [markdown]
 # ## Anatomy of a forward pass
 #
-# `route` packs the IDs for the ranks that own their rows, and starts to exchange how many there are. `exchange`
-# starts to send the IDs; `arrive` waits for them. `look_up` runs one kernel over all rectangles of a rank, and
-# starts to send the rows back to the rank that asked. A pipeline calls these stages itself and computes
-# something else in between; `forward` calls them in a row.
+# `route` packs the IDs for the ranks that own their rows, and starts to exchange how many there are.
+# `exchange` starts to send the IDs; `arrive` waits for them. `look_up` runs one kernel over all rectangles of
+# a rank, and starts to send the rows back to the rank that asked. A pipeline calls these stages itself and
+# computes something else in between; `forward` calls them in a row.
 
 # %%
 tables = sharded.tables
