@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,10 +98,24 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def imports_of(tree: ast.Module, importer: str, *, is_package: bool) -> list[Import]:
-    """Every import of a part of meshrec in ``tree``, those inside functions included."""
+def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``node`` and all nodes below it, except those that only a type checker reads."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        below: list[ast.AST] = list(node.orelse)
+    else:
+        yield node
+        below = list(ast.iter_child_nodes(node))
+    for each in below:
+        yield from run_time_nodes(each)
+
+
+def imports_of(tree: ast.Module, importer: str, *, is_package: bool, run_time: bool = False) -> list[Import]:
+    """Return every import of a part of meshrec in ``tree``, those inside functions included.
+
+    With ``run_time``, imports for the type checker alone are left out.
+    """
     found = []
-    for node in ast.walk(tree):
+    for node in run_time_nodes(tree) if run_time else ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -154,6 +169,31 @@ def upward(imports: list[Import]) -> list[str]:
     return wrong
 
 
+def circles(imports: list[Import]) -> list[list[str]]:
+    """Return the groups of files that import each other: the strongly connected components of the graph."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for each in imports:
+        if each.importer != each.imported:  # a package may name one of its own names
+            graph[each.importer].add(each.imported)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for name in graph.get(waiting.pop(), set()) - seen:
+                seen.add(name)
+                waiting.append(name)
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    found = {
+        tuple(sorted(other for other in reach[name] if name in reach.get(other, ())))
+        for name in graph
+        if name in reach[name]
+    }
+    return sorted(map(list, found))
+
+
 def class_bases(trees: dict[str, ast.Module]) -> dict[str, dict[str, list[str]]]:
     """Module -> class -> the bases that are classes of this package (by name, as the module calls them)."""
     ours = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -203,16 +243,41 @@ def package_trees() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def test_imports_point_downward() -> None:
-    imports = [
+def package_imports(*, run_time: bool = False) -> list[Import]:
+    found = [
         each
         for path in sorted(SOURCE.rglob("*.py"))
         for each in imports_of(
-            ast.parse(path.read_text()), module_name(path), is_package=path.name == "__init__.py"
+            ast.parse(path.read_text()),
+            module_name(path),
+            is_package=path.name == "__init__.py",
+            run_time=run_time,
         )
     ]
-    assert imports, "the walk found no import at all: it looks at the wrong folder"
-    assert upward(imports) == []
+    assert found, "the walk found no import at all: it looks at the wrong folder"
+    return found
+
+
+def test_imports_point_downward() -> None:
+    assert upward(package_imports()) == []
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    assert circles(package_imports(run_time=True)) == []
+
+
+def test_circles_are_seen() -> None:
+    def file(name: str, code: str) -> list[Import]:
+        return imports_of(ast.parse(code), name, is_package=False, run_time=True)
+
+    one = file("sparse.a", "from meshrec.sparse.b import f")
+    other = file("sparse.b", "def f():\n    from meshrec.sparse.c import g")
+    assert circles([*one, *other]) == []
+    back = file("sparse.c", "import meshrec.sparse.a")
+    assert circles([*one, *other, *back]) == [["sparse.a", "sparse.b", "sparse.c"]]
+    for_types = "if TYPE_CHECKING:\n    import meshrec.sparse.a\nelse:\n    import meshrec.sparse.d"
+    assert circles([*one, *other, *file("sparse.c", for_types)]) == []
+    assert [each.imported for each in file("sparse.c", for_types)] == ["sparse.d"]
 
 
 @pytest.mark.parametrize(

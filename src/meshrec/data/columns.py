@@ -9,10 +9,11 @@ import pyarrow.compute as pc
 from meshrec.data.faults import Faults
 from meshrec.data.hashing import hash_bytes, mix, to_range
 from meshrec.data.samples import Bools, Floats, Ints, Ragged, Samples
-from meshrec.data.schema import DenseColumn, IdColumn, Schema
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from meshrec.data.schema import IdColumn, Schema
 
 
 _MISSING = ". Set missing= of its column to what stands for null"
@@ -26,7 +27,7 @@ class Place(NamedTuple):
     file: str = ""
 
 
-def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
+def wrong_columns(schema: "Schema", found: pa.Schema) -> list[str]:
     """Return what is missing or has a type that cannot be read; empty if everything fits."""
     wrong = []
     for name in schema.columns():
@@ -48,13 +49,14 @@ def wrong_columns(schema: Schema, found: pa.Schema) -> list[str]:
     return wrong
 
 
-def encode(table: pa.Table, schema: Schema, place: Place, faults: Faults) -> Samples:
+def encode(table: pa.Table, schema: "Schema", place: Place, faults: Faults) -> Samples:
     """Encode the rows of a table with the right types. Damaged rows are not ``kept``, or raise an error."""
     num = table.num_rows
     kept = np.ones(num, np.bool_)
     dense = np.empty((num, len(schema.dense)), np.float32)
     for number, column in enumerate(schema.dense):
-        dense[:, number] = _dense(table[column.name], column, place, kept, faults)
+        values = _numbers(table[column.name], column.name, column.missing, place, kept, faults)
+        dense[:, number] = np.log1p(np.maximum(values, 0)) if column.log else values
     labels = (
         np.full(num, np.nan, np.float32)
         if schema.label is None
@@ -64,9 +66,9 @@ def encode(table: pa.Table, schema: Schema, place: Place, faults: Faults) -> Sam
     return Samples(dense, labels, ids, None if kept.all() else kept)
 
 
-def _labels(table: pa.Table, schema: Schema, place: Place, kept: Bools, faults: Faults) -> Floats:
+def _labels(table: pa.Table, schema: "Schema", place: Place, kept: Bools, faults: Faults) -> Floats:
     assert schema.label is not None
-    labels = _dense(table[schema.label], DenseColumn(name=schema.label), place, kept, faults)
+    labels = _numbers(table[schema.label], schema.label, None, place, kept, faults)
     check_labels(labels, schema.label_range, f"{place.name}, column {schema.label!r}", place, kept, faults)
     return labels
 
@@ -93,20 +95,20 @@ def check_labels(
         faults.check(kept, good, message, place.first_row, place.file)
 
 
-def _dense(chunks: Any, column: DenseColumn, place: Place, kept: Bools, faults: Faults) -> Floats:
+def _numbers(
+    chunks: Any, name: str, missing: float | None, place: Place, kept: Bools, faults: Faults
+) -> Floats:
     values: Floats = pc.cast(chunks, pa.float32(), safe=False).combine_chunks().to_numpy(zero_copy_only=False)
     finite = np.isfinite(values)  # null has become NaN
     if not finite.all():
-        if column.missing is None:
-            where = f"{place.name}, column {column.name!r}: row {{row}} is null or not finite{_MISSING}"
+        if missing is None:
+            where = f"{place.name}, column {name!r}: row {{row}} is null or not finite{_MISSING}"
             faults.check(kept, finite, where, place.first_row, place.file)
-        values = np.where(finite, values, np.float32(column.missing or 0))
-    if column.log:
-        values = np.log1p(np.maximum(values, 0))
+        values = np.where(finite, values, np.float32(missing or 0))
     return values
 
 
-def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ragged:
+def _ids(chunks: Any, column: "IdColumn", place: Place, kept: Bools, faults: Faults) -> Ragged:
     array = chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
     if not _is_list(array.type):
         offsets = np.arange(len(array) + 1, dtype=np.int64)
@@ -126,7 +128,9 @@ def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Fault
     return Ragged(_checked(array.flatten(), offsets, column, place, kept, faults), offsets)
 
 
-def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ints:
+def _checked(
+    array: Any, offsets: Ints, column: "IdColumn", place: Place, kept: Bools, faults: Faults
+) -> Ints:
     """Return the IDs of a column, and remove rows with invalid IDs from ``kept``."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -153,7 +157,7 @@ def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bo
 
 
 def _check_range(
-    values: Ints, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults
+    values: Ints, offsets: Ints, column: "IdColumn", place: Place, kept: Bools, faults: Faults
 ) -> None:
     # Seen as unsigned numbers, negative ones are large.
     if int(values.view(np.uint64).max()) < column.num_embeddings:
@@ -166,7 +170,7 @@ def _check_range(
     faults.check(kept, ~_any(outside, offsets), where, place.first_row, place.file)
 
 
-def _hashed(hashes: "npt.NDArray[np.uint64]", column: IdColumn) -> Ints:
+def _hashed(hashes: "npt.NDArray[np.uint64]", column: "IdColumn") -> Ints:
     if column.missing == 0:
         ids = to_range(hashes, column.num_embeddings - 1)
         ids += 1
