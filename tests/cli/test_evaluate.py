@@ -1,5 +1,6 @@
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -8,7 +9,7 @@ from meshrec.cli.train import main as train
 from meshrec.train import RunFolder
 from meshrec.train.evaluation import Scored
 from meshrec.train.judging import _numbered, _slices
-from tests.train.clicks import write_clicks
+from tests.train.clicks import clicks, write_clicks
 
 
 def test_the_test_split_is_judged_as_in_training(tmp_path, capsys):
@@ -36,6 +37,23 @@ def test_the_test_split_is_judged_as_in_training(tmp_path, capsys):
         evaluate.main([str(tmp_path / "r"), "--data", str(data), "--by", "tags"])
 
 
+def test_damaged_rows_are_skipped_where_asked(tmp_path, capsys):
+    write_clicks(tmp_path / "train.parquet", 900, seed=0)
+    write_clicks(tmp_path / "test.parquet", 300, seed=1)
+    source = ["tests/train/clicks.py:recipe", "--data.folder", str(tmp_path)]
+    assert train([*source, "--runs", str(tmp_path), "--name", "r", "--quiet"]) == 0
+    table = clicks(50, seed=2)
+    labels = pa.array([*table["clicked"].to_pylist()[:-1], None], pa.int64())
+    data = tmp_path / "damaged.parquet"
+    pq.write_table(table.set_column(0, "clicked", labels), data)
+    args = [str(tmp_path / "r"), "--data", str(data)]
+    with pytest.raises(ValueError, match="--on-error skip of `meshrec evaluate`"):
+        evaluate.main(args)
+    capsys.readouterr()
+    assert evaluate.main([*args, "--on-error", "skip"]) == 0
+    assert "AUC" in capsys.readouterr().out.upper()
+
+
 def test_values_that_are_called_like_the_others_are_judged_by_themselves():
     rows = ["None", None, "others", *(f"v{at}" for at in range(30)), "None", None, "others"]
     values, numbers = _numbered(pa.chunked_array([rows]), np.arange(len(rows)))
@@ -51,6 +69,8 @@ def test_made_up_data_has_no_files(tmp_path):
     assert train(args) == 0
     with pytest.raises(ValueError, match="SyntheticClicks reads no files of its own"):
         evaluate.main([str(tmp_path / "r"), "--data", "x"])
+    with pytest.raises(ValueError, match="SyntheticClicks has no on_error"):
+        evaluate.main([str(tmp_path / "r"), "--data", "x", "--on-error", "skip"])
 
 
 def test_intervals_need_draws():

@@ -96,6 +96,20 @@ def test_what_cannot_be_written_is_told_before_the_work(run, tmp_path):
         predict.main([str(run), *data, "--out", str(tmp_path / "s.csv"), "--keep", "nobody"])
 
 
+def test_damaged_rows_are_skipped_where_asked(run, tmp_path):
+    table = clicks(50, seed=2)
+    users = pa.array([*table["user"].to_pylist()[:-1], None])
+    data = tmp_path / "damaged.parquet"
+    pq.write_table(table.set_column(table.column_names.index("user"), "user", users), data)
+    args = [str(run), "--data", str(data), "--out", str(tmp_path / "s.parquet")]
+    with pytest.raises(ValueError, match=r"--on-error skip of `meshrec evaluate` and `meshrec predict`"):
+        predict.main(args)
+    assert predict.main([*args, "--on-error", "skip"]) == 0
+    scores = pq.read_table(tmp_path / "s.parquet")["score"].to_pylist()
+    assert scores[-1] is None
+    assert None not in scores[:-1]
+
+
 def test_damaged_rows_have_no_score(run, tmp_path):
     dataset = load_scorer(RunFolder(run), join("cpu"), run.parent / "test.parquet", labelled=False).dataset
     scored = [Scored(torch.tensor([1, 2, 5]), torch.zeros(3), torch.zeros(3))]

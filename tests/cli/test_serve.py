@@ -14,6 +14,17 @@ def test_models_are_called_after_their_folder_or_as_asked(tmp_path):
     assert serve.packages([str(folder), f"other={folder}"]) == {"clicks": folder, "other": folder}
 
 
+def test_the_remedy_for_a_run_without_a_package_names_a_folder_that_is_free(tmp_path):
+    run = tmp_path / "clicks"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    (tmp_path / "clicks-package").mkdir()
+    out = tmp_path / "clicks-package-package"
+    remedy = f"Make one with `meshrec export {run} --out {out}`, then serve {out}"
+    with pytest.raises(ValueError, match=remedy):
+        serve.packages([str(run)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

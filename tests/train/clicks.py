@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -44,10 +45,13 @@ def write_clicks(path: Path, num: int, seed: int = 0) -> Path:
 class Clicks(DataSource):
     folder: Path = Path()
     """Where train.parquet and test.parquet are."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """Handling of damaged rows."""
 
     def load(self):
         names = {"train": "train.parquet", "validation": "test.parquet"}
-        return parquet(schema=SCHEMA, **{part: self.folder / name for part, name in names.items()})
+        paths = {part: self.folder / name for part, name in names.items()}
+        return parquet(schema=SCHEMA, on_error=self.on_error, **paths)
 
 
 def recipe() -> Recipe:

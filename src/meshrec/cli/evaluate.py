@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -33,6 +33,8 @@ class EvaluateOptions:
     """Draws of a bootstrap for 95 % intervals; 200 will do. 0: none."""
     json: Path | None = None
     """A file for the metrics."""
+    on_error: Literal["raise", "skip"] | None = None
+    """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
     step: int | None = None
     """The checkpoint of that step instead."""
     last: bool = False
@@ -56,7 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     run = find_run(options.run, options.runs, trust=options.trust)
 
     def work(ranks: Ranks) -> None:
-        scorer = load_scorer(run, ranks, options.data, labelled=True, step=options.step, last=options.last)
+        scorer = load_scorer(
+            run,
+            ranks,
+            options.data,
+            labelled=True,
+            on_error=options.on_error,
+            step=options.step,
+            last=options.last,
+        )
         found = judge(scorer, ranks, by=options.by, group=options.group, draws=options.intervals)
         if found is None:
             return

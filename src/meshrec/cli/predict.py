@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -28,6 +28,8 @@ class PredictOptions:
     """The file of scores, .parquet or .csv."""
     keep: Words = ()
     """Columns of the data to write beside the scores; if none, those of the ids."""
+    on_error: Literal["raise", "skip"] | None = None
+    """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
     step: int | None = None
     """The checkpoint of that step instead."""
     last: bool = False
@@ -49,7 +51,15 @@ def main(arguments: Sequence[str]) -> int:
     run = find_run(options.run, options.runs, trust=options.trust)
 
     def work(ranks: Ranks) -> None:
-        scorer = load_scorer(run, ranks, options.data, labelled=False, step=options.step, last=options.last)
+        scorer = load_scorer(
+            run,
+            ranks,
+            options.data,
+            labelled=False,
+            on_error=options.on_error,
+            step=options.step,
+            last=options.last,
+        )
         bf16 = scorer.recipe.training.bf16
         scored = gathered(scorer.model, scorer.dataset.train, ranks, bf16=bf16)
         if not ranks.is_first:

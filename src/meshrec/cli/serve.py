@@ -12,6 +12,7 @@ import tyro
 from meshrec.cli.arguments import Words, parse
 from meshrec.export.package import MANIFEST
 from meshrec.serve import ConnectionLimits, Limits, ServerOptions, serve
+from meshrec.train.run_folder import CONFIG
 
 TOKEN = "MESHREC_TOKEN"
 
@@ -138,8 +139,17 @@ def packages(named: Sequence[str]) -> dict[str, Path]:
         if name in found:
             raise ValueError(f"two models are called {name!r}. Give NAME=FOLDER.")
         if not (path / MANIFEST).is_file():
-            raise ValueError(f"{path} holds no package. Make one with `meshrec export RUN --out {path}`.")
+            raise ValueError(f"{path} holds no package. {_remedy(path)}")
         found[name] = path
     if not found:
         raise ValueError("no model was named. Give the folder of a package.")
     return found
+
+
+def _remedy(path: Path) -> str:
+    """Return the command that makes a package, which needs a folder that is not there yet."""
+    run = path if (path / CONFIG).is_file() else "RUN"
+    out = path if path.name else path.absolute()
+    while out.exists():
+        out = out.with_name(f"{out.name}-package")
+    return f"Make one with `meshrec export {run} --out {out}`, then serve {out}."

@@ -20,6 +20,7 @@ from meshrec.train.saved_recipe import describe_data, load_recipe
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader
     from meshrec.data.dataset import Paths
+    from meshrec.data.faults import OnError
 
 # Every sum over columns or ids is made by one rank, as in one process.
 _EXACT = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
@@ -40,6 +41,7 @@ def load_scorer(
     paths: "Paths",
     *,
     labelled: bool,
+    on_error: "OnError | None" = None,
     step: int | None = None,
     last: bool = False,
 ) -> Scorer:
@@ -53,6 +55,7 @@ def load_scorer(
         ranks: the ranks, from `join`.
         paths: data to score: files, folders or patterns, in the form of the run's training data.
         labelled: whether to read labels.
+        on_error: handling of damaged rows; None keeps that of the recipe.
         step, last: other weights than those that the run reports, see ``meshrec.checkpoint.find_checkpoint``.
 
     Raises:
@@ -60,12 +63,24 @@ def load_scorer(
     """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
-    dataset = open_data(recipe.data, run, paths, labelled=labelled)
+    dataset = open_data(_handling(recipe.data, on_error), run, paths, labelled=labelled)
     # Without momentum and the like: nothing is updated here.
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
     model = build(_placed(scored, run, ranks), dataset, ranks).model
     load(checkpoint, {"model": model})
     return Scorer(model, recipe, dataset, read_manifest(checkpoint).step)
+
+
+def _handling(source: DataSource, on_error: "OnError | None") -> DataSource:
+    """Return the source with another handling of damaged rows."""
+    if on_error is None:
+        return source
+    if not hasattr(source, "on_error"):
+        raise ValueError(
+            f"{type(source).__name__} has no on_error: it cannot skip damaged rows. Leave --on-error out, "
+            "and repair the data."
+        )
+    return replace(source, on_error=on_error)  # type: ignore[call-arg]
 
 
 def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: bool) -> "Dataset":
