@@ -41,7 +41,7 @@ from meshrec.train.worker import (
 class TrainOptions:
     """Train a recipe: plan, shard, train and evaluate. The run folder holds everything to look at.
 
-    RECIPE is a name, path/to/file.py:function, path/to/file.yaml or package.module:function.
+    RECIPE is a name, path/to/file.py:function or package.module:function.
     `meshrec train RECIPE --help` lists its options.
 
     `meshrec train --resume --name RUN` continues a run; options given then are changes to it.
