@@ -128,9 +128,8 @@ def link_of(times: Sequence[tuple[float, float]], size: int, *, full_duplex: boo
     message.
 
     Returns:
-        The link, and which of its figures are only bounds. For a measured figure the large message must take
-            a tenth longer
-        than the small one, and the small one longer than its bytes.
+        The link, and which of its figures are only bounds. A figure is measured, not a bound, where the
+        large message takes at least a tenth longer than the small one.
     """
     others = (size - 1) / size
     # Bytes a rank sends; where sending and receiving exclude each other, both count.
