@@ -21,10 +21,12 @@ _NEEDED = re.compile(r"\b(?:must|needs?)\b|pip install")
 
 # What to do about messages that say only what they found.
 _OF_ROOM = {
+    "compat": "Follow the reason at the end of the message.",
     "checkpoint": "That checkpoint is damaged: load the one before, as `CheckpointManager.load_latest` does.",
     "durable": "The file is damaged: copy it again from where it was written, or use an earlier one.",
     "data": "Mend the file, or read with `on_error='skip'`, which counts what it leaves out.",
     "ops": "Make the arguments agree, or let a module call the operator: it checks its input first.",
+    "serve": "Mend the request, and send it on a new connection; the server itself goes on.",
     "testing": "Look for the first table or output that differs, and at what is done to it between ranks.",
 }
 

@@ -1,4 +1,4 @@
-// CRC-32 as zlib computes it (the checksum of checkpoints and packages), at the speed of memory.
+// CRC-32 as zlib computes it (the checksum of checkpoints and packages).
 #pragma once
 
 #include <cstddef>

@@ -4,7 +4,7 @@
     file 4194305 <sha256> <crc32 of each block of 4 MiB, 8 hexadecimal digits each> weights.bin
     end <crc32 of all that stands before this line>
 
-Several threads compare the CRC-32s at the speed of memory, to find accidents; an empty file has "-" in place
+Several threads compare the CRC-32s, to find accidents; an empty file has "-" in place
 of them. The SHA-256s are for signatures: whoever signs this file has signed all others.
 """
 

@@ -1,4 +1,4 @@
-"""CRC-32 at the speed of memory: the compiled kernel, or zlib where nothing was compiled."""
+"""CRC-32 by several threads: the compiled kernel, or zlib where nothing was compiled."""
 
 import ctypes
 import os

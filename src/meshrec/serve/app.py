@@ -138,7 +138,8 @@ class Routes:
     def _check_admin(self, http: HttpRequest) -> None:
         if not self._admin:
             raise RequestError(
-                "this server was started with --no-admin: requests do not change its models.", 403
+                "this server was started with --no-admin. Start it without, to change its models by requests.",
+                403,
             )
         if self._hosts is not None:
             check_origin(dict(http.scope["headers"]), self._hosts)

@@ -73,7 +73,7 @@ class ParameterConstraints:
             )
         for name, reason in _REFUSED.items():
             if getattr(self, name) is not None:
-                raise ValueError(f"MeshRec's planner has no constraint {name}: {reason}")
+                raise ValueError(f"MeshRec's planner does not take the constraint {name}: {reason}")
         if self.use_virtual_table:
             raise ValueError("MeshRec has no virtual tables. Leave use_virtual_table out.")
         if self.stochastic_rounding is False:

@@ -234,7 +234,7 @@ class OptimizerKind(Enum):
 
     @property
     def state_per_row(self) -> tuple[int, int]:
-        """How many fp32 numbers of state a row needs for each of its columns, and how many for the whole row."""
+        """How many fp32 numbers of state a row has per column, and how many besides."""
         slots = _BY_KIND[self].slots if self in _BY_KIND else ()
         num_per_row = sum(slot.per_row for slot in slots)
         return len(slots) - num_per_row, num_per_row
