@@ -138,7 +138,7 @@ class Routes:
     def _check_admin(self, http: HttpRequest) -> None:
         if not self._admin:
             raise RequestError(
-                "this server was started with --no-admin. Start it without, to change its models by requests.",
+                "this server was started with --no-admin. Start it without, to change models.",
                 403,
             )
         if self._hosts is not None:
