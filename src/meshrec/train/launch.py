@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, through PyTorch's elastic launcher."""
+"""Start the ranks of a run on this machine, through PyTorch's elastic launcher."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ from meshrec.train.run_folder import RunFolder
 from meshrec.train.stopped_ranks import StoppedRanks
 
 RANK_TIMEOUT = 120.0
-"""Seconds that ranks wait for one that does not answer."""
+"""Seconds that ranks wait for a rank that does not answer."""
 _SHUTDOWN_SECONDS = 120
 # How long the other ranks have to end by themselves once one has failed.
 _GRACE_SECONDS = 10.0
@@ -33,7 +33,7 @@ _RANK = (
 
 
 class Ended(NamedTuple):
-    """How the ranks ended: an exit code, and what went wrong in the first that failed."""
+    """How the ranks ended: an exit code, and the error of the rank that failed first."""
 
     code: int
     error: str | None
@@ -98,7 +98,7 @@ def launch(
 
 
 def signals_of(failed: Any) -> dict[int, int]:
-    """Of a ``ChildFailedError``: the signals that killed ranks."""
+    """Return the signals that killed ranks, from a ``ChildFailedError``."""
     return {rank: -each.exitcode for rank, each in failed.failures.items() if each.exitcode < 0}
 
 
@@ -192,7 +192,7 @@ def first_error(
 
 
 MESSAGES = ("ValueError", "DataError", "LossError", "CheckpointError", "DamagedCheckpointError")
-"""Errors whose message says it all, to one who does not know the code."""
+"""Errors whose message is enough for users who do not know the code."""
 
 
 def _hint(number: int) -> str:

@@ -18,7 +18,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 def launched() -> bool:
-    """Whether a launcher (ours, or torchrun) started this process as one of several ranks."""
+    """Return whether a launcher (ours, or torchrun) started this process as one of several ranks."""
     return all(name in os.environ for name in LAUNCHER_VARIABLES)
 
 
@@ -47,7 +47,7 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums numbers over all ranks."""
+        """Add up numbers over all ranks."""
         if self.control is None:
             return [float(value) for value in values]
         total = torch.tensor(values, dtype=torch.float64)
@@ -55,7 +55,7 @@ class Ranks:
         return [float(value) for value in total]
 
     def share(self, value: Any) -> Any:
-        """What rank 0 has, on all ranks."""
+        """Return rank 0's value on every rank."""
         if self.control is None:
             return value
         box = [value]
@@ -63,7 +63,7 @@ class Ranks:
         return box[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """What every rank has, by rank."""
+        """Return the values of all ranks, in the order of ranks."""
         if self.control is None:
             return [value]
         found: list[Any] = [None] * self.size
@@ -71,12 +71,12 @@ class Ranks:
         return found
 
     def wait_for_all(self) -> None:
-        """Until every rank is here, however long one of them works alone."""
+        """Wait until every rank arrives, however long one of them works alone."""
         if self.control is not None:
             dist.monitored_barrier(self.control, timeout=_NO_TIMEOUT)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """From here, a collective that waits longer for a rank fails."""
+        """Make collectives fail from now on if a rank keeps the others waiting longer."""
         if self.control is not None:
             set_timeout(seconds)
 

@@ -27,7 +27,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def load(self) -> "Dataset":
-        """Opens the data. Every rank does so, and reads its own part."""
+        """Open the data. Every rank does so, and reads its own part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +40,26 @@ class FittedSource(ABC):
     features: Any
     """What becomes of the columns: `meshrec.data.features.Features`."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """Takes validation and test rows out of the training data; if none, there are files for them."""
+    """How to take validation and test rows out of the training data; if none, they have own files."""
     split_column: str | None = None
-    """Of the split: numbers or times for time, anything for hash."""
+    """Column that decides the split: numbers or times for time, any type for hash."""
     split_validation: float = 0.1
-    """Share of the rows that choose among weights."""
+    """Share of the rows for validation, on which the weights to keep are chosen."""
     split_test: float = 0.1
-    """Share of the rows that judge, once."""
+    """Share of the rows for the final test, which is read once."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What to do about damaged rows."""
+    """Handling of damaged rows."""
     window: int = 8192
-    """Rows that are shuffled among each other."""
+    """Number of rows in the buffer for shuffling."""
     seed: int = 0
-    """Of the order, and of the split."""
+    """Seed of the shuffle and of the split."""
 
     @abstractmethod
     def parts(self) -> tuple[Any, Any, Any]:
-        """Training, validation and test data: paths or tables; the latter two may be None."""
+        """Return training, validation and test data as paths or tables; the latter two may be None."""
 
     def fit(self) -> "Features":
-        """The features, fitted on the training rows. One pass over the data."""
+        """Fit the features on the training rows, in one pass over the data."""
         from meshrec.data.frames import open_tables
         from meshrec.data.tables import fit_features
 
@@ -68,7 +68,7 @@ class FittedSource(ABC):
         return fit_features(features, open_tables, train, split=self._split(), on_error=self.on_error)
 
     def dataset(self, features: "Features") -> "Dataset":
-        """The data, read by features that are fitted."""
+        """Open the data with features that are fitted already."""
         from meshrec.data.frames import open_tables
         from meshrec.data.tables import table_dataset
 
@@ -87,7 +87,7 @@ class FittedSource(ABC):
         )
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Other data of the same form, in its order, as the training part of a dataset."""
+        """Open other data of the same form, in its own order, as the training part of a dataset."""
         from meshrec.data.frames import open_tables
         from meshrec.data.tables import described_by, ordered_reader
 
@@ -97,7 +97,7 @@ class FittedSource(ABC):
         return described_by(features, reader, type(self).__name__.lower())
 
     def load(self) -> "Dataset":
-        """Fits, and opens the data."""
+        """Fit the features, and open the data."""
         return self.dataset(self.fit())
 
     def _split(self) -> "Split | None":
@@ -126,7 +126,7 @@ class ModelConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptimizer:
-    """What updates everything that is no table."""
+    """The optimizer of all parameters outside the tables."""
 
     kind: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     lr: float = 1e-3
@@ -140,15 +140,15 @@ class Training:
     batch_size: int = 1024
     """Samples per step over all ranks."""
     epochs: int = 1
-    """Passes over the training data, at most."""
+    """The largest number of passes over the training data."""
     max_steps: int | None = None
-    """Steps, at most."""
+    """The largest number of steps."""
     evaluate_every: int | None = None
-    """Steps between evaluations; without it, once per epoch."""
+    """Steps between evaluations; if none, one per epoch."""
     patience: int | None = None
-    """Stop after so many evaluations without a better AUC, and take the best weights."""
+    """Stop after this many evaluations without a better AUC, and keep the best weights."""
     accumulate: int = 1
-    """Batches whose gradients are added up for one update."""
+    """Number of batches whose gradients are added up for one update."""
     clip_norm: float | None = None
     """The largest norm of the gradients of an update, those of tables and all ranks included."""
     bf16: bool = False
@@ -157,20 +157,20 @@ class Training:
     """Let the next batch's exchanges run while a batch computes, where there are several ranks; the numbers
     are the same."""
     seed: int = 0
-    """Of first weights and of the order of samples."""
+    """Seed of the initial weights and of the order of samples."""
     log_every: int = 20
     """Steps between lines of metrics."""
     phases_every: int = 50
     """Steps between recordings of the time per phase; 0: none."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; without it, one at the end."""
+    """Steps between checkpoints; if none, one at the end."""
     keep_checkpoints: int = 3
-    """How many of the last checkpoints stay."""
+    """Number of checkpoints to keep."""
     publish_every: int | None = None
     """Steps between deltas for servers, in the run's folder ``deltas``, of which there is one before each
     checkpoint, too; without it, none."""
     prefetch: int = 2
-    """Batches that are read ahead."""
+    """Number of batches to read ahead."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -194,7 +194,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What the planner is told."""
+    """Options of the planner."""
 
     sharded: bool = True
     """Split the tables over ranks as planned; otherwise one process trains the plain model."""
@@ -203,16 +203,16 @@ class Placement:
     memory_gib: float | None = None
     """Memory per rank; if none, the profile's."""
     min_partition: int | None = None
-    """The least number of columns of a column shard; if none, 32."""
+    """Smallest number of columns of a column shard; if none, 32."""
     sharding_types: tuple[str, ...] | None = None
-    """The only sharding types that the planner may choose."""
+    """Sharding types that the planner may choose from."""
     wire: str = str(FULL_PRECISION)
     """How embeddings and their gradients travel between ranks: fp32, fp16 or bf16, or two formats such as
     fp16/bf16, embeddings first."""
     replicate_mib: float | None = None
     """Tables larger than this are split, never copied to every rank; if none, the planner decides."""
     sample_batches: int = 4
-    """Batches to measure pooling factors and hot rows on before planning; 0: assume one id per bag."""
+    """Batches to measure pooling factors and hot rows on before planning; 0: assume one ID per bag."""
     plan: Path | None = None
     """A saved plan to use as it is."""
 
@@ -228,7 +228,7 @@ class Recipe:
     """A training run."""
 
     name: str
-    """What to call it."""
+    """Name of the recipe."""
     data: DataSource
     model: ModelConfig
     loss: Loss = field(default_factory=BinaryCrossEntropy)
@@ -261,7 +261,7 @@ class Recipe:
             )
 
     def check(self, world_size: int) -> None:
-        """ValueError for what cannot be run on so many ranks."""
+        """Raise ValueError for settings that cannot be run on this number of ranks."""
         training = self.training
         if isinstance(self.data, FittedSource):
             _check_labels(self.data.features, self.loss)

@@ -25,7 +25,7 @@ StateName = Literal["running", "stopped", "failed", "finished"]
 
 
 class RunState(NamedTuple):
-    """What ``state.json`` says of a run; ``error`` is the line that a failed one ended with."""
+    """What ``state.json`` holds. ``error`` is the last line of the error that ended a failed run."""
 
     name: StateName
     error: str | None = None
@@ -38,11 +38,11 @@ class RunFolder:
 
     path: Path
     is_trusted: bool = False
-    """Whether the user confirmed that the run's source may be executed, see run_source.py."""
+    """Whether the user allowed the run's source to be executed, see run_source.py."""
 
     @property
     def plan(self) -> Path:
-        """The plan as `meshrec plan` reads it."""
+        """The plan, in the form that `meshrec plan` reads."""
         return self.path / PLAN
 
     @property
@@ -57,33 +57,33 @@ class RunFolder:
 
     @property
     def phases(self) -> Path:
-        """Time per phase and rank."""
+        """The file with the time per phase and rank."""
         return self.path / "phases.jsonl"
 
     @property
     def whole_phases(self) -> Path:
-        """The same of steps that wait for every exchange where it starts; of a pipelined run only."""
+        """The same for steps that wait for each exchange where it starts; only a pipelined run has it."""
         return self.path / "phases_whole.jsonl"
 
     def trace(self, rank: int) -> Path:
-        """The profiler's trace of a rank."""
+        """The file with the profiler's trace of a rank."""
         return self.path / f"trace_rank{rank}.json.gz"
 
     def error(self, rank: int) -> Path:
-        """What a rank failed with."""
+        """The file with the error of a rank."""
         return self.path / f"error_rank{rank}.txt"
 
     def log(self, rank: int) -> Path:
-        """What a rank said, also where it showed nothing on the screen."""
+        """The file with the log of a rank, including what was not shown on the screen."""
         return self.path / f"log_rank{rank}.txt"
 
     def process(self, rank: int) -> Path:
-        """The number of a rank's process, while it works."""
+        """The file with a rank's process ID while the rank works."""
         return self.path / f".process_rank{rank}"
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is a state that training can go on from."""
+        """Whether the folder has a state from which training can continue."""
         return any(self.path.glob("checkpoints/step-*/manifest.json"))
 
     def write_json(self, name: str, value: Any) -> None:
@@ -98,7 +98,7 @@ class RunFolder:
         scratch.replace(self.path / name)
 
     def write_state(self, name: StateName, *, error: str | None = None, step: int | None = None) -> None:
-        """Says how the run is, and in which process."""
+        """Write how the run is, and in which process."""
         self.write_json(
             STATE,
             {
@@ -112,7 +112,7 @@ class RunFolder:
         )
 
     def state(self) -> RunState:
-        """How the run is: one whose process is gone, on this machine, has failed."""
+        """Read how the run is. A run whose process on this machine is gone has failed."""
         found = self.read_json(STATE)
         if found is None:  # written by an earlier release
             return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
@@ -125,18 +125,18 @@ class RunFolder:
         return max((line["step"] for line in self.metrics()), default=None)
 
     def read_json(self, name: str) -> Any:
-        """What `write_json` wrote; None where there is no such file."""
+        """Read what `write_json` wrote; None if there is no such file."""
         with contextlib.suppress(FileNotFoundError):
             return json.loads((self.path / name).read_text())
         return None
 
     def append_metrics(self, values: dict[str, Any]) -> None:
-        """Adds a line to ``metrics.jsonl``."""
+        """Add a line to ``metrics.jsonl``."""
         with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(_finite(values), allow_nan=False) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``; a last line that was cut off is left out."""
+        """Read the lines of ``metrics.jsonl``, without a last line that was cut off."""
         return _lines(self.path / METRICS)
 
     def forget_after(self, step: int, *, judged: bool) -> None:
@@ -200,7 +200,7 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
 
 
 def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> RunFolder:
-    """Find a run by its name, or by its path.
+    """Find a run by its name or its path.
 
     Args:
         name: the run's name, or the path of its folder.
@@ -220,20 +220,20 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
 
 
 def remove_run(folder: RunFolder) -> None:
-    """Removes a run with all it holds. ValueError while it is running."""
+    """Remove a run and all its files. ValueError while it is running."""
     if folder.state().name == "running":
         raise ValueError(f"{folder.path} is running; stop it first, then remove it.")
     shutil.rmtree(folder.path)
 
 
 def drop_unstarted(folder: RunFolder) -> None:
-    """Removes the folder of a run that ended before it began: nothing in it is worth a look."""
+    """Remove the folder of a run that ended before its first step: it holds nothing of use."""
     if not (folder.path / CONFIG).exists():
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def all_runs(runs: Path = RUNS) -> list[RunFolder]:
-    """All runs, oldest first."""
+    """Return all runs, oldest first."""
     found = [path.parent for path in runs.glob(f"*/{CONFIG}")]
     return [RunFolder(path) for path in sorted(found, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
@@ -262,7 +262,7 @@ def to_json(value: Any) -> Any:
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in a config of `to_json`."""
+    """Return (dotted name, value) for every value of a config from `to_json`."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from flat(value, f"{prefix}.{key}" if prefix else key)
@@ -292,7 +292,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def now() -> str:
-    """The time, to the second, with its zone."""
+    """Return the time, to the second, with its time zone."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

@@ -23,7 +23,7 @@ _FIXED = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "t
 
 
 class Change(NamedTuple):
-    """An option that a resumed run has otherwise than before."""
+    """An option whose value a resumed run changes."""
 
     name: str
     old: Any
@@ -142,7 +142,7 @@ def changes(before: Recipe, after: Recipe) -> list[Change]:
 
 
 def _is_place(recipe: Recipe, name: str) -> bool:
-    """Whether an option says where the data lies: the same data may lie elsewhere now."""
+    """Return whether an option is a path to the data: the same data may be elsewhere now."""
     value: Any = recipe
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -150,7 +150,7 @@ def _is_place(recipe: Recipe, name: str) -> bool:
 
 
 def describe_data(dataset: "Dataset") -> dict[str, Any]:
-    """What a run's place in its data depends on, as plain values."""
+    """Return what a run's position in its data depends on, as plain values."""
     sizes = {
         name: None if reader is None else reader.num_samples
         for name, reader in (

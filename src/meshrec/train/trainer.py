@@ -118,22 +118,22 @@ class Trainer:
         self._kept_step: int | None = None
         self._first_failure: tuple[int, str] | None = None
         self._num_untold = 0
-        """Samples that this rank has trained since all ranks counted them."""
+        """Number of samples this rank has trained since the ranks last added up their counts."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in one pass over the data; the last may have fewer samples."""
+        """Number of steps in one pass over the data; the last one may have fewer samples."""
         return -(-self.dataset.train.num_samples // self._samples_per_step)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run, unless it ends early."""
+        """Number of steps of the whole run, unless it ends early."""
         training = self.recipe.training
         steps = training.epochs * self.steps_per_epoch
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
     def resume(self) -> bool:
-        """Goes on from the folder's last sound checkpoint; False where there is none. Collective."""
+        """Continue from the folder's newest sound checkpoint; return False if there is none. Collective."""
         assert self._checkpoints is not None
         assert self.folder is not None
         groups = [group for each in (self.built.tables, self.built.dense) for group in each.param_groups]
@@ -178,12 +178,12 @@ class Trainer:
         return self.validation
 
     def evaluate(self, reader: Reader) -> dict[str, float]:
-        """Metrics of the weights of now on other samples: ``dataset.open(paths, True)``. Collective."""
+        """Compute the metrics of other samples: ``dataset.open(paths, True)``. Collective."""
         bf16, loss = self.recipe.training.bf16, self.recipe.loss
         return evaluate(self.built.model, reader, self.ranks, bf16=bf16, loss=loss)
 
     def predict(self, reader: Reader) -> Iterator[Scored]:
-        """Logits by the weights of now, this rank's part, in the reader's order. Collective, to its end."""
+        """Yield logits of the current weights for this rank's part, in order. Collective to its end."""
         return score(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
 
     def _owes_an_evaluation(self) -> bool:
@@ -200,7 +200,7 @@ class Trainer:
         return self.stopped or self.progress.step >= self.num_steps or self.early.is_over
 
     def _epoch(self) -> None:
-        """The rest of the epoch, or of the run."""
+        """Train the rest of the epoch, or of the run."""
         training, ranks = self.recipe.training, self.ranks
         reader = self.dataset.train.batches(
             training.batch_size // ranks.size,
@@ -253,7 +253,7 @@ class Trainer:
             self._checkpoints.save(self.progress.step)
 
     def _one_step(self, batches: Iterator[Batch]) -> bool:
-        """Whether there was data for one."""
+        """Train one step; return False if no data was left for it."""
         progress, training = self.progress, self.recipe.training
         self._rates.set(progress.step)
         left = self.dataset.train.num_samples - progress.position.sample
@@ -299,7 +299,7 @@ class Trainer:
         return True
 
     def _fail(self) -> None:
-        """Ends the run on every rank, with the cause that one of them saw."""
+        """End the run on every rank, with the error that one of them saw."""
         found = [each for each in self.ranks.collect(self._first_failure) if each is not None]
         step, cause = min(found)
         latest = None
@@ -313,7 +313,7 @@ class Trainer:
         )
 
     def _count(self) -> None:
-        """Adds the samples that the ranks have trained since the last time. Collective."""
+        """Add the samples that the ranks have trained since the last call. Collective."""
         (num_samples,) = self.ranks.sum([self._num_untold])
         self.progress.num_samples += int(num_samples)
         self._num_untold = 0
@@ -338,7 +338,7 @@ class Trainer:
         self._start_clock()
 
     def _log_rest(self) -> None:
-        """A line of the samples that no line has told of, if any."""
+        """Write a line of the samples since the last line, if there are any."""
         if not self._window.is_empty:
             self._log()
 
@@ -387,7 +387,7 @@ class Trainer:
         return found
 
     def _finish(self) -> None:
-        """Takes the best weights, and judges them on the test data; a stopped run judges nothing anew."""
+        """Load the best weights and evaluate them on the test data; a stopped run evaluates nothing."""
         if not self.stopped and self._measured_step != self.progress.step:
             self._evaluate()
         self.weights_step = self.progress.step

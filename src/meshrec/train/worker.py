@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
 
 LAUNCH = "launch.json"
-"""Holds the id of the launch that made the run's folder."""
+"""Holds the ID of the launch that made the run's folder."""
 RUN_VARIABLE = "MESHREC_RUN"
-"""Names the run's folder to the ranks that our launcher starts, which has made it."""
+"""The name of the run's folder, for the ranks that our launcher starts; the launcher has made it."""
 BEGAN_VARIABLE = "MESHREC_BEGAN"
-"""When the command began, in seconds: ranks start later."""
+"""When the command began, in seconds; ranks start later."""
 
 _logger = logging.getLogger("meshrec")
 
@@ -141,14 +141,14 @@ def _failed(folder: RunFolder, ranks: Ranks, error: BaseException) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     text = str(error).strip().splitlines()
     message = text[0] if text else ""
     return message if isinstance(error, ValueError) else f"{type(error).__name__}: {message}"
 
 
 def record_failure(folder: RunFolder, error: str) -> None:
-    """Says in the run's folder that it failed; the page tells how far it came."""
+    """Record in the run's folder that the run failed, and make the page of what was trained."""
     if (folder.path / CONFIG).exists():
         step = max((line["step"] for line in folder.metrics()), default=None)
         folder.write_state("failed", error=error, step=step)
@@ -402,7 +402,7 @@ class _Run:
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
 
     def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
-        """The baselines and the pages: rank 0's work."""
+        """Compute the baselines and write the pages: rank 0's work."""
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
         judged = dataset.validation is not None or dataset.test is not None
@@ -431,11 +431,11 @@ class _Run:
 
 
 class _Stopped(Exception):
-    """The user does not want to wait."""
+    """Raised where the user does not want to wait."""
 
 
 def commands(folder: RunFolder) -> dict[str, str]:
-    """What to type next: to resume the run, to export its weights, and to load them in Python."""
+    """Return the commands to type next: to resume the run, export its weights, and load them in Python."""
     runs = "" if folder.path.parent == RUNS else f" --runs {folder.path.parent}"
     return {
         "resume": f"meshrec train --resume --name {folder.path.name}{runs}",
