@@ -1,4 +1,4 @@
-"""The parts of several jagged tensors put one after another, and the errors where they do not go together."""
+"""Concatenation of jagged tensors, and the errors where they do not fit together."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-    """``KeyedJaggedTensor.concat`` of at least one."""
+    """Implement ``KeyedJaggedTensor.concat`` for one or more parts."""
     values, weights, lengths = concatenated_bags("concat", kjts)
     stride, strides = _strides(kjts)
     known = [kjt._length_per_key for kjt in kjts]
@@ -49,7 +49,7 @@ def concatenated_bags(op: str, parts: Sequence[Jagged]) -> tuple[Tensor, Tensor 
 
 
 def _strides(kjts: list["KeyedJaggedTensor"]) -> tuple[int | None, list[list[int]] | None]:
-    """The stride of all keys, or else the strides per key and rank.
+    """Return the stride of all keys, or the strides per key and rank.
 
     Raises:
         ValueError: The strides differ, or only some inputs have strides per key.
@@ -73,7 +73,7 @@ def _strides(kjts: list["KeyedJaggedTensor"]) -> tuple[int | None, list[list[int
 
 
 def _inverse_indices(parts: "list[InverseIndices | None]") -> "InverseIndices | None":
-    """The inverse indices of all keys, if all parts have them."""
+    """Return the inverse indices of all keys, if all parts have them."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None

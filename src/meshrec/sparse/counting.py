@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def count_per_key(kjt: "KeyedJaggedTensor") -> list[int]:
-    """The number of values of each key; waits for the device.
+    """Return the number of values of each key; waits for the device.
 
     Raises:
         ValueError: The lengths do not sum to the number of values.

@@ -12,7 +12,7 @@ from meshrec.sparse.validation import check_bags, check_layout, count_bags, kind
 
 
 class Jagged:
-    """What jagged types share: values, maybe weights, and bags as lengths, offsets or both. Abstract."""
+    """Base class of the jagged types: values, optional weights, and bags as lengths, offsets or both."""
 
     _values: Tensor
     _weights: Tensor | None
@@ -65,16 +65,16 @@ class Jagged:
         return self._offsets
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """The device of the values."""
         return self._values.device
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of all tensors until the work queued on ``stream`` is done."""
+        """Keep the memory of all tensors until the work queued on ``stream`` is done."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """The size of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Jagged:
 
 
 class JaggedTensor(Jagged):
-    """A batch of bags of varying length, such as the ids of one feature or a sequence of embeddings.
+    """A batch of bags of varying length, such as the IDs of one feature or a sequence of embeddings.
 
     Lengths and offsets are computed from one another when first read.
 
@@ -129,7 +129,7 @@ class JaggedTensor(Jagged):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """A JaggedTensor of parts that are known to fit."""
+        """Make a JaggedTensor without checks, of parts that are known to fit."""
         jt = JaggedTensor.__new__(JaggedTensor)
         jt._values = values
         jt._weights = weights
@@ -146,14 +146,14 @@ class JaggedTensor(Jagged):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """No bags and no values."""
+        """Make a JaggedTensor without bags and values."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         values = torch.empty(0, dtype=values_dtype, device=device)
         return JaggedTensor(values, weights, lengths=torch.empty(0, dtype=lengths_dtype, device=device))
 
     @staticmethod
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
-        """No bags and no values, of the dtypes of ``jt``, weighted if it is."""
+        """Make a JaggedTensor without bags and values, of the dtypes of ``jt``, and weighted if it is."""
         return JaggedTensor.empty(
             jt._weights is not None,
             jt.device() if device is None else device,
@@ -164,7 +164,7 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """From one tensor per bag.
+        """Make a JaggedTensor from one tensor per bag.
 
         Raises:
             ValueError: The list is empty, or weights and values differ in number.
@@ -185,7 +185,7 @@ class JaggedTensor(Jagged):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """From a padded tensor [B, T, ...], of whose row ``b`` the first ``lengths[b]`` entries count.
+        """Make a JaggedTensor from a padded tensor [B, T, ...], taking ``lengths[b]`` entries of row ``b``.
 
         Raises:
             ValueError: The shapes do not fit.
@@ -203,15 +203,15 @@ class JaggedTensor(Jagged):
         return JaggedTensor(values[counts], None if weights is None else weights[counts], lengths=lengths)
 
     def to_dense(self) -> list[Tensor]:
-        """One view of the values per bag."""
+        """Return a view of the values of each bag."""
         return list(self._values.split(self.lengths().tolist()))
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """One view of the weights per bag, if there are weights."""
+        """Return a view of the weights of each bag, if there are weights."""
         return None if self._weights is None else list(self._weights.split(self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Values as [B, T, ...]; shorter bags are padded, longer ones cut.
+        """Return the values as [B, T, ...]; shorter bags are padded, longer ones cut.
 
         Args:
             desired_length: T; without it, the length of the longest bag.
@@ -222,7 +222,7 @@ class JaggedTensor(Jagged):
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Weights as [B, T], if there are weights; see :meth:`to_padded_dense`."""
+        """Return the weights as [B, T], if there are weights; see :meth:`to_padded_dense`."""
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, rows: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
@@ -238,7 +238,7 @@ class JaggedTensor(Jagged):
         return torch.cat([rows, padding])[sources_BT]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
-        """On another device."""
+        """Return a copy on another device."""
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
@@ -249,7 +249,7 @@ class JaggedTensor(Jagged):
         return jt
 
     def validate(self) -> None:
-        """Reads every number and checks that the bags cut the values completely; synchronizes with a GPU.
+        """Read all numbers and check that the bags cut the values completely; synchronizes with a GPU.
 
         Raises:
             ValueError: Naming the sample at fault.

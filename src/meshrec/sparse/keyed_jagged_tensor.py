@@ -151,7 +151,7 @@ class KeyedJaggedTensor(Jagged):
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """A KeyedJaggedTensor of parts that are known to fit; ``strides``: stride_per_key_per_rank."""
+        """Make a KeyedJaggedTensor without checks; ``strides`` is its stride_per_key_per_rank."""
         kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         kjt._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
         return kjt
@@ -166,7 +166,7 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """From lengths, with everything that is needed on the host read at once; see :meth:`sync`."""
+        """Make one from lengths, and read all numbers that the host needs at once; see :meth:`sync`."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -187,7 +187,7 @@ class KeyedJaggedTensor(Jagged):
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
-        """From offsets, with everything that is needed on the host read at once; see :meth:`sync`."""
+        """Make one from offsets, and read all numbers that the host needs at once; see :meth:`sync`."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -200,7 +200,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """The JaggedTensors one after another; they may have different numbers of bags.
+        """Concatenate JaggedTensors, which may have different numbers of bags.
 
         Raises:
             ValueError: There are none, or only some have weights.
@@ -217,7 +217,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """The keys of all, one after another.
+        """Concatenate the keys of several KeyedJaggedTensors.
 
         Raises:
             ValueError: The list is empty, only some have weights, or the batch sizes differ (they may where
@@ -235,13 +235,13 @@ class KeyedJaggedTensor(Jagged):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
-        """No keys, no bags, no values."""
+        """Make a KeyedJaggedTensor without keys, bags and values."""
         jt = JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
         return KeyedJaggedTensor.unchecked([], jt._values, jt._weights, jt._lengths, stride=0)
 
     @staticmethod
     def empty_like(kjt: "KeyedJaggedTensor", device: torch.device | None = None) -> "KeyedJaggedTensor":
-        """No keys and no values; dtypes, weights or not, and batch size of ``kjt``."""
+        """Make one without keys and values, with the dtypes, weights and batch size of ``kjt``."""
         weights = kjt._weights
         empty = KeyedJaggedTensor.empty(
             weights is not None,
@@ -254,7 +254,7 @@ class KeyedJaggedTensor(Jagged):
         return empty
 
     def keys(self) -> list[str]:
-        """The features' names, in order."""
+        """The names of the features, in order."""
         return self._keys
 
     def stride(self) -> int:
@@ -275,7 +275,7 @@ class KeyedJaggedTensor(Jagged):
         return self._strides is not None
 
     def stride_per_key(self) -> list[int]:
-        """Bags of each key."""
+        """The number of bags of each key."""
         if self._stride_per_key is None:
             if self._strides is None:
                 self._stride_per_key = [self.stride()] * len(self._keys)
@@ -284,7 +284,7 @@ class KeyedJaggedTensor(Jagged):
         return self._stride_per_key
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Bags of each key and source rank; empty where all keys have ``stride()`` bags."""
+        """The number of bags of each key and source rank; empty where all keys have ``stride()`` bags."""
         if isinstance(self._strides, Tensor):
             self._strides = self._strides.tolist()
         return [] if self._strides is None else self._strides
@@ -345,22 +345,22 @@ class KeyedJaggedTensor(Jagged):
         return self._offset_per_key
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Reads on the host what ``split``, ``to_dict`` and ``kjt[key]`` need; returns itself."""
+        """Read on the host what ``split``, ``to_dict`` and ``kjt[key]`` need; return itself."""
         self.offset_per_key()
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Forgets what :meth:`sync` read; returns itself."""
+        """Forget what :meth:`sync` read; return itself."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Lengths are flat from the start here; returns itself."""
+        """Return itself: its lengths are flat from the start."""
         return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one key, as views.
+        """Return the bags of one key, as views.
 
         Raises:
             KeyError: There is no such key.
@@ -375,7 +375,7 @@ class KeyedJaggedTensor(Jagged):
         return JaggedTensor.unchecked(*group, None)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """The bags of every key, as views.
+        """Return the bags of every key, as views.
 
         Args:
             compute_offsets: Has no effect: a JaggedTensor computes its offsets when they are first read.
@@ -398,7 +398,7 @@ class KeyedJaggedTensor(Jagged):
         return self._jt_dict if self._jt_dict_grad in (None, torch.is_grad_enabled()) else None
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Groups of neighbouring keys, as views.
+        """Cut into groups of neighbouring keys, as views.
 
         Args:
             segments: The number of keys of each group. Keys after the last group are left out.
@@ -409,7 +409,7 @@ class KeyedJaggedTensor(Jagged):
         return split_keys(self, segments)
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
-        """The keys in another order; some may be left out, or come twice.
+        """Put the keys in another order; some may be left out, or come twice.
 
         Args:
             indices: Positions of the result's keys.
@@ -423,7 +423,7 @@ class KeyedJaggedTensor(Jagged):
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> "KeyedJaggedTensor":
-        """On another device.
+        """Return a copy on another device.
 
         Args:
             device: Where to.
@@ -440,11 +440,11 @@ class KeyedJaggedTensor(Jagged):
         return result
 
     def pin_memory(self) -> "KeyedJaggedTensor":
-        """In pinned host memory, from which copies to a GPU do not block."""
+        """Return a copy in pinned host memory, from which copies to a GPU do not block."""
         return self._with_tensors(Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
-        """A copy with changed tensors, which keeps what is known on the host."""
+        """Return a copy with changed tensors, which keeps what is known on the host."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
@@ -474,7 +474,7 @@ class KeyedJaggedTensor(Jagged):
         return [*super()._tensors(), *([] if inverse is None else [inverse[1]])]
 
     def validate(self) -> None:
-        """Reads every number and checks that keys, bags, weights and indices fit; synchronizes with a GPU.
+        """Read all numbers and check that keys, bags, weights and indices fit; synchronizes with a GPU.
 
         Raises:
             ValueError: Naming the key and sample at fault.

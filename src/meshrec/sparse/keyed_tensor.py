@@ -11,7 +11,7 @@ from meshrec.sparse.printing import is_readable, keyed_text, rows_text, shape_te
 
 
 class _Stretch(NamedTuple):
-    """Neighbouring keys of one tensor: columns ``start`` to ``stop`` of the tensor with index ``tensor``."""
+    """A range of neighbouring keys: columns ``start`` to ``stop`` of the tensor with index ``tensor``."""
 
     tensor: int
     start: int
@@ -75,7 +75,7 @@ class KeyedTensor:
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """A KeyedTensor of parts that are known to fit."""
+        """Make a KeyedTensor without checks, of parts that are known to fit."""
         kt = KeyedTensor.__new__(KeyedTensor)
         kt._fill(keys, length_per_key, values, key_dim)
         return kt
@@ -84,7 +84,7 @@ class KeyedTensor:
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """From one tensor per key, concatenated along ``cat_dim``.
+        """Make a KeyedTensor from one tensor per key, concatenated along ``cat_dim``.
 
         Raises:
             ValueError: The list is empty, or the sizes do not fit.
@@ -108,7 +108,7 @@ class KeyedTensor:
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """The device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
@@ -122,7 +122,7 @@ class KeyedTensor:
         return self._offset_per_key
 
     def __getitem__(self, key: str) -> Tensor:
-        """The piece of ``key``, a view.
+        """Return the piece of ``key``, a view.
 
         Raises:
             KeyError: There is no such key.
@@ -139,7 +139,7 @@ class KeyedTensor:
         return self._cut()[index]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """All pieces by key, as views."""
+        """Return all pieces by key, as views."""
         return dict(zip(self._keys, self._cut(), strict=True))
 
     def _cut(self) -> list[Tensor]:
@@ -152,7 +152,7 @@ class KeyedTensor:
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """One tensor per group, with the pieces of the group's keys side by side; differentiable.
+        """Return one tensor per group, with the pieces of its keys side by side; differentiable.
 
         Every tensor is cut once, at the groups' borders, and every group put together once. A group that is
         one stretch of one tensor is a view.
@@ -186,7 +186,7 @@ class KeyedTensor:
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """:meth:`regroup`, with a name for each group.
+        """Call :meth:`regroup`, and give each group a name.
 
         Raises:
             ValueError: Groups and keys differ in number, and what :meth:`regroup` raises.
@@ -199,7 +199,7 @@ class KeyedTensor:
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
-        """On another device."""
+        """Return a copy on another device."""
         return KeyedTensor(
             self._keys,
             self._length_per_key,
@@ -210,11 +210,11 @@ class KeyedTensor:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the values' memory until the work queued on ``stream`` is done."""
+        """Keep the memory of the values until the work queued on ``stream`` is done."""
         self._values.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """The size of the values."""
+        """The size of the values in bytes."""
         return self._values.numel() * self._values.element_size()
 
     def __getstate__(self) -> dict[str, Any]:

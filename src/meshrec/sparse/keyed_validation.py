@@ -17,7 +17,7 @@ _NAME = "KeyedJaggedTensor"
 def check_keys_and_strides(
     keys: list[str], num_bags: int, stride: int | None, strides: list[list[int]] | Tensor | None
 ) -> None:
-    """Raises a ValueError unless the bags can be shared out among the keys; reads no tensor."""
+    """Raise ValueError unless the bags can be shared out among the keys; reads no tensor."""
     num_keys = len(keys)
     if isinstance(keys, str):
         raise ValueError(f"{_NAME}: keys must be a list of names, got the string {keys!r}; pass [{keys!r}]")
@@ -55,7 +55,7 @@ def check_keys_and_strides(
 
 
 def check_keyed_numbers(kjt: "KeyedJaggedTensor") -> None:
-    """Raises a ValueError unless all numbers fit, naming key and sample."""
+    """Raise ValueError unless all numbers fit; the message names key and sample."""
     _check_keys(kjt.keys())
     bags = kjt.lengths_offset_per_key()
     if bags != sorted(bags):

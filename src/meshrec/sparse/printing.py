@@ -14,7 +14,7 @@ _EDGE = 3
 
 
 def is_readable(*tensors: Tensor | None) -> bool:
-    """Whether the numbers can be printed; they cannot while a program is traced, nor on the meta device."""
+    """Return whether the numbers can be read; not while a program is traced, nor on the meta device."""
     return all(t is None or (type(t) in (Tensor, Parameter) and not t.is_meta) for t in tensors)
 
 

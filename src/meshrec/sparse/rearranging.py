@@ -1,4 +1,4 @@
-"""Keys of a KeyedJaggedTensor taken out and put in another order: cut, split, permute."""
+"""Cutting, splitting and permuting the keys of a KeyedJaggedTensor."""
 
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """Views of a few neighbouring keys."""
+    """Return views of a few neighbouring keys."""
 
     values: Tensor
     weights: Tensor | None
@@ -38,7 +38,7 @@ def cut_keys(kjt: "KeyedJaggedTensor", sizes: list[int]) -> list[Group]:
 
 
 def split_keys(kjt: "KeyedJaggedTensor", segments: list[int]) -> "list[KeyedJaggedTensor]":
-    """``KeyedJaggedTensor.split``."""
+    """Implement ``KeyedJaggedTensor.split``."""
     num_keys, num_taken = len(kjt.keys()), sum(segments)
     if num_taken > num_keys or min(segments, default=0) < 0:
         raise ValueError(
@@ -63,7 +63,7 @@ def split_keys(kjt: "KeyedJaggedTensor", segments: list[int]) -> "list[KeyedJagg
 
 
 def permuted_keys(kjt: "KeyedJaggedTensor", indices: list[int]) -> "KeyedJaggedTensor":
-    """``KeyedJaggedTensor.permute``."""
+    """Implement ``KeyedJaggedTensor.permute``."""
     keys, values, lengths = kjt.keys(), kjt.values(), kjt.lengths()
     for index in indices:
         if not 0 <= index < len(keys):

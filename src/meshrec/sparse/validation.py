@@ -15,7 +15,7 @@ _COUNT_DTYPES = (torch.int32, torch.int64)
 def check_layout(
     name: str, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """Raises a ValueError for shapes, dtypes and devices that cannot belong together; reads no numbers."""
+    """Raise ValueError for shapes, dtypes and devices that cannot belong together; reads no numbers."""
     if not isinstance(values, Tensor) or values.dim() < 1:
         raise ValueError(f"{name}: values must be a tensor of at least 1 dimension, got {kind_of(values)}")
     if lengths is None and offsets is None:
@@ -47,14 +47,14 @@ def check_layout(
 
 
 def kind_of(thing: object) -> str:
-    """Dtype and shape of a tensor, or what else it is."""
+    """Describe a tensor by dtype and shape, and anything else by its type."""
     if isinstance(thing, Tensor):
         return f"{str(thing.dtype).removeprefix('torch.')} {list(thing.shape)}"
     return f"{type(thing).__name__} {thing!r}"
 
 
 def count_bags(lengths: Tensor | None, offsets: Tensor | None) -> int:
-    """The number of bags, from whichever is there."""
+    """Return the number of bags, from lengths or offsets."""
     if lengths is not None:
         return lengths.numel()
     assert offsets is not None
@@ -64,7 +64,7 @@ def count_bags(lengths: Tensor | None, offsets: Tensor | None) -> int:
 def check_bags(
     values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None, place: Place
 ) -> None:
-    """Raises a ValueError unless the bags cut ``values`` completely and the weights are numbers."""
+    """Raise ValueError unless the bags cut ``values`` completely and the weights are numbers."""
     num_values = values.size(0)
     if lengths is not None:
         _check_lengths(lengths, num_values, place)

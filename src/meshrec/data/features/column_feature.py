@@ -1,4 +1,4 @@
-"""What numbers and ids have in common: they are of a column of some kind, are fitted, and are data."""
+"""What features of numbers and of IDs share: a column, its kind, fitting, and JSON."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,15 +10,15 @@ from meshrec.data.features.values import DatePartName, Kind, TimeUnit
 
 
 class UnfittedError(ValueError):
-    """A feature is asked for what it learns from data, and has not seen any."""
+    """A feature that must be fitted on data was used before it was."""
 
 
 class OfColumn(Protocol):
-    """A feature of a column."""
+    """Base class of features that read one column."""
 
     @property
     def name(self) -> str:
-        """Of the feature."""
+        """The name of the feature."""
 
     @property
     def source(self) -> str:
@@ -30,11 +30,11 @@ class OfColumn(Protocol):
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it can be applied."""
+        """Whether the feature is fitted, or needs no fitting."""
 
 
 def wrong_kind(feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str, Kind]) -> str | None:
-    """What is wrong with its column's kind, if anything is."""
+    """Return what is wrong with the kind of its column, if anything is."""
     kind = kinds[feature.source]
     is_same = kind == feature.found or {kind, feature.found} == {"integer", "number"}
     if feature.found is not None and not is_same:
@@ -45,7 +45,7 @@ def wrong_kind(feature: OfColumn, allowed: tuple[Kind, ...], kinds: Mapping[str,
 
 
 def changed_kind(column: str, kind: Kind, found: Kind, feature: str) -> str:
-    """That a column holds something else than when a feature was fitted."""
+    """Return the error of a column whose kind is not the one of the fit."""
     return (
         f"column {column!r} holds {kind}, and held {found} when feature {feature!r} was fitted. Give it "
         "as it was, or fit and train anew"
@@ -53,7 +53,7 @@ def changed_kind(column: str, kind: Kind, found: Kind, feature: str) -> str:
 
 
 def check_time(name: str, part: str | None, unit: str) -> None:
-    """ValueError for a part or a unit of times that there is not."""
+    """Raise ValueError for an unknown part or unit of times."""
     parts, units = get_args(DatePartName), get_args(TimeUnit)
     if (part is not None and part not in parts) or unit not in units:
         raise ValueError(
@@ -63,7 +63,7 @@ def check_time(name: str, part: str | None, unit: str) -> None:
 
 
 def need_fitted(feature: OfColumn) -> None:
-    """Raises UnfittedError unless it can be applied."""
+    """Raise UnfittedError if the feature must be fitted first."""
     if not feature.is_fitted:
         raise UnfittedError(
             f"feature {feature.name!r} is not fitted yet: Features.fit(...) on the training data comes "
@@ -72,7 +72,7 @@ def need_fitted(feature: OfColumn) -> None:
 
 
 def to_json(feature: Any) -> dict[str, Any]:
-    """Plain JSON types; defaults are left out."""
+    """Return the feature as plain JSON types, without values that are defaults."""
     found: dict[str, Any] = {"type": type(feature).__name__}
     for each in fields(feature):
         value = getattr(feature, each.name)
@@ -84,7 +84,7 @@ def to_json(feature: Any) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
-    """What `to_json` gave.
+    """Make a feature from what `to_json` gave.
 
     Raises:
         ValueError: it is of none of the ``kinds``.

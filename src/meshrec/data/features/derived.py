@@ -1,4 +1,4 @@
-"""Ids that are made of columns: crosses, ranges of numbers, parts of times."""
+"""IDs made of columns: crosses, ranges of numbers, parts of times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,20 +51,20 @@ class Cross(IdFeature):
 
     @property
     def is_fitted(self) -> bool:
-        """Always."""
+        """True: a hash needs no fitting."""
         return True
 
     @property
     def rows(self) -> int:
-        """Of its table."""
+        """The number of rows of its table."""
         return self.num_embeddings
 
     def columns(self) -> tuple[str, ...]:
-        """Those that are crossed."""
+        """The columns that are crossed."""
         return self.columns_crossed
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """Lists cannot be crossed."""
+        """Return what is wrong with the kinds of its columns: lists cannot be crossed."""
         for at, each in enumerate(self.columns_crossed):
             found = None if self.found_crossed is None else self.found_crossed[at]
             if (kinds[each], found) == ("number", "integer"):  # for their nulls
@@ -76,7 +76,7 @@ class Cross(IdFeature):
         return None
 
     def rows_of(self, array: Any) -> Ints:
-        """Of a struct array of the columns."""
+        """Return the rows of a struct array of the columns."""
         hashes, missing = np.zeros(len(array), np.uint64), np.zeros(len(array), np.bool_)
         for number in range(len(self.columns_crossed)):
             column = array.field(number)
@@ -89,7 +89,7 @@ class Cross(IdFeature):
         return rows
 
     def row_of(self, value: Any) -> int:
-        """The row of a tuple of values, one of each column."""
+        """Return the row of a tuple of values, one of each column."""
         if not isinstance(value, tuple) or len(value) != len(self.columns_crossed):
             raise ValueError(
                 f"feature {self.name!r} takes {len(self.columns_crossed)} values, got {value!r}."
@@ -101,7 +101,7 @@ class Cross(IdFeature):
         )
 
     def values(self, table: pa.Table) -> Values:
-        """The columns together."""
+        """Return the columns as one struct array."""
         arrays = [whole(table[each]) for each in self.columns_crossed]
         plain = [each.dictionary_decode() if pa.types.is_dictionary(each.type) else each for each in arrays]
         if self.found_crossed is not None:
@@ -117,7 +117,7 @@ class Cross(IdFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets(IdFeature):
-    """Numbers as ids: equally frequent ranges of the training data. Row 0 is for null and NaN.
+    """Numbers as IDs: ranges that are equally frequent in training. Row 0 is for null and NaN.
 
     Args:
         num_buckets: at most so many; equal values are never parted.
@@ -142,13 +142,13 @@ class Buckets(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Of its table."""
+        """The number of rows of its table."""
         need_fitted(self)
         assert self.edges is not None
         return len(self.edges) + 2
 
     def fitted(self, sample: Any) -> "Buckets":
-        """With the quantiles of a sample of the column."""
+        """Return the feature fitted to the quantiles of a sample of the column."""
         values = numbers_of(sample, self.part, self.unit)
         values = values[np.isfinite(values)]
         if not len(values):
@@ -160,7 +160,7 @@ class Buckets(IdFeature):
         return replace(self, found=kind_of(sample.type), edges=tuple(edges.tolist()))
 
     def rows_of(self, array: Any) -> Ints:
-        """The bucket of each value."""
+        """Return the bucket of each value."""
         need_fitted(self)
         values = numbers_of(array, self.part, self.unit)
         rows = 1 + np.searchsorted(np.asarray(self.edges, np.float64), values, side="right").astype(np.int64)
@@ -170,7 +170,7 @@ class Buckets(IdFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class DatePart(IdFeature):
-    """A part of a time (UTC) as ids: hour, weekday, month, ... Row 0 is for null.
+    """A part of a time (UTC) as IDs: hour, weekday, month, ... Row 0 is for null.
 
     Args:
         part: month, day, weekday, hour or minute.
@@ -193,15 +193,15 @@ class DatePart(IdFeature):
 
     @property
     def is_fitted(self) -> bool:
-        """Always."""
+        """True: it needs no fitting."""
         return True
 
     @property
     def rows(self) -> int:
-        """Of its table."""
+        """The number of rows of its table."""
         return DATE_PARTS[self.part] + 1
 
     def rows_of(self, array: Any) -> Ints:
-        """The part, from 1."""
+        """Return the part of each time, counted from 1."""
         parts = pc.fill_null(parts_of(array, self.part, self.unit), -1)
         return parts.to_numpy(zero_copy_only=False).astype(np.int64) + 1  # type: ignore[no-any-return]

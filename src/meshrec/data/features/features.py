@@ -25,44 +25,44 @@ from meshrec.data.features.vocabulary import Vocabulary
 from meshrec.data.samples import Ints, Samples, Shape
 
 ColumnFeature = Number | IdFeature
-"""What becomes of a column."""
+"""A feature of any kind."""
 
 _VERSION = 1
 _KINDS = {each.__name__: each for each in (Number, Hashed, Integer, Vocabulary, Cross, Buckets, DatePart)}
 
 
 class FitState(NamedTuple):
-    """What a pass over a part of the data remembers; merges exactly, in any order."""
+    """The state of a pass over a part of the data; merges exactly, in any order."""
 
     num_rows: int
     sample: RowSample
     counts: dict[str, Counts]
 
     def merged(self, other: "FitState") -> "FitState":
-        """Of both parts together."""
+        """Return the state of both parts together."""
         counts = {name: mine.merged(other.counts[name]) for name, mine in self.counts.items()}
         return FitState(self.num_rows + other.num_rows, self.sample.merged(other.sample), counts)
 
 
 class Coverage(NamedTuple):
-    """How the values of a feature meet its rows."""
+    """How the values of a feature meet the rows of its table."""
 
     name: str
-    """Of the feature."""
+    """The name of the feature."""
     num_ids: int
-    """Ids that were seen."""
+    """The number of IDs seen."""
     missing: float
-    """Share of them that are null or empty."""
+    """Share of the IDs that are null or empty."""
     distinct: int
-    """Distinct values, about."""
+    """Estimated number of distinct values."""
     rows: int
-    """Of the table."""
+    """The number of rows of the table."""
     used_rows: int
-    """Rows that some value has."""
+    """The number of rows that some value has."""
     colliding: float
     """Share of the distinct values that share their row with another."""
     unseen: float | None
-    """Share of the ids that are in no vocabulary; None where there is none."""
+    """Share of the IDs that are in no vocabulary; None without a vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Features(Encoding):
             )
 
     def _check_vocabularies(self) -> None:
-        """Those of one table must choose alike among the values that they count together."""
+        """Raise ValueError if features of one table count values together but choose differently."""
         alike = ("min_count", "max_size", "num_unseen", "num_embeddings")
         first: dict[str, Vocabulary] = {}
         for each in self.ids:
@@ -123,12 +123,12 @@ class Features(Encoding):
 
     @property
     def numbers(self) -> tuple[Number, ...]:
-        """Those of ``Batch.dense``."""
+        """The features of ``Batch.dense``."""
         return tuple(each for each in self.features if isinstance(each, Number))
 
     @property
     def ids(self) -> tuple[IdFeature, ...]:
-        """Those of ``Batch.sparse``."""
+        """The features of ``Batch.sparse``."""
         return tuple(each for each in self.features if isinstance(each, IdFeature))
 
     @property
@@ -138,7 +138,7 @@ class Features(Encoding):
 
     @property
     def shape(self) -> Shape:
-        """What samples look like; data without labels has one column of NaN for each."""
+        """The schema of samples; data without labels has one column of NaN for each."""
         return Shape(
             len(self.numbers),
             len(self.ids),
@@ -149,11 +149,11 @@ class Features(Encoding):
 
     @property
     def takes_dictionaries(self) -> bool:
-        """Yes: each value of a dictionary is hashed once."""
+        """True: each value of a dictionary is hashed once."""
         return True
 
     def id_columns(self) -> tuple[str, ...]:
-        """The columns that ids come from, but for those of joins."""
+        """The columns that IDs come from, without those of joins."""
         joined = {column for join in self.joins for column in join.columns}
         return tuple(
             dict.fromkeys(
@@ -164,35 +164,35 @@ class Features(Encoding):
         )
 
     def labels_of(self) -> tuple[str, ...]:
-        """Names of the labels where there are several."""
+        """The names of the labels, if there are several."""
         return tuple(each.column for each in self.labels) if self.num_labels > 1 else ()
 
     @property
     def is_weighted(self) -> bool:
-        """Whether ids have weights."""
+        """Whether IDs have weights."""
         return any(each.weights is not None for each in self.ids)
 
     @property
     def is_fitted(self) -> bool:
-        """Whether all of them are."""
+        """Whether all features are fitted."""
         return all(each.is_fitted for each in self.features)
 
     def __getitem__(self, name: str) -> ColumnFeature:
-        """A feature by its name."""
+        """Return a feature by its name."""
         for each in self.features:
             if each.name == name:
                 return each
         raise KeyError(f"there is no feature {name!r}; there are {[each.name for each in self.features]}.")
 
     def columns(self) -> list[str]:
-        """The columns to read, each once: of labels, weight and features, and the keys of joins."""
+        """The columns to read, each once: labels, weight, features, and the keys of joins."""
         joined = {column for join in self.joins for column in join.columns}
         names = [each.column for each in self.labels] + ([] if self.weight is None else [self.weight])
         names += [column for each in self.features for column in each.columns() if column not in joined]
         return list(dict.fromkeys([*names, *(join.key for join in self.joins)]))
 
     def fitted_kinds(self) -> Mapping[str, str]:
-        """What the columns of features held that are fitted, and the keys of joins hold."""
+        """The kinds of the columns of fitted features, and of the keys of joins."""
         joined = {column for join in self.joins for column in join.columns}
         kinds: dict[str, str] = {join.key: join.key_kind() for join in self.joins}
         for each in self.features:
@@ -203,7 +203,7 @@ class Features(Encoding):
         return {column: kind for column, kind in kinds.items() if column not in joined}
 
     def wrong_columns(self, found: pa.Schema) -> list[str]:
-        """What is missing or of a kind that cannot be read; empty if nothing is."""
+        """Return what is missing or of a kind that cannot be read; empty if nothing is."""
         missing = [name for name in self.columns() if found.get_field_index(name) < 0]
         if missing:
             return [f"there is no column {name!r} among {found.names}" for name in missing]
@@ -223,15 +223,15 @@ class Features(Encoding):
         return wrong
 
     def unlabelled(self) -> "Features":
-        """The same for data without labels."""
+        """Return a copy for data without labels."""
         return replace(self, labels=(), weight=None)
 
     def described(self) -> tuple[Feature, ...]:
-        """What a model needs to know of the ids. UnfittedError before they are fitted."""
+        """Return what a model needs to know of the IDs. UnfittedError before they are fitted."""
         return tuple(each.feature() for each in self.ids)
 
     def encode(self, table: pa.Table, place: Place, faults: Faults) -> Samples:
-        """The samples of a table's rows; damaged ones are not ``kept``, or an error.
+        """Return the samples of a table's rows; damaged ones are not ``kept``, or an error.
 
         Raises:
             UnfittedError: a feature is not fitted.
@@ -268,7 +268,7 @@ class Features(Encoding):
     # -- fitting -----------------------------------------------------------------------------------------
 
     def state_of(self, table: pa.Table, rows: Ints) -> FitState:
-        """What is remembered of some rows of the training data.
+        """Return the state of some rows of the training data.
 
         Args:
             table: their columns.
@@ -290,7 +290,7 @@ class Features(Encoding):
         return FitState(table.num_rows, RowSample.of(sampled, rows), counts)
 
     def fitted(self, state: FitState, found: pa.Schema) -> "Features":
-        """With what the training data says: another object.
+        """Return another object, fitted to a state.
 
         Args:
             state: of all of it.
@@ -319,7 +319,7 @@ class Features(Encoding):
         return replace(self, features=tuple(features))
 
     def _counts_of_tables(self, state: FitState) -> dict[str, Counts]:
-        """Of the vocabularies that share a table together, so that a value has one row in all of them."""
+        """Fit the vocabularies that share a table together, so that a value has one row in all of them."""
         found: dict[str, Counts] = {}
         for name, counts in state.counts.items():
             table = self[name].table or name  # type: ignore[union-attr]
@@ -333,7 +333,7 @@ class Features(Encoding):
         return found
 
     def fit(self, tables: Iterable[pa.Table]) -> "Features":
-        """Fitted on tables, one after another: see `state_of` and `fitted`."""
+        """Fit on tables, one after another: see `state_of` and `fitted`."""
         state, first, schema = None, 0, None
         for table in tables:
             rows = np.arange(first, first + table.num_rows, dtype=np.int64)
@@ -347,7 +347,7 @@ class Features(Encoding):
         return self.fitted(state, schema)
 
     def joined_schema(self, found: pa.Schema) -> pa.Schema:
-        """With the columns that joins bring."""
+        """Add the columns that joins bring."""
         for join in self.joins:
             for field in join.fields():
                 if field.name in found.names:
@@ -361,7 +361,7 @@ class Features(Encoding):
     # -- looking -----------------------------------------------------------------------------------------
 
     def coverage(self, tables: Iterable[pa.Table]) -> list[Coverage]:
-        """How the values in some data meet the rows of each table: collisions, unseen values, rows in use."""
+        """Return collisions, unseen values and rows in use of each table, for some data."""
         seen: dict[str, _Seen] = {each.name: _Seen(each) for each in self.ids}
         for table in tables:
             for join in self.joins:
@@ -371,7 +371,7 @@ class Features(Encoding):
         return [each.coverage() for each in seen.values()]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return all features as plain JSON types."""
         return {
             "version": _VERSION,
             "labels": [each.to_json() for each in self.labels],
@@ -382,7 +382,7 @@ class Features(Encoding):
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "Features":
-        """What `to_json` gave. ValueError for another version, or features that are not known."""
+        """Make features from what `to_json` gave. ValueError for another version or unknown features."""
         if saved.get("version") != _VERSION:
             raise ValueError(
                 f"these features were saved in version {saved.get('version')}, not {_VERSION}. Fit them anew."
@@ -395,17 +395,17 @@ class Features(Encoding):
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes one JSON file."""
+        """Write one JSON file."""
         Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> "Features":
-        """What `save` wrote."""
+        """Read what `save` wrote."""
         return Features.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def values_are_lists(table: pa.Table, feature: IdFeature) -> bool:
-    """Whether a feature's column has lists, or texts of several values."""
+    """Return whether the column of a feature has lists, or texts of several values."""
     if feature.source not in table.column_names:
         return False
     return feature.separator is not None or kind_of(table[feature.source].type).startswith("list")
@@ -420,7 +420,7 @@ def _average_length(feature: IdFeature, sample: pa.Table) -> float:
 
 
 class _Seen:
-    """Collects what `Coverage` says."""
+    """Collects the figures of `Coverage`."""
 
     def __init__(self, feature: IdFeature) -> None:
         self._feature = feature

@@ -1,4 +1,4 @@
-"""Values as rows of tables: hashed, or integers as they are."""
+"""IDs: values hashed to rows of tables, or integers as they are."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from meshrec.data.samples import Bools, Floats, Ints, Ragged
 
 @dataclass(frozen=True, kw_only=True)
 class IdFeature(ABC):
-    """A column of values, or of lists of values, becomes ids: rows of a table.
+    """A column of values, or of lists of values, becomes IDs: rows of a table.
 
     Lists are Arrow's, or texts of several values with a ``separator`` between them, as CSV files have them.
 
@@ -81,25 +81,25 @@ class IdFeature(ABC):
         return self.name if self.column is None else self.column
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """What is wrong with the kinds of columns, if anything is."""
+        """Return what is wrong with the kinds of its columns, if anything is."""
         return wrong_kind(self, self.allowed if self.separator is None else ("text",), kinds)
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it can be applied."""
+        """Whether the feature is fitted, or needs no fitting."""
         return self.found is not None
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Of its table."""
+        """The number of rows of its table."""
 
     @abstractmethod
     def rows_of(self, array: Any) -> Ints:
-        """The row of each value of an Arrow array; null and the empty text are values, too."""
+        """Return the row of each value of an Arrow array; null and the empty text are values, too."""
 
     def row_of(self, value: Any) -> int:
-        """The row of one value: in training, in predictions and in serving."""
+        """Return the row of one value, the same in training, prediction and serving."""
         need_fitted(self)
         null = pa.string() if "text" in self.allowed else pa.int64()
         array = pa.nulls(1, null) if value is None else array_of([value])
@@ -112,11 +112,11 @@ class IdFeature(ABC):
             raise ValueError(f"{error}; got the value {value!r}.") from error
 
     def columns(self) -> tuple[str, ...]:
-        """The ids' and the weights'."""
+        """The columns of the IDs and of their weights."""
         return (self.source,) if self.weights is None else (self.source, self.weights)
 
     def feature(self) -> Feature:
-        """What a model needs to know."""
+        """What a model needs to know of the IDs."""
         need_fitted(self)
         return Feature(
             name=self.name,
@@ -127,7 +127,7 @@ class IdFeature(ABC):
         )
 
     def values(self, table: pa.Table) -> Values:
-        """The values that it numbers."""
+        """Return the values that the feature numbers."""
         if self.separator is not None:
             try:
                 return split_values_of(table[self.source], self.separator)
@@ -146,7 +146,7 @@ class IdFeature(ABC):
             raise DataError(f"column {self.source!r} holds {error}. Give it as it was") from error
 
     def encode(self, table: pa.Table, place: Place, kept: Bools, faults: Faults) -> Ragged:
-        """The ids of all samples."""
+        """Return the IDs of all samples."""
         found = self.values(table)
         rows = self.rows_of(found.array)
         self.check(rows, found, place, kept, faults)
@@ -154,7 +154,7 @@ class IdFeature(ABC):
         return self._cut(Ragged(rows, found.offsets, weights))
 
     def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Takes samples whose ids are damage out of ``kept``: here there are none."""
+        """Take samples with damaged IDs out of ``kept``; a feature of this class has none."""
         del rows, found, place, kept, faults
 
     def _weights(self, table: pa.Table, found: Values, place: Place, kept: Bools, faults: Faults) -> Floats:
@@ -231,20 +231,20 @@ class Hashed(IdFeature):
 
     @property
     def is_fitted(self) -> bool:
-        """Always: a hash learns nothing."""
+        """True: a hash needs no fitting."""
         return True
 
     @property
     def rows(self) -> int:
-        """Of its table."""
+        """The number of rows of its table."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
-        """The rows of values."""
+        """Return the rows of values."""
         return self.rows_of_hashes(*hashes_and_missing(array))
 
     def rows_of_hashes(self, hashes: UInt64s, missing: Bools | None) -> Ints:
-        """The rows of hashed values."""
+        """Return the rows of hashed values."""
         if self.seed:
             hashes = mix(hashes, seed=self.seed)
         if not self.missing:
@@ -256,13 +256,13 @@ class Hashed(IdFeature):
         return rows
 
     def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Null is damage without ``missing``."""
+        """Take samples with null out of ``kept``, unless ``missing`` says otherwise."""
         if not self.missing:
             check_missing(self, found, place, kept, faults)
 
 
 def check_missing(feature: IdFeature, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-    """Takes samples with null among their values out of ``kept``."""
+    """Take samples with null among their values out of ``kept``."""
     missing = is_missing(found.array)
     if missing is not None:
         total = np.concatenate([[0], np.cumsum(missing)])
@@ -300,16 +300,16 @@ class Integer(IdFeature):
 
     @property
     def is_fitted(self) -> bool:
-        """Always."""
+        """True: it needs no fitting."""
         return True
 
     @property
     def rows(self) -> int:
-        """Of its table."""
+        """The number of rows of its table."""
         return self.num_embeddings
 
     def rows_of(self, array: Any) -> Ints:
-        """The integers; -1 where they are none of the table's."""
+        """Return the integers; -1 where one is outside the table."""
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
         rows = integers_of(array)
@@ -319,7 +319,7 @@ class Integer(IdFeature):
         return np.where(rows.view(np.uint64) < self.num_embeddings, rows, -1)
 
     def check(self, rows: Ints, found: Values, place: Place, kept: Bools, faults: Faults) -> None:
-        """Ids outside the table are damage."""
+        """Take samples with IDs outside the table out of ``kept``."""
         outside = rows < 0
         if outside.any():
             total = np.concatenate([[0], np.cumsum(outside)])
@@ -335,7 +335,7 @@ class Integer(IdFeature):
             rows[outside] = 0
 
     def row_of(self, value: Any) -> int:
-        """The integer. ValueError outside the table."""
+        """Return the integer. ValueError if it is outside the table."""
         row = IdFeature.row_of(self, value)
         if row < 0:
             raise ValueError(f"feature {self.name!r}: {value!r} lies outside [0, {self.num_embeddings}).")

@@ -1,4 +1,4 @@
-"""Columns of another table, looked up by a key: what is known of items, beside what users did with them."""
+"""Joins: columns of another table, looked up by a key, such as what is known of items."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ class Join:
     columns: tuple[str, ...]
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """What is wrong with the key of the data, if anything is."""
+        """Return what is wrong with the key of the data, if anything is."""
         kind, mine = self.key_kind(), kinds[self.key]
         if mine == kind or {mine, kind} == {"integer", "number"}:
             return None
         return f"column {self.key!r} holds {mine}, and {kind} in {self.path}. Make them of one kind"
 
     def key_kind(self) -> Kind:
-        """What the key holds."""
+        """The kind of the key."""
         return kind_of(self._table().schema.field(self.key).type)
 
     def kinds(self) -> dict[str, Kind]:
-        """Of the columns that it brings."""
+        """The names of the columns that it brings."""
         return {field.name: kind_of(field.type) for field in self.fields()}
 
     def fields(self) -> list[Any]:
@@ -47,7 +47,7 @@ class Join:
         return [self._table().schema.field(name) for name in self.columns]
 
     def joined(self, table: pa.Table) -> pa.Table:
-        """The table with the columns."""
+        """Return the table with the columns added."""
         items = self._table()
         known, order = self.__dict__["_sorted"]
         try:
@@ -84,17 +84,17 @@ class Join:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the join as plain JSON types."""
         return {"path": self.path, "key": self.key, "columns": list(self.columns)}
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "Join":
-        """What `to_json` gave."""
+        """Make a join from what `to_json` gave."""
         return Join(path=saved["path"], key=saved["key"], columns=tuple(saved["columns"]))
 
 
 def _without_value(chunks: Any) -> Bools:
-    """Where a column is null or NaN."""
+    """Return where a column is null or NaN."""
     array = whole(chunks)
     plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     missing: Bools = plain.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""What a model learns to say."""
+"""Labels: the columns that a model learns to predict."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from meshrec.data.samples import Bools, Floats
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A column that a model learns to say.
+    """A column that a model learns to predict.
 
     Args:
         column: numbers or booleans.
@@ -36,13 +36,13 @@ class Label:
             )
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """What is wrong with its column, if anything is."""
+        """Return what is wrong with its column, if anything is."""
         if kinds[self.column] in ("integer", "number"):
             return None
         return f"column {self.column!r} holds {kinds[self.column]}, and a label holds numbers or booleans"
 
     def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
-        """[n] float32; null, NaN, and binary labels outside [0, 1] are damage."""
+        """Return [n] float32; null, NaN, and binary labels outside [0, 1] are damage."""
         values = numbers_of(whole(chunks), None, "s")
         where = f"{place.name}, column {self.column!r}"
         finite = np.isfinite(values)
@@ -56,5 +56,5 @@ class Label:
         return labels
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the label as plain JSON types."""
         return asdict(self)

@@ -68,20 +68,20 @@ class Number:
         return self.name if self.column is None else self.column
 
     def wrong(self, kinds: Mapping[str, Kind]) -> str | None:
-        """What is wrong with the kinds of columns, if anything is."""
+        """Return what is wrong with the kinds of its columns, if anything is."""
         return wrong_kind(self, self.allowed, kinds)
 
     def columns(self) -> tuple[str, ...]:
-        """All columns that it reads."""
+        """The columns that it reads."""
         return (self.source,)
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it can be applied; what learns nothing can be always."""
+        """Whether the feature is fitted, or needs no fitting."""
         return self.found is not None or (self.clip is None and not self.standardize)
 
     def fitted(self, sample: Any) -> "Number":
-        """With what a sample of the column says."""
+        """Return the feature fitted to a sample of the column."""
         found = replace(self, found=kind_of(sample.type))
         values = found._plain(sample)
         values = values[np.isfinite(values)]
@@ -100,7 +100,7 @@ class Number:
         return replace(found, low=low, high=high, mean=mean, deviation=deviation)
 
     def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
-        """[n] float32."""
+        """Return the values, [n] float32."""
         values = self._plain(whole(chunks))
         finite = np.isfinite(values)
         if not finite.all():

@@ -35,11 +35,11 @@ class RowSample(NamedTuple):
 
     @staticmethod
     def of(table: pa.Table, rows: Ints, limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Of rows that have the numbers ``rows``."""
+        """Make a sample of rows that have the numbers ``rows``."""
         return _smallest(table, mix(rows.view(np.uint64), seed=_ROW_SEED), limit)
 
     def merged(self, other: "RowSample", limit: int = SAMPLE_ROWS) -> "RowSample":
-        """Of both parts together."""
+        """Return the sample of both parts together."""
         table = pa.concat_tables([self.table, other.table], promote_options="permissive")
         return _smallest(table, np.concatenate([self.places, other.places]), limit)
 
@@ -60,16 +60,16 @@ class Distinct(NamedTuple):
 
     @staticmethod
     def of(array: Any, limit: int = DISTINCT) -> "Distinct":
-        """Of an Arrow array of numbers or texts; nulls and empty texts do not count."""
+        """Make one of an Arrow array of numbers or texts; nulls and empty texts do not count."""
         hashes, missing = hashes_and_missing(array)
         return Distinct(np.unique(hashes if missing is None else hashes[~missing])[:limit])
 
     def merged(self, other: "Distinct", limit: int = DISTINCT) -> "Distinct":
-        """Of both parts together."""
+        """Return the estimate's state for both parts together."""
         return Distinct(np.unique(np.concatenate([self.hashes, other.hashes]))[:limit])
 
     def count(self, limit: int = DISTINCT) -> int:
-        """The estimate."""
+        """Return the estimated number."""
         num = len(self.hashes)
         if num < limit:
             return num
@@ -78,14 +78,14 @@ class Distinct(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """How often each value occurs: exact."""
+    """Exact counts of how often each value occurs."""
 
     values: Any
     counts: Any
 
     @staticmethod
     def of(array: Any) -> "Counts":
-        """Of an Arrow array of numbers or texts; nulls, NaN and empty texts do not count."""
+        """Count an Arrow array of numbers or texts; nulls, NaN and empty texts do not count."""
         array = array.drop_null()
         if pa.types.is_floating(array.type) or pa.types.is_decimal(array.type):
             array = pc.add(array.cast(pa.float64()), 0.0)  # -0.0 is 0.0
@@ -96,7 +96,7 @@ class Counts:
         return Counts(found.field("values"), found.field("counts").cast(pa.int64()))
 
     def merged(self, other: "Counts") -> "Counts":
-        """Of both parts together."""
+        """Return the counts of both parts together."""
         # Files may differ in the width of a type, and in whether integers are floats for their nulls.
         both = pa.concat_tables([self._table(), other._table()], promote_options="permissive")
         grouped = both.group_by("value", use_threads=False)
@@ -104,7 +104,7 @@ class Counts:
         return Counts(summed["value"].combine_chunks(), summed["count_sum"].combine_chunks())
 
     def by_count(self) -> "Counts":
-        """Frequent values first, those of one count in the order of the values."""
+        """Return the values by falling count; those of one count in the order of the values."""
         order = pc.sort_indices(
             self._table(),
             sort_keys=[("count", "descending"), ("value", "ascending")],

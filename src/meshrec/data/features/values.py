@@ -1,4 +1,4 @@
-"""Arrow columns as what features need: plain values, the ids of rows, numbers, parts of dates."""
+"""Arrow columns in the forms that features need: plain values, rows, numbers, parts of dates."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -38,7 +38,7 @@ class Values(NamedTuple):
 
 
 def kind_of(kind: pa.DataType) -> Kind:
-    """What a column holds, whatever its width."""
+    """The kind of values in a column, whatever their width."""
     if pa.types.is_dictionary(kind):
         return kind_of(kind.value_type)
     if is_list(kind):
@@ -54,29 +54,29 @@ def kind_of(kind: pa.DataType) -> Kind:
 
 
 def array_of(values: Sequence[Any]) -> Any:
-    """An Arrow array of Python values; of integers beyond int64 it is one of uint64."""
+    """Make an Arrow array of Python values; integers beyond int64 give one of uint64."""
     large = any(isinstance(each, int) and each >= 1 << 63 for each in values)
     return pa.array(values, pa.uint64() if large else None)
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Lists of variable and of fixed size."""
+    """Return whether the type is a list of variable or fixed size."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return any(each(kind) for each in lists)
 
 
 def _decoded(array: Any) -> Any:
-    """The values themselves, where they are kept as a dictionary."""
+    """Return the plain values of an array that may be kept as a dictionary."""
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def whole(chunks: Any) -> Any:
-    """One array."""
+    """Return one array instead of chunks."""
     return chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
 
 
 def values_of(chunks: Any) -> Values:
-    """A column's values, lists laid flat; null lists are empty."""
+    """Return a column's values, lists laid flat; null lists are empty."""
     array = whole(chunks)
     if not is_list(array.type):
         return Values(array, np.arange(len(array) + 1, dtype=np.int64))
@@ -106,7 +106,7 @@ def converted(array: Any, kind: Kind) -> Any:
 
 
 def split_values_of(chunks: Any, separator: str) -> Values:
-    """The values within a column's texts; spaces around them and empty ones are left out."""
+    """Split a column's texts into values, without spaces around them and without empty ones."""
     array = _decoded(whole(chunks))
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         array = array.cast(pa.large_string())
@@ -119,7 +119,7 @@ def split_values_of(chunks: Any, separator: str) -> Values:
 
 
 def hashes_of(array: Any) -> UInt64s:
-    """64 bits of each value: equal numbers have equal hashes whatever their width, equal texts too.
+    """Return 64 bits for each value: equal for equal numbers of any width, and for equal texts.
 
     Of integers: `mix` of the number. Of dates and times: `mix` of the microseconds since 1970, UTC, or since
     midnight. Of texts and binaries: `hash_bytes` of their UTF-8. Of other numbers: `mix` of the bits of the
@@ -140,7 +140,7 @@ def hashes_and_missing(array: Any) -> tuple[UInt64s, Bools | None]:
 
 
 def _by_dictionary(array: Any) -> tuple[UInt64s, Bools | None]:
-    """Each value of the dictionary is hashed once, unless few of them are used."""
+    """Hash each value of the dictionary once, unless few of them are used."""
     if len(array.dictionary) > 2 * len(array):
         return hashes_and_missing(array.dictionary_decode())
     index = array.indices
@@ -173,7 +173,7 @@ def integers_of(array: Any) -> Ints:
 
 
 def is_missing(array: Any) -> Bools | None:
-    """Where values are null, NaN or empty texts; None where all are there."""
+    """Return where values are null, NaN or empty texts; None if none is."""
     text = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
     plain = _decoded(array)
     if is_text(text):
@@ -198,7 +198,7 @@ def numbers_of(array: Any, part: DatePartName | None, unit: TimeUnit) -> npt.NDA
 
 
 def parts_of(array: Any, part: DatePartName, unit: TimeUnit) -> Any:
-    """A part of dates and times (UTC) as an Arrow array of integers from 0, null where null or NaN."""
+    """Return a part of dates and times (UTC) as integers from 0, null where null or NaN."""
     return _part(_times(_decoded(whole(array)), unit), part)
 
 

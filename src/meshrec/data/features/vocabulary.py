@@ -57,7 +57,7 @@ class Vocabulary(IdFeature):
 
     @property
     def rows(self) -> int:
-        """Of its table."""
+        """The number of rows of its table."""
         need_fitted(self)
         return self.num_embeddings or self._first + len(self.vocabulary)
 
@@ -66,7 +66,7 @@ class Vocabulary(IdFeature):
         return 1 + self.num_unseen
 
     def fitted_counts(self, kind: Kind, counts: Counts) -> "Vocabulary":
-        """With the values of the training data.
+        """Return the feature with the frequent values of the training data.
 
         Raises:
             DataError: they are more than the table has rows, or bytes that are no text.
@@ -96,7 +96,7 @@ class Vocabulary(IdFeature):
         return replace(self, found=kind, vocabulary=ordered.values.slice(0, size))
 
     def rows_of(self, array: Any) -> Ints:
-        """The rows of values."""
+        """Return the rows of values."""
         need_fitted(self)
         hashes, missing = hashes_and_missing(array)
         rows = self.lookup(hashes)
@@ -108,7 +108,7 @@ class Vocabulary(IdFeature):
         return rows
 
     def lookup(self, hashes: UInt64s) -> Ints:
-        """The rows of hashed values; -1 where they are not in the vocabulary."""
+        """Return the rows of hashed values; -1 where they are not in the vocabulary."""
         known, order = self._index()
         if not len(known):
             return np.full(len(hashes), -1, np.int64)
@@ -117,7 +117,7 @@ class Vocabulary(IdFeature):
         return np.where(known[at] == hashes, order[at] + self._first, -1)
 
     def _index(self) -> tuple[UInt64s, Ints]:
-        """Sorted hashes, and the place of each in the vocabulary."""
+        """Return sorted hashes, and the place of each in the vocabulary."""
         found: tuple[UInt64s, Ints] | None = self.__dict__.get("_sorted")
         if found is None:
             hashes = hashes_of(self.vocabulary)
