@@ -21,7 +21,10 @@ CHANGES = {
     "cache_params": (object(), "no constraint cache_params: tables are not cached"),
     "enforce_hbm": (True, "no constraint enforce_hbm"),
     "stochastic_rounding": (False, "always rounded stochastically"),
-    "bounds_check_mode": (1, "no constraint bounds_check_mode: give the collection bounds_check"),
+    "bounds_check_mode": (
+        1,
+        "no constraint bounds_check_mode: .* bounds_check=BoundsCheckMode. Leave bounds_check_mode out",
+    ),
     "feature_names": (["x"], r"name the features \['x'\], its config \['f'\]"),
     "output_dtype": ("FP16", "output_dtype FP16: a sharded collection gives fp32"),
     "device_group": ("cpu", "device_group is 'cpu', but the topology is for cuda"),

@@ -9,10 +9,10 @@ from meshrec.planner import types
 
 _KERNELS = [kernel.value for kernel in EmbeddingComputeKernel]
 _REFUSED = {
-    "cache_params": "tables are not cached. Leave it out.",
-    "enforce_hbm": "tables are not cached, so that all rows are where the table is. Leave it out.",
-    "bounds_check_mode": "give the collection bounds_check=BoundsCheckMode... of meshrec instead.",
-    "key_value_params": "tables are in memory. Leave it out.",
+    "cache_params": "tables are not cached",
+    "enforce_hbm": "tables are not cached, so that all rows are where the table is",
+    "bounds_check_mode": "collections check their IDs by their own option bounds_check=BoundsCheckMode",
+    "key_value_params": "tables are in memory",
 }
 
 
@@ -73,7 +73,7 @@ class ParameterConstraints:
             )
         for name, reason in _REFUSED.items():
             if getattr(self, name) is not None:
-                raise ValueError(f"MeshRec's planner does not take the constraint {name}: {reason}")
+                raise ValueError(f"MeshRec's planner has no constraint {name}: {reason}. Leave {name} out.")
         if self.use_virtual_table:
             raise ValueError("MeshRec has no virtual tables. Leave use_virtual_table out.")
         if self.stochastic_rounding is False:

@@ -141,8 +141,9 @@ def _from_fbgemm(spec: type[OptimizerSpec], given: Mapping[str, Any]) -> Optimiz
     try:
         return from_torch(spec, {**known, **rest})
     except ValueError as error:
-        text = re.sub(r"\blr\b", "learning_rate", str(error)) if "lr" not in given else str(error)
-        raise ValueError(f"fused_params: {text}") from None
+        if "lr" not in given:
+            error = ValueError(re.sub(r"\blr\b", "learning_rate", str(error)))
+        raise ValueError(f"fused_params: {error}") from None
 
 
 def _has(spec: OptimizerSpec, fbgemm_name: str) -> bool:
