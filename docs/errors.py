@@ -21,7 +21,6 @@ _NEEDED = re.compile(r"\b(?:must|needs?)\b|pip install")
 
 # What to do about messages that say only what they found.
 _OF_ROOM = {
-    "compat": "Follow the reason at the end of the message.",
     "checkpoint": "That checkpoint is damaged: load the one before, as `CheckpointManager.load_latest` does.",
     "durable": "The file is damaged: copy it again from where it was written, or use an earlier one.",
     "data": "Mend the file, or read with `on_error='skip'`, which counts what it leaves out.",

@@ -235,6 +235,7 @@ class _Contest:
         is_bounds_turn = self._bound_work <= self._search_work - self._first_work
         if can_prove and (is_bounds_turn or not self._has_attempts):
             entrant.improve(self.known)
+            self._has_attempts = True  # new boxes may have new starts
             return True
         if self._has_attempts:
             self._has_attempts = next(self._attempts, False)
@@ -242,7 +243,9 @@ class _Contest:
         return False
 
     def _rounds(self) -> Iterator[bool]:
-        """Yield after each attempt at a better plan, in the order of successive halving."""
+        """Attempt better plans in the order of successive halving; yield True after each one, and False while
+        there is nothing to attempt.
+        """
         arms = yield from self._first_arms()
         self._first_work = float(self._search_work)
         work = self._plan_work * _ROUND
@@ -251,6 +254,9 @@ class _Contest:
             for entrant in self._entrants:
                 if entrant.value < self.known:
                     arms += entrant.new_arms(arms[0].manner)
+            if all(arm.entrant.value >= self.known for arm in arms):
+                yield False  # until a bound has new starts
+                continue
             yield from self._halving(arms, work)
             work *= 2
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,8 +59,11 @@ def _take_whole(
     found = {
         name: state_dict.pop(prefix + name) for name in module.part_names() if prefix + name in state_dict
     }
-    # torch finds the parameters as they are: what it would load is taken here.
-    state_dict.update({prefix + name: own.detach() for name, own in module.named_parameters()})
+    # torch finds parameters and buffers as they are: what it would load is taken here.
+    own = chain(module.named_parameters(), module.named_buffers())
+    state_dict.update(
+        {prefix + name: data.detach() for name, data in own if name not in module._non_persistent_buffers_set}
+    )
     if "weight" not in found:
         if strict:
             missing_keys.append(prefix + "weight")
