@@ -60,7 +60,9 @@ def test_a_folder_stands_for_its_tables(folder, store):
 
 
 def test_what_cannot_be_reached(folder):
-    with pytest.raises(DataError, match=r"file://.*/other stands for no file there; folders are searched"):
+    with pytest.raises(
+        DataError, match=r"file://.*/other stands for no file\. Name files, or a folder, which is searched"
+    ):
         expand(f"file://{folder}/other", "*.parquet")
     with pytest.raises(DataError, match=r"nowhere://bucket/x cannot be reached: .*Check the address"):
         expand("nowhere://bucket/x", "*.parquet")

@@ -132,3 +132,13 @@ def test_what_does_not_fit(folder):
         next(ranking_baselines(replace(recipe.data.load(), item=None)))
     with pytest.raises(ValueError, match=r"loss.ks is \[0\]; it must be one number or more"):
         NextItem(ks=(0,))
+
+
+@pytest.mark.parametrize("name", ["sasrec", "two_tower"])
+def test_a_feature_called_seen_that_is_not_declared_is_warned_of(name, folder, caplog):
+    recipe = small(name, folder)
+    dataset = recipe.data.load()
+    recipe.model.build(dataset)
+    assert not caplog.records
+    recipe.model.build(replace(dataset, seen=None))
+    assert "Set Dataset(seen='seen') to leave them out" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
+from meshrec.data.locations import is_address
 from meshrec.reports.page import to_page
 
 if TYPE_CHECKING:
@@ -166,7 +168,7 @@ def recipe() -> Recipe:
     return Recipe(
         name={_text(options.out.stem)},
         data={source}(
-            train={_text(tuple(options.data))},
+            train={_text(tuple(_seen_from(options.out.parent, each) for each in options.data))},
             {split},
             features=FEATURES,
         ),
@@ -178,6 +180,13 @@ def recipe() -> Recipe:
         training=Training(batch_size={batch}, epochs=4, evaluate_every={every}, patience=8),
     )
 '''
+
+
+def _seen_from(folder: Path, data: str) -> str:
+    """Write a relative path to data as the recipe in ``folder`` needs it."""
+    if is_address(data) or Path(data).is_absolute():
+        return data
+    return os.path.relpath(data, folder)
 
 
 def _call(value: "ColumnFeature | Any") -> str:

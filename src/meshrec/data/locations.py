@@ -35,9 +35,12 @@ def expand(paths: Paths, *patterns: str) -> list[File]:
     for each in [paths] if isinstance(paths, str | Path) else paths:
         found = _stored(each, patterns) if is_address(each) else _local(each, patterns)
         if not found:
-            place = "there" if is_address(each) else f"in {Path.cwd()}"
+            place = "" if is_address(each) or Path(each).is_absolute() else f" in {Path.cwd()}"
             searched = " or ".join(patterns)
-            raise DataError(f"{each} stands for no file {place}; folders are searched for {searched}.")
+            raise DataError(
+                f"{each} stands for no file{place}. Name files, or a folder, which is searched for "
+                f"{searched}."
+            )
         files += found
     if not files:
         raise DataError("no paths were given.")

@@ -1,5 +1,6 @@
 """Models that recipes choose from, sized by the dataset."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,8 @@ from meshrec.train.recipe import ModelConfig
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
+
+_logger = logging.getLogger("meshrec.train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +237,7 @@ class SASRecConfig(ModelConfig):
             sequence_table(table, [history, item], std=self.table_std),
             history=history,
             item=item,
-            seen=dataset.seen,
+            seen=seen_feature(dataset),
             max_length=self.max_length,
             num_blocks=self.num_blocks,
             num_heads=self.num_heads,
@@ -269,10 +272,11 @@ class TwoTowerConfig(ModelConfig):
                 f"dataset {dataset.name!r} has no catalogue of its items, among which the towers are judged. "
                 "Give Dataset one (item, catalogue)."
             )
+        seen = seen_feature(dataset)
         tables = [
             replace(each, feature_names=names)
             for each in dataset.tables(self.embedding_dim)
-            if (names := [name for name in each.feature_names if name != dataset.seen])
+            if (names := [name for name in each.feature_names if name != seen])
         ]
         of_items = set(dataset.catalogue.keys())
         towers = TwoTower(
@@ -286,7 +290,7 @@ class TwoTowerConfig(ModelConfig):
             towers,
             item=dataset.item,
             catalogue=dataset.catalogue,
-            seen=dataset.seen,
+            seen=seen,
             temperature=self.temperature,
         )
 
@@ -349,6 +353,20 @@ def item_and_history(dataset: "Dataset") -> tuple[str, str]:
             "sequence=True and the item's table."
         )
     return dataset.item, histories[0]
+
+
+def seen_feature(dataset: "Dataset") -> str | None:
+    """Return the feature with items that must not be recommended again: `Dataset.seen`.
+
+    Log a warning if a feature is called so and is not declared: its items are then ranked like all others.
+    """
+    if dataset.seen is None and any(each.name == "seen" for each in dataset.features):
+        _logger.warning(
+            "dataset %r has a feature 'seen', but Dataset.seen is None: the items in it are recommended "
+            "again. Set Dataset(seen='seen') to leave them out, or rename the feature.",
+            dataset.name,
+        )
+    return dataset.seen
 
 
 def sequence_table(

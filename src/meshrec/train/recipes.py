@@ -22,6 +22,7 @@ from meshrec.train.architectures import (
     TwoTowerConfig,
 )
 from meshrec.train.losses import BinaryCrossEntropy, NextItem, Task, Tasks
+from meshrec.train.places import from_folder
 from meshrec.train.published import avazu, criteo_kaggle, movielens_20m
 from meshrec.train.recipe import DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.schedule import Schedule
@@ -149,6 +150,8 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
 def resolve(name: str) -> Recipe:
     """A recipe by its name, by ``path/to/file.py:function``, or by ``package.module:function``.
 
+    Relative paths in the recipe of a file start at the file's folder.
+
     Raises:
         ValueError: when there is no such recipe, or the function gives something else.
     """
@@ -160,7 +163,9 @@ def resolve(name: str) -> Recipe:
             f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function or "
             "package.module:function."
         )
-    return recipe_by(function_of(name), name)
+    recipe = recipe_by(function_of(name), name)
+    file = Path(name.rpartition(":")[0])
+    return from_folder(recipe, file.resolve().parent) if file.suffix == ".py" else recipe
 
 
 def recipe_by(function: Any, name: str) -> Recipe:

@@ -82,7 +82,7 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
     places = dict(_places(recipe.data, "data"))
     found: dict[str, Any] = {name: _ADDRESS.sub("", str(value)) for name, value in flat(to_json(recipe))}
     for name, path in places.items():
-        if isinstance(path, Path):
+        if isinstance(path, Path) or os.path.isabs(path):
             found.pop(name, None)  # the same data may lie elsewhere on each machine
         found |= {f"{name}: {file}": about for file, about in _listing(Path(path))}
     found |= {f"option {name}": value for name, value in options.items()}

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
+from meshrec.train.places import DATA
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
@@ -143,6 +144,8 @@ def changes(before: Recipe, after: Recipe) -> list[Change]:
 
 def _is_place(recipe: Recipe, name: str) -> bool:
     """Return whether an option is a path to the data: the same data may be elsewhere now."""
+    if name in [f"data.{each}" for each in DATA]:
+        return True
     value: Any = recipe
     for part in name.split("."):
         value = getattr(value, part, None)
