@@ -29,7 +29,7 @@ from benchmarks.harness import Bar, Effort, Result, table
 from benchmarks.serve_load import Outcome, closed, http, open_loop
 from meshrec.durable import sha256_of
 from meshrec.export import Predictor, export
-from meshrec.export.package import MANIFEST, WEIGHTS
+from meshrec.export.manifest import MANIFEST, WEIGHTS
 from meshrec.models.dlrm import DLRM
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
 

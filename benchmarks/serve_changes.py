@@ -40,7 +40,7 @@ from meshrec.checkpoint.delta import write_tensors
 from meshrec.checkpoint.publishing import FORMAT
 from meshrec.durable import sealed, sha256_of
 from meshrec.export import Predictor, export
-from meshrec.export.package import WEIGHTS
+from meshrec.export.manifest import WEIGHTS
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.sparse import KeyedJaggedTensor
 

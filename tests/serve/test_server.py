@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import ssl
 import subprocess
@@ -456,6 +457,36 @@ def test_a_package_is_served(tmp_path, monkeypatch):
             given[3]["item"] = [50]
             status, _, said = client("POST", "/predict", given)
             assert (status, said["error"][:48]) == (400, "feature 'item': id 50 of sample 3 is outside [0,")
+            client.close()
+
+
+def test_a_damaged_package_is_refused_and_the_old_version_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshrec.serve.models.Predictor", Predictor)
+    tables = [
+        meshrec.EmbeddingBagConfig(name=f"t_{f}", embedding_dim=4, num_embeddings=50, feature_names=[f])
+        for f in FEATURES
+    ]
+    model = DLRM(meshrec.EmbeddingBagCollection(tables), NUM_DENSE, [8, 4], [8, 1])
+    good, bad, place = tmp_path / "good", tmp_path / "bad", tmp_path / "clicks"
+    with torchs_own_warnings():
+        export(model, good, features=FEATURES, num_dense=NUM_DENSE, compile=False)
+        shutil.copytree(good, bad)
+        data = bytearray((bad / "weights.bin").read_bytes())
+        data[100] ^= 64
+        (bad / "weights.bin").write_bytes(data)
+        link(good, place)
+        with running({"clicks": place}) as server:
+            client = Client(server.url)
+            before = client("POST", "/predict", samples(5))[2]
+            link(bad, place)
+            status, _, said = client("POST", "/v2/repository/models/clicks/load", {})
+            assert status == 400
+            assert "weights.bin is not what was written" in said["error"]
+            assert client("POST", "/predict", samples(5))[2] == before
+            client.close()
+        with running({"clicks": place}, verify=False) as server:
+            client = Client(server.url)
+            assert client("POST", "/predict", samples(5))[0] == 200
             client.close()
 
 

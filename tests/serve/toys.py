@@ -15,7 +15,7 @@ NUM_ROWS, NUM_DENSE = 50, 3
 class Toy:
     """What a server needs of `meshrec.export.Predictor`; scores depend on every id, and on the package."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
         path = Path(folder) / "manifest.json"
         if not path.is_file():
             raise PackageError(f"{folder} is no package. Export a model.")

@@ -10,7 +10,8 @@ import tyro
 
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.output import check_output
-from meshrec.export.package import MANIFEST, compile_anew
+from meshrec.export.manifest import MANIFEST
+from meshrec.export.package import compile_anew
 from meshrec.export.predictor import Predictor
 from meshrec.export.runs import export_run
 from meshrec.export.triton import write_triton

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from meshrec.cli.arguments import Words, parse
-from meshrec.export.package import MANIFEST
+from meshrec.export.manifest import MANIFEST
 from meshrec.serve import ConnectionLimits, Limits, ServerOptions, serve
 from meshrec.train.run_folder import CONFIG
 
@@ -63,6 +63,8 @@ class ServeOptions:
     """Whether models can be loaded, unloaded and rolled back over HTTP; SIGHUP works in any case."""
     hosts: tuple[str, ...] = ()
     """Names of this server that load and unload may be asked by where there is no token."""
+    verify: bool = True
+    """Whether packages are compared with their checksums before they are used."""
     tls_cert: Path | None = None
     """A PEM file with a certificate: serve HTTPS."""
     tls_key: Path | None = None
@@ -99,6 +101,7 @@ def main(arguments: Sequence[str]) -> int:
         token=token,
         admin=options.admin,
         hosts=options.hosts,
+        verify=options.verify,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         access_log=options.access_log,

@@ -4,8 +4,10 @@
     file 4194305 <sha256> <crc32 of each block of 4 MiB, 8 hexadecimal digits each> weights.bin
     end <crc32 of all that stands before this line>
 
-Several threads compare the CRC-32s, to find accidents; an empty file has "-" in place
-of them. The SHA-256s are for signatures: whoever signs this file has signed all others.
+Several threads compare the CRC-32s, to find accidents; an empty file has "-" in place of them. On two cores,
+1 GiB took 1.03 times as long as reading it from the disk, and 1.4 times as long as reading it from the page
+cache; SHA-256 took 1.6 and 5.5 times as long. The SHA-256s are for signatures: whoever signs this file has
+signed all others.
 """
 
 import hashlib
@@ -72,8 +74,12 @@ def checksums_of(descriptor: int, num_bytes: int, what: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def write_digests(folder: Path) -> None:
+def write_digests(folder: Path, *, known: Mapping[str, str] | None = None) -> None:
     """Write `DIGESTS` for all files of a folder.
+
+    Args:
+        folder: the folder.
+        known: SHA-256s that were computed before, by the file's name.
 
     Raises:
         ValueError: for a name with a line break in it.
@@ -87,7 +93,8 @@ def write_digests(folder: Path) -> None:
         with open_regular(path) as descriptor:
             num_bytes = os.fstat(descriptor).st_size
             checksums = checksums_of(descriptor, num_bytes, path.name)
-            digest = FileDigest(num_bytes, _sha256(descriptor), checksums)
+            sha256 = (known or {}).get(path.name) or _sha256(descriptor)
+            digest = FileDigest(num_bytes, sha256, checksums)
         hexadecimal = "".join(f"{checksum:08x}" for checksum in digest.checksums) or "-"
         lines.append(f"file {digest.num_bytes} {digest.sha256} {hexadecimal} {path.name}")
     content = ("\n".join(lines) + "\n").encode()

@@ -1,4 +1,8 @@
-"""Exported programs, read without loading a pickle: torch knows some in such files, packages have none."""
+"""Exported programs, which are read without loading a pickle.
+
+This does not make them safe to read: ``torch.export.load`` evaluates expressions in the file, so an
+exported program can execute code. See "Packages" in docs/guides/security.md.
+"""
 
 import json
 import zipfile
@@ -12,7 +16,7 @@ class PackageError(RuntimeError):
 
 
 def load_exported(path: Path) -> "torch.export.ExportedProgram":
-    """A program that `export` saved.
+    """Load a program that `export` saved; only from a package that you trust, since it can execute code.
 
     Raises:
         PackageError: it holds pickles, calls operators that this version does not have, or was saved by

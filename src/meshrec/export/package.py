@@ -9,7 +9,8 @@
     feature user                      one line for each feature, in their order
     weight float32 2 1000 64 4096 t.weight   dtype, dimensions, shape, offset in weights.bin, name
 
-It is written beside its place and moved there at the end: a folder with a manifest is whole.
+``digests.txt`` has the size and checksums of every file (`meshrec.durable`). A package is written beside its
+place and moved there at the end, so that a folder with a manifest is whole.
 """
 
 import hashlib
@@ -19,14 +20,30 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import meshrec.ops.library as library
-from meshrec.durable import durable_folder, sha256_of
+from meshrec.durable import durable_folder, sha256_of, write_digests
 from meshrec.export.archive import PackageError, load_exported
+from meshrec.export.manifest import (
+    ALIGNMENT,
+    COMPILED,
+    DTYPES,
+    EXPORTED,
+    FORMAT,
+    LAYOUT,
+    MANIFEST,
+    SHARED,
+    SHARED_EXPORTED,
+    WEIGHTS,
+    WeightRecord,
+    layout_of,
+    read_manifest,
+    verify_package,
+)
 from meshrec.export.program import DENSE, Program, example_inputs, exported
 from meshrec.export.raw_values import RawValues
 from meshrec.export.torchscript import write_torchscript
@@ -36,29 +53,8 @@ from meshrec.modules.embedding_modules import TableCollection
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 2
-MANIFEST, LAYOUT, WEIGHTS = "manifest.json", "layout.txt", "weights.bin"
-COMPILED, EXPORTED = "program.pt2", "exported.pt2"
 TORCHSCRIPT = "torchscript.pt"
-SHARED, SHARED_EXPORTED = "shared.pt2", "shared-exported.pt2"
-_ALIGNMENT = 4096
-_DTYPES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.uint8: "uint8",
-    torch.int64: "int64",
-}
 _BLOCK = 1 << 24
-
-
-class WeightRecord(NamedTuple):
-    """A tensor in ``weights.bin``; ``offset`` in bytes."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
 
 
 def export(
@@ -162,13 +158,15 @@ def compile_anew(package: str | Path, folder: str | Path) -> Path:
     Returns: the folder.
 
     Raises:
-        PackageError: for a folder that is no package, or a program that this version does not know.
+        PackageError: for a folder that is no package or is damaged, and for a program that this version does
+            not know.
         ValueError: for a folder that is there, and where nothing can be compiled here.
     """
     package, folder = Path(package), Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
     manifest = read_manifest(package)
+    verify_package(package, manifest)
     weights = mapped(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]])
     with durable_folder(folder) as parts:
         for name in manifest["sha256"]:
@@ -227,9 +225,9 @@ def _check(
     raw: RawValues | None,
 ) -> None:
     for name, tensor in state.items():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{name} is {tensor.dtype}; a package holds {', '.join(_DTYPES.values())}. Convert it first."
+                f"{name} is {tensor.dtype}; a package holds {', '.join(DTYPES.values())}. Convert it first."
             )
     known = [*features, *([DENSE] if num_dense else [])]
     unknown = [name for name in shared if name not in known]
@@ -286,70 +284,47 @@ def _write_weights(path: Path, state: Mapping[str, Tensor]) -> list[WeightRecord
     records = []
     with path.open("wb") as file:
         for name, tensor in state.items():
-            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+            file.write(b"\0" * (-file.tell() % ALIGNMENT))
             shape = list(tensor.shape)
-            records.append(WeightRecord(name, _DTYPES[tensor.dtype], shape, file.tell()))
+            records.append(WeightRecord(name, DTYPES[tensor.dtype], shape, file.tell()))
             flat = tensor.detach().cpu().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
             for start in range(0, flat.numel(), _BLOCK):
                 file.write(flat[start : start + _BLOCK].numpy().tobytes())
-        file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+        file.write(b"\0" * (-file.tell() % ALIGNMENT))
     return records
 
 
 def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes what describes a package, last of all."""
+    """Write the files that describe a package, last of all."""
     made_by = {"format": FORMAT, "torch": _torch(), "isa": isa(), "operators": operators()}
-    lines = [
-        f"meshrec-package {FORMAT}",
-        f"torch {_torch()}",
-        f"isa {isa()}",
-        f"dense {manifest['num_dense']}",
-    ]
-    lines += [f"feature {feature}" for feature in manifest["features"]]
-    for record in (WeightRecord(**each) for each in manifest["weights"]):
-        shape = " ".join(map(str, [len(record.shape), *record.shape]))
-        lines.append(f"weight {record.dtype} {shape} {record.offset} {record.name}")
-    (parts / LAYOUT).write_text("\n".join(lines) + "\n")
+    manifest = {**manifest, **made_by}
+    (parts / LAYOUT).write_text(layout_of(manifest))
     files = {path.name: sha256_of(path) for path in sorted(parts.iterdir())}
     with (parts / MANIFEST).open("w") as file:
-        json.dump({**manifest, **made_by, "sha256": files}, file, indent=1)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a package says of itself.
-
-    Raises:
-        PackageError: for a folder that is no package, or is of a newer format.
-    """
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise PackageError(
-            f"{folder} is no package: {path} cannot be read ({error}). Export a model."
-        ) from error
-    if manifest.get("format") != FORMAT:
-        raise PackageError(
-            f"{folder} is of format {manifest.get('format')}, this version reads {FORMAT}. Export it again."
-        )
-    return manifest
+        json.dump({**manifest, "sha256": files}, file, indent=1)
+    write_digests(parts, known=files)
 
 
 def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
-    """The tensors of a file, in its pages; a page that is written to becomes this process's own."""
+    """Map the tensors of a file; a page that is written to becomes this process's own.
+
+    Raises:
+        PackageError: for a file that is too short.
+    """
     num_bytes = path.stat().st_size
     if not num_bytes:
         return []
     memory = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
     found = []
     for record in records:
-        dtype = getattr(torch, record.dtype)
-        size = dtype.itemsize
-        for dim in record.shape:
-            size *= dim
-        if record.offset + size > num_bytes:
+        end = record.offset + record.num_bytes
+        if end > num_bytes:
             raise PackageError(f"{path} is too short for {record.name!r}. Export the model again.")
-        found.append(memory[record.offset : record.offset + size].view(dtype).view(record.shape))
+        dtype = getattr(torch, record.dtype)
+        try:
+            found.append(memory[record.offset : end].view(dtype).view(record.shape))
+        except RuntimeError as error:  # sizes whose product is 0, or too large for torch
+            raise PackageError(f"{record.name!r} cannot have the shape {record.shape} ({error}).") from error
     return found
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from meshrec.durable import durable_folder
-from meshrec.export.package import link, read_manifest
+from meshrec.export.manifest import read_manifest
+from meshrec.export.package import link
 
 PACKAGE = "package"
 """The package's folder, in that of the model's version."""

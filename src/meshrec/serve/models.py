@@ -115,6 +115,7 @@ class Repository:
             are ready; without it, made-up ones.
         deltas: folders of deltas that models follow, by name.
         wishes: what is to become of a model at first, instead of loading it with all deltas.
+        verify: compare packages with their checksums before they are used.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Repository:
         warm_up: Path | None = None,
         deltas: Mapping[str, Path] | None = None,
         wishes: Mapping[str, Wish] | None = None,
+        verify: bool = True,
     ) -> None:
-        self.folders = dict(folders)
+        self.folders, self._verify = dict(folders), verify
         self._limits, self._metrics, self._warm_up = limits, metrics, warm_up
         self._served: dict[str, Served] = {}
         self._deltas, self._wishes = dict(deltas or {}), dict(wishes or {})
@@ -220,7 +222,7 @@ class Repository:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
         async with self._changing:
             try:
-                predictor = await asyncio.to_thread(Predictor, self.folders[name])
+                predictor = await asyncio.to_thread(Predictor, self.folders[name], verify=self._verify)
                 deltas = self._deltas_of(name, predictor, until)
                 served = Served(name, predictor, self._limits, self._metrics, deltas)
                 await asyncio.to_thread(served.catch_up)

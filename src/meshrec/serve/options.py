@@ -69,6 +69,8 @@ class ServerOptions:
     hosts: tuple[str, ...] = ()
     """Names of this server that the header ``Host`` of load, unload and rollback may have where there is no
     token, beside addresses, ``localhost`` and ``host``."""
+    verify: bool = True
+    """Compare packages with their checksums before they are used."""
     tls_cert: Path | None = None
     """A PEM file with the certificate."""
     tls_key: Path | None = None

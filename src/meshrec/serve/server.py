@@ -44,7 +44,9 @@ class Server:
     ) -> None:
         self._options, self._bound, self._peers = options, bound, peers
         metrics = Metrics()
-        self.repository = Repository(models, options.limits, metrics, options.warm_up, options.deltas, wishes)
+        self.repository = Repository(
+            models, options.limits, metrics, options.warm_up, options.deltas, wishes, options.verify
+        )
         self._reader = BodyReader()
         self._connections = Connections(options.connections, metrics.refused)
         scoring = Scoring(self.repository, metrics, options.max_body, self._reader, self._connections)

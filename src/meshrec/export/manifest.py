@@ -1,0 +1,199 @@
+"""The manifest of a package, and the check that its files are those that were written.
+
+`verify_package` reads every file before anything of the package is used. Packages with ``digests.txt`` are
+compared by the CRC-32s in it, at about the time that reading takes; older ones by the SHA-256s of their
+manifest, which takes several times as long. Both find accidents. Neither finds a forger, who can write new
+digests as well: see docs/guides/security.md.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from meshrec.durable import DIGESTS, DamageError, read_digests, read_regular, sha256_of, verify_folder
+from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text, texts
+from meshrec.export.archive import PackageError
+from meshrec.export.program import DENSE
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 2
+MANIFEST, LAYOUT, WEIGHTS = "manifest.json", "layout.txt", "weights.bin"
+COMPILED, EXPORTED = "program.pt2", "exported.pt2"
+SHARED, SHARED_EXPORTED = "shared.pt2", "shared-exported.pt2"
+ALIGNMENT = 4096
+"""Bytes to whose multiples the tensors in ``weights.bin`` are padded."""
+DTYPES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.uint8: "uint8",
+    torch.int64: "int64",
+}
+_ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+_MOST_BYTES = 1 << 28
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FIELDS = (
+    *("format", "torch", "isa", "operators", "compiled", "features", "num_dense", "outputs", "shared"),
+    *("rows", "weights", "quantised", "rounding", "about", "sha256"),
+)
+_WHAT_TO_DO = "Copy the package again from where it was exported, or export the model again."
+
+
+class WeightRecord(NamedTuple):
+    """A tensor in ``weights.bin``; ``offset`` in bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its values."""
+        size = _ITEM_SIZES[self.dtype]
+        for dim in self.shape:
+            size *= dim
+        return size
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read what a package says of itself.
+
+    Raises:
+        PackageError: for a folder that is not a package, one of a newer format, and a manifest that cannot be
+            true.
+    """
+    path = folder / MANIFEST
+    try:
+        found = parse(read_regular(path, _MOST_BYTES), "it")
+    except (OSError, DamageError) as error:
+        raise PackageError(
+            f"{folder} is no package: {path} cannot be read ({error}). Export a model."
+        ) from error
+    told = found.get("format") if isinstance(found, dict) else None
+    if told != FORMAT:
+        raise PackageError(f"{folder} is of format {told}, this version reads {FORMAT}. Export it again.")
+    try:
+        _check(found)
+    except DamageError as error:
+        raise PackageError(f"{path} is damaged: {error}. {_WHAT_TO_DO}") from error
+    manifest: dict[str, Any] = found
+    return manifest
+
+
+def layout_of(manifest: Mapping[str, Any]) -> str:
+    """Return the content of ``layout.txt``, the part of a manifest that C++ reads."""
+    lines = [
+        f"meshrec-package {FORMAT}",
+        f"torch {manifest['torch']}",
+        f"isa {manifest['isa']}",
+        f"dense {manifest['num_dense']}",
+    ]
+    lines += [f"feature {feature}" for feature in manifest["features"]]
+    for record in (WeightRecord(**each) for each in manifest["weights"]):
+        shape = " ".join(map(str, [len(record.shape), *record.shape]))
+        lines.append(f"weight {record.dtype} {shape} {record.offset} {record.name}")
+    return "\n".join(lines) + "\n"
+
+
+def verify_package(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Compare every file of a package with its digest; the log says how far it is if that takes seconds.
+
+    Args:
+        folder: the package.
+        manifest: what `read_manifest` read in it.
+
+    Raises:
+        PackageError: names the first file that is missing or differs, and says what to do.
+    """
+    names = [*manifest["sha256"], MANIFEST]
+    try:
+        if _is_there(folder / DIGESTS):
+            digests = read_digests(folder)
+            if missing := [name for name in names if name not in digests]:
+                raise DamageError(f"{folder / DIGESTS} lacks {missing[0]}")
+            verify_folder(folder, {name: digests[name] for name in names})
+        else:
+            _log.info("%s has no %s; its SHA-256s are compared, which takes longer", folder, DIGESTS)
+            for name, digest in manifest["sha256"].items():
+                if sha256_of(folder / name) != digest:
+                    raise DamageError(f"{folder / name} is not what was written: its SHA-256 is another")
+        if read_regular(folder / LAYOUT, _MOST_BYTES) != layout_of(manifest).encode():
+            raise DamageError(f"{folder / MANIFEST} does not say what {LAYOUT} says")
+    except DamageError as error:
+        raise PackageError(f"{error}. {_WHAT_TO_DO}") from error
+    except OSError as error:
+        raise PackageError(f"{error.filename} cannot be read ({error.strerror}). {_WHAT_TO_DO}") from error
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _check(found: Any) -> None:
+    """Check every field that something is done with, so that no later step meets another type."""
+    said = fields(found, "it", _FIELDS)
+    for name in ("torch", "isa", "operators"):
+        _one_line(said[name], name)
+    if not isinstance(said["compiled"], bool):
+        raise DamageError("whether it is compiled must be true or false")
+    features = [_one_line(each, "a feature") for each in texts(said["features"], "the list of features")]
+    num_dense = integer(said["num_dense"], "the number of dense columns", high=1 << 31)
+    text(said["outputs"], "the kind of outputs", allowed=("scores", "vectors"))
+    known = [*features, *([DENSE] if num_dense else [])]
+    for name in texts(said["shared"], "the list of shared features"):
+        text(name, "a shared feature", allowed=known)
+    for name, rows in mapping(said["rows"], "the rows by feature").items():
+        text(name, "a feature with rows", allowed=features)
+        integer(rows, f"the rows of {name!r}")
+    names = _check_weights(items(said["weights"], "the list of weights"))
+    for name, data_type in mapping(said["quantised"], "the quantised weights").items():
+        text(name, "a quantised weight", allowed=names)
+        text(data_type, f"the data type of {name!r}")
+    if said["rounding"] is not None:
+        text(said["rounding"], "the rounding")
+    mapping(said["about"], "what it says about its run")
+    _check_files(said)
+
+
+def _check_weights(records: Sequence[Any]) -> list[str]:
+    """Check that each weight stands right behind the one before it, as `export` writes them."""
+    names, end = [], 0
+    for each in records:
+        said = fields(each, "a weight", WeightRecord._fields)
+        name = _one_line(said["name"], "the name of a weight")
+        text(said["dtype"], f"the dtype of {name!r}", allowed=tuple(_ITEM_SIZES))
+        integers(said["shape"], f"the shape of {name!r}")
+        offset = integer(said["offset"], f"the offset of {name!r}")
+        if offset != end + -end % ALIGNMENT:
+            raise DamageError(f"{name!r} is at {offset:,}, and the weight before it ends at {end:,}")
+        end = integer(offset + WeightRecord(**said).num_bytes, f"the end of {name!r}")
+        names.append(name)
+    return texts(names, "the list of weights")
+
+
+def _check_files(said: Mapping[str, Any]) -> None:
+    files = mapping(said["sha256"], "the list of files")
+    for name, digest in files.items():
+        if Path(name).name != name or name in ("", ".", "..", MANIFEST, DIGESTS) or "\0" in name:
+            raise DamageError(f"its list of files has {name!r}, which is not a file of the folder")
+        if not _SHA256.fullmatch(text(digest, f"the SHA-256 of {name!r}")):
+            raise DamageError(f"the SHA-256 of {name!r} is {digest[:80]!r}")
+    needed = [LAYOUT, WEIGHTS, EXPORTED]
+    needed += [SHARED_EXPORTED] if said["shared"] else []
+    if said["compiled"]:
+        needed += [COMPILED, *([SHARED] if said["shared"] else [])]
+    if missing := [name for name in needed if name not in files]:
+        raise DamageError(f"its list of files lacks {missing}")
+
+
+def _one_line(value: Any, what: str) -> str:
+    found = text(value, what)
+    if "\n" in found or "\r" in found:
+        raise DamageError(f"{what} has a line break in it: {found[:80]!r}")
+    return found

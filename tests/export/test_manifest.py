@@ -1,0 +1,112 @@
+import json
+
+import pytest
+
+from meshrec.export import PackageError, Predictor, compile_anew
+from meshrec.export.manifest import layout_of, read_manifest, verify_package
+from tests.export.conftest import torchs_own_warnings
+from tests.export.test_package import copied, replace
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    replace(path, data)
+
+
+def files_of(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_every_file_of_a_package_is_verified(small_package, tmp_path):
+    assert "digests.txt" in files_of(small_package)
+    folder = copied(small_package, tmp_path)
+    verify_package(folder, read_manifest(folder))
+    assert layout_of(read_manifest(folder)) == (folder / "layout.txt").read_text()
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        flip(path, len(content) // 2)
+        with pytest.raises(PackageError, match=rf"{path.name}.*(Copy the package again|Export a model)"):
+            Predictor(folder)
+        replace(path, content)
+    verify_package(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "program.pt2", "exported.pt2", "layout.txt"])
+def test_packages_without_digests_are_verified_by_their_manifest(package, tmp_path, name):
+    folder = copied(package, tmp_path)
+    (folder / "digests.txt").unlink()
+    assert Predictor(folder).version == Predictor(package).version
+    flip(folder / name, 100)
+    with pytest.raises(PackageError, match=rf"{name} is not what was written: its SHA-256"):
+        Predictor(folder)
+
+
+def test_nothing_is_used_before_it_is_verified(package, tmp_path, monkeypatch):
+    folder = copied(package, tmp_path)
+    flip(folder / "program.pt2", 1000)
+    monkeypatch.setattr("meshrec.export.predictor.mapped", lambda *_: pytest.fail("weights are mapped"))
+    with pytest.raises(PackageError, match=r"program.pt2 is not what was written"):
+        Predictor(folder)
+    with pytest.raises(PackageError, match=r"program.pt2 is not what was written"):
+        compile_anew(folder, tmp_path / "anew")
+    assert not (tmp_path / "anew").exists()
+
+
+def test_a_caller_who_trusts_the_disk_reads_no_checksums(uncompiled, tmp_path):
+    folder = copied(uncompiled, tmp_path)
+    flip(folder / "weights.bin", 100)
+    with torchs_own_warnings():
+        Predictor(folder, verify=False)
+
+
+def test_a_manifest_that_differs_from_the_layout_is_told(uncompiled, tmp_path):
+    folder = copied(uncompiled, tmp_path)
+    (folder / "digests.txt").unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    replace(
+        folder / "manifest.json", json.dumps({**manifest, "features": ["a", "b", "c"], "rows": {}}).encode()
+    )
+    with pytest.raises(PackageError, match=r"does not say what layout.txt says"):
+        Predictor(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_dense": "4"}, "number of dense columns is '4'"),
+        ({"shared": ["nobody"]}, "a shared feature is 'nobody'"),
+        ({"outputs": "x"}, "kind of outputs is 'x'"),
+        ({"compiled": 1}, "must be true or false"),
+        ({"rows": {"f0": -1}}, "rows of 'f0' is -1"),
+        ({"about": []}, "says about its run"),
+        ({"more": 1}, "has the unknown"),
+        ({"torch": "2\nisa x"}, "line break"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused(uncompiled, tmp_path, change, words):
+    folder = copied(uncompiled, tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    replace(folder / "manifest.json", json.dumps({**manifest, **change}).encode())
+    for verify in (True, False):
+        with pytest.raises(PackageError, match=f"manifest.json is damaged: .*{words}"):
+            Predictor(folder, verify=verify)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "manifest.json", "a\0b", ""])
+def test_a_list_of_files_stays_in_its_folder(uncompiled, tmp_path, name):
+    folder = copied(uncompiled, tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["sha256"][name] = "0" * 64
+    replace(folder / "manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(PackageError, match="which is not a file of the folder"):
+        read_manifest(folder)
+
+
+def test_weights_that_overlap_are_refused(uncompiled, tmp_path):
+    folder = copied(uncompiled, tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["weights"][1]["offset"] = 0
+    replace(folder / "manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(PackageError, match="is at 0, and the weight before it ends at"):
+        read_manifest(folder)

@@ -1,0 +1,112 @@
+"""Damaged and crafted packages: each is refused with words that say what to do, before any of it is used."""
+
+import json
+import random
+
+import pytest
+
+import meshrec
+from meshrec.export import PackageError, Predictor, export
+from meshrec.export import predictor as predictor_module
+from meshrec.models.dlrm import DLRM
+from tests.export.conftest import torchs_own_warnings
+from tests.hostile.damage import Tally, crafted, harm, number
+
+FEATURES = ["user", "item"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    tables = [
+        meshrec.EmbeddingBagConfig(name=f"t_{f}", embedding_dim=4, num_embeddings=50, feature_names=[f])
+        for f in FEATURES
+    ]
+    model = DLRM(meshrec.EmbeddingBagCollection(tables), 3, [8, 4], [8, 1])
+    with torchs_own_warnings():
+        return export(
+            model,
+            tmp_path_factory.mktemp("packages") / "clicks",
+            features=FEATURES,
+            num_dense=3,
+            about={"run": "r", "step": 1},
+            compile=False,
+        )
+
+
+@pytest.fixture
+def opened(exported, monkeypatch):
+    """``opened(is_good)`` opens the package. Nothing of a bad one may be mapped or executed."""
+    used = []
+    monkeypatch.setattr(Predictor, "_load", lambda *_: used.append("a program"))
+    mapped = predictor_module.mapped
+    monkeypatch.setattr(predictor_module, "mapped", lambda *given: used.append("weights") or mapped(*given))
+    version = Predictor(exported).version
+
+    def check(is_good):
+        used.clear()
+        if is_good:
+            assert Predictor(exported).version == version
+            return
+        with pytest.raises(PackageError) as caught:
+            Predictor(exported)
+        assert used == []
+        assert "again" in str(caught.value) or "Export a model" in str(caught.value)
+
+    return check
+
+
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_damaged_files_of_packages(exported, opened, has_digests):
+    kind = "damaged packages" if has_digests else "damaged packages without digests.txt"
+    tally, draw = Tally(kind), random.Random(31)
+    digests = (exported / "digests.txt").read_bytes()
+    if not has_digests:
+        (exported / "digests.txt").unlink()
+    # Only digests.txt covers the manifest; what an old one says of its run can change unseen.
+    files = sorted(path for path in exported.iterdir() if has_digests or path.name != "manifest.json")
+    contents = {path: path.read_bytes() for path in files}
+
+    def check(path):
+        is_same = path.is_file() and not path.is_symlink() and path.read_bytes() == contents[path]
+        is_gone = path.name == "digests.txt" and not path.exists() and not path.is_symlink()
+        opened(is_same or is_gone)
+
+    for _ in range(number(60)):
+        path = draw.choice(files)
+        what, mend = harm(path, draw)
+        tally.attempt(what, lambda path=path: check(path))
+        mend()
+    opened(True)
+    (exported / "digests.txt").write_bytes(digests)
+    tally.finish()
+
+
+def test_crafted_manifests(exported, opened):
+    """Without digests.txt: it is a `PackageError`, or the package opens as its layout says."""
+    tally, draw = Tally("crafted manifests of packages"), random.Random(32)
+    path, digests = exported / "manifest.json", (exported / "digests.txt").read_bytes()
+    content, layout = path.read_bytes(), (exported / "layout.txt").read_text()
+    (exported / "digests.txt").unlink()
+
+    def check():
+        try:
+            found = Predictor(exported)
+        except PackageError:
+            return
+        assert predictor_module.read_manifest(exported)["format"] == 2
+        assert [f"feature {f}" for f in found.features] == [
+            line for line in layout.splitlines() if line.startswith("feature ")
+        ]
+        assert f"dense {found.num_dense}" in layout.splitlines()
+        for name, weight in found.weights.items():
+            assert any(line.endswith(f" {name}") for line in layout.splitlines())
+            assert weight.is_contiguous()
+
+    for _ in range(number(100)):
+        what, said = crafted(json.loads(content), draw)
+        path.write_text(json.dumps(said))
+        tally.attempt(what, check)
+    path.write_bytes(content)
+    (exported / "digests.txt").write_bytes(digests)
+    opened(True)
+    tally.finish()
