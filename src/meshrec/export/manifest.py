@@ -1,8 +1,8 @@
 """The manifest of a package, and the check that its files are those that were written.
 
 `verify_package` reads every file before anything of the package is used. Packages with ``digests.txt`` are
-compared by the CRC-32s in it, at about the time that reading takes; older ones by the SHA-256s of their
-manifest, which takes several times as long. Both find accidents. Neither finds a forger, who can write new
+compared by the CRC-32s in it; older ones by the SHA-256s of their manifest, which takes two to four times as
+long. Both find accidents. Neither finds a forger, who can write new
 digests as well: see docs/guides/security.md.
 """
 
