@@ -1,10 +1,14 @@
+import json
+import zlib
+
 import pytest
 import torch
 from torch import nn
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
-from meshrec.checkpoint import load, save
+from meshrec.checkpoint import DamagedCheckpointError, load, save
+from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.checkpoint.state import collect, merged
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.plan.mesh import default_env
@@ -154,3 +158,18 @@ def test_what_ranks_hold_of_one_entry_is_put_together():
     other["param_groups"][0]["lr"] = 0.2
     with pytest.raises(ValueError, match=r"optimizer.param_groups.lr is 0.1 on one rank and 0.2 on another"):
         merged(one, other, "optimizer")
+
+
+def test_values_that_put_tensors_elsewhere_change_no_weights(tmp_path):
+    """The names of the tensors are right, and one of them stands twice in the values."""
+    save(tmp_path, {"model": torch.nn.Linear(3, 2)})
+    path = tmp_path / MANIFEST
+    said = json.loads(path.read_bytes().split(b"\n")[0])
+    said["values"]["model"]["content"]["again"] = {"__tensor__": "model.weight"}
+    body = json.dumps(said).encode()
+    path.write_bytes(body + f'\n{{"crc32": {zlib.crc32(body)}}}\n'.encode())
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(DamagedCheckpointError, match="'model' of the checkpoint puts its tensors in other"):
+        load(tmp_path, {"model": model})
+    assert torch.equal(model.weight, before)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
 from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
 from meshrec.checkpoint.random_state import random_state, set_random_state
 from meshrec.checkpoint.values import decode, encode
@@ -98,11 +99,16 @@ def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial:
         content = _saved_content(entry, kind, manifest)
         if kind in (_MODULE, _OPTIMIZER):
             is_part = _is_part(kind, item, state)
-            own, job = _in_place(entry, item, kind, content, state, is_part=is_part)
+            own, job, held = _in_place(entry, item, kind, content, state, is_part=is_part)
             names = saved.get(entry, set())
             if partial and kind == _MODULE:
                 own, job = _common(entry, item, own, names, rank)
             _compare(entry, own, manifest, set(own) if partial else names & set(own) if is_part else names)
+            if not (partial or is_part) and _references(content) != _references(held):
+                raise DamagedCheckpointError(
+                    f"the entry {entry!r} of the checkpoint puts its tensors in other places than this "
+                    f"{kind} has them. {REMEDY}"
+                )
         else:
             own = {name: _empty(manifest, name) for name in saved.get(entry, ())}
             job = _replaced(state, entry, item, kind, content, own)
@@ -179,8 +185,8 @@ def _own_part(content: Any, target: KeyedOptimizer) -> Any:
 
 def _in_place(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, is_part: bool
-) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """The tensors that a module or optimizer has, and how it takes them back."""
+) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
+    """Return the tensors of a module or optimizer, how it takes them back, and its present content."""
     target = _keyed(item, state) if kind == _OPTIMIZER else item
     if kind == _OPTIMIZER:
         if is_part:
@@ -188,7 +194,7 @@ def _in_place(
         present = target.state_dict()["state"]
         target.create_state([n for n in content["state"] if n in target.params and n not in present])
     own: dict[str, Tensor] = {}
-    encode(dict(target.state_dict()), entry, own)
+    held = encode(dict(target.state_dict()), entry, own)
 
     def finish() -> None:
         if is_part and kind == _MODULE:
@@ -196,7 +202,18 @@ def _in_place(
         else:
             target.load_state_dict(decode(content, own.__getitem__))
 
-    return own, finish
+    return own, finish, held
+
+
+def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], str]:
+    """Return the name of every tensor in an encoded value by its place."""
+    if isinstance(value, dict) and list(value) == ["__tensor__"]:
+        return {where: value["__tensor__"]}
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found: dict[tuple[Any, ...], str] = {}
+    for key, item in pairs:
+        found.update(_references(item, (*where, key)))
+    return found
 
 
 def _common(
