@@ -44,3 +44,9 @@ def test_a_failure_leaves_no_file(tmp_path):
 def test_types_without_a_name_are_refused():
     with pytest.raises(ValueError, match=r"a has type torch\.complex64, which a checkpoint does not hold"):
         header([TensorPart("a", (0,), (3,), torch.zeros(3, dtype=torch.complex64))])
+
+
+def test_names_that_collide_with_those_of_pieces_are_refused():
+    piece = TensorPart("a", (2,), (5,), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"would be called 'a\[2:5\]' in one file"):
+        header([piece, TensorPart("a[2:5]", (0,), (3,), torch.zeros(3))])

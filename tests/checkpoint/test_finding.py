@@ -48,3 +48,12 @@ def test_what_is_not_there_is_named(run, tmp_path):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"is no checkpoint, and holds none"):
         all_checkpoints(tmp_path / "nowhere")
+
+
+def test_checkpoints_whose_names_have_no_step_are_passed_over_with_a_line(run, caplog):
+    for name in ("step-x", "step-", "step-20"):
+        save(run / "checkpoints" / name, {"model": model(1.0)})
+    assert find_checkpoint(run, last=True).name == "step-0000000020"
+    assert "step-x is passed over: its name does not end in the number of a step" in caplog.text
+    assert "step-20 is passed over: " in caplog.text
+    assert find_checkpoint(run / "checkpoints" / "step-x").name == "step-x"  # it can still be named

@@ -7,7 +7,7 @@ from torch import nn
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
-from meshrec.checkpoint import DamagedCheckpointError, load, save
+from meshrec.checkpoint import DamagedCheckpointError, load, read_manifest, save
 from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.checkpoint.state import collect, merged
 from meshrec.model_parallel import DistributedModelParallel
@@ -108,6 +108,10 @@ def test_what_does_not_fit_changes_nothing(tmp_path, change, match):
         ({"random": 1}, "names of text other than 'random', got 'random'"),
         ({"": 1}, "names of text other than 'random', got ''"),
         ({"a": object()}, "a is a object, which a checkpoint does not hold"),
+        (
+            {"__metadata__": torch.ones(1)},
+            "a tensor of the state is called '__metadata__', which the safe",
+        ),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two tensors of the state are called 'a\.b'"),
     ],
 )
@@ -160,16 +164,42 @@ def test_what_ranks_hold_of_one_entry_is_put_together():
         merged(one, other, "optimizer")
 
 
-def test_values_that_put_tensors_elsewhere_change_no_weights(tmp_path):
-    """The names of the tensors are right, and one of them stands twice in the values."""
-    save(tmp_path, {"model": torch.nn.Linear(3, 2)})
-    path = tmp_path / MANIFEST
+def sealed(folder, change):
+    """Changes a manifest, and gives it the right checksum."""
+    path = folder / MANIFEST
     said = json.loads(path.read_bytes().split(b"\n")[0])
-    said["values"]["model"]["content"]["again"] = {"__tensor__": "model.weight"}
+    change(said)
     body = json.dumps(said).encode()
     path.write_bytes(body + f'\n{{"crc32": {zlib.crc32(body)}}}\n'.encode())
-    model = torch.nn.Linear(3, 2)
-    before = model.weight.detach().clone()
+
+
+def test_values_that_put_tensors_elsewhere_change_no_weights(tmp_path):
+    """The names of the tensors are right, and so are their places, written with dots."""
+    save(tmp_path, {"model": nn.Sequential(nn.Linear(3, 2))})
+
+    def change(said):
+        content = said["values"]["model"]["content"]
+        content["0"] = {"weight": content.pop("0.weight")}
+
+    sealed(tmp_path, change)
+    model = nn.Sequential(nn.Linear(3, 2))
+    before = model[0].weight.detach().clone()
     with pytest.raises(DamagedCheckpointError, match="'model' of the checkpoint puts its tensors in other"):
         load(tmp_path, {"model": model})
-    assert torch.equal(model.weight, before)
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_tensors_that_take_the_places_of_others_are_refused(tmp_path, exchange):
+    save(tmp_path, {"plain": [torch.zeros(2), torch.ones(2)], "module": nn.Linear(3, 3)})
+
+    def change(said):
+        plain = said["values"]["plain"]["content"]
+        if exchange:
+            plain.reverse()
+        else:
+            plain.append(plain[0])
+
+    sealed(tmp_path, change)
+    with pytest.raises(DamagedCheckpointError, match=r"the place of tensor 'plain\..' is taken by another"):
+        read_manifest(tmp_path)

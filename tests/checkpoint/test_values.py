@@ -1,7 +1,9 @@
 import json
 import math
 from collections import Counter
+from enum import Enum, IntEnum
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,7 +51,29 @@ def test_tensors_are_named_by_their_place():
     assert decode(encoded, tensors.__getitem__)["a"][1]["b"] is tensors["x.a.1.b"]
 
 
+def test_names_of_tensors_are_those_of_the_values_that_come_back():
+    class Text(str, Enum):
+        A = "a"
+
+    class Number(IntEnum):
+        ONE = 1
+
+    for key in (Text.A, Number.ONE, (1, ("b",)), np.float64(0.1), True, None):
+        tensors, again = {}, {}
+        encoded = encode({key: torch.tensor(1), "other": [torch.tensor(2)]}, "x", tensors)
+        back = decode(json.loads(json.dumps(encoded)), tensors.__getitem__)
+        assert encode(back, "x", again) == encoded
+        assert again == tensors
+
+
+def test_sets_may_hold_several_types():
+    value = {1, "a", (2, 3), (1, "b"), None}
+    assert there_and_back(value) == value
+
+
 def test_other_things_are_named():
+    with pytest.raises(ValueError, match=r"x\.a has a tensor as a key, which a checkpoint does not hold"):
+        encode({"a": {torch.tensor(1): 2}}, "x", {})
     with pytest.raises(ValueError, match=r"x\.a\.0 is a function, which a checkpoint does not hold"):
         encode({"a": [print_nothing]}, "x", {})
 

@@ -79,7 +79,7 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
 
 def header(parts: Sequence[TensorPart]) -> bytes:
     """What the file of these parts begins with."""
-    shapes = {}
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for part in parts:
         dtype, shape = part.tensor.dtype, tuple(part.tensor.shape)
         if dtype not in DTYPE_NAMES:
@@ -87,7 +87,10 @@ def header(parts: Sequence[TensorPart]) -> bytes:
                 f"{part.name} has type {dtype}, which a checkpoint does not hold; it takes "
                 f"{list(DTYPE_NAMES)}."
             )
-        shapes[entry_name(part.name, part.offset, shape, part.size)] = (dtype, shape)
+        entry = entry_name(part.name, part.offset, shape, part.size)
+        if entry in shapes:
+            raise ValueError(f"two tensors of the state would be called {entry!r} in one file. Rename one.")
+        shapes[entry] = (dtype, shape)
     return header_of(shapes)
 
 

@@ -1,13 +1,18 @@
 """Which checkpoint a path stands for: one rule for runs, for the command line and for ``load``."""
 
+import logging
+import re
 from pathlib import Path
 
 from meshrec.checkpoint.manifest import MANIFEST
+
+_log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 """In a run's folder: all of the last steps, from which training goes on."""
 BEST = "best"
 """In a run's folder: the weights that were best on the validation data."""
+_NAME = re.compile(r"step-([0-9]+)")
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:
@@ -73,5 +78,15 @@ def _is_run(path: Path) -> bool:
 
 
 def _finished(folder: Path) -> dict[int, Path]:
-    found = (each for each in folder.glob("step-*") if (each / MANIFEST).exists())
-    return {int(each.name.removeprefix("step-")): each for each in found}
+    found: dict[int, Path] = {}
+    for each in sorted(folder.glob("step-*")):
+        if not (each / MANIFEST).exists():
+            continue
+        match = _NAME.fullmatch(each.name)
+        if match is None:
+            _log.warning("%s is passed over: its name does not end in the number of a step", each)
+        elif int(match[1]) in found:
+            _log.warning("%s is passed over: %s is of the same step", each, found[int(match[1])])
+        else:
+            found[int(match[1])] = each
+    return found

@@ -5,7 +5,8 @@ Nothing in it is ever executed, and no name in it leads out of the folder.
 
 A right checksum does not mean right content: a manifest may come from another program, or from another
 checkpoint. So every number in it is checked before anything is allocated or read by it. Version 2 differs
-from version 1 in what the checksum of a block covers, see `place_of`.
+from version 1 in what the checksum of a block covers, see `place_of`, and in that every tensor has the name
+of its place in the values.
 """
 
 import json
@@ -18,11 +19,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
 from meshrec.checkpoint.blocks import BLOCK_BYTES, grid_of
 from meshrec.checkpoint.coverage import flaw_of_cover
-from meshrec.checkpoint.values import decode
+from meshrec.checkpoint.values import decode, encode
 from meshrec.durable import DamageError
 from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text
 
@@ -281,7 +283,7 @@ def _check_contents(manifest: Manifest) -> None:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Check that the values of every entry can be decoded, and name its tensors and no others."""
+    """Check that the values of every entry can be decoded, and hold its tensors, each in its place."""
     of_entry: dict[str, set[str]] = {}
     for name, record in manifest.tensors.items():
         of_entry.setdefault(record.entry, set()).add(name)
@@ -289,22 +291,26 @@ def _check_values(manifest: Manifest) -> None:
         what = f"the entry {entry[:100]!r}"
         said = fields(value, what, ("kind", "content"))
         text(said["kind"], f"the kind of {what}", allowed=KINDS)
-        named: set[str] = set()
+        named: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
 
-        def tensor(name: Any, named: set[str] = named) -> Any:
-            named.add(text(name, "the name of a tensor"))
-            return None
+        def tensor(name: Any, named: dict[str, Tensor] = named) -> Tensor:
+            return named.setdefault(text(name, "the name of a tensor"), torch.empty(0))
 
         try:
-            decode(said["content"], tensor)
+            encode(decode(said["content"], tensor), entry, found)
         except (ValueError, TypeError, RecursionError) as error:
             raise DamageError(f"{what} cannot be read ({error})") from error
         own = of_entry.pop(entry, set())
-        if named != own:
-            differing = sorted(named ^ own)[0]
+        if named.keys() != own:
+            differing = sorted(named.keys() ^ own)[0]
             raise DamageError(
                 f"{what}: {called(differing)} stands in its values or among the tensors, not in both"
             )
+        for name, stand_in in found.items():
+            # A tensor has the name of its place. Version 1 wrote other names where a key was no plain value.
+            if manifest.version > 1 and named.get(name) is not stand_in:
+                raise DamageError(f"{what}: the place of {called(name)} is taken by another tensor")
     of_entry.pop(RANDOM, None)
     if of_entry:
         entry, names = next(iter(of_entry.items()))

@@ -15,6 +15,8 @@ from meshrec.durable import DamageError, open_regular
 from meshrec.durable.files import read_into
 from meshrec.durable.sealed import fields, integer, integers, mapping, parse, text
 
+METADATA = "__metadata__"
+"""The name in a header under which the format keeps text; no tensor may have it."""
 _MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
 _MOST_DIMS = 64
 
@@ -85,7 +87,7 @@ def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
     """
     entries: dict[str, Entry] = {}
     for name, record in mapping(header, f"{path}: the header").items():
-        if name == "__metadata__":
+        if name == METADATA:
             continue
         what = f"{path}: {name!r}"
         said = fields(record, what, ["dtype", "shape", "data_offsets"])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
 from meshrec.checkpoint.manifest import KINDS, RANDOM, Manifest
 from meshrec.checkpoint.random_state import random_state, set_random_state
+from meshrec.checkpoint.safetensors import METADATA
 from meshrec.checkpoint.values import decode, encode
 from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel
@@ -46,7 +47,12 @@ class Collected:
             self.add_tensor(entry, name, tensor)
 
     def add_tensor(self, entry: str, name: str, tensor: Tensor) -> None:
-        """One tensor."""
+        """Add one tensor."""
+        if name == METADATA:
+            raise ValueError(
+                f"a tensor of the state is called {name!r}, which the safetensors format keeps for itself. "
+                "Rename the entry."
+            )
         if name in self.tensors:
             raise ValueError(
                 f"two tensors of the state are called {name!r}, in {self.entries[name]!r} and {entry!r}. "

@@ -4,6 +4,7 @@ JSON knows no tuples, sets or keys that are not text; these are written as ``{"_
 like. A tensor is left out of the JSON and named in it.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple):
         return {"__tuple__": [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
     if isinstance(value, set | frozenset):
-        return {"__set__": sorted(encode(item, name, tensors) for item in value)}
+        return {"__set__": sorted((encode(item, name, tensors) for item in value), key=json.dumps)}
     if isinstance(value, Mapping):
         return _encoded_mapping(value, name, tensors)
     raise ValueError(
@@ -74,11 +75,15 @@ def _encoded_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, Ten
     counter = isinstance(value, Counter)
     text_keys = all(isinstance(key, str) for key in value)
     if text_keys and not counter and not (len(value) == 1 and next(iter(value)) in _MARKS):
-        return {str(key): encode(item, f"{name}.{key}", tensors) for key, item in value.items()}
-    pairs = [
-        [encode(key, f"{name} (a key)", tensors), encode(item, f"{name}.{key}", tensors)]
-        for key, item in value.items()
-    ]
+        return {(text := str(key)): encode(item, f"{name}.{text}", tensors) for key, item in value.items()}
+    pairs = []
+    for key, item in value.items():
+        found: dict[str, Tensor] = {}
+        said = encode(key, f"{name} (a key)", found)
+        if found:
+            raise ValueError(f"{name} has a tensor as a key, which a checkpoint does not hold. Use a name.")
+        # The name is that of the key as it is read again: an item of an enum may look otherwise.
+        pairs.append([said, encode(item, f"{name}.{decode(said, found.__getitem__)}", tensors)])
     return {"__counter__" if counter else "__items__": pairs}
 
 
