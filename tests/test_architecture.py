@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,24 +97,10 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield ``node`` and all nodes below it, except those that only a type checker reads."""
-    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-        below: list[ast.AST] = list(node.orelse)
-    else:
-        yield node
-        below = list(ast.iter_child_nodes(node))
-    for each in below:
-        yield from run_time_nodes(each)
-
-
-def imports_of(tree: ast.Module, importer: str, *, is_package: bool, run_time: bool = False) -> list[Import]:
-    """Return every import of a part of meshrec in ``tree``, those inside functions included.
-
-    With ``run_time``, imports for the type checker alone are left out.
-    """
+def imports_of(tree: ast.Module, importer: str, *, is_package: bool) -> list[Import]:
+    """Return every import of a part of meshrec in ``tree``, also inside functions and for type checkers."""
     found = []
-    for node in run_time_nodes(tree) if run_time else ast.walk(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -243,7 +228,7 @@ def package_trees() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def package_imports(*, run_time: bool = False) -> list[Import]:
+def package_imports() -> list[Import]:
     found = [
         each
         for path in sorted(SOURCE.rglob("*.py"))
@@ -251,7 +236,6 @@ def package_imports(*, run_time: bool = False) -> list[Import]:
             ast.parse(path.read_text()),
             module_name(path),
             is_package=path.name == "__init__.py",
-            run_time=run_time,
         )
     ]
     assert found, "the walk found no import at all: it looks at the wrong folder"
@@ -263,21 +247,20 @@ def test_imports_point_downward() -> None:
 
 
 def test_files_do_not_import_each_other_in_a_circle() -> None:
-    assert circles(package_imports(run_time=True)) == []
+    assert circles(package_imports()) == []
 
 
 def test_circles_are_seen() -> None:
     def file(name: str, code: str) -> list[Import]:
-        return imports_of(ast.parse(code), name, is_package=False, run_time=True)
+        return imports_of(ast.parse(code), name, is_package=False)
 
     one = file("sparse.a", "from meshrec.sparse.b import f")
     other = file("sparse.b", "def f():\n    from meshrec.sparse.c import g")
     assert circles([*one, *other]) == []
     back = file("sparse.c", "import meshrec.sparse.a")
     assert circles([*one, *other, *back]) == [["sparse.a", "sparse.b", "sparse.c"]]
-    for_types = "if TYPE_CHECKING:\n    import meshrec.sparse.a\nelse:\n    import meshrec.sparse.d"
-    assert circles([*one, *other, *file("sparse.c", for_types)]) == []
-    assert [each.imported for each in file("sparse.c", for_types)] == ["sparse.d"]
+    for_types = file("sparse.c", "if TYPE_CHECKING:\n    import meshrec.sparse.a")
+    assert circles([*one, *other, *for_types]) == [["sparse.a", "sparse.b", "sparse.c"]]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from meshrec.data import DataError, DenseColumn, IdColumn, Schema
+from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 
 pa = pytest.importorskip("pyarrow")
-columns = pytest.importorskip("meshrec.data.columns")
 
-PLACE = ("f.parquet: row group 2", 100)
+PLACE = Place("f.parquet: row group 2", 100)
 
 
 def run(values, on_error="raise", kind=None, **options):
@@ -15,8 +15,8 @@ def run(values, on_error="raise", kind=None, **options):
     schema = Schema(label="y", ids=[IdColumn(name="a", **({"num_embeddings": 10} | options))])
     column = values if isinstance(values, pa.Array) else pa.array(values, kind)
     table = pa.table({"y": pa.array(np.zeros(len(column))), "a": column})
-    assert columns.wrong_columns(schema, table.schema) == []
-    samples = columns.encode(table, schema, columns.Place(*PLACE), Faults(on_error))
+    assert schema.wrong_columns(table.schema) == []
+    samples = schema.encode(table, PLACE, Faults(on_error))
     (ragged,) = samples.ids
     rows = [ragged.values[a:b].tolist() for a, b in zip(ragged.offsets, ragged.offsets[1:], strict=False)]
     return rows, None if samples.kept is None else samples.kept.tolist()
@@ -102,12 +102,11 @@ def test_dense_values_and_labels():
             "a": [0, 1, 0, 1],
         }
     )
-    place = columns.Place(*PLACE)
     with pytest.raises(
         DataError, match=r"column 'z': row 102 is null or not finite. Set missing= .* \(2 rows of 4\)"
     ):
-        columns.encode(table, schema, place, Faults("raise"))
-    samples = columns.encode(table, schema, place, Faults("skip"))
+        schema.encode(table, PLACE, Faults("raise"))
+    samples = schema.encode(table, PLACE, Faults("skip"))
     assert samples.kept.tolist() == [True, True, False, False]
     assert samples.labels.tolist() == [1, 0, 1, 1]
     assert samples.dense[:, 0].tolist() == pytest.approx([0, 0, 0, np.log(8)])
@@ -124,11 +123,10 @@ def test_wrong_columns_are_all_named():
         [("y", pa.string()), ("x", pa.float32()), ("a", pa.string()), ("b", pa.list_(pa.float32()))]
     )
     lists = found.field("b").type
-    assert columns.wrong_columns(schema, found) == [
+    assert schema.wrong_columns(found) == [
         "column 'y' has type string, expected numbers",
         "column 'a' has type string, expected integers (strings need hashed=True), or lists of these",
         f"column 'b' has type {lists}, expected integers (strings need hashed=True), or lists of these",
     ]
-    assert columns.wrong_columns(
-        schema, pa.schema([("y", pa.int8()), ("x", pa.int8()), ("a", pa.int8())])
-    ) == ["there is no column 'b' among ['y', 'x', 'a']"]
+    found = pa.schema([("y", pa.int8()), ("x", pa.int8()), ("a", pa.int8())])
+    assert schema.wrong_columns(found) == ["there is no column 'b' among ['y', 'x', 'a']"]

@@ -1,11 +1,14 @@
 """Conversion of Arrow columns to samples. Every value is checked, without Python code per row."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meshrec.data.column_kinds import DenseColumn, IdColumn
+from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 from meshrec.data.hashing import hash_bytes, mix, to_range
 from meshrec.data.samples import Bools, Floats, Ints, Ragged, Samples
@@ -13,64 +16,58 @@ from meshrec.data.samples import Bools, Floats, Ints, Ragged, Samples
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from meshrec.data.schema import IdColumn, Schema
-
 
 _MISSING = ". Set missing= of its column to what stands for null"
 
 
-class Place(NamedTuple):
-    """Origin of some rows, such as "a.parquet: row group 3", with the number of the first row in the file."""
-
-    name: str
-    first_row: int
-    file: str = ""
-
-
-def wrong_columns(schema: "Schema", found: pa.Schema) -> list[str]:
+def wrong_columns(
+    found: pa.Schema, *, label: str | None, dense: Sequence[DenseColumn], ids: Sequence[IdColumn]
+) -> list[str]:
     """Return what is missing or has a type that cannot be read; empty if everything fits."""
+    numbers = [*([] if label is None else [label]), *(each.name for each in dense)]
     wrong = []
-    for name in schema.columns():
+    for name in [*numbers, *(each.name for each in ids)]:
         if found.get_field_index(name) < 0:
             wrong.append(f"there is no column {name!r} among {found.names}")
     if wrong:
         return wrong
-    labels = [] if schema.label is None else [schema.label]
-    for dense in [*labels, *(each.name for each in schema.dense)]:
-        if not _is_number(found.field(dense).type):
-            wrong.append(f"column {dense!r} has type {found.field(dense).type}, expected numbers")
-    for ids in schema.ids:
-        kind = found.field(ids.name).type
+    for name in numbers:
+        if not _is_number(found.field(name).type):
+            wrong.append(f"column {name!r} has type {found.field(name).type}, expected numbers")
+    for column in ids:
+        kind = found.field(column.name).type
         inner = kind.value_type if _is_list(kind) else kind
         inner = inner.value_type if pa.types.is_dictionary(inner) else inner
-        if not (pa.types.is_integer(inner) or (ids.hashed and is_text(inner))):
-            allowed = "integers or strings" if ids.hashed else "integers (strings need hashed=True)"
-            wrong.append(f"column {ids.name!r} has type {kind}, expected {allowed}, or lists of these")
+        if not (pa.types.is_integer(inner) or (column.hashed and is_text(inner))):
+            allowed = "integers or strings" if column.hashed else "integers (strings need hashed=True)"
+            wrong.append(f"column {column.name!r} has type {kind}, expected {allowed}, or lists of these")
     return wrong
 
 
-def encode(table: pa.Table, schema: "Schema", place: Place, faults: Faults) -> Samples:
+def encode(
+    table: pa.Table,
+    place: Place,
+    faults: Faults,
+    *,
+    label: str | None,
+    label_range: tuple[float, float] | None,
+    dense: Sequence[DenseColumn],
+    ids: Sequence[IdColumn],
+) -> Samples:
     """Encode the rows of a table with the right types. Damaged rows are not ``kept``, or raise an error."""
     num = table.num_rows
     kept = np.ones(num, np.bool_)
-    dense = np.empty((num, len(schema.dense)), np.float32)
-    for number, column in enumerate(schema.dense):
+    numbers = np.empty((num, len(dense)), np.float32)
+    for number, column in enumerate(dense):
         values = _numbers(table[column.name], column.name, column.missing, place, kept, faults)
-        dense[:, number] = np.log1p(np.maximum(values, 0)) if column.log else values
-    labels = (
-        np.full(num, np.nan, np.float32)
-        if schema.label is None
-        else _labels(table, schema, place, kept, faults)
-    )
-    ids = tuple(_ids(table[column.name], column, place, kept, faults) for column in schema.ids)
-    return Samples(dense, labels, ids, None if kept.all() else kept)
-
-
-def _labels(table: pa.Table, schema: "Schema", place: Place, kept: Bools, faults: Faults) -> Floats:
-    assert schema.label is not None
-    labels = _numbers(table[schema.label], schema.label, None, place, kept, faults)
-    check_labels(labels, schema.label_range, f"{place.name}, column {schema.label!r}", place, kept, faults)
-    return labels
+        numbers[:, number] = np.log1p(np.maximum(values, 0)) if column.log else values
+    if label is None:
+        labels = np.full(num, np.nan, np.float32)
+    else:
+        labels = _numbers(table[label], label, None, place, kept, faults)
+        check_labels(labels, label_range, f"{place.name}, column {label!r}", place, kept, faults)
+    encoded = tuple(_ids(table[column.name], column, place, kept, faults) for column in ids)
+    return Samples(numbers, labels, encoded, None if kept.all() else kept)
 
 
 def check_labels(
@@ -108,7 +105,7 @@ def _numbers(
     return values
 
 
-def _ids(chunks: Any, column: "IdColumn", place: Place, kept: Bools, faults: Faults) -> Ragged:
+def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ragged:
     array = chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
     if not _is_list(array.type):
         offsets = np.arange(len(array) + 1, dtype=np.int64)
@@ -128,9 +125,7 @@ def _ids(chunks: Any, column: "IdColumn", place: Place, kept: Bools, faults: Fau
     return Ragged(_checked(array.flatten(), offsets, column, place, kept, faults), offsets)
 
 
-def _checked(
-    array: Any, offsets: Ints, column: "IdColumn", place: Place, kept: Bools, faults: Faults
-) -> Ints:
+def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ints:
     """Return the IDs of a column, and remove rows with invalid IDs from ``kept``."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -157,7 +152,7 @@ def _checked(
 
 
 def _check_range(
-    values: Ints, offsets: Ints, column: "IdColumn", place: Place, kept: Bools, faults: Faults
+    values: Ints, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults
 ) -> None:
     # Seen as unsigned numbers, negative ones are large.
     if int(values.view(np.uint64).max()) < column.num_embeddings:
@@ -170,7 +165,7 @@ def _check_range(
     faults.check(kept, ~_any(outside, offsets), where, place.first_row, place.file)
 
 
-def _hashed(hashes: "npt.NDArray[np.uint64]", column: "IdColumn") -> Ints:
+def _hashed(hashes: "npt.NDArray[np.uint64]", column: IdColumn) -> Ints:
     if column.missing == 0:
         ids = to_range(hashes, column.num_embeddings - 1)
         ids += 1

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from meshrec.data.column_kinds import DenseColumn, IdColumn
 from meshrec.data.dataset import Dataset, FileRows, Paths, Reader
 from meshrec.data.delimited import parse
+from meshrec.data.encoding import Place
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.locations import as_local, expand, is_address, suffix_of
 from meshrec.data.order import check_seed
 from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
-from meshrec.data.schema import DenseColumn, IdColumn, Schema
+from meshrec.data.schema import Schema
 from meshrec.data.splitting import Split, part_readers
 from meshrec.data.streaming import Source, StreamReader, files_of
 from meshrec.data.text_blocks import TextBlock, WholeLines, find_blocks, read_pieces
@@ -114,8 +116,6 @@ class CriteoText(Source):
                 yield self._parsed(block.file, piece)
 
     def _parsed(self, file: Path, piece: WholeLines) -> Samples:
-        from meshrec.data.columns import Place, encode
-
         names = self._schema.columns()
         kinds = {name: "string" if name.startswith("C") else "float32" for name in names}
         table, lines = parse(
@@ -127,7 +127,7 @@ class CriteoText(Source):
             delimiter="\t",
             first_line=piece.first_line,
         )
-        samples = encode(table, self._schema, Place(str(file), piece.first_line, str(file)), self._faults)
+        samples = self._schema.encode(table, Place(str(file), piece.first_line, str(file)), self._faults)
         if len(lines) == piece.lines:
             return samples
         # Lines that could not be parsed keep their places, so that positions stay what they are.

@@ -2,14 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from meshrec.data.dataset import Feature
 from meshrec.data.faults import Faults
 from meshrec.data.samples import Samples, Shape
 
-if TYPE_CHECKING:
-    from meshrec.data.columns import Place
+
+class Place(NamedTuple):
+    """Origin of some rows, such as "a.parquet: row group 3", with the number of the first row in the file."""
+
+    name: str
+    first_row: int
+    file: str = ""
 
 
 class Encoding(ABC):
@@ -57,7 +62,7 @@ class Encoding(ABC):
         """
 
     @abstractmethod
-    def encode(self, table: Any, place: "Place", faults: Faults) -> Samples:
+    def encode(self, table: Any, place: Place, faults: Faults) -> Samples:
         """Encode a table with the right columns. Damaged rows are not ``kept``, or raise an error."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrec.data.dataset import Dataset, FileRows, Paths
-from meshrec.data.encoding import Encoding
+from meshrec.data.encoding import Encoding, Place
 from meshrec.data.faults import DataError, Faults, OnError, needs
 from meshrec.data.locations import File, expand, opened
 from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
@@ -153,8 +153,6 @@ class ParquetSource(Source, Tables):
 
     def _pieces(self, group: _RowGroup, skip: int, size: int) -> Generator[Samples, None, None]:
         import pyarrow as pa
-
-        from meshrec.data.columns import Place
 
         name, row = f"{group.file}: row group {group.number}", 0
         try:

@@ -92,7 +92,7 @@ class RawValues:
         Raises:
             DataError: for values that were damage in training, too; names column and row.
         """
-        from meshrec.data.columns import Place
+        from meshrec.data.encoding import Place
 
         pa = needs("pyarrow", "data")
         shared = pa.table({}) if shared is None else shared

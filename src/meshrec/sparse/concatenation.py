@@ -1,54 +1,53 @@
 """Concatenation of jagged tensors, and the errors where they do not fit together."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from meshrec.sparse.jagged_tensor import Jagged
-
-if TYPE_CHECKING:
-    from meshrec.sparse.keyed_jagged_tensor import InverseIndices, KeyedJaggedTensor
+from meshrec.sparse.keyed_bags import Bags, InverseIndices, KeyedBags, ValueBags
 
 
-def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+def concatenated(kjts: Sequence[Bags]) -> Bags:
     """Implement ``KeyedJaggedTensor.concat`` for one or more parts."""
     values, weights, lengths = concatenated_bags("concat", kjts)
     stride, strides = _strides(kjts)
-    known = [kjt._length_per_key for kjt in kjts]
+    known = [kjt.length_per_key_or_none() for kjt in kjts]
     return kjts[0].unchecked(
-        [key for kjt in kjts for key in kjt._keys],
+        list(chain.from_iterable(kjt.keys() for kjt in kjts)),
         values,
         weights,
         lengths,
         stride=stride,
         strides=strides,
         length_per_key=None if None in known else [n for part in known for n in part or ()],
-        inverse_indices=_inverse_indices([kjt._inverse_indices for kjt in kjts]),
+        inverse_indices=_inverse_indices([kjt.inverse_indices_or_none() for kjt in kjts]),
     )
 
 
-def concatenated_bags(op: str, parts: Sequence[Jagged]) -> tuple[Tensor, Tensor | None, Tensor]:
+def concatenated_bags(op: str, parts: Sequence[ValueBags]) -> tuple[Tensor, Tensor | None, Tensor]:
     """Values, weights and lengths of all parts.
 
     Raises:
         ValueError: Only some have weights, or only some have integer values.
     """
-    weights = [part._weights for part in parts if part._weights is not None]
+    all_values = [part.values() for part in parts]
+    given = [part.weights_or_none() for part in parts]
+    weights = [each for each in given if each is not None]
     if 0 < len(weights) < len(parts):
         raise ValueError(
             f"KeyedJaggedTensor.{op}: {len(weights)} of {len(parts)} inputs have weights; "
             "give them to all or none"
         )
-    if len({part._values.is_floating_point() for part in parts}) > 1:
-        dtypes = [str(part._values.dtype).removeprefix("torch.") for part in parts]
+    if len({values.is_floating_point() for values in all_values}) > 1:
+        dtypes = [str(values.dtype).removeprefix("torch.") for values in all_values]
         raise ValueError(f"KeyedJaggedTensor.{op}: values must be all integers or all floats, got {dtypes}")
-    values = torch.cat([part._values for part in parts])
-    return values, torch.cat(weights) if weights else None, torch.cat([part.lengths() for part in parts])
+    lengths = torch.cat([part.lengths() for part in parts])
+    return torch.cat(all_values), torch.cat(weights) if weights else None, lengths
 
 
-def _strides(kjts: list["KeyedJaggedTensor"]) -> tuple[int | None, list[list[int]] | None]:
+def _strides(kjts: Sequence[KeyedBags]) -> tuple[int | None, list[list[int]] | None]:
     """Return the stride of all keys, or the strides per key and rank.
 
     Raises:
@@ -72,7 +71,7 @@ def _strides(kjts: list["KeyedJaggedTensor"]) -> tuple[int | None, list[list[int
     return stride, None
 
 
-def _inverse_indices(parts: "list[InverseIndices | None]") -> "InverseIndices | None":
+def _inverse_indices(parts: list[InverseIndices | None]) -> InverseIndices | None:
     """Return the inverse indices of all keys, if all parts have them."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):

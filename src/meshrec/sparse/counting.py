@@ -4,15 +4,13 @@ from collections.abc import Iterable
 from functools import reduce
 from itertools import pairwise
 from operator import add
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from meshrec.sparse.keyed_bags import KeyedBags
 
 
-def count_per_key(kjt: "KeyedJaggedTensor") -> list[int]:
+def count_per_key(kjt: KeyedBags) -> list[int]:
     """Return the number of values of each key; waits for the device.
 
     Raises:
@@ -36,7 +34,7 @@ def count_per_key(kjt: "KeyedJaggedTensor") -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def _traced_count_per_key(kjt: "KeyedJaggedTensor") -> list[int]:
+def _traced_count_per_key(kjt: KeyedBags) -> list[int]:
     """The same as symbols of the traced program, which are known to be sizes and nothing else."""
     if kjt.variable_stride_per_key():
         bags = torch.tensor(kjt.lengths_offset_per_key(), device=kjt.device())

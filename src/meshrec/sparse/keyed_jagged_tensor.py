@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from meshrec.sparse.concatenation import concatenated, concatenated_bags
 from meshrec.sparse.counting import count_per_key, total
 from meshrec.sparse.jagged_tensor import Jagged, JaggedTensor
+from meshrec.sparse.keyed_bags import InverseIndices, Strides
 from meshrec.sparse.keyed_validation import check_keyed_numbers, check_keys_and_strides
 from meshrec.sparse.printing import keyed_jagged_text
 from meshrec.sparse.rearranging import cut_keys, permuted_keys, split_keys
 from meshrec.sparse.validation import check_layout, count_bags
-
-InverseIndices = tuple[list[str], Tensor]
-Strides = list[list[int]] | Tensor
 
 
 class KeyedJaggedTensor(Jagged):
@@ -138,8 +137,9 @@ class KeyedJaggedTensor(Jagged):
         self._jt_dict = None
         self._jt_dict_grad = None
 
-    @staticmethod
+    @classmethod
     def unchecked(
+        cls,
         keys: list[str],
         values: Tensor,
         weights: Tensor | None,
@@ -150,9 +150,9 @@ class KeyedJaggedTensor(Jagged):
         strides: Strides | None = None,
         length_per_key: list[int] | None = None,
         inverse_indices: InverseIndices | None = None,
-    ) -> "KeyedJaggedTensor":
+    ) -> Self:
         """Make a KeyedJaggedTensor without checks; ``strides`` is its stride_per_key_per_rank."""
-        kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
+        kjt = cls.__new__(cls)
         kjt._fill(keys, values, weights, lengths, offsets, stride, strides, length_per_key, inverse_indices)
         return kjt
 

@@ -1,15 +1,12 @@
 """Checks of KeyedJaggedTensor beyond its bags: keys, strides, counts per key, inverse indices."""
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from meshrec.sparse.keyed_bags import KeyedBags
 from meshrec.sparse.validation import check_bags, count_bags
-
-if TYPE_CHECKING:
-    from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 _NAME = "KeyedJaggedTensor"
 
@@ -54,7 +51,7 @@ def check_keys_and_strides(
         )
 
 
-def check_keyed_numbers(kjt: "KeyedJaggedTensor") -> None:
+def check_keyed_numbers(kjt: KeyedBags) -> None:
     """Raise ValueError unless all numbers fit; the message names key and sample."""
     _check_keys(kjt.keys())
     bags = kjt.lengths_offset_per_key()
@@ -103,7 +100,7 @@ def _check_known(keys: list[str], what: str, known: list[int] | None, expected: 
     )
 
 
-def _check_inverse_indices(kjt: "KeyedJaggedTensor") -> None:
+def _check_inverse_indices(kjt: KeyedBags) -> None:
     found = kjt.inverse_indices_or_none()
     if found is None:
         return

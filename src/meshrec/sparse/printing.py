@@ -1,13 +1,12 @@
 """The text of jagged and keyed tensors: by key and sample, cut short where it would fill the screen."""
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from meshrec.sparse.keyed_bags import KeyedBags
 
 _MANY = 1000  # numbers of one key above which the middle is left out, as torch does for its tensors
 _EDGE = 3
@@ -40,23 +39,25 @@ def bags_text(values: Tensor, offsets: list[int]) -> str:
     return _list_text(_with_gap(bags) if short and num_bags > 2 * _EDGE else bags)
 
 
-def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
+def keyed_jagged_text(kjt: KeyedBags) -> str:
     """One line per key, or what cannot be read described."""
-    if not is_readable(*kjt._tensors()):
+    values, weights = kjt.values(), kjt.weights_or_none()
+    lengths, offsets = kjt.lengths_or_none(), kjt.offsets_or_none()
+    if not is_readable(values, weights, lengths, offsets):
         return shape_text(
             "KeyedJaggedTensor",
-            keys=kjt._keys,
-            values=kjt._values,
-            weights=kjt._weights,
-            lengths=kjt._lengths,
-            offsets=kjt._offsets,
+            keys=kjt.keys(),
+            values=values,
+            weights=weights,
+            lengths=lengths,
+            offsets=offsets,
         )
-    offsets = kjt.offsets().tolist()
+    starts = kjt.offsets().tolist()
     texts = [
-        _keyed_bags_text(kjt._values, kjt._weights, offsets[first : last + 1])
+        _keyed_bags_text(values, weights, starts[first : last + 1])
         for first, last in pairwise(kjt.lengths_offset_per_key())
     ]
-    return keyed_text("KeyedJaggedTensor", kjt._keys, texts)
+    return keyed_text("KeyedJaggedTensor", kjt.keys(), texts)
 
 
 def keyed_text(name: str, keys: list[str], texts: list[str]) -> str:

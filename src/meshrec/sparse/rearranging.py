@@ -1,15 +1,13 @@
 """Cutting, splitting and permuting the keys of a KeyedJaggedTensor."""
 
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from meshrec.ops.jagged import permute_jagged
 from meshrec.sparse.counting import total
-
-if TYPE_CHECKING:
-    from meshrec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from meshrec.sparse.keyed_bags import Bags, KeyedBags
 
 
 class Group(NamedTuple):
@@ -20,7 +18,7 @@ class Group(NamedTuple):
     lengths: Tensor
 
 
-def cut_keys(kjt: "KeyedJaggedTensor", sizes: list[int]) -> list[Group]:
+def cut_keys(kjt: KeyedBags, sizes: list[int]) -> list[Group]:
     """Views of ``sizes[i]`` neighbouring keys each; the sizes sum to the number of keys."""
     all_values, all_weights, all_lengths = kjt.values(), kjt.weights_or_none(), kjt.lengths()
     num_keys = len(kjt.keys())
@@ -37,7 +35,7 @@ def cut_keys(kjt: "KeyedJaggedTensor", sizes: list[int]) -> list[Group]:
     return list(map(Group, values, weights, all_lengths.split(bag_sizes)))
 
 
-def split_keys(kjt: "KeyedJaggedTensor", segments: list[int]) -> "list[KeyedJaggedTensor]":
+def split_keys(kjt: Bags, segments: list[int]) -> list[Bags]:
     """Implement ``KeyedJaggedTensor.split``."""
     num_keys, num_taken = len(kjt.keys()), sum(segments)
     if num_taken > num_keys or min(segments, default=0) < 0:
@@ -62,7 +60,7 @@ def split_keys(kjt: "KeyedJaggedTensor", segments: list[int]) -> "list[KeyedJagg
     ]
 
 
-def permuted_keys(kjt: "KeyedJaggedTensor", indices: list[int]) -> "KeyedJaggedTensor":
+def permuted_keys(kjt: Bags, indices: list[int]) -> Bags:
     """Implement ``KeyedJaggedTensor.permute``."""
     keys, values, lengths = kjt.keys(), kjt.values(), kjt.lengths()
     for index in indices:

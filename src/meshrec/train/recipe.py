@@ -60,8 +60,8 @@ class FittedSource(ABC):
 
     def fit(self) -> "Features":
         """Fit the features on the training rows, in one pass over the data."""
+        from meshrec.data.features.fitting import fit_features
         from meshrec.data.frames import open_tables
-        from meshrec.data.tables import fit_features
 
         train = self.parts()[0]
         features: Features = self.features

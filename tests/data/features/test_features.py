@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshrec.data import DataError, Split, parquet
-from meshrec.data.columns import Place
+from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 from meshrec.data.features import (
     Buckets,
@@ -25,8 +25,8 @@ from meshrec.data.features import (
     UnfittedError,
     Vocabulary,
 )
+from meshrec.data.features.fitting import fit_features
 from meshrec.data.parquet import open_parquet
-from meshrec.data.tables import fit_features
 
 LABEL = (Label(column="y"),)
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrec.data import DataError
-from meshrec.data.columns import Place
+from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 from meshrec.data.features import (
     Buckets,
@@ -26,8 +26,8 @@ from meshrec.data.features import (
     Vocabulary,
     hashes_of,
 )
+from meshrec.data.features.fitting import fit_features
 from meshrec.data.frames import open_tables
-from meshrec.data.tables import fit_features
 from meshrec.train import Csv
 
 EPOCH = datetime.datetime(1970, 1, 1)

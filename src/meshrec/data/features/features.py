@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from meshrec.data.columns import Place
 from meshrec.data.dataset import Feature
-from meshrec.data.encoding import Encoding
+from meshrec.data.encoding import Encoding, Place
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import from_json, need_fitted, to_json
 from meshrec.data.features.derived import Buckets, Cross, DatePart

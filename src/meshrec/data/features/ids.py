@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from meshrec.data.columns import Place
 from meshrec.data.dataset import Feature
+from meshrec.data.encoding import Place
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import need_fitted, wrong_kind
 from meshrec.data.features.values import (

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshrec.data.columns import Place, check_labels
+from meshrec.data.columns import check_labels
+from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 from meshrec.data.features.values import Kind, numbers_of, whole
 from meshrec.data.samples import Bools, Floats

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from meshrec.data.columns import Place
+from meshrec.data.encoding import Place
 from meshrec.data.faults import DataError, Faults
 from meshrec.data.features.column_feature import check_time, wrong_kind
 from meshrec.data.features.values import (

@@ -1,27 +1,24 @@
 """KeyedJaggedTensor, for TorchScript and torch.fx too."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from meshrec.compat.bridge.sparse import making
-from meshrec.compat.bridge.sparse.counts import counts_between, running_sum
-from meshrec.compat.bridge.sparse.exchange import sums_of
-from meshrec.compat.bridge.sparse.jagged import (
-    JaggedTensor,
-    check_counts,
-    copy_part,
-    either_lengths,
-    either_offsets,
-    weights_of,
-)
+from meshrec.compat.bridge.sparse.exchange import received
+from meshrec.compat.bridge.sparse.jagged import JaggedTensor, check_counts, copy_part
+from meshrec.compat.bridge.sparse.keyed_parts import KeyedParts
 from meshrec.compat.bridge.sparse.kinds import Kind, is_traced
-from meshrec.compat.bridge.sparse.making import Makers
 from meshrec.compat.bridge.sparse.printing import keyed_jagged_text
-from meshrec.compat.bridge.sparse.rearranging import permuted_segments, split_bags
+from meshrec.compat.bridge.sparse.rearranging import permuted_segments
 from meshrec.sparse import keyed_jagged_tensor as own
 
+torch.fx.wrap("concatenated")
+torch.fx.wrap("empty_of_stride")
+torch.fx.wrap("empty_on")
 
-class KeyedJaggedTensor(Makers, own.KeyedJaggedTensor, metaclass=Kind):
+
+class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
     """The bags of several features; see ``meshrec.sparse.KeyedJaggedTensor`` for the arguments.
 
     As in TorchRec nothing but dtypes is checked before it is used; ``validate`` and
@@ -114,6 +111,161 @@ class KeyedJaggedTensor(Makers, own.KeyedJaggedTensor, metaclass=Kind):
         keys = torch.jit.annotate(list[str], [])
         return KeyedJaggedTensor._made(keys, values, weights, lengths, None, 0, None, None, None)
 
+    @staticmethod
+    def unchecked(
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor | None,
+        offsets: Tensor | None = None,
+        *,
+        stride: int | None = None,
+        strides: Any = None,
+        length_per_key: list[int] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
+    ) -> "KeyedJaggedTensor":
+        """A KeyedJaggedTensor of parts that are known to fit; ``strides``: stride_per_key_per_rank."""
+        kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
+        if isinstance(strides, list):
+            strides = torch.tensor(strides, dtype=torch.int32).view(len(keys), -1)
+        vars(kjt).update(
+            _keys=keys,
+            _values=values,
+            _weights=weights,
+            _lengths=lengths,
+            _offsets=offsets,
+            _stride=stride,
+            _stride_per_key_per_rank=strides,
+            _stride_per_key=None,
+            _length_per_key=length_per_key,
+            _offset_per_key=None,
+            _lengths_offset_per_key=None,
+            _index_per_key=None,
+            _jt_dict=None,
+            _inverse_indices=inverse_indices,
+        )
+        return kjt
+
+    @staticmethod
+    def _made(
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor | None,
+        offsets: Tensor | None,
+        stride: int | None,
+        strides: Tensor | list[list[int]] | None,
+        length_per_key: list[int] | None,
+        inverse_indices: tuple[list[str], Tensor] | None,
+    ) -> "KeyedJaggedTensor":
+        # In methods TorchScript knows no defaults, nor this function, of the class that it is compiling.
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=values,
+            weights=weights,
+            lengths=lengths,
+            offsets=offsets,
+            stride=stride,
+            stride_per_key_per_rank=strides,
+            stride_per_key=None,
+            length_per_key=length_per_key,
+            lengths_offset_per_key=None,
+            offset_per_key=None,
+            index_per_key=None,
+            jt_dict=None,
+            inverse_indices=inverse_indices,
+        )
+
+    @staticmethod
+    def from_offsets_sync(
+        keys: list[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
+    ) -> "KeyedJaggedTensor":
+        """From offsets, with everything that is needed on the host read at once; see :meth:`sync`."""
+        strides = stride_per_key_per_rank
+        return KeyedJaggedTensor._made(
+            keys, values, weights, None, offsets, stride, strides, None, inverse_indices
+        ).sync()
+
+    @staticmethod
+    def from_lengths_sync(
+        keys: list[str],
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
+    ) -> "KeyedJaggedTensor":
+        """From lengths, with everything that is needed on the host read at once; see :meth:`sync`."""
+        strides = stride_per_key_per_rank
+        return KeyedJaggedTensor._made(
+            keys, values, weights, lengths, None, stride, strides, None, inverse_indices
+        ).sync()
+
+    @staticmethod
+    def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
+        """The JaggedTensors one after another; they may have different numbers of bags."""
+        values: list[Tensor] = []
+        weights: list[Tensor] = []
+        lengths: list[Tensor] = []
+        strides: list[int] = []
+        for jt in jt_dict.values():
+            values.append(jt.values())
+            lengths.append(jt.lengths())
+            strides.append(jt.lengths().numel())
+            given = jt.weights_or_none()
+            if given is not None:
+                weights.append(given)
+        assert len(weights) in (0, len(values)), "give weights to all keys or none"
+        variable: Tensor | None = None
+        if max(strides) > min(strides):
+            variable = torch.tensor(strides, dtype=torch.int32)[:, None]
+        return KeyedJaggedTensor._made(
+            list(jt_dict.keys()),
+            torch.cat(values),
+            torch.cat(weights) if len(weights) > 0 else None,
+            torch.cat(lengths),
+            None,
+            strides[0] if variable is None else None,
+            variable,
+            None,
+            None,
+        ).sync()
+
+    @staticmethod
+    def concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+        """The keys of all, one after another."""
+        return concatenated(kjt_list)
+
+    @staticmethod
+    def empty_like(kjt: "KeyedJaggedTensor", device: torch.device | None = None) -> "KeyedJaggedTensor":
+        """No keys and no values, with ``kjt``'s dtypes and batch size; with a device, room for ``kjt``."""
+        return empty_of_stride(kjt) if device is None else empty_on(kjt, device)
+
+    @staticmethod
+    def dist_init(
+        keys: list[str],
+        tensors: list[Tensor],
+        variable_stride_per_key: bool,
+        num_workers: int,
+        recat: Tensor | None,
+        stride_per_rank: list[int] | None,
+        stagger: int = 1,
+    ) -> "KeyedJaggedTensor":
+        """From what the ranks sent; ``recat``: the order of (key, rank) among (rank, key)."""
+        values, weights, lengths, strides, stride = received(
+            len(keys), tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
+        )
+        return KeyedJaggedTensor._made(
+            keys, values, weights, lengths, None, stride, strides, None, None
+        ).sync()
+
     def copy_(self, kjt: "KeyedJaggedTensor", non_blocking: bool = False) -> "KeyedJaggedTensor":
         """Takes over the numbers of ``kjt``, which must have the same parts of the same shapes."""
         self._values.copy_(kjt._values, non_blocking=non_blocking)
@@ -143,204 +295,9 @@ class KeyedJaggedTensor(Makers, own.KeyedJaggedTensor, metaclass=Kind):
         self._offset_per_key = None
         return self
 
-    def device(self) -> torch.device:
-        """Where the values are."""
-        return self._values.device
-
-    def keys(self) -> list[str]:
-        """The features' names, in order."""
-        return self._keys
-
-    def values(self) -> Tensor:
-        """All values [N, ...], key after key, bag after bag."""
-        return self._values
-
-    def weights(self) -> Tensor:
-        """One weight per value."""
-        return weights_of(self._weights)
-
-    def weights_or_none(self) -> Tensor | None:
-        """One weight per value, if there are weights."""
-        return self._weights
-
-    def lengths(self) -> Tensor:
-        """The number of values of each bag [B]."""
-        lengths = either_lengths(self._lengths, self._offsets)
-        self._lengths = lengths
-        return lengths
-
-    def lengths_or_none(self) -> Tensor | None:
-        """The lengths, if they were given or have been computed."""
-        return self._lengths
-
-    def offsets(self) -> Tensor:
-        """Where each bag starts, and the number of values at the end [B+1]."""
-        offsets = either_offsets(self._lengths, self._offsets)
-        self._offsets = offsets
-        return offsets
-
-    def offsets_or_none(self) -> Tensor | None:
-        """The offsets, if they were given or have been computed."""
-        return self._offsets
-
-    def stride(self) -> int:
-        """Bags per key; where keys differ, the batch size of ``inverse_indices``, or else the most bags."""
-        given = self._stride
-        if given is not None:
-            return given
-        stride = 0
-        strides, inverse = self._stride_per_key_per_rank, self._inverse_indices
-        lengths, offsets = self._lengths, self._offsets
-        if len(self._keys) > 0:
-            if strides is not None and strides.numel() > 0:
-                if inverse is not None and inverse[1].numel() > 0:
-                    stride = inverse[1].size(-1)
-                else:
-                    stride = int(strides.sum(1).max().item())
-            elif strides is None and offsets is not None and offsets.numel() > 0:
-                stride = (offsets.numel() - 1) // len(self._keys)
-            elif strides is None and lengths is not None:
-                stride = lengths.numel() // len(self._keys)
-        self._stride = stride
-        return stride
-
-    def stride_per_key(self) -> list[int]:
-        """Bags of each key."""
-        given = self._stride_per_key
-        if given is not None:
-            return given
-        strides = self._stride_per_key_per_rank
-        if strides is None:
-            bags = [self.stride()] * len(self._keys)
-        else:
-            bags = torch.jit.annotate(list[int], [])
-            if strides.dim() == 2:
-                counted: list[int] = strides.sum(1).tolist()
-                bags = counted
-        self._stride_per_key = bags
-        return bags
-
-    def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Bags of each key and source rank; empty where all keys have ``stride()`` bags."""
-        strides = self._stride_per_key_per_rank
-        if strides is None:
-            return torch.jit.annotate(list[list[int]], [])
-        rows: list[list[int]] = strides.tolist()
-        return rows
-
-    def variable_stride_per_key(self) -> bool:
-        """Whether each key has its own number of bags."""
-        return self._stride_per_key_per_rank is not None
-
-    def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """Which bag each sample takes."""
-        inverse = self._inverse_indices
-        if inverse is None:
-            raise AssertionError("this KeyedJaggedTensor has no inverse indices")
-        return inverse
-
-    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Which bag each sample takes, if that was given."""
-        return self._inverse_indices
-
-    def _key_indices(self) -> dict[str, int]:
-        return self.index_per_key()
-
-    def index_per_key(self) -> dict[str, int]:
-        """The position of each key."""
-        given = self._index_per_key
-        if given is not None:
-            return given
-        index: dict[str, int] = {}
-        for i, key in enumerate(self._keys):
-            index[key] = i
-        self._index_per_key = index
-        return index
-
-    def length_per_key(self) -> list[int]:
-        """The number of values of each key. Reads the lengths on the host once."""
-        given = self._length_per_key
-        if given is not None:
-            return given
-        counts = torch.jit.annotate(list[int], [])
-        if len(self._keys) > 0 and (self._lengths is not None or self._offsets is not None):
-            counts = self._counted()
-        self._length_per_key = counts
-        return counts
-
-    def _counted(self) -> list[int]:
-        if not torch.jit.is_scripting():
-            if torch.compiler.is_compiling():
-                return own.count_per_key(self)
-        return counts_between(self.offsets(), self.lengths_offset_per_key(), self._values.size(0))
-
-    def length_per_key_or_none(self) -> list[int] | None:
-        """The number of values of each key, if it is known on the host."""
-        return self._length_per_key
-
-    def offset_per_key(self) -> list[int]:
-        """The first value of each key, and N. Reads the lengths on the host once."""
-        given = self._offset_per_key
-        if given is not None:
-            return given
-        starts = running_sum(self.length_per_key())
-        self._offset_per_key = starts
-        return starts
-
-    def offset_per_key_or_none(self) -> list[int] | None:
-        """The first value of each key, and N, if they are known on the host."""
-        return self._offset_per_key
-
-    def lengths_offset_per_key(self) -> list[int]:
-        """The first bag of each key, and the number of bags."""
-        given = self._lengths_offset_per_key
-        if given is not None:
-            return given
-        starts = running_sum(self.stride_per_key())
-        self._lengths_offset_per_key = starts
-        return starts
-
     def flatten_lengths(self) -> "KeyedJaggedTensor":
         """Lengths are flat from the start here; returns itself."""
         return self
-
-    def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one key, as views."""
-        index = self.index_per_key()[key]
-        starts, bags = self.offset_per_key(), self.lengths_offset_per_key()
-        start = starts[index]
-        end = starts[index + 1] if index + 1 < len(starts) else start
-        weights = self._weights
-        return JaggedTensor(
-            values=self._values[start:end],
-            weights=None if weights is None else weights[start:end],
-            lengths=self.lengths()[bags[index] : bags[index + 1]],
-            offsets=None,
-        )
-
-    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """The bags of every key, as views; kept, unless a gradient goes through the weights."""
-        known = self._jt_dict
-        if known is not None:
-            return known
-        result: dict[str, JaggedTensor] = {}
-        weights, counts = self._weights, self.length_per_key()
-        if len(counts) > 0:
-            lengths, offsets = split_bags(
-                self.lengths(), self.stride_per_key(), self.variable_stride_per_key(), compute_offsets
-            )
-            values = torch.split(self._values, counts)
-            pieces = [] if weights is None else list(torch.split(weights, counts))
-            for i, key in enumerate(self._keys):
-                result[key] = JaggedTensor(
-                    values=values[i],
-                    weights=None if weights is None else pieces[i],
-                    lengths=lengths[i],
-                    offsets=offsets[i] if compute_offsets else None,
-                )
-        if weights is None or not weights.requires_grad:
-            self._jt_dict = result
-        return result
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
         """Groups of neighbouring keys, as views; ``segments``: the number of keys of each."""
@@ -428,54 +385,95 @@ class KeyedJaggedTensor(Makers, own.KeyedJaggedTensor, metaclass=Kind):
             inverse_indices=inverse,
         )
 
-    def size_in_bytes(self) -> int:
-        """The size of all tensors."""
-        size = self._values.numel() * self._values.element_size()
-        for part in [self._weights, self._lengths, self._offsets, self._stride_per_key_per_rank]:
-            if part is not None:
-                size += part.numel() * part.element_size()
-        return size
-
-    def dist_labels(self) -> list[str]:
-        """What :meth:`dist_tensors` are."""
-        labels = ["lengths", "values"]
-        if self.variable_stride_per_key():
-            labels.append("strides")
-        if self._weights is not None:
-            labels.append("weights")
-        return labels
-
-    def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """How many numbers of each of :meth:`dist_tensors` go to each rank, which gets that many keys."""
-        bags, counts = sums_of(self.stride_per_key(), key_splits), sums_of(self.length_per_key(), key_splits)
-        splits = [bags, counts]
-        if self.variable_stride_per_key():
-            splits.append(key_splits)
-        if self._weights is not None:
-            splits.append(counts)
-        return splits
-
-    def dist_tensors(self) -> list[Tensor]:
-        """What is sent to other ranks."""
-        tensors = [self.lengths(), self._values]
-        if self.variable_stride_per_key():
-            tensors.append(torch.tensor(self.stride_per_key(), device=self.device()))
-        weights = self._weights
-        if weights is not None:
-            tensors.append(weights)
-        return tensors
-
-    @torch.jit.unused
-    def clear_storage(self) -> int:
-        """Frees the memory of all tensors; returns how many bytes they had."""
-        size = sum(tensor.nbytes for tensor in self._tensors())
-        for tensor in self._tensors():
-            tensor.untyped_storage().resize_(0)
-        return size
-
     @torch.jit.unused
     def __str__(self) -> str:
         return keyed_jagged_text(self)
 
 
-setattr(making, "KeyedJaggedTensor", KeyedJaggedTensor)  # noqa: B010  what the makers make
+def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+    """``KeyedJaggedTensor.concat``."""
+    if len(kjts) == 0:
+        raise ValueError("KeyedJaggedTensor.concat: the list is empty; pass at least one")
+    keys: list[str] = []
+    values: list[Tensor] = []
+    weights: list[Tensor] = []
+    lengths: list[Tensor] = []
+    strides: list[Tensor] = []
+    counts: list[int] = []
+    are_counted = True
+    inverse_keys: list[str] = []
+    inverses: list[Tensor] = []
+    for kjt in kjts:
+        keys += kjt.keys()
+        values.append(kjt.values())
+        lengths.append(kjt.lengths())
+        given, known, inverse = (
+            kjt.weights_or_none(),
+            kjt.length_per_key_or_none(),
+            kjt.inverse_indices_or_none(),
+        )
+        if given is not None:
+            weights.append(given)
+        variable = kjt._stride_per_key_per_rank
+        if variable is not None:
+            strides.append(variable)
+        if known is None:
+            are_counted = False
+        else:
+            counts += known
+        if inverse is not None:
+            inverse_keys += inverse[0]
+            inverses.append(inverse[1])
+    if len(weights) not in (0, len(kjts)):
+        raise ValueError("KeyedJaggedTensor.concat: only some inputs have weights; give them to all or none")
+    assert len(strides) in (0, len(kjts)), "only some inputs have strides per key; pass them to all or none"
+    assert len(inverses) in (0, len(kjts)), "only some inputs have inverse indices; pass them to all or none"
+    stride: int | None = None
+    if len(strides) == 0:
+        stride = kjts[0].stride()
+        for kjt in kjts:
+            assert kjt.stride() == stride, "the inputs must have one batch size"
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.cat(values),
+        weights=torch.cat(weights) if len(weights) > 0 else None,
+        lengths=torch.cat(lengths),
+        stride=stride,
+        stride_per_key_per_rank=torch.cat(strides) if len(strides) > 0 else None,
+        length_per_key=counts if are_counted else None,
+        inverse_indices=(inverse_keys, torch.cat(inverses)) if len(inverses) > 0 else None,
+    )
+
+
+def empty_of_stride(kjt: "KeyedJaggedTensor") -> "KeyedJaggedTensor":
+    """No keys and no values, with the dtypes and batch size of ``kjt``."""
+    weights, strides = kjt.weights_or_none(), kjt._stride_per_key_per_rank
+    return KeyedJaggedTensor(
+        keys=torch.jit.annotate(list[str], []),
+        values=torch.empty(0, dtype=kjt.values().dtype, device=kjt.device()),
+        weights=None if weights is None else torch.empty(0, dtype=weights.dtype, device=kjt.device()),
+        lengths=torch.empty(0, dtype=kjt.lengths().dtype, device=kjt.device()),
+        stride=kjt.stride() if strides is None else None,
+        stride_per_key_per_rank=strides,
+    )
+
+
+def empty_on(kjt: "KeyedJaggedTensor", device: torch.device) -> "KeyedJaggedTensor":
+    """Room for ``kjt`` on a device."""
+    weights, lengths, offsets = kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
+    inverse, strides = kjt.inverse_indices_or_none(), kjt._stride_per_key_per_rank
+    return KeyedJaggedTensor(
+        keys=kjt.keys(),
+        values=torch.empty_like(kjt.values(), device=device),
+        weights=None if weights is None else torch.empty_like(weights, device=device),
+        lengths=None if lengths is None else torch.empty_like(lengths, device=device),
+        offsets=None if offsets is None else torch.empty_like(offsets, device=device),
+        stride=kjt.stride() if strides is None else None,
+        stride_per_key_per_rank=strides,
+        stride_per_key=kjt._stride_per_key,
+        length_per_key=kjt.length_per_key_or_none(),
+        offset_per_key=kjt.offset_per_key_or_none(),
+        inverse_indices=None
+        if inverse is None
+        else (inverse[0], torch.empty_like(inverse[1], device=device)),
+    )

@@ -1,0 +1,277 @@
+"""The parts of a KeyedJaggedTensor, and what is computed from them once."""
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from meshrec.compat.bridge.sparse.counts import counts_between, running_sum
+from meshrec.compat.bridge.sparse.exchange import sums_of
+from meshrec.compat.bridge.sparse.jagged import JaggedTensor, either_lengths, either_offsets, weights_of
+from meshrec.compat.bridge.sparse.rearranging import split_bags
+from meshrec.sparse.counting import count_per_key
+
+
+class KeyedParts:
+    """The methods of KeyedJaggedTensor that do not name it. TorchScript compiles them as part of it."""
+
+    _keys: list[str]
+    _values: Tensor
+    _weights: Tensor | None
+    _lengths: Tensor | None
+    _offsets: Tensor | None
+    _stride: int | None
+    _stride_per_key_per_rank: Tensor | None
+    _stride_per_key: list[int] | None
+    _length_per_key: list[int] | None
+    _offset_per_key: list[int] | None
+    _lengths_offset_per_key: list[int] | None
+    _index_per_key: dict[str, int] | None
+    _jt_dict: dict[str, JaggedTensor] | None
+    _inverse_indices: tuple[list[str], Tensor] | None
+
+    def __init_subclass__(cls) -> None:
+        # TorchScript compiles the methods that a class has itself, and none that it inherits.
+        for name, method in vars(KeyedParts).items():
+            if inspect.isfunction(method) and name not in vars(cls):
+                setattr(cls, name, method)
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def keys(self) -> list[str]:
+        """The features' names, in order."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """All values [N, ...], key after key, bag after bag."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """One weight per value."""
+        return weights_of(self._weights)
+
+    def weights_or_none(self) -> Tensor | None:
+        """One weight per value, if there are weights."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """The number of values of each bag [B]."""
+        lengths = either_lengths(self._lengths, self._offsets)
+        self._lengths = lengths
+        return lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """The lengths, if they were given or have been computed."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each bag starts, and the number of values at the end [B+1]."""
+        offsets = either_offsets(self._lengths, self._offsets)
+        self._offsets = offsets
+        return offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """The offsets, if they were given or have been computed."""
+        return self._offsets
+
+    def stride(self) -> int:
+        """Bags per key; where keys differ, the batch size of ``inverse_indices``, or else the most bags."""
+        given = self._stride
+        if given is not None:
+            return given
+        stride = 0
+        strides, inverse = self._stride_per_key_per_rank, self._inverse_indices
+        lengths, offsets = self._lengths, self._offsets
+        if len(self._keys) > 0:
+            if strides is not None and strides.numel() > 0:
+                if inverse is not None and inverse[1].numel() > 0:
+                    stride = inverse[1].size(-1)
+                else:
+                    stride = int(strides.sum(1).max().item())
+            elif strides is None and offsets is not None and offsets.numel() > 0:
+                stride = (offsets.numel() - 1) // len(self._keys)
+            elif strides is None and lengths is not None:
+                stride = lengths.numel() // len(self._keys)
+        self._stride = stride
+        return stride
+
+    def stride_per_key(self) -> list[int]:
+        """Bags of each key."""
+        given = self._stride_per_key
+        if given is not None:
+            return given
+        strides = self._stride_per_key_per_rank
+        if strides is None:
+            bags = [self.stride()] * len(self._keys)
+        else:
+            bags = torch.jit.annotate(list[int], [])
+            if strides.dim() == 2:
+                counted: list[int] = strides.sum(1).tolist()
+                bags = counted
+        self._stride_per_key = bags
+        return bags
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """Bags of each key and source rank; empty where all keys have ``stride()`` bags."""
+        strides = self._stride_per_key_per_rank
+        if strides is None:
+            return torch.jit.annotate(list[list[int]], [])
+        rows: list[list[int]] = strides.tolist()
+        return rows
+
+    def variable_stride_per_key(self) -> bool:
+        """Whether each key has its own number of bags."""
+        return self._stride_per_key_per_rank is not None
+
+    def inverse_indices(self) -> tuple[list[str], Tensor]:
+        """Which bag each sample takes."""
+        inverse = self._inverse_indices
+        if inverse is None:
+            raise AssertionError("this KeyedJaggedTensor has no inverse indices")
+        return inverse
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        """Which bag each sample takes, if that was given."""
+        return self._inverse_indices
+
+    def _key_indices(self) -> dict[str, int]:
+        return self.index_per_key()
+
+    def index_per_key(self) -> dict[str, int]:
+        """The position of each key."""
+        given = self._index_per_key
+        if given is not None:
+            return given
+        index: dict[str, int] = {}
+        for i, key in enumerate(self._keys):
+            index[key] = i
+        self._index_per_key = index
+        return index
+
+    def length_per_key(self) -> list[int]:
+        """The number of values of each key. Reads the lengths on the host once."""
+        given = self._length_per_key
+        if given is not None:
+            return given
+        counts = torch.jit.annotate(list[int], [])
+        if len(self._keys) > 0 and (self._lengths is not None or self._offsets is not None):
+            counts = self._counted()
+        self._length_per_key = counts
+        return counts
+
+    def _counted(self) -> list[int]:
+        if not torch.jit.is_scripting():
+            if torch.compiler.is_compiling():
+                return count_per_key(self)
+        return counts_between(self.offsets(), self.lengths_offset_per_key(), self._values.size(0))
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """The number of values of each key, if it is known on the host."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """The first value of each key, and N. Reads the lengths on the host once."""
+        given = self._offset_per_key
+        if given is not None:
+            return given
+        starts = running_sum(self.length_per_key())
+        self._offset_per_key = starts
+        return starts
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """The first value of each key, and N, if they are known on the host."""
+        return self._offset_per_key
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """The first bag of each key, and the number of bags."""
+        given = self._lengths_offset_per_key
+        if given is not None:
+            return given
+        starts = running_sum(self.stride_per_key())
+        self._lengths_offset_per_key = starts
+        return starts
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """The bags of one key, as views."""
+        index = self.index_per_key()[key]
+        starts, bags = self.offset_per_key(), self.lengths_offset_per_key()
+        start = starts[index]
+        end = starts[index + 1] if index + 1 < len(starts) else start
+        weights = self._weights
+        return JaggedTensor(
+            values=self._values[start:end],
+            weights=None if weights is None else weights[start:end],
+            lengths=self.lengths()[bags[index] : bags[index + 1]],
+            offsets=None,
+        )
+
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """The bags of every key, as views; kept, unless a gradient goes through the weights."""
+        known = self._jt_dict
+        if known is not None:
+            return known
+        result: dict[str, JaggedTensor] = {}
+        weights, counts = self._weights, self.length_per_key()
+        if len(counts) > 0:
+            lengths, offsets = split_bags(
+                self.lengths(), self.stride_per_key(), self.variable_stride_per_key(), compute_offsets
+            )
+            values = torch.split(self._values, counts)
+            pieces = [] if weights is None else list(torch.split(weights, counts))
+            for i, key in enumerate(self._keys):
+                result[key] = JaggedTensor(
+                    values=values[i],
+                    weights=None if weights is None else pieces[i],
+                    lengths=lengths[i],
+                    offsets=offsets[i] if compute_offsets else None,
+                )
+        if weights is None or not weights.requires_grad:
+            self._jt_dict = result
+        return result
+
+    def size_in_bytes(self) -> int:
+        """The size of all tensors."""
+        size = self._values.numel() * self._values.element_size()
+        for part in [self._weights, self._lengths, self._offsets, self._stride_per_key_per_rank]:
+            if part is not None:
+                size += part.numel() * part.element_size()
+        return size
+
+    def dist_labels(self) -> list[str]:
+        """What :meth:`dist_tensors` are."""
+        labels = ["lengths", "values"]
+        if self.variable_stride_per_key():
+            labels.append("strides")
+        if self._weights is not None:
+            labels.append("weights")
+        return labels
+
+    def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
+        """How many numbers of each of :meth:`dist_tensors` go to each rank, which gets that many keys."""
+        bags, counts = sums_of(self.stride_per_key(), key_splits), sums_of(self.length_per_key(), key_splits)
+        splits = [bags, counts]
+        if self.variable_stride_per_key():
+            splits.append(key_splits)
+        if self._weights is not None:
+            splits.append(counts)
+        return splits
+
+    def dist_tensors(self) -> list[Tensor]:
+        """What is sent to other ranks."""
+        tensors = [self.lengths(), self._values]
+        if self.variable_stride_per_key():
+            tensors.append(torch.tensor(self.stride_per_key(), device=self.device()))
+        weights = self._weights
+        if weights is not None:
+            tensors.append(weights)
+        return tensors
+
+    @torch.jit.unused
+    def clear_storage(self) -> int:
+        """Frees the memory of all tensors; returns how many bytes they had."""
+        size = sum(tensor.nbytes for tensor in self._tensors())
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)
+        return size
