@@ -99,7 +99,7 @@ def proposed(data: Path, folder: Path, label: str, *more: str) -> "RunFolder":
 def measured(run: "RunFolder") -> dict[str, dict[str, float]]:
     """Return the AUCs on the test data, with bootstrap 95 % intervals."""
     from meshrec.metrics import bootstrap_intervals
-    from meshrec.quant.runs import trained_model
+    from meshrec.runs.quantize import trained_model
     from meshrec.train import join, score
 
     model, _, dataset, _ = trained_model(run)

@@ -39,7 +39,7 @@ def measured(recipe: str, folder: str, *, tiny: bool) -> dict[str, Any]:
     from meshrec import DataType
     from meshrec.cli.train import main as train
     from meshrec.quant import quantize
-    from meshrec.quant.runs import trained_model
+    from meshrec.runs.quantize import trained_model
     from meshrec.train import join
     from meshrec.train.evaluation import evaluate
     from meshrec.train.run_folder import find_run

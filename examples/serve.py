@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from meshrec.export import Predictor
+from meshrec.runs.saved_recipe import load_recipe
 from meshrec.train.run_folder import find_run
-from meshrec.train.saved_recipe import load_recipe
 
 RUNS = Path("runs")
 NAME = sys.argv[1] if len(sys.argv) > 1 else "demo-serve"

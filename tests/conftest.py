@@ -23,7 +23,7 @@ if "XDG_STATE_HOME" not in os.environ:
 pytest_plugins = ["tests.planner.cases"]  # plans of the calibration's and the reports' tests, too
 
 # What functions for ranks import; set here, as the first process that is started settles it for all.
-PRELOAD = ["pytest", "hypothesis", "meshrec.model_parallel", "meshrec.train.worker", "meshrec.pipeline"]
+PRELOAD = ["pytest", "hypothesis", "meshrec.model_parallel", "meshrec.runs.worker", "meshrec.pipeline"]
 multiprocessing.set_forkserver_preload([*PRELOADED, *PRELOAD])
 
 # One thread each, for the workers of a session and for what they start, as together they have few cores:

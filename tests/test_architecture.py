@@ -41,6 +41,7 @@ FLOORS = [
     {"train"},
     {"quant"},
     {"export"},
+    {"runs"},
     {"serve"},
     {"compat"},
     {"cli"},

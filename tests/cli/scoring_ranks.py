@@ -1,8 +1,8 @@
 """What a rank of a pool does in tests of scores: it imports nothing of the tests."""
 
+from meshrec.runs.score_file import write_scores
+from meshrec.runs.scoring import gathered, load_scorer
 from meshrec.train import RunFolder, join
-from meshrec.train.score_file import write_scores
-from meshrec.train.scoring import gathered, load_scorer
 
 
 def on_a_rank(run, data, out):

@@ -4,9 +4,9 @@ import pytest
 
 from meshrec.cli import embed
 from meshrec.cli.train import main as train
+from meshrec.runs.fitting import features_of
+from meshrec.runs.vectors import load_table
 from meshrec.train import RunFolder
-from meshrec.train.fitting import features_of
-from meshrec.train.vectors import load_table
 from tests.train.shop import write_shop
 
 

@@ -6,9 +6,9 @@ import torch
 
 from meshrec.cli import evaluate
 from meshrec.cli.train import main as train
+from meshrec.runs.judging import _numbered, _slices
 from meshrec.train import RunFolder
 from meshrec.train.evaluation import Scored
-from meshrec.train.judging import _numbered, _slices
 from tests.train.clicks import clicks, write_clicks
 
 

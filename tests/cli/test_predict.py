@@ -7,9 +7,9 @@ import torch
 
 from meshrec.cli import predict
 from meshrec.cli.train import main as train
+from meshrec.runs.score_file import write_scores
+from meshrec.runs.scoring import load_scorer
 from meshrec.train import RunFolder, Scored, join
-from meshrec.train.score_file import write_scores
-from meshrec.train.scoring import load_scorer
 from tests.cli.scoring_ranks import on_a_rank
 from tests.train.clicks import clicks, write_clicks
 

@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 
 from meshrec.cli import tune
@@ -7,9 +9,11 @@ from tests.train.small import small
 RECIPE = "tests/train/small.py:small"
 
 
-def test_trials_are_kept_and_go_on_and_seeds_spread(tmp_path, capsys):
+def test_trials_are_kept_and_go_on_and_seeds_spread(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as for users: Optuna would configure logging
     args = [RECIPE, "--runs", str(tmp_path), "--space", "tables.lr=1e-3..1e-1:log", "model.embedding_dim=4,8"]
     assert tune.main([*args, "--trials", "2"]) == 0
+    assert not logging.getLogger("meshrec").disabled
     first = capsys.readouterr().out
     assert "trial 1:" in first
     assert "best of 2:" in first

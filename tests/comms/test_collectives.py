@@ -38,14 +38,14 @@ class LogOf(logging.Handler):
         self.lines.append(record.getMessage())
 
     def __enter__(self):
-        self.level = self.logger.level  # other tests of this pool may have silenced it
+        self.before = self.logger.level  # other tests of this pool may have silenced it
         self.logger.setLevel(logging.WARNING)
         self.logger.addHandler(self)
         return self.lines
 
     def __exit__(self, *_):
         self.logger.removeHandler(self)
-        self.logger.setLevel(self.level)
+        self.logger.setLevel(self.before)
 
 
 def exchange():

@@ -13,9 +13,10 @@ import torch
 
 from meshrec.checkpoint.delta import write_tensors
 from meshrec.cli.train import main as train
-from meshrec.export import Predictor, export_run
+from meshrec.export import Predictor
 from meshrec.modules import DataType
-from meshrec.quant.runs import quantize_run
+from meshrec.runs.export import export_run
+from meshrec.runs.quantize import quantize_run
 from meshrec.serve import fresh
 from meshrec.serve.fresh import Codes, Deltas, Freshness, place
 from meshrec.train import join

@@ -5,8 +5,8 @@ import pytest
 
 from meshrec.cli import inspect
 from meshrec.cli.train import main as train
+from meshrec.runs.saved_recipe import load_recipe
 from meshrec.train import RunFolder, resolve
-from meshrec.train.saved_recipe import load_recipe
 from tests.train.shop import shop
 
 RECIPE = """

@@ -12,7 +12,7 @@ import pytest
 
 from meshrec.checkpoint import CheckpointManager, read_manifest
 from meshrec.cli.train import main
-from meshrec.train.worker import Job, work
+from meshrec.runs.worker import Job, work
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshrec.runs.report import phase_times
 from meshrec.train import DenseOptimizer, Placement, Trainer, join
-from meshrec.train.report import phase_times
 from meshrec.train.run_folder import RunFolder
 
 

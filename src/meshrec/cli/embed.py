@@ -11,8 +11,8 @@ import tyro
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.data.faults import needs
+from meshrec.runs.vectors import load_table, values_of_rows
 from meshrec.train.run_folder import RUNS, find_run
-from meshrec.train.vectors import load_table, values_of_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from meshrec.cli.output import check_output
 from meshrec.export.manifest import MANIFEST
 from meshrec.export.package import compile_anew
 from meshrec.export.predictor import Predictor
-from meshrec.export.runs import export_run
 from meshrec.export.triton import write_triton
 from meshrec.plan.text import size_text
+from meshrec.runs.export import export_run
 from meshrec.train.run_folder import RUNS, find_run
 
 
@@ -101,9 +101,9 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
     import pyarrow.parquet as parquet
 
     from meshrec.export.towers import vectors_of_catalogue, vectors_of_items, vectors_of_rows
-    from meshrec.train.fitting import data_of_run
-    from meshrec.train.saved_recipe import load_recipe
-    from meshrec.train.vectors import values_of_rows
+    from meshrec.runs.fitting import data_of_run
+    from meshrec.runs.saved_recipe import load_recipe
+    from meshrec.runs.vectors import values_of_rows
 
     assert options.vectors is not None
     if options.items:

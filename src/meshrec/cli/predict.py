@@ -10,10 +10,10 @@ import tyro
 from meshrec.cli.arguments import Words, parse
 from meshrec.cli.on_ranks import on_ranks
 from meshrec.cli.output import check_output
+from meshrec.runs.score_file import write_scores
+from meshrec.runs.scoring import gathered, load_scorer
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import RUNS, find_run
-from meshrec.train.score_file import write_scores
-from meshrec.train.scoring import gathered, load_scorer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from meshrec.plan.text import size_text
 from meshrec.quant import table_bytes
 from meshrec.quant.page import summary
 from meshrec.quant.precision import Rounding
-from meshrec.quant.runs import QuantisedRun, quantize_run
+from meshrec.runs.quantize import QuantisedRun, quantize_run
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import RUNS, find_run
 

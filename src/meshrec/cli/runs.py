@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrec.cli.arguments import parse
-from meshrec.train.report import phase_times
+from meshrec.runs.report import phase_times
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat, remove_run
 
 _PIPE_WIDTH = 140

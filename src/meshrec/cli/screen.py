@@ -9,6 +9,7 @@ from rich.table import Table
 
 from meshrec.planner import PlannedShardingPlan
 from meshrec.reports.plan_report import PlanReport, make_report
+from meshrec.runs.worker import commands
 from meshrec.train.losses import leading_metric
 from meshrec.train.observers import (
     Advanced,
@@ -23,7 +24,6 @@ from meshrec.train.observers import (
     Stepped,
 )
 from meshrec.train.run_folder import RunFolder
-from meshrec.train.worker import commands
 
 _PIPE_WIDTH = 120
 _CLICKS = {

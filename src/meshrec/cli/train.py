@@ -19,15 +19,9 @@ from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
-from meshrec.train.launch import RANK_TIMEOUT, launch
-from meshrec.train.ranks import choose_device, launched
-from meshrec.train.recipe import Recipe
-from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
-from meshrec.train.run_lock import RunLock, claim_run
-from meshrec.train.saved_recipe import changes, load_recipe
-from meshrec.train.trackers import find_trackers
-from meshrec.train.worker import (
+from meshrec.runs.lock import RunLock, claim_run
+from meshrec.runs.saved_recipe import changes, load_recipe
+from meshrec.runs.worker import (
     BEGAN_VARIABLE,
     RUN_VARIABLE,
     Job,
@@ -35,6 +29,12 @@ from meshrec.train.worker import (
     record_failure,
     work,
 )
+from meshrec.train.launch import RANK_TIMEOUT, launch
+from meshrec.train.ranks import choose_device, launched
+from meshrec.train.recipe import Recipe
+from meshrec.train.recipes import RECIPES, resolve
+from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
+from meshrec.train.trackers import find_trackers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from meshrec.train.recipe import (
 )
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import RunFolder, RunState, find_run
-from meshrec.train.saved_recipe import load_recipe
 from meshrec.train.schedule import Schedule
 from meshrec.train.sources import Criteo, Csv, Frame, MovieLens, MovieLensSequences, Parquet, SyntheticClicks
 from meshrec.train.trainer import Trainer
@@ -72,7 +71,6 @@ __all__ = [
     "evaluate",
     "find_run",
     "join",
-    "load_recipe",
     "resolve",
     "score",
     "tables_on_meta",

@@ -1,9 +1,11 @@
 """Hyperparameter search: trials proposed by Optuna, stored in a file, and pruned when they lag behind."""
 
+import contextlib
 import dataclasses
 import json
+import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,14 +171,15 @@ def tune(
         raise ValueError(f"--trials is {trials}; it must be at least 1.")
     search = needs("optuna", "tune")
     search.logging.set_verbosity(search.logging.WARNING)
-    study: optuna.Study = search.create_study(
-        study_name=recipe.name,
-        storage=f"sqlite:///{storage}",
-        direction="maximize",
-        load_if_exists=True,
-        sampler=search.samplers.TPESampler(seed=seed),
-        pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
-    )
+    with _logging_as_it_is():
+        study: optuna.Study = search.create_study(
+            study_name=recipe.name,
+            storage=f"sqlite:///{storage}",
+            direction="maximize",
+            load_if_exists=True,
+            sampler=search.samplers.TPESampler(seed=seed),
+            pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
+        )
     ended = [each for each in study.trials if each.state.is_finished()]
     dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
 
@@ -190,6 +193,17 @@ def tune(
 
     study.optimize(objective, n_trials=max(0, trials - len(ended)), catch=())
     return study
+
+
+@contextlib.contextmanager
+def _logging_as_it_is() -> Iterator[None]:
+    """Keep optuna from configuring logging, which it does unless somebody has: it disables all loggers."""
+    handler = logging.NullHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial") -> float:

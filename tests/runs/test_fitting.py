@@ -8,8 +8,9 @@ from meshrec.cli import evaluate, export, predict
 from meshrec.cli.train import main as train
 from meshrec.data import DataError
 from meshrec.data.features import Features
-from meshrec.train import Csv, Frame, RunFolder, load_recipe
-from meshrec.train.fitting import FEATURES, data_of_run, features_of
+from meshrec.runs import load_recipe
+from meshrec.train import Csv, Frame, RunFolder
+from meshrec.runs.fitting import FEATURES, data_of_run, features_of
 from tests.train.shop import FEATURES as UNFITTED
 from tests.train.shop import shop, source, write_shop
 

@@ -3,7 +3,7 @@ import re
 
 from meshrec.planner import save_plan
 from meshrec.reports.page import to_page
-from meshrec.train.report import phase_times, report_data, write_report
+from meshrec.runs.report import phase_times, report_data, write_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, to_json
 from tests.browser import drawn, needs_browser
 

@@ -10,7 +10,7 @@ from meshrec.data import IdColumn, Schema, parquet
 from meshrec.planner import load_plan
 from meshrec.train import DataSource
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
-from meshrec.train.worker import Job, work
+from meshrec.runs.worker import Job, work
 
 
 def test_a_run_leaves_its_folder(tmp_path, small):

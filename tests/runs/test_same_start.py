@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from meshrec.data.features import Features, Hashed, Label
-from meshrec.train import Csv, SyntheticClicks, same_start
-from meshrec.train.same_start import describe_dataset, describe_start
+from meshrec.runs import same_start
+from meshrec.train import Csv, SyntheticClicks
+from meshrec.runs.same_start import describe_dataset, describe_start
 from tests.train.clicks import Clicks, write_clicks
-from tests.train.differing import compare_with_a_change
+from tests.runs.differing import compare_with_a_change
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +52,7 @@ def test_a_description_is_the_same_in_every_process(small):
     recipe = replace(small(), data=replace(small().data, exponent={"a", "b", "c"}), loss=lambda: 0)
     script = (
         "import dataclasses; from small import small; "
-        "from meshrec.train.same_start import describe_start; r = small(); "
+        "from meshrec.runs.same_start import describe_start; r = small(); "
         "data = dataclasses.replace(r.data, exponent={'c', 'b', 'a'}); "
         "r = dataclasses.replace(r, data=data, loss=lambda: 0); "
         "print({k: v for k, v in describe_start(r, None, {}).items() if k.startswith(('data', 'training'))})"

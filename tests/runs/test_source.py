@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from meshrec.cli.evaluate import main as evaluate
-from meshrec.train import RunFolder, find_run, load_recipe, resolve
+from meshrec.runs import load_recipe
+from meshrec.train import RunFolder, find_run, resolve
 from meshrec.train.run_folder import CONFIG, to_json
-from meshrec.train.run_source import keep_source, key_path
-from meshrec.train.worker import Job, work
+from meshrec.runs.source import keep_source, key_path
+from meshrec.runs.worker import Job, work
 
 MINE = """
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_modules_are_kept_to_be_read(tmp_path):
 
 
 def test_training_keeps_the_source(tmp_path, small, monkeypatch):
-    source = f"{Path(__file__).with_name('small.py')}:small"
+    source = f"{Path(__file__).parents[1] / 'train' / 'small.py'}:small"
     job = Job(recipe=small(max_steps=1), source=source, name="x", runs=tmp_path, device="cpu")
     work(job, lambda _: lambda _: None)
     assert load_recipe(find_run("x", tmp_path)).training.max_steps == 1

@@ -12,7 +12,7 @@ from meshrec.train.places import DATA
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
-from meshrec.train.run_source import kept_recipe
+from meshrec.runs.source import kept_recipe
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset

@@ -12,7 +12,7 @@ from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, sliced_m
 from meshrec.train.evaluation import Scored
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import Ranks
-from meshrec.train.scoring import Scorer, gathered
+from meshrec.runs.scoring import Scorer, gathered
 
 _MOST_SLICES = 20
 

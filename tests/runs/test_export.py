@@ -10,12 +10,13 @@ from meshrec.cli import export as cli
 from meshrec.cli.train import main as train
 from meshrec.data import DataError
 from meshrec.data.features import Cross, Features, Hashed, Join, Label, Number
-from meshrec.export import Predictor, export_run
+from meshrec.export import Predictor
 from meshrec.export.raw_values import RawValues
 from meshrec.modules import DataType
-from meshrec.quant.runs import quantize_run
+from meshrec.runs.export import export_run
+from meshrec.runs.quantize import quantize_run
 from meshrec.train import RunFolder, join
-from meshrec.train.fitting import features_of
+from meshrec.runs.fitting import features_of
 from tests.export.conftest import torchs_own_warnings
 from tests.train.shop import shop, source, write_shop
 

@@ -22,7 +22,7 @@ from meshrec.reports.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
 from meshrec.train.baselines import baselines, ranking_baselines
-from meshrec.train.fitting import load_data
+from meshrec.runs.fitting import load_data
 from meshrec.train.launch import RANK_TIMEOUT
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
@@ -36,7 +36,7 @@ from meshrec.train.observers import (
 )
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.recipe import Recipe
-from meshrec.train.report import write_report
+from meshrec.runs.report import write_report
 from meshrec.train.run_folder import (
     CONFIG,
     RUNS,
@@ -47,10 +47,10 @@ from meshrec.train.run_folder import (
     now,
     to_json,
 )
-from meshrec.train.run_lock import RunLock, claim_run, hold_as_rank
-from meshrec.train.run_source import keep_source
-from meshrec.train.same_start import compare_ranks, describe_dataset, describe_start
-from meshrec.train.saved_recipe import Change, check_data, describe_data
+from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
+from meshrec.runs.source import keep_source
+from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
+from meshrec.runs.saved_recipe import Change, check_data, describe_data
 from meshrec.train.stopping import StopRequest, stop_with_parent
 from meshrec.train.trackers import make_trackers
 from meshrec.train.trainer import Trainer
@@ -176,7 +176,8 @@ def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
         for handler in handlers:
             _logger.removeHandler(handler)
             handler.close()
-        _logger.level, _logger.propagate = before
+        _logger.setLevel(before[0])
+        _logger.propagate = before[1]
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from meshrec.quant.page import page_of
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
 from meshrec.train.evaluation import score
-from meshrec.train.fitting import data_of_run
+from meshrec.runs.fitting import data_of_run
 from meshrec.train.progress import origin_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
-from meshrec.train.saved_recipe import load_recipe
+from meshrec.runs.saved_recipe import load_recipe
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset

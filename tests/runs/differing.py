@@ -3,8 +3,9 @@
 import os
 from dataclasses import replace
 
-from meshrec.train import join, same_start
-from meshrec.train.same_start import compare_ranks, describe_start
+from meshrec.runs.same_start import compare_ranks, describe_start
+from meshrec.runs import same_start
+from meshrec.train import join
 
 
 def compare_with_a_change(recipe, kind):

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.train.fitting import data_of_run, features_of
+from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.train.recipe import FittedSource
 from meshrec.train.run_folder import RunFolder
-from meshrec.train.saved_recipe import load_recipe
+from meshrec.runs.saved_recipe import load_recipe
 
 
 def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Tensor:
