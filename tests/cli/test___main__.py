@@ -33,7 +33,7 @@ def test_the_help_waits_for_no_heavy_import():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing.json"], "nothing.json is no file in "),
+        (["nothing.json"], "nothing.json is neither a file in "),
         (
             ["--diff", "nothing.json", "nothing.json"],
             "nothing.json: No such file or directory. Look at the path and its permissions.\n",

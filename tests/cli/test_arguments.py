@@ -53,7 +53,7 @@ def test_frames_are_no_options():
     frame = pd.DataFrame({"a": [1]})
     kind = make_dataclass("Data", [("train", Any, field(default_factory=lambda: frame)), ("seed", int, 0)])
     assert parse(kind, ["--seed", "3"], program="meshrec do").train is frame
-    with pytest.raises(UsageError, match="no option can say this"):
+    with pytest.raises(UsageError, match="an option cannot hold such a value"):
         parse(kind, ["--train", "x.parquet"], program="meshrec do")
 
 
@@ -66,7 +66,7 @@ class Nested:
     words: Words = ()
 
 
-MORE = "`meshrec do --help` lists what it takes."
+MORE = "`meshrec do --help` lists its options."
 
 
 @pytest.mark.parametrize(

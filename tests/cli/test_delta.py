@@ -18,7 +18,8 @@ def test_deltas_are_verified(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [([], "say which: verify"), (["verfy"], "no command 'verfy'; there is verify")]
+    ("arguments", "message"),
+    [([], "give its command: verify"), (["verfy"], "no command 'verfy'; there is verify")],
 )
 def test_the_only_command_is_named(arguments, message):
     with pytest.raises(UsageError, match=message):
@@ -29,4 +30,4 @@ def test_the_help_explains_the_folder(capsys):
     with pytest.raises(SystemExit) as ended:
         delta.main(["--help"])
     assert ended.value.code == 0
-    assert "The folder of deltas" in capsys.readouterr().out
+    assert "Folder of the deltas" in capsys.readouterr().out

@@ -30,7 +30,7 @@ def test_a_finished_run_is_left_as_it_is(type_in, tmp_path):
     before = summary.read_text()
     code, output, _ = type_in("train", SMALL, "--resume")
     assert code == 0
-    assert output == "runs/small-001 is finished, at step 10: give more --training.epochs to go on.\n"
+    assert output == "runs/small-001 is finished, at step 10: give more --training.epochs to train longer.\n"
     assert summary.read_text() == before
     code, output, _ = type_in("train", SMALL, "--resume", "--quiet", "--training.epochs", "2")
     assert code == 0

@@ -46,7 +46,7 @@ def test_mistakes_are_named(task, tmp_path):
     with pytest.raises(ValueError, match="name a recipe, a task file or a saved plan, or use --diff OLD NEW"):
         run(PlanOptions())
     with pytest.raises(
-        ValueError, match=r"is no file in /.* and no recipe; give a task file, a saved plan, or one of"
+        ValueError, match=r"is neither a file in /.* nor a recipe; give a task file, a saved plan, or one of"
     ):
         run(PlanOptions(source=tmp_path / "nothing"))
     for ranks in ("nodes=3", "ranks=a", "ranks=2,0"):
@@ -57,12 +57,15 @@ def test_mistakes_are_named(task, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"diff": ("a", "b"), "ranks": 2}, "--diff takes no --ranks: it prints one table. Leave --ranks out"),
-        ({"diff": ("a", "b"), "source": "c"}, "--diff takes no SOURCE"),
-        ({"layouts": True, "html": "x.html"}, "--layouts takes no --html"),
-        ({"what_if": "ranks=2", "html": "x.html"}, "--what-if takes no --html"),
-        ({"compare": "run", "json": True}, "--compare takes no --json"),
-        ({"compare": "run", "what_if": "ranks=2"}, "--compare takes no --what-if"),
+        (
+            {"diff": ("a", "b"), "ranks": 2},
+            "--diff cannot be combined with --ranks: it prints one table. Leave --ranks out",
+        ),
+        ({"diff": ("a", "b"), "source": "c"}, "--diff cannot be combined with SOURCE"),
+        ({"layouts": True, "html": "x.html"}, "--layouts cannot be combined with --html"),
+        ({"what_if": "ranks=2", "html": "x.html"}, "--what-if cannot be combined with --html"),
+        ({"compare": "run", "json": True}, "--compare cannot be combined with --json"),
+        ({"compare": "run", "what_if": "ranks=2"}, "--compare cannot be combined with --what-if"),
     ],
 )
 def test_no_option_is_ignored(options, message):
@@ -92,7 +95,7 @@ def test_options_are_checked_before_the_work(task, options, message):
 
 def test_a_saved_plan_takes_no_other_machine(task, tmp_path):
     run(PlanOptions(source=task, out=tmp_path / "plan.json", **FAST))
-    with pytest.raises(ValueError, match=r"is a saved plan, .*: leave --ranks out. To plan anew take its"):
+    with pytest.raises(ValueError, match=r"is a saved plan, .*: leave --ranks out. To plan again, give its"):
         run(PlanOptions(source=tmp_path / "plan.json", ranks=4))
 
 

@@ -65,7 +65,7 @@ def test_runs_are_chosen_and_sorted(runs, capsys):
     assert listed(state="stopped") == ["c"]
     assert listed(recipe="small") == ["a", "b"]
     assert listed(sort="auc") == ["c", "a", "b"]  # what has none comes first
-    with pytest.raises(ValueError, match=r"none of the 3 runs in .* is so; leave --state or --recipe out"):
+    with pytest.raises(ValueError, match=r"none of the 3 runs in .* matches; leave --state or --recipe out"):
         listed(state="failed")
 
 
@@ -82,5 +82,5 @@ def test_mistakes_are_named(runs, tmp_path):
         run(RunsOptions(words=("compare", "a", "c"), runs=runs))
     with pytest.raises(ValueError, match=r"write `meshrec runs`, `meshrec runs compare A B ...`"):
         run(RunsOptions(words=("delete",), runs=runs))
-    with pytest.raises(ValueError, match=r"holds no run; start one: meshrec train RECIPE"):
+    with pytest.raises(ValueError, match=r"there is no run in .*; start one: meshrec train RECIPE"):
         run(RunsOptions(runs=tmp_path / "nowhere"))

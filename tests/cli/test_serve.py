@@ -29,9 +29,9 @@ def test_the_remedy_for_a_run_without_a_package_names_a_folder_that_is_free(tmp_
     ("arguments", "message"),
     [
         (["clicks", "clicks"], "two models are called 'clicks'"),
-        (["=clicks"], "'' is no name for a model"),
-        (["a/b=clicks"], "'a/b' is no name for a model"),
-        (["nothing"], r"nothing holds no package. Make one with `meshrec export"),
+        (["=clicks"], "'' cannot name a model"),
+        (["a/b=clicks"], "'a/b' cannot name a model"),
+        (["nothing"], r"nothing is not a package. Make one with `meshrec export"),
         ([], "no model was named"),
     ],
 )

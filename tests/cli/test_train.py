@@ -118,7 +118,7 @@ def test_ctrl_c_stops_all_ranks(train, tmp_path):
         output, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT, errors
     assert summary(tmp_path / "small-001")["state"] == "stopped"
-    assert "stopped as asked, with a checkpoint" in output
+    assert "stopped as requested, with a checkpoint" in output
     assert "Traceback" not in errors
     stopped = summary(tmp_path / "small-001")["step"]
     further = ("--training.epochs", "100000", "--training.max-steps", stopped + 5)

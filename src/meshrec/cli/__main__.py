@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Where ``main(arguments) -> exit code`` of a command is, and what it does."""
+    """The module of a command, whose ``main(arguments)`` returns an exit code, and one line of help."""
 
     module: str
     summary: str
@@ -37,7 +37,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> int:
-    """Run the command line; print one line and return 1 or 2 for what the user can mend."""
+    """Run the command line and return its exit code.
+
+    Errors that the user can fix are printed in one line: the code is 2 for wrong arguments and 1 otherwise.
+    """
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
@@ -66,13 +69,14 @@ def _run(command: Command, arguments: Sequence[str]) -> int:
         code: int = importlib.import_module(command.module).main(arguments)
         return code
     except (ValueError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name is not None:  # of no extra
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            # Not one of our extras, whose error has no name: show where the import failed.
             raise
         print(f"meshrec: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 1))
     except OSError as error:
         full = error.errno in _FULL
-        if not full and (error.filename is None or command is COMMANDS["train"]):  # a rank shows where
+        if not full and (error.filename is None or command is COMMANDS["train"]):  # show where it happened
             raise
         where = error.filename or os.getcwd()
         remedy = "Make room on the disk" if full else "Look at the path and its permissions"
@@ -92,7 +96,7 @@ def _help() -> str:
             "commands:",
             *lines,
             "",
-            "`meshrec COMMAND --help` says what a command takes.",
+            "`meshrec COMMAND --help` lists the options of a command.",
         ]
     )
 

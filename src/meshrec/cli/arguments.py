@@ -1,4 +1,4 @@
-"""How arguments are read: by ``tyro.cli``, with mistakes told in one line."""
+"""Parsing of command-line arguments with ``tyro``, with one-line error messages."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ _REGISTRY = ConstructorRegistry()
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 
 Words = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")]
-"""Any number of words, none unless some are given."""
+"""Any number of words; none by default."""
 
 
 class UsageError(ValueError):
@@ -28,7 +28,7 @@ class UsageError(ValueError):
 
 @_REGISTRY.primitive_rule
 def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Read ``int | None`` as a number, or as the word none."""
+    """Read ``int | None`` as a number or the word ``none``."""
     others = [each for each in get_args(info.type) if each is not NoneType]
     if len(others) != 1 or NoneType not in get_args(info.type):
         return None
@@ -48,7 +48,7 @@ def _value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
 @_REGISTRY.primitive_rule
 def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Make one option, which refuses every value, of what only Python can make: features and frames."""
+    """Make an option that refuses every value, for types that only Python can build: features and frames."""
     if info.type is not Any and not _is_frame(info.type) and not _is_features(info.type):
         return None
     return PrimitiveConstructorSpec(
@@ -61,7 +61,10 @@ def _object(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
 
 
 def _is_frame(kind: Any) -> bool:
-    """Return whether it is a type of tables in memory: here a field of any type has that of its value."""
+    """Return whether a type is an in-memory table, such as a pandas frame.
+
+    A recipe's field of type ``Any`` is parsed with the type of its value, so such types get here.
+    """
     of = getattr(kind, "__module__", "")
     return hasattr(kind, "__arrow_c_stream__") or of.startswith(("pandas.", "datasets."))
 
@@ -71,7 +74,7 @@ def _is_features(kind: Any) -> bool:
 
 
 def _only_python(words: Sequence[str]) -> Any:
-    raise ValueError(f"{words[0]!r}: no option can say this. Set it in the recipe's file.")
+    raise ValueError(f"{words[0]!r}: an option cannot hold such a value. Set it in the recipe's file.")
 
 
 def _is_none(words: Sequence[str]) -> bool:
@@ -84,17 +87,17 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
     Args:
         kind: The dataclass or the union.
         arguments: The words of the command line, without the command.
-        program: What the help calls the command.
-        description: Stands above the options; otherwise the docstring of ``kind`` does.
+        program: The name of the command in its help.
+        description: The text above the options; if none, the docstring of ``kind``.
 
     Raises:
         UsageError: An argument is wrong.
-        SystemExit: The help was asked for, and is printed.
+        SystemExit: Help was requested, and is printed.
     """
     config = (tyro.conf.AvoidSubcommands,)
     commands = [name for name in map(_subcommand, get_args(kind)) if name is not None]
     if any(word in HELP for word in arguments):
-        # Without the other words, which would be missing in the help.
+        # tyro leaves options that are already given out of the help: drop the other words.
         arguments = [*(word for word in arguments[:1] if word in commands), HELP[1]]
     try:
         from tyro._errors import on_parse_error  # not public: other versions print their own box
@@ -153,8 +156,8 @@ def _subcommand(kind: Any) -> str | None:
 
 
 def _mistake(event: Any, unknown: Sequence[str], names: Sequence[str], commands: Sequence[str]) -> str | None:
-    """Tell in one line what tyro found wrong; None for a kind of mistake that we do not know."""
-    more = f"`{event.prog} --help` lists what it takes."
+    """Describe in one line the mistake that tyro found; None for a kind of mistake that we do not know."""
+    more = f"`{event.prog} --help` lists its options."
     command = event.prog.removeprefix("meshrec ")
     if unknown:
         return _unknown(unknown[0], command, names, more)
@@ -162,7 +165,7 @@ def _mistake(event: Any, unknown: Sequence[str], names: Sequence[str], commands:
         case "UnrecognizedArgs" | "MissingSubcommand" if commands:
             found = event.found_token if hasattr(event, "found_token") else event.tokens[0]
             if found is None:
-                return f"{command}: say which: {', '.join(commands)}. {more}"
+                return f"{command}: give one of its commands: {', '.join(commands)}. {more}"
             return (
                 f"{command}: there is no command {found!r}; there are {', '.join(commands)}."
                 f"{did_you_mean(found, commands)}"
@@ -192,7 +195,7 @@ def _title(argument: Any) -> str:
 
 
 def _refused(event: Any) -> str:
-    """Tell which value could not be made of the words; our own messages stay as they are."""
+    """Name the option whose value was refused. Messages of our own are kept as they are."""
     message = str(event.message).strip()
     if event.argument is None:
         return message
@@ -205,7 +208,7 @@ def _refused(event: Any) -> str:
 
 
 def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
-    """Name the nearest option; ``--epochs`` is near to ``--training.epochs``."""
+    """Suggest the option with the nearest name: ``--training.epochs`` for ``--epochs``."""
     word = _plain(option)
     ends: dict[str, list[str]] = {}
     for name in names:

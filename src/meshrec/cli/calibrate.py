@@ -1,4 +1,4 @@
-"""``meshrec calibrate``: measures the machine and saves a hardware profile."""
+"""``meshrec calibrate``: measure this machine and save a hardware profile."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,31 +23,30 @@ from meshrec.train.ranks import choose_device
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """Measures this machine in under a minute and saves a profile for `meshrec plan --hardware FILE`.
+    """Measure this machine in under a minute and save a profile for `meshrec plan --hardware FILE`.
 
     Under torchrun it measures the process group as well: torchrun --nproc-per-node=2 -m meshrec calibrate
     """
 
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = Path("hardware.json")
-    """Where to save the profile."""
+    """File to write the profile to."""
     name: str = "calibrated"
-    """What to call it."""
+    """Name of the profile."""
     ranks_per_node: int | None = None
-    """Ranks that share a node; if none, all."""
+    """Number of ranks per node; if none, all ranks share one node."""
     device: str = "cpu"
-    """cpu or cuda."""
+    """Device to measure: cpu or cuda."""
     quick: bool = False
-    """Small tables and few rounds: a rough profile in seconds."""
+    """Measure small tables for a few rounds: a rough profile in seconds."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     run(parse(CalibrateOptions, arguments, program="meshrec calibrate"))
     return 0
 
 
 def run(options: CalibrateOptions) -> None:
-    """Measures, saves on rank 0, prints."""
+    """Measure, then save and print the profile on rank 0."""
     check_output(options.out)
     under_torchrun = dist.is_torchelastic_launched()
     if under_torchrun and not dist.is_initialized():

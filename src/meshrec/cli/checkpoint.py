@@ -1,4 +1,4 @@
-"""``meshrec checkpoint``: looks into checkpoints, verifies them, and takes weights in and out."""
+"""``meshrec checkpoint``: inspect and verify checkpoints; export and import weights."""
 
 import json
 from collections.abc import Sequence
@@ -23,58 +23,70 @@ _PIPE_WIDTH = 140
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInspectOptions:
-    """Shows what is in a checkpoint: step, entries, tensors, types, shapes, sizes."""
+    """Show what a checkpoint contains: its step, entries, and the tensors with their types, shapes and
+    sizes.
+    """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of them (the newest), or a run (the weights that it reports)."""
+    """A checkpoint, a folder of checkpoints (the newest is used), or a run (its reported weights are
+    used).
+    """
     step: int | None = None
-    """The checkpoint of that step instead."""
+    """Use the checkpoint of this step instead."""
     last: bool = False
-    """Of a run, the last step instead."""
+    """Use a run's last checkpoint instead of its best one."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVerifyOptions:
-    """Reads every byte of a checkpoint, or of all in a folder, and compares the checksums."""
+    """Read every byte of one checkpoint, or of all checkpoints in a folder, and compare the checksums."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of them, or a run."""
+    """A checkpoint, a folder of checkpoints, or a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointExportOptions:
-    """Writes the weights of a checkpoint's model as one safetensors file of whole tensors."""
+    """Write the weights of a checkpoint's model to one safetensors file. Shards are joined to whole
+    tensors.
+    """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of them (the newest), or a run (the weights that it reports)."""
+    """A checkpoint, a folder of checkpoints (the newest is used), or a run (its reported weights are
+    used).
+    """
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The file to write."""
+    """File to write."""
     step: int | None = None
-    """The checkpoint of that step instead."""
+    """Use the checkpoint of this step instead."""
     last: bool = False
-    """Of a run, the last step instead."""
+    """Use a run's last checkpoint instead of its best one."""
     to: str = "safetensors"
-    """The format: safetensors."""
+    """Format of the file; safetensors is the only one."""
     entry: str | None = None
-    """Which module of the saved state; if none, the only one."""
+    """Entry of the saved state whose module is exported, such as model; needed if there are several
+    modules.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Makes a checkpoint from a state_dict of torch.save, or from a safetensors file."""
+    """Make a checkpoint from a safetensors file or from a state_dict that torch.save wrote."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The file; nothing in it is executed."""
+    """File to read. Code in it is never executed."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """The checkpoint to make."""
+    """Folder of the new checkpoint."""
     entry: str = "model"
-    """What the module is called in the state."""
+    """Name of the entry of the saved state that holds the weights."""
     rename: Annotated[
         tuple[tuple[str, str], ...], tyro.conf.arg(metavar="REGEX TEXT ...", help_behavior_hint="")
     ] = ()
-    """Pairs: a regular expression, and what replaces its match in a name; the first that matches counts."""
+    """Pairs of a regular expression and its replacement in the names of tensors, such as "^module." "". For
+    each name, the first expression that matches is applied.
+    """
 
 
 Command = (
@@ -87,13 +99,12 @@ Command = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Looks into checkpoints, verifies them, and takes weights in and out."""
+    """Inspect and verify checkpoints; export and import weights."""
 
     command: Annotated[Command, tyro.conf.arg(name="")]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options: Any = parse(Command, arguments, program="meshrec checkpoint")
     return run(options)
 
@@ -101,7 +112,11 @@ def main(arguments: Sequence[str]) -> int:
 def run(
     options: CheckpointInspectOptions | CheckpointVerifyOptions | CheckpointExportOptions | ImportOptions,
 ) -> int:
-    """Does what the options say; 1 when a checkpoint is damaged. ValueError for what cannot be."""
+    """Run the subcommand of the options. Return 1 if `verify` found a damaged checkpoint, else 0.
+
+    Raises:
+        ValueError: The options, or the files that they name, cannot be used.
+    """
     console = Console()
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options:
@@ -130,7 +145,7 @@ def run(
 
 
 def _place(path: Path) -> Path:
-    """Return the folder of a run that is given by its name."""
+    """Return the path, or, if it is the name of a run, the folder of that run."""
     return RUNS / path if not path.exists() and (RUNS / path / CONFIG).is_file() else path
 
 

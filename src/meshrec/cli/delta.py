@@ -13,20 +13,22 @@ from meshrec.cli.arguments import HELP, UsageError, parse
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Read every byte of a folder's deltas, and compare checksums and order."""
+    """Verify the checksums and the order of all deltas in a folder. Every byte is read."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """The folder of deltas, such as runs/NAME/deltas."""
+    """Folder of the deltas, such as runs/NAME/deltas."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse and verify; return the exit code: 1 for damage."""
+    """Run the command; return 1 if a delta is damaged, else 0."""
     word, rest = (arguments[0], arguments[1:]) if arguments else (None, [])
     if word in HELP:
         word, rest = "verify", HELP[1:]
     if word != "verify":
-        what = "say which: verify" if word is None else f"there is no command {word!r}; there is verify"
-        raise UsageError(f"delta: {what}. `meshrec delta --help` lists what it takes.")
+        what = (
+            "give its command: verify" if word is None else f"there is no command {word!r}; there is verify"
+        )
+        raise UsageError(f"delta: {what}. `meshrec delta --help` lists its options.")
     options: VerifyOptions = parse(VerifyOptions, rest, program="meshrec delta verify")
     if not options.path.is_dir():
         raise ValueError(

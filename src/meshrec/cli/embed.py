@@ -1,4 +1,4 @@
-"""``meshrec embed``: the vectors of a feature, with the values that have them."""
+"""``meshrec embed``: write the vectors of a feature's table, with the value of each row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,34 +17,34 @@ from meshrec.train.run_folder import RUNS, find_run
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions:
-    """Writes one vector per row of a feature's table, and beside it the value that the row stands for.
+    """Write the vector of every row of a feature's table, together with the value that the row stands for.
 
-    .usearch and .faiss are indices of the vectors by their inner products (pip install "meshrec[index]"):
-    their keys are rows, and a .parquet file of the same name says what each one stands for.
+    .parquet has the columns row, value and vector. The value is null for rows that stand for no single value:
+    those of unseen and of missing values, and all rows of a hashed feature.
 
-    .parquet has the columns row, value and vector; value is null for rows that stand for no single value:
-    those of unseen and missing ones, and all of a hashed feature. .npy has the vectors alone, in the order of
-    rows.
+    .usearch and .faiss are indexes for the largest inner product (pip install "meshrec[index]"). Their keys
+    are row numbers; a .parquet file of the same name is written beside them.
+
+    .npy holds the vectors alone, in the order of rows.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run, by name or folder: the weights that it reports."""
+    """Name or folder of a run. The weights that it reports are used."""
     feature: str
-    """The feature whose table is written."""
+    """Feature whose table is written."""
     out: Path
-    """The file to write, .parquet, .npy, .usearch or .faiss."""
+    """File to write: .parquet, .npy, .usearch or .faiss."""
     step: int | None = None
-    """The checkpoint of that step instead."""
+    """Use the checkpoint of this step instead."""
     last: bool = False
-    """The last step instead."""
+    """Use the run's last checkpoint instead of its best one."""
     trust: bool = False
-    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
+    """Execute the recipe's source in the run's folder even if another user trained the run."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options = parse(EmbedOptions, arguments, program="meshrec embed")
     check_output(options.out)
     write_index = _INDICES.get(options.out.suffix)

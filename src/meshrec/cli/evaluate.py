@@ -1,4 +1,4 @@
-"""``meshrec evaluate``: how good a run is on other data."""
+"""``meshrec evaluate``: compute a run's metrics on other data."""
 
 import json
 from collections.abc import Sequence
@@ -19,38 +19,37 @@ from meshrec.train.run_folder import RUNS, find_run
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Judges a run by data with labels."""
+    """Compute a run's metrics on labelled data."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run, by name or folder: the weights that it reports."""
+    """Name or folder of a run. The weights that it reports are used."""
     data: tuple[str, ...]
-    """Files, folders or patterns, of the form that the run was trained on."""
+    """Files, folders or patterns of data, in the format of the training data."""
     by: Words = ()
-    """Columns of the data: the most frequent values of each are judged by themselves."""
+    """Columns to slice the data by: metrics are also computed for the most frequent values of each."""
     group: str | None = None
-    """A column such as the user: AUCs are taken inside its values and averaged (GAUC)."""
+    """Column such as the user: the AUC is computed for each of its values and averaged (GAUC)."""
     intervals: int = 0
-    """Draws of a bootstrap for 95 % intervals; 200 will do. 0: none."""
+    """Number of bootstrap samples for 95 % intervals, such as 200; 0: no intervals."""
     json: Path | None = None
-    """A file for the metrics."""
+    """JSON file to write the metrics to."""
     on_error: Literal["raise", "skip"] | None = None
     """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
     step: int | None = None
-    """The checkpoint of that step instead."""
+    """Use the checkpoint of this step instead."""
     last: bool = False
-    """The last step instead."""
+    """Use the run's last checkpoint instead of its best one."""
     nproc: int = 1
-    """Ranks on this machine: any number."""
+    """Number of ranks on this machine; it may differ from the run's."""
     device: str | None = None
-    """cpu or cuda; if none, cuda where there is one."""
+    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
     trust: bool = False
-    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
+    """Execute the recipe's source in the run's folder even if another user trained the run."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options = parse(EvaluateOptions, arguments, program="meshrec evaluate")
     check_output(options.json)
     if options.intervals < 0 or options.intervals == 1:

@@ -1,4 +1,4 @@
-"""``meshrec export``: a run's model as a package that answers requests."""
+"""``meshrec export``: write a run's model as a package that answers requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,46 +21,50 @@ from meshrec.train.run_folder import RUNS, find_run
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Writes a package: the model compiled for this machine, its weights in one file that is mapped, and what
-    a request must have. It is read by meshrec.export.Predictor, and by C++ without Python (csrc/runtime).
+    """Write a package: the model compiled for this machine, its weights in one memory-mapped file, and the
+    schema of a request.
 
-    Of a package that was made on another machine, or with another torch, it makes one for this one.
+    Python reads it with meshrec.export.Predictor, and C++ without Python (csrc/runtime). A package from
+    another machine or another version of torch can be compiled anew for this one.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run, by name or folder: the weights that it reports. Or a package, to compile anew."""
+    """Name or folder of a run, whose reported weights are exported; or a package, to compile anew."""
     out: Path
-    """The package's folder, which must not be there yet."""
+    """Folder of the new package; it must not exist yet."""
     quantised: Path | None = None
-    """A checkpoint of the run that `meshrec quantize` wrote: its weights instead."""
+    """Checkpoint that `meshrec quantize` wrote for the run: export its weights instead."""
     shared: Words = ()
-    """Features of the user, when many items are ranked for one: looked up once a request; "dense" is all
-    dense values."""
+    """Features of the user, for ranking many items for one user: they are looked up once per request. "dense"
+    names all dense values.
+    """
     tower: Literal["query", "item"] | None = None
-    """One side of a two-tower model: the package gives vectors."""
+    """Export one tower of a two-tower model; the package then returns vectors."""
     vectors: Path | None = None
-    """With --tower item: write the items' vectors, too, to a .parquet or .npy file."""
+    """With --tower item: also write the vectors of the items to this .parquet or .npy file."""
     items: Words = ()
-    """The items' data, as Parquet or CSV; without it the catalogue of the run's data, or every row of the one
-    feature that the tower reads."""
+    """Parquet or CSV files of the items; if none, the catalogue of the run's data, or every row of the
+    tower's only feature.
+    """
     step: int | None = None
-    """The checkpoint of that step instead."""
+    """Use the checkpoint of this step instead."""
     last: bool = False
-    """The last step instead."""
+    """Use the run's last checkpoint instead of its best one."""
     trust: bool = False
-    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
+    """Execute the recipe's source in the run's folder even if another user trained the run."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
     compile: bool = True
-    """Compile the program; otherwise Python serves it, slower."""
+    """Compile the model; otherwise Python runs it, which is slower."""
     torchscript: bool = False
-    """Write a TorchScript file into the package as well. Torch calls it deprecated."""
+    """Also write a TorchScript file into the package. PyTorch has deprecated TorchScript."""
     triton: Path | None = None
-    """Write a model repository for NVIDIA's Triton server, too: a folder, which may have other models."""
+    """Also write a model repository for NVIDIA's Triton server to this folder, which may hold other
+    models.
+    """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options = parse(ExportOptions, arguments, program="meshrec export")
     if (options.vectors is not None or options.items) and options.tower != "item":
         raise ValueError("--vectors and --items go with --tower item. Add it, or leave them out.")
@@ -96,7 +100,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, int]:
-    """Columns of the items, or the row's value, beside each vector."""
+    """Write the items' vectors, beside the columns of each item or the value of each row; return their
+    shape.
+    """
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -129,7 +135,7 @@ def _write_vectors(options: ExportOptions, predictor: Predictor) -> tuple[int, i
 
 
 def read_items(paths: Sequence[str], kinds: Mapping[str, str]) -> Any:
-    """Parquet or CSV files, one after another, as an Arrow table; ``kinds`` are those of columns of CSV."""
+    """Read Parquet or CSV files into one Arrow table; ``kinds`` gives the kinds of CSV columns."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 

@@ -1,4 +1,4 @@
-"""``meshrec inspect``: looks at tables, and writes the recipe that it would train."""
+"""``meshrec inspect``: look at data and write a recipe for it."""
 
 import json
 import math
@@ -29,29 +29,30 @@ _ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Looks at data, proposes what to make of each column, and writes a recipe, which is meant to be edited.
+    """Look at data, propose a feature for each column, and write a recipe for you to edit.
 
     Then: meshrec train recipe.py:recipe
     """
 
     data: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """Parquet or CSV files, folders or patterns: all that there is to train, choose and judge by."""
+    """Parquet or CSV files, folders or patterns. Training, validation and test rows are all taken from
+    them.
+    """
     label: str
-    """The column to learn: 0 and 1, or numbers."""
+    """Column to learn: 0 and 1, or numbers."""
     time: str | None = None
-    """The column that orders the rows; the latest are held out. If none, rows are held out at random."""
+    """Column that orders the rows: the latest rows are held out. If none, rows are held out at random."""
     out: Path = Path("recipe.py")
-    """The recipe to write."""
+    """Recipe to write."""
     page: Path | None = None
-    """The page to write; if none, the recipe's name with .html."""
+    """Page to write; if none, the recipe's name with .html."""
     rows: int | None = None
-    """Look at so many rows only, spread over the data; if none, at all."""
+    """Look at this many rows only, spread over the data; if none, at all rows."""
     force: bool = False
-    """Replace a recipe that is there."""
+    """Replace an existing recipe."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options = parse(InspectOptions, arguments, program="meshrec inspect")
     page = options.page or options.out.with_suffix(".html")
     check_output(options.out)
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
-    """The columns of all files, a part at a time; with ``rows``, every so many parts."""
+    """Yield the tables of all files part by part; with ``rows``, skip parts to read about that many rows."""
     import pyarrow as pa
 
     from meshrec.data.faults import DataError
@@ -123,7 +124,7 @@ def _tables(paths: Sequence[str], rows: int | None) -> Iterator["pa.Table"]:
 
 
 def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) -> str:
-    """The recipe as Python."""
+    """Return the recipe as Python source."""
     from meshrec.data.locations import expand_tables
 
     source = "Csv" if expand_tables(options.data)[1] else "Parquet"
@@ -137,7 +138,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
             lines += [] if number else [f"        # {choice.reason}"]
             lines.append(f"        {_call(feature)},")
     label = _call(features.labels[0])
-    # Few rows need many steps, or the tables, which begin near zero, have learned nothing when it ends.
+    # The tables begin near zero and need many updates: few rows take small batches.
     batch = 2 ** round(math.log2(min(max(num_rows / 600, 32), 8192)))
     every = max(1, num_rows * 8 // 10 // batch // 4)
     split = 'split_by="random"'
@@ -146,7 +147,7 @@ def recipe_text(options: InspectOptions, proposal: "Proposal", num_rows: int) ->
     warnings = "".join(f"# Look at this: {each}.\n" for each in proposal.warnings)
     dense = "" if features.numbers else "\n    # There are no numbers: the model's bottom MLP sees nothing."
     columns = "\n".join(lines)
-    return f'''"""What `meshrec inspect` proposes for {num_rows:,} rows: change what you know better.
+    return f'''"""Recipe that `meshrec inspect` proposed for {num_rows:,} rows: change what you know better.
 
 Train it: meshrec train {options.out}:recipe
 """
@@ -172,7 +173,7 @@ def recipe() -> Recipe:
             {split},
             features=FEATURES,
         ),
-        # Tables begin near zero: a row that training never meets says nothing.
+        # Tables begin near zero: a row that training never meets adds nothing to a score.
         model=DLRMConfig(embedding_dim=16, table_std=0.001, bottom=(32,), top=(128, 64)),
         tables=Adam(lr=2e-3, weight_decay=2.0, decoupled_weight_decay=True),
         dense=DenseOptimizer(kind="adamw", lr=1e-3, weight_decay=0.1),
@@ -190,7 +191,7 @@ def _seen_from(folder: Path, data: str) -> str:
 
 
 def _call(value: "ColumnFeature | Any") -> str:
-    """A frozen dataclass as Python: what is not its default."""
+    """Return the call that makes a dataclass, with the fields that differ from their defaults."""
     words = [
         f"{each.name}={_text(getattr(value, each.name))}"
         for each in fields(value)
@@ -200,7 +201,7 @@ def _call(value: "ColumnFeature | Any") -> str:
 
 
 def _text(value: Any) -> str:
-    """With double quotes, as formatters want them."""
+    """Return a value as Python source, with double quotes, as formatters want them."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple):
@@ -209,7 +210,7 @@ def _text(value: Any) -> str:
 
 
 def _in_a_line(name: str) -> str:
-    """A column's name within a comment, which a line break would end."""
+    """Return a column's name for a comment, escaped where a line break would end the comment."""
     return name if name.isprintable() else repr(name)
 
 

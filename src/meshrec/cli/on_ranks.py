@@ -1,4 +1,4 @@
-"""Commands that work on several ranks of this machine: the same command, started anew for each."""
+"""Commands on several ranks of this machine: the command is started again for each rank."""
 
 import os
 import sys
@@ -19,16 +19,18 @@ from meshrec.train.run_folder import RunFolder
 def on_ranks(
     command: str, arguments: Sequence[str], work: Callable[[Ranks], None], *, nproc: int, device: str | None
 ) -> int:
-    """Has ``nproc`` processes do ``work``, this one where it is one; the exit code.
+    """Run ``work`` on ``nproc`` ranks and return the exit code. A single rank runs in this process.
 
     Args:
-        command, arguments: what each process is started with; it calls this function again.
-        work: collective.
-        nproc: how many.
-        device: ``cpu`` or ``cuda`` (default: what there is).
+        command: The command that each process runs; it calls this function again.
+        arguments: The arguments of the command.
+        work: The function to run; it may call collectives.
+        nproc: The number of ranks.
+        device: ``cpu`` or ``cuda``; if none, ``cuda`` where torch sees a GPU.
 
     Raises:
-        ValueError: for ``nproc`` or ``device``, and what ``work`` raises in a single process.
+        ValueError: ``nproc`` or ``device`` cannot be used. With a single rank, errors of ``work`` are raised
+            as well.
     """
     if nproc < 1:
         raise ValueError(f"--nproc is {nproc}; it must be at least 1.")

@@ -1,10 +1,10 @@
-"""Files that a command is to write."""
+"""Checks of output files before the work."""
 
 from pathlib import Path
 
 
 def check_output(path: Path | None) -> None:
-    """ValueError where no such file can be written: before the work, not after it."""
+    """Raise ValueError if the file cannot be written. Commands call this before the work, not after it."""
     if path is None:
         return
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""``meshrec plan``: plans a table set, explains the plan, compares it."""
+"""``meshrec plan``: plan a table set; explain and compare plans."""
 
 import json
 import sys
@@ -36,57 +36,69 @@ _MAX_WORK = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Plans embedding tables for a cluster and proves how good the plan is.
+    """Plan where embedding tables go on a cluster, and prove how close the plan is to the best one.
 
     SOURCE is a recipe (as for `meshrec train`), a task file (tables as JSON), or a plan that this command or
     a training run saved.
     """
 
     source: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE]")] = None
-    """A recipe, a task file, or a saved plan to explain."""
+    """Recipe or task file to plan, or saved plan to explain."""
     ranks: int | None = None
     """Number of ranks; if none, 8."""
     ranks_per_node: int | None = None
-    """Ranks that share a node; if none, 8 on GPUs, and all on CPUs and for recipes."""
+    """Number of ranks per node; if none, 8 on GPUs, and all on CPUs and for recipes."""
     hardware: str | None = None
-    """A profile (cpu, a100, h100, h200) or a file of `meshrec calibrate`; if none, the recipe's, or h100."""
+    """Hardware profile: cpu, a100, h100, h200, or a file of `meshrec calibrate`; if none, the recipe's, or
+    h100.
+    """
     batch_size: int | None = None
-    """Samples per rank; if none, the global batch of the task or recipe over the ranks."""
+    """Samples per rank; if none, the global batch of the task or recipe, divided by the number of ranks."""
     memory_gib: float | None = None
-    """Memory per rank; if none, the profile's."""
+    """Memory per rank in GiB; if none, the profile's."""
     wire: str | None = None
-    """How embeddings and gradients travel between ranks: fp32, fp16, bf16, or two formats such as fp16/bf16;
-    if none, the recipe's or the task file's, or fp32."""
+    """Format of embeddings and gradients on the network: fp32, fp16, bf16, or two formats such as fp16/bf16,
+    embeddings first; if none, the recipe's or the task file's, or fp32.
+    """
     time_limit: float = 30.0
-    """Seconds after which the best plan so far counts."""
+    """Seconds after which the search stops and returns its best plan."""
     max_work: float | None = None
-    """Effort in touched array elements, the same on any machine; if none, 1e9, or what training takes."""
+    """Limit of the search in array elements that it touches: unlike seconds, it gives the same plan on any
+    machine. If none, 1e9; for a recipe, the limit of training.
+    """
     gap: float = 0.005
-    """Stop when the plan is proven to be this close to the best."""
+    """Stop when the plan is proven to be within this fraction of the best one."""
     out: Path | None = None
-    """Save the plan here."""
+    """File to save the plan to."""
     json: bool = False
     """Print the report as JSON."""
     html: Path | None = None
-    """Write the report as one HTML page."""
+    """File to write the report to, as one HTML page."""
     what_if: str | None = None
-    """Other numbers of ranks to compare: ranks=16,32,64."""
+    """Compare with other numbers of ranks, such as ranks=16,32,64."""
     diff: tuple[Path, Path] | None = None
-    """Two saved plans: what moves from the old to the new one."""
+    """Two saved plans: show what moves from the old to the new one."""
     layouts: bool = False
-    """For a recipe: measure its dense part here, and compare copies, shards and stages of it."""
+    """For a recipe: measure its dense part on this machine, and compare replicating, sharding and staging
+    it.
+    """
     compare: Path | None = None
-    """A training run's folder or phases.jsonl, to compare with SOURCE's prediction or its own plan's."""
+    """Folder or phases.jsonl of a training run: compare its measured times with the times that SOURCE, or the
+    run's own plan, predicts.
+    """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     run(parse(PlanOptions, arguments, program="meshrec plan"))
     return 0
 
 
 def run(options: PlanOptions) -> None:
-    """Does what the options say. ValueError for what cannot be."""
+    """Run the task of the options.
+
+    Raises:
+        ValueError: The options, or the files that they name, cannot be used.
+    """
     _check_together(options)
     if options.diff is not None:
         old, new = options.diff
@@ -119,17 +131,19 @@ def run(options: PlanOptions) -> None:
 
 
 def _check_together(options: PlanOptions) -> None:
-    """ValueError for an option that another one would have ignored."""
+    """Raise ValueError for an option that another option would ignore."""
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
     tasks: list[str] = [name for name in ("diff", "layouts", "compare", "what_if") if name in given]
     if not tasks:
         return
-    takes_no = [name for name in given if name != tasks[0]] if tasks[0] == "diff" else tasks[1:]
-    takes_no += [name for name in ("html", "json") if name in given]
-    if takes_no:
-        first, other = (name.replace("_", "-") for name in (tasks[0], takes_no[0]))
+    ignored = [name for name in given if name != tasks[0]] if tasks[0] == "diff" else tasks[1:]
+    ignored += [name for name in ("html", "json") if name in given]
+    if ignored:
+        first, other = (name.replace("_", "-") for name in (tasks[0], ignored[0]))
         other = "SOURCE" if other == "source" else f"--{other}"
-        raise ValueError(f"--{first} takes no {other}: it prints one table. Leave {other} out.")
+        raise ValueError(
+            f"--{first} cannot be combined with {other}: it prints one table. Leave {other} out."
+        )
 
 
 def _check(options: PlanOptions) -> None:
@@ -161,7 +175,7 @@ def _source(options: PlanOptions) -> Path:
 
 
 def _folder(compare: Path) -> Path:
-    """The run's: given itself, or by its phases.jsonl."""
+    """Return the folder of the run that ``--compare`` names, itself or by its phases.jsonl."""
     return compare if compare.is_dir() else compare.parent
 
 
@@ -170,15 +184,15 @@ def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
         if str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
         raise ValueError(
-            f"{source} is no file in {Path.cwd()} and no recipe; give a task file, a saved plan, or one of "
-            f"{', '.join(RECIPES)}."
+            f"{source} is neither a file in {Path.cwd()} nor a recipe; give a task file, a saved plan, or "
+            f"one of {', '.join(RECIPES)}."
         )
     if "planner" in read_json(source, "a task file or a saved plan"):
         for name in ("ranks", "ranks_per_node", "hardware", "batch_size", "memory_gib", "wire"):
             if getattr(options, name) is not None:
                 raise ValueError(
                     f"{source} is a saved plan, which is explained as it is: leave "
-                    f"--{name.replace('_', '-')} out. To plan anew take its recipe or task "
+                    f"--{name.replace('_', '-')} out. To plan again, give its recipe or task "
                     "file, or --what-if ranks=16,32."
                 )
         return load_plan(source)

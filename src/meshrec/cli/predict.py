@@ -1,4 +1,4 @@
-"""``meshrec predict``: a run's scores of other data."""
+"""``meshrec predict``: score data with a run's model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,34 +18,33 @@ from meshrec.train.run_folder import RUNS, find_run
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """Scores data that needs no labels: one row of scores for every row of the data, in its order."""
+    """Score data, which needs no labels: one row of scores per row of data, in the order of the data."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run, by name or folder: the weights that it reports."""
+    """Name or folder of a run. The weights that it reports are used."""
     data: tuple[str, ...]
-    """Files, folders or patterns, of the form that the run was trained on."""
+    """Files, folders or patterns of data, in the format of the training data."""
     out: Path
-    """The file of scores, .parquet or .csv."""
+    """File to write the scores to: .parquet or .csv."""
     keep: Words = ()
-    """Columns of the data to write beside the scores; if none, those of the ids."""
+    """Columns of the data to write beside the scores; if none, those of the IDs."""
     on_error: Literal["raise", "skip"] | None = None
     """Handling of damaged rows: raise an error, or skip and count them; if none, as in the recipe."""
     step: int | None = None
-    """The checkpoint of that step instead."""
+    """Use the checkpoint of this step instead."""
     last: bool = False
-    """The last step instead."""
+    """Use the run's last checkpoint instead of its best one."""
     nproc: int = 1
-    """Ranks on this machine: any number."""
+    """Number of ranks on this machine; it may differ from the run's."""
     device: str | None = None
-    """cpu or cuda; if none, cuda where there is one."""
+    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
     trust: bool = False
-    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
+    """Execute the recipe's source in the run's folder even if another user trained the run."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options = parse(PredictOptions, arguments, program="meshrec predict")
     check_output(options.out)
     run = find_run(options.run, options.runs, trust=options.trust)

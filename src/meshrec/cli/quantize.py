@@ -1,4 +1,4 @@
-"""``meshrec quantize``: a run's model with smaller tables."""
+"""``meshrec quantize``: quantise the tables of a run's model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,32 +21,33 @@ from meshrec.train.run_folder import RUNS, find_run
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
-    """Quantises the tables of a run's model for inference, and writes a checkpoint of it. With --max-loss
-    every table gets the precision with the fewest bytes that the budget allows, on the run's validation
-    data."""
+    """Quantise the tables of a run's model for inference, and write the model as a checkpoint.
+
+    With --max-loss, every table gets the precision with the fewest bytes that the budget allows, measured on
+    the run's validation data.
+    """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A run, by name or folder: the weights that it reports."""
+    """Name or folder of a run. The weights that it reports are used."""
     out: Path
-    """The checkpoint's folder, which must not be there yet."""
+    """Folder of the new checkpoint; it must not exist yet."""
     max_loss: str | None = None
-    """By how much normalized entropy may rise, with 95 % confidence: 0.02%, or 0.0002."""
+    """Largest allowed rise of the normalized entropy, with 95 % confidence: 0.02%, or 0.0002."""
     weights: Literal["INT8", "INT4", "INT2", "FP16", "BF16"] = "INT8"
-    """The precision of all tables, without --max-loss."""
+    """Precision of all tables; ignored with --max-loss."""
     rounding: Rounding = "search"
-    """How the range of a row is chosen: minmax is FBGEMM's, search has a smaller error."""
+    """Choice of a row's range: minmax is FBGEMM's, search has a smaller error."""
     step: int | None = None
-    """The checkpoint of that step instead."""
+    """Use the checkpoint of this step instead."""
     last: bool = False
-    """The last step instead."""
+    """Use the run's last checkpoint instead of its best one."""
     trust: bool = False
-    """Execute the recipe's source in the run's folder, though somebody else trained the run."""
+    """Execute the recipe's source in the run's folder even if another user trained the run."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options = parse(QuantizeOptions, arguments, program="meshrec quantize")
     run = find_run(options.run, options.runs, trust=options.trust)
     budget = None if options.max_loss is None else _fraction(options.max_loss)

@@ -1,4 +1,4 @@
-"""The help of one recipe: a screen of all options by groups."""
+"""The help of one recipe: its options by group, on one screen."""
 
 import ast
 import dataclasses
@@ -16,13 +16,13 @@ _INDENT = 12
 
 
 def recipe_help(command: str, recipe: Recipe, options: Any, *, summary: str) -> str:
-    """Return the options of ``command`` with their defaults: its own explained, the recipe's by groups.
+    """Return the help of a command and a recipe: the command's options explained, the recipe's by group.
 
     Args:
-        command: How the command is called with this recipe.
-        recipe: Its fields are the groups of options.
+        command: The command with the recipe, such as ``meshrec train movielens``.
+        recipe: The recipe, whose fields are the groups of options.
         options: The dataclass of the command's own options, whose docstrings explain them.
-        summary: What the command does.
+        summary: One line about the command.
     """
     lines = [f"usage: {command} [OPTIONS]", "", summary, "", "options of the run:"]
     for name, text in _explained(options):

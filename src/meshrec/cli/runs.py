@@ -1,4 +1,4 @@
-"""``meshrec runs``: lists training runs, compares them, and removes them."""
+"""``meshrec runs``: list, compare and remove training runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,26 +19,26 @@ _USAGE = "`meshrec runs`, `meshrec runs compare A B ...` or `meshrec runs rm A .
 
 @dataclass(frozen=True, kw_only=True)
 class RunsOptions:
-    """Lists the training runs; `compare A B ...` puts some side by side, `rm A ...` removes some."""
+    """List the training runs. `compare A B ...` shows runs side by side; `rm A ...` removes runs."""
 
     words: Annotated[
         tuple[str, ...],
         tyro.conf.Positional,
         tyro.conf.arg(metavar="[compare A B ... | rm A ...]", help_behavior_hint=""),
     ] = ()
-    """Runs, by name, to compare with the first, or to remove; otherwise all are listed."""
+    """Names of runs to compare with the first one, or to remove; if none, all runs are listed."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
     state: Literal["running", "stopped", "failed", "finished"] | None = None
-    """List only runs in that state."""
+    """List only the runs in this state."""
     recipe: str | None = None
-    """List only runs of that recipe."""
+    """List only the runs of this recipe."""
     sort: Literal["began", "name", "state", "steps", "speed", "auc", "loss", "test"] = "began"
-    """What to sort by: the best last, as far as there is a best."""
+    """Column to sort by; the best run comes last."""
 
 
 class Figure(NamedTuple):
-    """A number of a run; ``better`` says which way is better: 1 up, -1 down, 0 neither."""
+    """A figure of a run. ``better`` is 1 if more is better, -1 if less is better, and 0 if neither."""
 
     name: str
     value: float
@@ -57,13 +57,16 @@ _PLAIN = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     run(parse(RunsOptions, arguments, program="meshrec runs"))
     return 0
 
 
 def run(options: RunsOptions) -> None:
-    """Prints. ValueError for runs that are not there."""
+    """List, compare or remove runs.
+
+    Raises:
+        ValueError: A run does not exist, or the words are not understood.
+    """
     console = Console()
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options.words:
@@ -81,7 +84,7 @@ def run(options: RunsOptions) -> None:
 
 
 def compare(runs: Sequence[RunFolder]) -> list[Table]:
-    """Results side by side, each compared with the first run's; then the options that differ."""
+    """Return the results of runs, each compared with the first run's, and the options that differ."""
     results = Table(title="results", title_justify="left", title_style="bold")
     names = [each.path.name for each in runs]
     results.add_column("")
@@ -103,7 +106,7 @@ def compare(runs: Sequence[RunFolder]) -> list[Table]:
 
 
 def _compared(first: Figure | None, figure: Figure | None) -> str:
-    """A value; of another run than the first also the change, and whether that is better."""
+    """Return a figure as text; for runs after the first, with the change and whether it is better."""
     if figure is None:
         return "-"
     text = _number(figure.value)
@@ -125,7 +128,7 @@ def _options(run: RunFolder) -> dict[str, Any]:
 def _wanted(options: RunsOptions) -> list[RunFolder]:
     found = all_runs(options.runs)
     if not found:
-        raise ValueError(f"{options.runs.resolve()} holds no run; start one: meshrec train RECIPE.")
+        raise ValueError(f"there is no run in {options.runs.resolve()}; start one: meshrec train RECIPE.")
     chosen = [
         each
         for each in found
@@ -133,7 +136,7 @@ def _wanted(options: RunsOptions) -> list[RunFolder]:
     ]
     if not chosen:
         raise ValueError(
-            f"none of the {len(found)} runs in {options.runs} is so; leave --state or --recipe out."
+            f"none of the {len(found)} runs in {options.runs} matches; leave --state or --recipe out."
         )
     key = _KEYS.get(options.sort)
     return (
@@ -146,7 +149,7 @@ def _recipe(folder: RunFolder) -> str:
 
 
 def _of(*path: str, sign: int = 1) -> Callable[[RunFolder, Mapping[str, Any]], Any]:
-    """A sort key: what a summary has at a path; runs without it come first."""
+    """Return a sort key: the value at a path in a run's summary. Runs without the value come first."""
 
     def key(_: RunFolder, summary: Mapping[str, Any]) -> float:
         value: Any = summary

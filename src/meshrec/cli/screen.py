@@ -1,4 +1,4 @@
-"""What a training run shows: a live bar in a terminal, lines elsewhere; and a summary at the end."""
+"""The output of a training run: a live bar in a terminal, lines elsewhere, and a summary at the end."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -40,7 +40,7 @@ _MIB = 2**20
 
 
 def make_screen(*, quiet: bool) -> Callable[[RunFolder], Observer]:
-    """A screen for a run's folder: live where standard output is a terminal, and not ``quiet``."""
+    """Return a function that makes a run's screen: live on a terminal unless ``quiet``, else lines."""
     console = Console()
     if quiet or not console.is_terminal:
         return lambda folder: LineScreen(folder, Console(width=_PIPE_WIDTH, highlight=False))
@@ -48,13 +48,12 @@ def make_screen(*, quiet: bool) -> Callable[[RunFolder], Observer]:
 
 
 class LineScreen:
-    """A line for every event, for logs and pipes."""
+    """A screen that prints one line per event, for logs and pipes."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder, self._print = folder, console.print
 
     def __call__(self, event: Event) -> None:
-        """Prints it."""
         match event:
             case Started():
                 self._print(headline(event), soft_wrap=True)
@@ -79,7 +78,7 @@ class LineScreen:
 
 
 class LiveScreen:
-    """The plan, a bar with speed, loss, AUC and time left, and the summary."""
+    """A screen with the plan, a progress bar (speed, loss, AUC, time left), and the summary."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder, self._console = folder, console
@@ -96,7 +95,6 @@ class LiveScreen:
         self._task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
-        """Shows it."""
         match event:
             case Started():
                 self._start(event)
@@ -135,7 +133,7 @@ class LiveScreen:
 
 
 def headline(start: Started) -> str:
-    """What is trained on what."""
+    """Return the heading of a run: recipe, data, ranks, steps, and numbers of parameters."""
     where = f"{start.num_ranks} rank{'s' if start.num_ranks > 1 else ''} on {start.device}"
     again = f", from step {start.first_step}" if start.first_step else ""
     return (
@@ -149,7 +147,7 @@ def headline(start: Started) -> str:
 
 
 def plan_table(plan: PlannedShardingPlan) -> Table:
-    """The plan rank by rank."""
+    """Return the plan as a table with one row per rank."""
     report = make_report(plan)
     table = Table(title=f"the plan: {_types(report)}", title_justify="left", title_style="")
     for name in ("rank", "tables", "memory, MiB", "predicted, ms"):
@@ -165,7 +163,7 @@ def plan_table(plan: PlannedShardingPlan) -> Table:
 
 
 def plan_lines(report: PlanReport) -> list[str]:
-    """The plan as lines."""
+    """Return the plan as lines of text, one per rank."""
     ranks = [
         f"rank {rank.rank}: {_parts(report, rank.rank)} ({rank.num_bytes / _MIB:,.1f} MiB)"
         for rank in report.ranks[:_MOST_RANKS]
@@ -174,18 +172,18 @@ def plan_lines(report: PlanReport) -> list[str]:
 
 
 def validation_text(line: Line, is_best: bool) -> str:
-    """An evaluation."""
+    """Return the result of an evaluation as one line."""
     best = "  [green](best so far)[/green]" if is_best else ""
     return f"{line['kind']} at step {line['step']:>6}: {_leading(line)}  loss {_loss(line)}{best}"
 
 
 def _loss(line: Line) -> str:
-    """None where all samples were left out as damaged."""
+    """Return the loss as text; "-" if all samples were skipped as damaged."""
     return f"{line['loss']:.4f}" if "loss" in line else "-"
 
 
 def summary_table(summary: Line) -> Table:
-    """Quality against the baselines, on the data that chose the weights and on that of the test."""
+    """Return the metrics of the run and of the baselines, on validation data and on test data."""
     title = f"the weights of step {summary['weights_step']:,}"
     table = Table(title=title, title_justify="left", title_style="bold")
     leading = leading_metric({**summary["validation"], **summary["test"]})
@@ -203,7 +201,7 @@ def summary_table(summary: Line) -> Table:
 
 
 def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
-    """Speed, and where to look next."""
+    """Return the last lines of a run: its speed, its files, and the commands to continue with."""
     path = folder.path
     lines = [
         f"{summary['state']} at step {summary['step']:,}: {summary['seconds']:.1f} s in all, "
@@ -219,7 +217,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
         lines.append(f"[bold red]failed[/bold red]: {summary['error']}")
     commanded = commands(folder)
     if summary["state"] == "stopped":
-        lines.append(f"stopped as asked, with a checkpoint: to go on, {commanded['resume']}")
+        lines.append(f"stopped as requested, with a checkpoint; to continue: {commanded['resume']}")
     if summary["checkpoints"]["weights"]:
         lines.append(f"the weights:  {summary['checkpoints']['weights']}")
         lines.append(f"export them:  {commanded['export']}")
@@ -238,7 +236,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
 
 
 def count_text(count: int, noun: str) -> str:
-    """Such as "1 row", "1,000 rows"."""
+    """Return a count with its noun, such as "1 row" or "1,000 rows"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -251,7 +249,7 @@ def _types(report: PlanReport) -> str:
 
 
 def _parts(report: PlanReport, rank: int) -> str:
-    """The tables of a rank: whole, or which part."""
+    """List the tables of a rank, with the share that it holds of each."""
     found = []
     for table in report.tables:
         if table.name in report.replicated:
@@ -277,7 +275,7 @@ def _quality(quality: Line, columns: Iterable[str]) -> list[str]:
 
 
 def _leading(line: Line) -> str:
-    """The metric that chooses among weights, such as "AUC 0.7906"."""
+    """Return the metric that selects the weights, such as "AUC 0.7906"."""
     name = leading_metric(line)
     return "" if name is None else f"{name.upper()} {line[name]:.4f}"
 

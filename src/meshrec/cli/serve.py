@@ -1,4 +1,4 @@
-"""``meshrec serve``: packages behind HTTP."""
+"""``meshrec serve``: serve packages over HTTP."""
 
 import logging
 import os
@@ -19,62 +19,72 @@ TOKEN = "MESHREC_TOKEN"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Answers requests over HTTP with the scores of exported models: POST /predict with JSON samples, the
-    Open Inference Protocol under /v2, /metrics for Prometheus; GET / lists it all. SIGHUP loads packages
-    anew, SIGTERM answers what was sent and ends."""
+    """Serve the scores of exported models over HTTP.
+
+    POST /predict takes JSON samples, /v2 is the Open Inference Protocol, /metrics is for Prometheus, and GET
+    / lists all paths. SIGHUP reloads the packages; SIGTERM answers the requests that have arrived and exits.
+    """
 
     models: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME=]PACKAGE ...")]
-    """Packages, each under a name: its folder's, unless another is given."""
+    """Packages to serve. A model is named after its package's folder unless NAME is given."""
     host: str = ServerOptions.host
-    """The address to listen at. Beyond loopback, as with 0.0.0.0 for all addresses, a token is required."""
+    """Address to listen on. Beyond loopback, as with 0.0.0.0 for all addresses, a token is required."""
     port: int = ServerOptions.port
-    """0 takes a free one."""
+    """Port to listen on; 0: a free one."""
     workers: int = 1
-    """Processes; they share the pages of the weights."""
+    """Number of processes; they share the memory of the weights."""
     max_batch: int = Limits.max_batch
-    """Most samples in a batch."""
+    """Largest number of samples in a batch."""
     max_wait_ms: float = Limits.max_wait_ms
-    """How long a request may wait for others while nothing is computed."""
+    """Milliseconds that a request may wait for others to join its batch while the model is idle."""
     max_queue: int = Limits.max_queue
-    """Most requests of a model that wait for their scores; others get 503."""
+    """Largest number of waiting requests per model; further ones are answered with 503."""
     max_body: int = ServerOptions.max_body
-    """Most bytes of a request's body."""
+    """Largest body of a request, in bytes."""
     max_header: int = ConnectionLimits.max_header
-    """Most bytes of a request's headers."""
+    """Largest headers of a request, in bytes."""
     max_unanswered: int = ConnectionLimits.max_unanswered
-    """Most bytes of all requests that are being read or wait for their answer."""
+    """Largest total size, in bytes, of the requests that are being read or wait for their answer."""
     max_connections: int = ConnectionLimits.max_connections
-    """Most connections of each worker."""
+    """Largest number of connections per worker."""
     max_per_client: int = ConnectionLimits.max_per_client
-    """Most connections that one address has to a worker; raise it to max_connections behind a proxy."""
+    """Largest number of connections from one address to a worker; behind a proxy, raise it to
+    max_connections.
+    """
     header_seconds: float = ConnectionLimits.header_seconds
-    """How long the headers of a request may take."""
+    """Seconds to wait for the headers of a request."""
     body_seconds: float = ConnectionLimits.body_seconds
-    """How long the body of a request, or a client to read its answer, may take."""
+    """Seconds to wait for the body of a request, and for a client to read its answer."""
     idle_seconds: float = ConnectionLimits.idle_seconds
-    """How long a connection may stay open between two requests."""
+    """Seconds that a connection may stay open between two requests."""
     warm_up: Path | None = None
-    """A file of samples, one JSON object a line, to score before a model is ready; otherwise made-up ones."""
+    """File of samples, one JSON object per line, to score before a model counts as ready; if none, made-up
+    samples.
+    """
     deltas: Words = ()
-    """Folders of deltas that models follow, as NAME=FOLDER: of a run that publishes them, RUN/deltas."""
+    """Folders of deltas that models follow, as NAME=FOLDER; a run with --training.publish-every writes them
+    to RUN/deltas.
+    """
     token_file: Path | None = None
-    """Clients must show its content as a bearer token; the variable MESHREC_TOKEN may hold it, too."""
+    """File with the bearer token that clients must send; the environment variable MESHREC_TOKEN may hold it
+    instead.
+    """
     admin: bool = True
-    """Whether models can be loaded, unloaded and rolled back over HTTP; SIGHUP works in any case."""
+    """Let clients load, unload and roll back models over HTTP; SIGHUP works in any case."""
     hosts: tuple[str, ...] = ()
-    """Names of this server that load and unload may be asked by where there is no token."""
+    """Without a token: further names of this server that requests to load and unload may address."""
     verify: bool = True
-    """Whether packages are compared with their checksums before they are used."""
+    """Compare packages with their checksums before they are used."""
     tls_cert: Path | None = None
-    """A PEM file with a certificate: serve HTTPS."""
+    """PEM file of a certificate: serve HTTPS."""
     tls_key: Path | None = None
-    """Its key."""
+    """PEM file of the certificate's key."""
     access_log: bool = False
-    """Log a line for each request."""
+    """Log one line per request."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and serves until a signal; the exit code."""
+    """Serve until a signal ends it; return the exit code."""
     options: ServeOptions = parse(ServeOptions, arguments, program="meshrec serve")
     token = os.environ.get(TOKEN)
     if options.token_file is not None:
@@ -112,10 +122,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def followed(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path]:
-    """Folders of deltas by the model's name, of ``NAME=FOLDER``.
+    """Parse ``NAME=FOLDER`` into the folder of deltas of each model.
 
     Raises:
-        ValueError: for a model that is not served, and anything else than that.
+        ValueError: A text has another form, or names a model that is not served.
     """
     found: dict[str, Path] = {}
     for text in named:
@@ -127,10 +137,10 @@ def followed(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path
 
 
 def packages(named: Sequence[str]) -> dict[str, Path]:
-    """Folders by the model's name, of ``NAME=FOLDER`` or ``FOLDER``.
+    """Parse ``NAME=FOLDER`` or ``FOLDER`` into the folder of each model.
 
     Raises:
-        ValueError: for a folder that holds no package, a name that is there twice, and no model at all.
+        ValueError: A folder holds no package, a name is invalid or given twice, or there is no model at all.
     """
     found: dict[str, Path] = {}
     for text in named:
@@ -138,11 +148,11 @@ def packages(named: Sequence[str]) -> dict[str, Path]:
         path = Path(folder if equals else text)
         name = name if equals else path.absolute().name
         if not name or "/" in name:
-            raise ValueError(f"{name!r} is no name for a model. Give NAME=FOLDER, with a name without '/'.")
+            raise ValueError(f"{name!r} cannot name a model. Give NAME=FOLDER, with a name without '/'.")
         if name in found:
             raise ValueError(f"two models are called {name!r}. Give NAME=FOLDER.")
         if not (path / MANIFEST).is_file():
-            raise ValueError(f"{path} holds no package. {_remedy(path)}")
+            raise ValueError(f"{path} is not a package. {_remedy(path)}")
         found[name] = path
     if not found:
         raise ValueError("no model was named. Give the folder of a package.")

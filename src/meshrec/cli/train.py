@@ -1,4 +1,4 @@
-"""``meshrec train``: trains a recipe, on this machine or as one rank of a launcher's."""
+"""``meshrec train``: train a recipe on this machine, or as one rank of another launcher."""
 
 import dataclasses
 import inspect
@@ -50,7 +50,7 @@ class TrainOptions:
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """What to train; `meshrec train --help` lists the names."""
+    """Recipe to train; `meshrec train --help` lists the names."""
     nproc: int | None = None
     """Number of ranks on this machine; if none, 1, or as many as the resumed run had."""
     name: str | None = None
@@ -68,8 +68,9 @@ class TrainOptions:
     profile: bool = False
     """Trace a few steps for Perfetto (ui.perfetto.dev)."""
     table_optimizer: str | None = None
-    """Name of another optimizer for the tables, at the recipe's learning rate; its options are
-    --tables.OPTION."""
+    """Name of another optimizer for the tables, at the recipe's learning rate; set its options with
+    --tables.OPTION.
+    """
     baselines: bool = False
     """Also judge three baselines on the same data: global mean, item popularity, logistic regression."""
     track: str = ""
@@ -87,7 +88,7 @@ _VALUED = {each.name for each in dataclasses.fields(TrainOptions)} - _FLAGS - {"
 
 
 class _Asked(NamedTuple):
-    """The recipe's name, the other arguments, and the run to go on with."""
+    """The recipe that the arguments name, the other arguments, and the run to resume, if any."""
 
     source: str
     recipe: Recipe
@@ -97,7 +98,7 @@ class _Asked(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     """Parse, then launch ranks or train as one; return the exit code."""
-    with ExitStack() as locks:  # of the run's folder
+    with ExitStack() as locks:  # held on the run's folder until the process ends
         return _main(arguments, locks)
 
 
@@ -130,7 +131,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
             step = (resumed.read_json(SUMMARY) or {}).get("step")
-            print(f"{resumed.path} is finished, at step {step}: give more --training.epochs to go on.")
+            print(f"{resumed.path} is finished, at step {step}: give more --training.epochs to train longer.")
         return 0
     if launched():
         return _as_rank(job, quiet=options.quiet)
@@ -144,7 +145,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     recipe.check(nproc)
     find_trackers(options.track)
     if options.baselines:
-        needs("scipy.optimize", "train")  # now, and not when the run is over
+        needs("scipy.optimize", "train")  # fail now, not at the end of the run
     device = choose_device(options.device)
     folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, options.runs))
     if nproc == 1 and options.max_restarts == 0:
@@ -168,7 +169,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
 def _is_over(run: RunFolder, job: Job) -> bool:
     """Return whether a run is finished, and no option lets it train longer.
 
-    Ranks of our launcher go on: it has asked before it started them, or starts them anew.
+    Ranks that our launcher started never stop here: the launcher has asked before it started them.
     """
     longer = {"training.epochs", "training.max_steps", "training.patience"}
     asks_more = any(change.name in longer for change in job.changes)
@@ -176,9 +177,10 @@ def _is_over(run: RunFolder, job: Job) -> bool:
 
 
 def recipe_at(arguments: Sequence[str]) -> int | None:
-    """Where among the arguments the recipe is: options may stand before it and after it.
+    """Return the index of the recipe among the arguments. Options may stand before and after it.
 
-    What follows an option of a recipe may be its value, and is the recipe only if it looks like one.
+    The word after an option of a recipe may be the option's value. It counts as the recipe only if it looks
+    like one.
     """
     candidates = []
     taken = False  # as a value by the option before
@@ -210,7 +212,7 @@ def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked
     if made:
         folder = RunFolder(Path(made))
     elif source is None and name is None:
-        raise ValueError("--resume: name the run to go on with (--name RUN), or its recipe.")
+        raise ValueError("--resume: name the run to resume (--name RUN), or its recipe.")
     else:
         folder = new_run(name, resolve(source).name if source else "", runs, resume=True)
         if not launched():  # rank 0 of another launcher locks it
@@ -235,7 +237,7 @@ def _as_rank(job: Job, *, quiet: bool) -> int:
         summary = work(job, make_screen(quiet=quiet))
     except Exception:
         if ours and RunFolder(Path(ours)).error(int(os.environ["RANK"])).is_file():
-            return 1  # our launcher tells it once, for all ranks
+            return 1  # our launcher reports it once, for all ranks
         raise
     return 0 if ours else _code(summary)
 
@@ -248,20 +250,20 @@ def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
     sys.stderr.write(f"meshrec: {error}\n")
     record_failure(folder, error.splitlines()[0])
     if not (folder.path / CONFIG).exists():
-        if str(folder.path) not in error:  # it names no file in there
+        if str(folder.path) not in error:  # keep the folder that the error points to
             drop_unstarted(folder)
         return code
     if folder.has_checkpoint:
-        sys.stderr.write(f"to go on from the last checkpoint: {commands(folder)['resume']}\n")
+        sys.stderr.write(f"to continue from the last checkpoint: {commands(folder)['resume']}\n")
     else:
         sys.stderr.write(
-            "no checkpoint was saved: train anew (--training.checkpoint-every saves on the way)\n"
+            "no checkpoint was saved: train again (--training.checkpoint-every saves during training)\n"
         )
     return code
 
 
 def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recipe]:
-    """The options, and the recipe with what they override."""
+    """Read the command's options, and return the recipe with the values that they override."""
     name = _value(arguments, "--table-optimizer")
     if name is not None:
         recipe = dataclasses.replace(recipe, tables=table_optimizer(name, recipe.tables))
@@ -286,10 +288,10 @@ def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recip
 
 
 def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
-    """The optimizer of that name, whatever its case and dashes, with the learning rate of ``now``.
+    """Return the named optimizer with the learning rate of ``now``. Case and dashes do not matter.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is no such optimizer.
     """
     kinds = {kind.__name__: kind for kind in SPECS}
     wanted = name.replace("-", "").replace("_", "").lower()
@@ -300,10 +302,10 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
 
 
 def _help(arguments: Sequence[str]) -> int:
-    """Print the help of all recipes together.
+    """Print the help that lists all recipes.
 
     Raises:
-        UsageError: A recipe is missing, and no help was asked for.
+        UsageError: The recipe is missing, and help was not requested.
     """
     names = "\n".join(
         f"  {name}: {(function.__doc__ or '').splitlines()[0]}" for name, function in RECIPES.items()

@@ -1,4 +1,4 @@
-"""``meshrec tune``: searches a recipe's options, and trains with several seeds."""
+"""``meshrec tune``: search a recipe's options, and train with several seeds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ from meshrec.train.tuning import read_space, seeds, tune, with_options
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """Searches options of a recipe by Optuna, and says how far the best one's figures vary with the seed.
+    """Search options of a recipe with Optuna, and measure how much the best one's metrics vary with the seed.
 
-    The trials are kept in an SQLite file: the same command goes on with them.
+    Trials are stored in an SQLite file; the same command continues them.
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """A recipe, as for meshrec train."""
+    """Recipe, as for meshrec train."""
     trials: int = 20
-    """Trials of the study, those of earlier calls included; 0: none, for --seeds alone."""
+    """Number of trials of the study, earlier calls included; 0: none, for --seeds alone."""
     space: Words = ()
-    """Options to search, such as tables.lr=1e-4..1e-1:log model.embedding_dim=8,16,32. If none, both learning
-    rates, from a tenth of the recipe's to ten times as much."""
+    """Options to search, such as tables.lr=1e-4..1e-1:log model.embedding_dim=8,16,32; if none, both learning
+    rates, from a tenth to ten times the recipe's.
+    """
     seeds: int | None = None
-    """Afterwards, train the best so often, and give mean and deviation."""
+    """Number of seeds to train the best options with afterwards, for the mean and standard deviation."""
     seed: int = 0
-    """Of what is proposed."""
+    """Seed of the search."""
     storage: Path | None = None
-    """The file of trials; if none, RECIPE-tune.db among the runs."""
+    """SQLite file of the trials; if none, RECIPE-tune.db in the folder of runs."""
     device: str | None = None
-    """cpu or cuda; if none, cuda where there is one."""
+    """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
     runs: Path = RUNS
-    """Where run folders are."""
+    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parses and does it; the exit code."""
     options = parse(TuneOptions, arguments, program="meshrec tune")
     recipe = resolve(options.recipe)
     if options.trials < 0 or (options.trials == 0 and options.seeds is None):
