@@ -233,7 +233,7 @@ def test_a_resumed_run_keeps_its_configuration(train, tmp_path):
     ("number", "message"),
     [
         (signal.SIGKILL, "rank 1 was killed by signal 9 (SIGKILL)"),
-        (signal.SIGSTOP, "rank 1 did not answer any more"),
+        (signal.SIGSTOP, "rank 1 stopped answering"),
     ],
 )
 def test_a_rank_that_is_lost_is_named(launching, tmp_path, number, message):

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 def failure(fault: Fault, outcome: Outcome) -> str | None:
     """What is wrong with how a run ended; None if it held."""
-    signs = {"stopped": "did not answer any more", "killed": "was killed by signal 9 (SIGKILL)"}
+    signs = {"stopped": "stopped answering", "killed": "was killed by signal 9 (SIGKILL)"}
     if outcome.code != 1:
         return f"exit code {outcome.code}: {outcome.told}"
     if f"rank {fault.rank} {signs[fault.kind]}" not in outcome.told:

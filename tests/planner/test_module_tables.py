@@ -90,7 +90,7 @@ def test_batches_tell_pooling_and_skew(model):
 
 
 def test_mistakes_are_named(model):
-    with pytest.raises(ValueError, match="constraints name 'c', which is no table of the model; it has"):
+    with pytest.raises(ValueError, match="constraints name 'c', which is not a table of the model; it has"):
         tables_of_model(model, None, {"c": ParameterConstraints()})
     with pytest.raises(ValueError, match=r"table 'a': 1 pooling_factors for the 2 features \['f', 'g'\]"):
         table_of_config(config("a", "f", "g"), ParameterConstraints(pooling_factors=[1.0]), pooled=True)

@@ -42,12 +42,10 @@ def test_plans_of_before_profiles_named_their_device_are_read(small_plan):
 def test_plans_without_inputs_say_so(small_plan, tmp_path):
     bare = PlannedShardingPlan(small_plan.plan)
     assert bare.gap == 0
-    with pytest.raises(ValueError, match="this plan does not say what it was made from"):
+    with pytest.raises(ValueError, match="this plan does not contain its inputs"):
         bare.estimate()
     ShardingPlan(small_plan.plan).save(tmp_path / "plan.json")
-    with pytest.raises(
-        ValueError, match=r"holds a plan but not what it was made from; read it with ShardingPlan"
-    ):
+    with pytest.raises(ValueError, match=r"holds a plan without its inputs; read it with ShardingPlan"):
         load_plan(tmp_path / "plan.json")
 
 
@@ -74,6 +72,6 @@ def test_a_task_file(tmp_path):
     assert (found.tables[0].weight_bytes, found.tables[0].optimizer) == (2, OptimizerKind.ROW_WISE_ADAGRAD)
     (tmp_path / "task.json").write_text(json.dumps({**task, "dtype": "fp5"}))
     with pytest.raises(
-        ValueError, match=r"is no task file: missing or unknown: 'fp5'. It needs task, global_batch_size"
+        ValueError, match=r"is not a task file: missing or unknown: 'fp5'. It needs task, global_batch_size"
     ):
         load_task(tmp_path / "task.json")

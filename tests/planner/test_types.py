@@ -77,7 +77,7 @@ def test_topology_from_a_mesh():
         ({"world_size": 0}, "world_size is 0; it must be at least 1"),
         ({"world_size": 4, "local_world_size": 0}, "local_world_size is 0; it must be at least 1"),
         ({"world_size": 4, "compute_device": "tpu"}, "compute_device is 'tpu'; use 'cpu' or 'cuda'"),
-        ({"world_size": 12}, "world_size 12 is no multiple of local_world_size 8"),
+        ({"world_size": 12}, "world_size 12 is not a multiple of local_world_size 8"),
         ({"world_size": 4, "reserve": 1.0}, r"reserve is 1.0; it is a fraction of the memory in \[0, 1\)"),
         ({"world_size": 4, "replicate": (3,)}, "replicate size 3 does not divide world_size 4"),
     ],

@@ -126,7 +126,7 @@ def test_a_run_that_began_before_the_lock_is_seen(tmp_path, monkeypatch):
 
     new_run = lock.new_run
     monkeypatch.setattr(lock, "new_run", slowly)
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="has a run already"):
         claim_run("mine", "small", tmp_path)
     assert not (tmp_path / "mine" / ".lock").exists()
 

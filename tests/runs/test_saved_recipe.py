@@ -70,7 +70,7 @@ def test_what_a_run_may_change(small, tmp_path):
 
 def test_a_run_knows_its_recipe(small, tmp_path):
     folder = RunFolder(tmp_path)
-    with pytest.raises(ValueError, match=r"holds no run: there is no config.json"):
+    with pytest.raises(ValueError, match=r"is not a run: there is no config.json"):
         load_recipe(folder)
     folder.write_json(
         CONFIG, {"recipe": to_json(small(epochs=7)), "source": f"{small_module.__file__}:small"}
@@ -86,7 +86,7 @@ def test_a_run_knows_its_recipe(small, tmp_path):
         assert isinstance(found, Recipe)
         assert found.training.epochs == 7
     folder.write_json(CONFIG, {"recipe": to_json(small())})
-    with pytest.raises(ValueError, match=r"does not say which recipe it was; name the recipe"):
+    with pytest.raises(ValueError, match=r"does not record its recipe; name the recipe"):
         load_recipe(folder)
 
 

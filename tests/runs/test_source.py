@@ -108,7 +108,7 @@ def test_the_copy_is_executed_where_the_original_has_changed(run, origin, change
     with caplog.at_level(logging.WARNING):
         recipe = load_recipe(run)
     assert recipe.training.batch_size == 100
-    assert "is not what it was: the run's own copy in" in caplog.text
+    assert "has changed: the run's own copy in" in caplog.text
     assert (run.path / "source" / "executed").read_text() == str(run.path / "source" / "mine.py")
     assert not list(run.path.rglob("*.pyc"))
 

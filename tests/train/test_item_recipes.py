@@ -121,7 +121,7 @@ def test_several_labels_have_their_own_baselines(folder):
 
 def test_what_does_not_fit(folder):
     recipe = small("sasrec", folder)
-    with pytest.raises(ValueError, match=r"loss NextItem takes a loss and a place of each. Take a model"):
+    with pytest.raises(ValueError, match=r"NextItem takes a loss and a rank per label. Use a model"):
         NextItem().sum(torch.zeros(3), torch.ones(3), None)
     with pytest.raises(ValueError, match="has no catalogue of its items, among which the towers are judged"):
         TwoTowerConfig().build(recipe.data.load())

@@ -13,13 +13,13 @@ def lost_peer(folder):
 
 def test_the_cause_is_told_from_its_consequences(tmp_path):
     folder = RunFolder(tmp_path)
-    assert first_error(folder, 2).startswith("a rank ended without a word. Its log is one of")
+    assert first_error(folder, 2).startswith("a rank ended without an error. Its log is one of")
     assert "rank 1 was killed by signal 9 (SIGKILL), as the system does when memory runs out" in first_error(
         folder, 2, {0: 15, 1: 9}
     )
     folder.error(0).write_text("")  # on a full disk
     assert "its traceback could not be written" in first_error(folder, 2)
-    assert "rank 1 did not answer any more" in lost_peer(folder)
+    assert "rank 1 stopped answering" in lost_peer(folder)
     folder.error(0).write_text("Traceback\nmeshrec.CollectiveError: no answer from rank 1\n")
     assert "no answer from rank 1" in first_error(folder, 2)
     folder.error(1).write_text("Traceback\nZeroDivisionError: division by zero\n")

@@ -63,5 +63,7 @@ def test_losses_that_cannot_be(make, message):
 
 @pytest.mark.parametrize("loss", [SquaredError(), Huber()])
 def test_outputs_and_labels_are_not_spread_over_each_other(loss):
-    with pytest.raises(ValueError, match=r"the model says \[2\], and labels are \[2, 2\]. Give one output"):
+    with pytest.raises(
+        ValueError, match=r"the model returned \[2\], and labels are \[2, 2\]. Return one output"
+    ):
         loss.sum(torch.zeros(2), torch.zeros(2, 2), None)

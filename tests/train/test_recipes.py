@@ -41,7 +41,7 @@ def test_a_recipe_imports_its_neighbours(tmp_path, monkeypatch):
 def test_faults_of_a_recipe_file_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "syntax.py").write_text("\ndef f(:\n")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/syntax.py:2: invalid syntax. Mend this line"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/syntax.py:2: invalid syntax. Fix this line"):
         resolve(f"{tmp_path}/syntax.py:f")
     (tmp_path / "lacks.py").write_text("import not_installed_here\n")
     with pytest.raises(ValueError, match=r"no module 'not_installed_here', neither installed nor in"):

@@ -20,11 +20,11 @@ def test_runs_are_numbered_and_found(tmp_path):
 def test_names_are_not_taken_twice(tmp_path):
     mine = started(new_run("mine", "small", tmp_path))
     assert new_run("mine", "small", tmp_path, resume=True) == mine
-    with pytest.raises(ValueError, match=r"holds a run already; take another --name, or go on with it"):
+    with pytest.raises(ValueError, match=r"has a run already; use another --name, or continue it"):
         new_run("mine", "small", tmp_path)
-    with pytest.raises(ValueError, match=r"holds no run to resume"):
+    with pytest.raises(ValueError, match=r"has no run to resume"):
         new_run("other", "small", tmp_path, resume=True)
-    with pytest.raises(ValueError, match=r"holds no run of large to resume"):
+    with pytest.raises(ValueError, match=r"has no run of large to resume"):
         new_run(None, "large", tmp_path, resume=True)
     with pytest.raises(ValueError, match=r"there is no run 'other' in /.*; there are: mine. --runs names"):
         find_run("other", tmp_path)
@@ -32,7 +32,9 @@ def test_names_are_not_taken_twice(tmp_path):
 
 @pytest.mark.parametrize("name", ["../mine", "mine/", "/tmp/mine", "..", ""])
 def test_a_name_is_no_path(tmp_path, name):
-    with pytest.raises(ValueError, match=r"a run's name is that of its folder in .*; --runs says where"):
+    with pytest.raises(
+        ValueError, match=r"a run's name is the name of its folder in .*; --runs sets that folder"
+    ):
         new_run(name, "small", tmp_path / "runs")
 
 

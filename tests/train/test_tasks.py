@@ -91,7 +91,7 @@ def test_samples_without_weight_are_not_learned():
 
 
 def test_models_of_several_labels_want_several():
-    with pytest.raises(ValueError, match="has one label, and this model is for several"):
+    with pytest.raises(ValueError, match="has one label, but this model needs several"):
         trained(recipe((CLICK,), BinaryCrossEntropy(), MultiTaskConfig()))
 
 

@@ -124,7 +124,7 @@ def test_observers_of_users_and_faulty_ones(folder, small, tmp_path, caplog):
     told = (folder.path / "told").read_text().split()
     assert told == ["Started", "Logged", "Said", "Evaluated", "Finished"]
     (line,) = [record.message for record in caplog.records]
-    assert line.endswith("broken is told no more: OSError: no more room")
+    assert line.endswith("broken failed and gets no more events: OSError: no more room")
 
 
 def test_unknown_names(folder):

@@ -47,7 +47,7 @@ def test_training_stops_at_the_first_loss_that_is_no_number(ranks, tmp_path, sma
     texts = ranks(2).run(run_poisoned, small(epochs=3, checkpoint_every=3), RunFolder(tmp_path))
     assert texts[0] == texts[1]
     assert (
-        "step 7: rank 1: the loss is nan; the first module whose output is no number is dense_arch"
+        "step 7: rank 1: the loss is nan; the first module with NaN or infinity in its output is dense_arch"
         in texts[0]
     )
     assert "The last good checkpoint is" in texts[0]

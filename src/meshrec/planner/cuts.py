@@ -1,14 +1,14 @@
-"""Rows that no plan in a box violates: what does not divide evenly leaves room on every rank.
+"""Cutting planes: inequalities that hold for every plan in a box, because uneven pieces leave room on ranks.
 
-Where loads on a rank add up to u at most, sum_i F(load_i) <= F(u) for every superadditive F with F(0) = 0 (a
+If the loads on a rank add up to at most u, sum_i F(load_i) <= F(u) for every superadditive F with F(0) = 0 (a
 *dual feasible function*: Fekete & Schepers, Mathematical Programming 91, 2001; Clautiaux, Alves & Valerio de
-Carvalho, Annals of Operations Research 179, 2010). The one used here is that of mixed integer rounding
-(Nemhauser & Wolsey, Integer and Combinatorial Optimization, 1988, II.1.7), of x = factor * load:
+Carvalho, Annals of Operations Research 179, 2010). We use the function of mixed integer rounding (Nemhauser &
+Wolsey, Integer and Combinatorial Optimization, 1988, II.1.7), with x = factor * load:
 
     F(x) = floor(x) + max(0, x - floor(x) - rest) / (1 - rest),    rest = factor * u - floor(factor * u).
 
-With whole tables of 32, 64, ... columns and room for 31.5 units of 32 columns, it says that a rank holds 31
-units, unless something else fills the half.
+An example: tables have 32, 64, ... columns and are placed whole, and a rank has room for 31.5 units of 32
+columns. Then the rank holds at most 31 units, unless something else fills the half.
 """
 
 from typing import NamedTuple
@@ -19,15 +19,18 @@ from meshrec.planner.problem import Problem
 from meshrec.planner.types import Bools, Floats, Ints
 
 _MOST_SIZES, _MOST_KINDS, _MOST_MULTIPLE, _MOST_ROUNDED = 5, 1000, 6, 200.0
-"""Sizes of pieces that are tried; kinds of candidates that are few enough for it; multiples of a size that
-count as one; the most that a limit is worth."""
+"""Limits of the search for cuts: the number of piece sizes to try, the number of kinds of candidates up to
+which we try at all, the multiples of a size that may count as one, and the largest rounded limit.
+"""
 _LEAST_REST, _MOST_REST = 0.01, 0.97
 _NEAR = 1e-6
 _LEAST_EXCESS = 1e-4
 
 
 class Cut(NamedTuple):
-    """sum_n value_n x_(candidate n) + slope T <= limit, where T, of `phase`, is in [lower, upper]."""
+    """The inequality sum_n value_n x_(candidate n) + slope T <= limit, valid if T of `phase` is in [lower,
+    upper].
+    """
 
     phase: int
     lower: float
@@ -38,15 +41,16 @@ class Cut(NamedTuple):
     limit: float
 
     def holds(self, lower_K: Floats, upper_K: Floats) -> bool:
-        """Whether it does in a box."""
+        """Return whether the inequality is valid in a box."""
         return bool(self.lower <= lower_K[self.phase] and upper_K[self.phase] <= self.upper)
 
 
 class Rounding:
-    """The cuts of one problem; loads are in units of `scale` seconds.
+    """The rounding cuts of one problem. Loads are in units of `scale` seconds.
 
-    A candidate's n pieces may be cut unevenly: each costs `least` at least, and all together n times `mean`.
-    As F(x) >= x - rest everywhere, and F grows, they add up to n max(F(least), mean - rest) at least.
+    A candidate's n pieces may be uneven: each costs at least `least`, and together they cost n times `mean`.
+    Since F(x) >= x - rest everywhere and F grows, their values add up to at least n max(F(least), mean -
+    rest).
     """
 
     def __init__(self, problem: Problem, scale: float) -> None:
@@ -63,7 +67,7 @@ class Rounding:
         ]
 
     def violated(self, share_C: Floats, upper_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """The cut of each phase that `share_C` violates most, over the candidates `admitted_C`."""
+        """Return, for each phase, the cut that `share_C` violates most, over the candidates `admitted_C`."""
         found = []
         for index, (phase, upper) in enumerate(zip(self._phases, upper_K.tolist(), strict=True)):
             share_U = np.bincount(phase.kind_C, share_C, len(phase.count_U))
@@ -81,8 +85,9 @@ class Rounding:
 
 
 class _Phase(NamedTuple):
-    """What pieces cost in one phase. There are few kinds [U] of candidates (`kind_C`): with so many pieces,
-    that cost so much on average, and so much at least."""
+    """The costs of pieces in one phase. Candidates of one kind [U] (`kind_C`) have equally many pieces, with
+    the same mean cost and the same least cost.
+    """
 
     count_U: Floats
     mean_U: Floats
@@ -91,14 +96,15 @@ class _Phase(NamedTuple):
 
     @classmethod
     def of(cls, count_C: Floats, mean_C: Floats, least_C: Floats) -> "_Phase":
-        """From each candidate's pieces."""
+        """Group candidates by the number and cost of their pieces."""
         kind_UN, kind_C = np.unique(np.column_stack((count_C, mean_C, least_C)), axis=0, return_inverse=True)
         count_U, mean_U, least_U = kind_UN.T
         return cls(count_U, mean_U, least_U, kind_C.ravel())
 
     def factors(self, upper: float, share_U: Floats) -> Floats:
-        """The factors [Q] that are worth a try: with those that most of the load is of, a few pieces count as
-        whole numbers."""
+        """Return the factors [Q] to try: those with which a few pieces of the most frequent sizes add up to a
+        whole number.
+        """
         if len(share_U) > _MOST_KINDS:
             return np.zeros(0)
         load_U = share_U * self.count_U * self.mean_U
@@ -111,7 +117,7 @@ class _Phase(NamedTuple):
         return np.asarray(multiples[fits])
 
     def rounded(self, factor_Q: Floats, upper: float) -> Floats:
-        """What candidates count [Q, U]."""
+        """Return the rounded values of the kinds of candidates [Q, U]."""
         rest_Q = (factor_Q * upper - np.floor(factor_Q * upper + _NEAR))[:, None]
         slope_Q = 1.0 / (1.0 - rest_Q)
         least = factor_Q[:, None] * self.least_U
@@ -123,11 +129,12 @@ class _Phase(NamedTuple):
 
 
 def _most_lost(total: Floats, count: Floats, rest_Q: Floats, slope_Q: Floats) -> Floats:
-    """The largest sum of x - F(x) over `count` pieces that add up to `total` [Q, C].
+    """Return the largest sum of x - F(x) over `count` pieces that add up to `total` [Q, C].
 
-    It depends on a piece's fraction alone, and is concave there: the fraction itself up to `rest`, and then a
-    line down to 0. All fractions add up to that of `total` and some whole number, and are best when equal:
-    with the last sum that is not above count * rest, or the first one that is.
+    x - F(x) depends on the fraction of x alone, and is concave in it: it rises with the fraction up to
+    `rest`, and then falls in a line to 0. The fractions of all pieces add up to the fraction of `total` plus
+    a whole number, and are best when equal. So we take the last sum of at most count * rest, or the first one
+    above it.
     """
     total = total % 1.0
     total += np.floor(np.maximum(count * rest_Q - total, 0.0))
@@ -137,11 +144,13 @@ def _most_lost(total: Floats, count: Floats, rest_Q: Floats, slope_Q: Floats) ->
 
 _USED = 1e-9
 _LEAST_EXCESS = 1e-4
-"""Of a row, as a part of the objective."""
+"""Least violation of a cut that is worth adding, as a share of the objective."""
 
 
 class LargestPieces:
-    """The cuts of one problem; loads are in units of `scale` seconds."""
+    """The cuts that say that a phase takes at least as long as the largest piece. Loads are in units of
+    `scale` seconds.
+    """
 
     def __init__(self, problem: Problem, scale: float) -> None:
         self._largest_CK = problem.largest_load_CK() / scale
@@ -150,8 +159,11 @@ class LargestPieces:
         self._num_types = int(problem.type_C[-1]) + 1
 
     def violated(self, share_C: Floats, slowest_K: Floats, lower_K: Floats, admitted_C: Bools) -> list[Cut]:
-        """The rows, over the candidates `admitted_C`, that `share_C` and T violate where lower <= T: that of
-        each single type, and in each phase that of all types."""
+        """Return the cuts that `share_C` and T violate in the box lower <= T, over the candidates
+        `admitted_C`.
+
+        There is one cut for each single type, and one in each phase for all types together.
+        """
         some = np.flatnonzero(admitted_C)
         type_C, part_C = self._type_C[some], share_C[some] / self._tables_C[some]
         least = _LEAST_EXCESS * float(slowest_K.sum())
@@ -178,7 +190,9 @@ class LargestPieces:
 
 
 def _steps(type_C: Ints, part_C: Floats, above_C: Floats) -> list[tuple[int, float, float]]:
-    """The type with the largest part at each height: (type, from, to), from the top down."""
+    """Return, from the top down, the intervals (type, from, to) of height with the type that has the largest
+    part there.
+    """
     used = np.flatnonzero((part_C > _USED) & (above_C > 0))
     part_Y: dict[int, float] = {}
     most = 0.0

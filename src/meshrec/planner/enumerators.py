@@ -1,9 +1,8 @@
-"""Candidates: every useful way to split each table, within the user's constraints.
+"""The candidates: every useful way to split each table within the user's constraints.
 
-The only place that knows sharding types. Types are left out where another one gives the same rectangles or
-is never
-worse: `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is tried only where the user allows it
-but not `COLUMN_WISE`.
+This is the only module that knows sharding types. A type is left out if another one gives the same rectangles
+or is never worse. `TABLE_COLUMN_WISE` is `COLUMN_WISE` with less freedom, so it is tried only if the user
+allows it but not `COLUMN_WISE`.
 """
 
 from collections import Counter
@@ -30,7 +29,7 @@ _FREE = ParameterConstraints()
 
 
 def column_widths(columns: int, parts: int) -> tuple[int, ...]:
-    """`columns` in `parts` as even as multiples of 4 allow (the last takes what is left)."""
+    """Split `columns` into `parts` as evenly as multiples of 4 allow. The last part takes the remainder."""
     units = -(-columns // COLUMN_ALIGNMENT)
     if parts > units:
         return tuple(columns // parts + (part < columns % parts) for part in range(parts))
@@ -60,7 +59,7 @@ def layouts(table: Table, constraints: ParameterConstraints, num_ranks: int, nod
     if ShardingType.ROW_WISE in allowed:
         parts = _row_parts(num_ranks, num_nodes, table.num_embeddings)
         if constraints.all_ranks:
-            # Over several nodes whole nodes do it, below, where the table has a row for each rank.
+            # With several nodes and a row per rank, the layouts by nodes below cover every rank.
             most = min(num_ranks, table.num_embeddings)
             parts = [most] if num_nodes == 1 or most < num_ranks else []
         found += [Layout(Scope.RANKS, whole, part) for part in parts]
@@ -138,9 +137,10 @@ class _Pieces(NamedTuple):
 
 
 def build_problem(model: CostModel, constraints: Mapping[str, ParameterConstraints]) -> Problem:
-    """Enumerates candidates for `model.tables` and prices their pieces.
+    """Enumerate the candidates for `model.tables`, and compute the cost of their pieces.
 
-    Raises ValueError when a table's constraints leave no candidate.
+    Raises:
+        ValueError: A table's constraints leave no candidate.
     """
     type_T, examples = _group(model.tables, constraints)
     layouts_C: list[Layout] = []
@@ -210,7 +210,7 @@ _ROW_STATS = 4
 def _group(
     tables: Sequence[Table], constraints: Mapping[str, ParameterConstraints]
 ) -> tuple[Ints, list[int]]:
-    """The type of each table, and one table of each type."""
+    """Return the type of each table, and the index of one table of each type."""
     kinds: dict[str, int] = {}
     examples: list[int] = []
     type_T = np.empty(len(tables), np.int64)
@@ -249,8 +249,9 @@ def _pieces(model: CostModel, layouts_C: Sequence[Layout], table_C: Ints) -> _Pi
 
 
 def _merge_phases(*loads_PF: Floats) -> Floats:
-    """Which phases have loads in one proportion over all pieces: the slowest rank of one is that of the
-    other."""
+    """Return which phases to merge [F, K]: if the loads of two phases are in the same proportion for all
+    pieces, their slowest rank is the same.
+    """
     load_PF = np.concatenate(loads_PF)
     groups: list[list[int]] = []
     for phase in range(load_PF.shape[1]):
@@ -259,7 +260,7 @@ def _merge_phases(*loads_PF: Floats) -> Floats:
             continue
         for group in groups:
             other = load_PF[:, group[0]]
-            # By their largest entries: a quotient of sums overflows where one of them is subnormal.
+            # Scale by the largest entries: with sums, a quotient overflows if one of them is subnormal.
             if np.allclose(load / load.max(), other / other.max(), rtol=1e-9, atol=0):
                 group.append(phase)
                 break

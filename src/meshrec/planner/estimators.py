@@ -1,12 +1,13 @@
-"""The cost model: seconds per phase and bytes of memory for any rectangle on any rank.
+"""The cost model: seconds per phase, and bytes of memory, of any rectangle on any rank.
 
-A training step is a chain of phases, and each ends in (or is) a collective, that is, a barrier. So a step
-takes the sum over phases of the slowest rank's phase. Within a phase a rank's load is a sum over the
-rectangles it holds, plus what data-parallel tables cost every rank alike.
+A training step is a chain of phases. Each phase ends in a collective, or is one, which acts as a barrier. So
+a step takes the sum over phases of the slowest rank's time in the phase. Within a phase, a rank's load is the
+sum over the rectangles that it holds, plus the cost of data-parallel tables, which is equal on all ranks.
 
-The batch is spread evenly, so each rank receives from an all-to-all the mean of what ranks send (or the
-other way round for ids and gradients). The slowest owner is therefore never faster than any receiver, and a
-full-duplex phase is the slowest owner's; where a rank cannot send and receive at once, the mean is added.
+The batch is spread evenly over ranks. In an all-to-all of embeddings, each rank therefore receives the mean
+of what the ranks send; for IDs and gradients, each rank sends that mean. So no receiver is slower than the
+slowest owner, and in full duplex the phase takes as long as that owner. If a rank cannot send and receive at
+once, the mean is added.
 """
 
 from collections.abc import Sequence
@@ -20,32 +21,35 @@ from meshrec.planner.hardware import Link
 from meshrec.planner.types import STATE_BYTES, Bools, Floats, Ints, Table, Topology
 
 PHASES = ("ids", "lookup", "output", "gradient", "row_stats", "replicas", "data_parallel", "update")
-"""The phases of a step, in order.
+"""The phases of a step, in order:
 
-ids: the all-to-alls of sizes and ids. lookup: the forward kernel. output, gradient: the all-to-alls of
-embeddings and their gradients. row_stats: the all-reduce of row statistics of tables split by columns.
-replicas: the exchange of sparse gradients over the ``replicate`` axis. data_parallel: the exchange for
-tables that every rank holds.
-update: the fused optimizer step.
+- ids: the all-to-alls of sizes and IDs.
+- lookup: the forward kernel.
+- output, gradient: the all-to-alls of embeddings and of their gradients.
+- row_stats: the all-reduce of row statistics of tables split by columns.
+- replicas: the exchange of sparse gradients over the ``replicate`` axis.
+- data_parallel: the exchange for tables that every rank holds.
+- update: the fused optimizer step.
 """
 NUM_PHASES = len(PHASES)
 _IDS, _LOOKUP, _OUTPUT, _GRADIENT, _ROW_STATS, _REPLICAS, _DATA_PARALLEL, _UPDATE = range(NUM_PHASES)
 
 ID_BYTES, WIDE_ID_BYTES = 4, 8
 _WIDE_ROWS = 1 << 31
-"""One table of so many rows makes all ids of its module travel as 64-bit numbers."""
+"""Number of rows of a table from which all IDs of its module travel as 64-bit numbers."""
 LENGTH_BYTES = 4
 SAMPLE_WEIGHT_BYTES = 4
 STATISTIC_BYTES = 4
 VALUE_BYTES = FP32.value_bytes
-"""Bytes of an fp32 value: what results, sums of gradients and exchanges between replicas are made of. Those
-exchanges take no shorter wire format, because replicas must make the same update, bit for bit."""
+"""Bytes of an fp32 value. Results, sums of gradients, and exchanges between replicas are fp32. The latter
+have no shorter wire format, because replicas must make the same update, bit for bit.
+"""
 _FORWARD_WAY, _BACKWARD_WAY = range(2)
 _STATISTICS_PASSES = 4
 
 
 class Usage(NamedTuple):
-    """Which kinds of placement a plan uses: each adds the latency of its collectives."""
+    """The kinds of placement that a plan uses. Each kind adds the latency of its collectives."""
 
     sharded: bool
     row_stats: bool
@@ -53,58 +57,58 @@ class Usage(NamedTuple):
 
 
 class TableArrays(NamedTuple):
-    """Attributes of T tables as arrays."""
+    """The attributes of T tables as arrays."""
 
     rows_T: Ints
     columns_T: Ints
     ids_T: Floats
-    """Ids per rank's batch."""
+    """IDs per rank's batch."""
     bags_T: Floats
     """Bags per rank's batch."""
     outputs_T: Floats
-    """Output rows per rank's batch: bags of pooled tables, ids of others."""
+    """Output rows per rank's batch: one per bag of a pooled table, one per ID of others."""
     pooled_T: Bools
     weight_bytes_T: Floats
     row_bytes_T: Floats
     trained_T: Bools
     id_bytes_T: Floats
-    """Of an id on the wire, with its per-sample weight."""
+    """Bytes of an ID on the wire, with its per-sample weight."""
     state_per_column_T: Floats
     state_per_row_T: Floats
     wires_T: Ints
-    """The pair of wire formats of each table, as an index into ``wires``."""
+    """Index into ``wires`` of each table's pair of wire formats."""
     wires: list[WireFormats]
     row_statistics_bytes_T: Floats
-    """Bytes per distinct row that the parts of a row add up before the update."""
+    """Bytes of row statistics per distinct row, which column shards add up before the update."""
     effective_rows_T: Floats
 
 
 class RowOnWire(NamedTuple):
-    """N rows of embeddings or gradients as they travel."""
+    """N rows of embeddings or gradients, as they travel."""
 
     wire_bytes: Floats
-    """Of the encoded row."""
+    """Bytes of the encoded row."""
     kernel_bytes: Floats
-    """Of one value as kernels write it."""
+    """Bytes of one value as kernels write it."""
     is_cast: Bools
-    """Whether what kernels write is what travels."""
+    """Whether kernels write the values as they travel, without encoding afterwards."""
 
 
 class Hops(NamedTuple):
-    """How the rows of N rectangles reach the ranks that asked."""
+    """The path of the rows of N rectangles to the ranks that asked for them."""
 
     two_N: Bools
-    """Whether they travel inside a node first, and between nodes then."""
+    """Whether the rows take two hops: first inside a node, then between nodes."""
     summed_N: Bools
-    """Whether all ranks of the node hold parts of them, so that one sum goes on."""
+    """Whether all ranks of the node hold parts of the rows, so that only their sum takes the second hop."""
 
 
 class CostModel:
-    """Turns rectangles into seconds and bytes.
+    """The cost of rectangles, in seconds and bytes.
 
     Args:
-        tables: what is planned.
-        topology: the machine. Its `world_size` ranks split into `replicas` groups; one group is planned.
+        tables: the tables to plan.
+        topology: the machine. Its `world_size` ranks form `replicas` groups; one group is planned.
         batch_size: samples per rank.
         replicas: size of the ``replicate`` axis.
     """
@@ -140,7 +144,7 @@ class CostModel:
         self._all_link: Link = (
             self.profile.inter if topology.world_size > topology.local_size else self.profile.intra
         )
-        # For what is no transfer: where transfers exclude each other `shared_loads` adds the mean again.
+        # Factor of work that is no transfer: in half duplex `shared_loads` adds the mean of a phase again.
         self._once = 1.0 if self.profile.full_duplex else 0.5
         same_node = (self.node_size - 1) / self.num_ranks
         other_nodes = (self.num_ranks - self.node_size) / self.num_ranks
@@ -154,10 +158,11 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Seconds [N, NUM_PHASES] that rectangles of `rows_N` x `columns_N` cost the rank that holds them.
+        """Return the seconds [N, NUM_PHASES] that rectangles of `rows_N` x `columns_N` cost the rank that
+        holds them.
 
-        `in_node_N`: whether every rank of the rectangle's node holds other rows of the same columns, so
-        that partial sums stay inside the node.
+        `in_node_N` says whether every rank of the rectangle's node holds other rows of the same columns, so
+        that partial sums are added up inside the node.
         """
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
@@ -177,12 +182,12 @@ class CostModel:
         for way, phase in ((_FORWARD_WAY, _OUTPUT), (_BACKWARD_WAY, _GRADIENT)):
             row = self._row_on_wire(table, columns, way)
             loads[:, phase] = self._embedding_seconds(outputs * row.wire_bytes, hops)
-            # Results are laid in table order where they arrive, gradients taken apart where they leave; a
-            # rank's own part is copied in place of sent. The batch is even, so this is counted where the
-            # rectangle is.
+            # The receiver puts results into table order, and the sender takes gradients apart. A rank
+            # copies its own part instead of sending it. The batch is spread evenly, so this work is
+            # counted on the rank that holds the rectangle.
             kernel = elements * row.kernel_bytes
             passes = elements * VALUE_BYTES + kernel + 2 * kernel / self.num_ranks
-            # What is no cast is read and written once more at both ends.
+            # Formats that are more than a cast take another pass at both ends.
             passes += np.where(row.is_cast, 0.0, 2 * (kernel + outputs * row.wire_bytes))
             loads[:, phase] += self._once * passes / p.stream_bandwidth
             if way == _FORWARD_WAY:
@@ -194,12 +199,12 @@ class CostModel:
         sums = distinct * a.row_statistics_bytes_T[table]
         statistics = 2 * sums * self._wire
         is_split = (columns < a.columns_T[table]) & (a.row_statistics_bytes_T[table] > 0)
-        # Row statistics come between summing gradients and using them.
-        if p.sorts_once:  # what was sorted is kept; gradients are passed over again
-            # The sums are copied for the others, added up, divided, and put in order.
+        # Row statistics are exchanged between the sum of gradients and the update.
+        if p.sorts_once:  # sorted IDs are reused; gradients are read twice
+            # The sums are copied for the others, added up, divided, and sorted.
             statistics += p.statistics_seconds + _STATISTICS_PASSES * 2 * sums / p.stream_bandwidth
             again = elements * VALUE_BYTES / p.stream_bandwidth
-        else:  # the sums are written and read
+        else:  # the sums of gradients are written and read
             summed = distinct * columns * VALUE_BYTES / p.stream_bandwidth
             statistics += summed
             again = 2 * summed
@@ -213,8 +218,9 @@ class CostModel:
         rows_N: npt.NDArray[np.number],
         columns_N: npt.NDArray[np.number],
     ) -> Floats:
-        """Bytes [N] on the rank that holds a rectangle: weights, optimizer state, ids in, embeddings and
-        gradients out."""
+        """Return the bytes [N] of rectangles on the ranks that hold them: weights, optimizer state, incoming
+        IDs, outgoing embeddings and gradients.
+        """
         a = self.arrays
         table = np.asarray(table_N)
         rows, columns = np.asarray(rows_N, np.float64), np.asarray(columns_N, np.float64)
@@ -222,7 +228,7 @@ class CostModel:
         bags = a.bags_T[table] * self.num_ranks
         outputs = np.where(a.pooled_T[table], bags, ids)
         parameters = rows * (columns * self._column_bytes(table) + self._row_bytes(table))
-        # Ids as they arrived, and unpacked.
+        # IDs as they arrived, and unpacked.
         buffers = 2 * ids * a.id_bytes_T[table] + bags * LENGTH_BYTES
         return parameters + buffers + outputs * self._row_buffers(table, columns)
 
@@ -233,7 +239,7 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Bytes [N] that a rectangle's outputs and their gradients take on *every* rank."""
+        """Return the bytes [N] that a rectangle's outputs and their gradients take on *every* rank."""
         a = self.arrays
         table = np.asarray(table_N)
         share = np.asarray(rows_N, np.float64) / a.rows_T[table]
@@ -250,9 +256,9 @@ class CostModel:
         columns_N: npt.NDArray[np.number],
         in_node_N: Bools,
     ) -> Floats:
-        """Bytes [N, 2] that leave ranks in a step for rectangles: embeddings, and their gradients.
+        """Return the bytes [N, 2] that leave ranks in a step for rectangles: embeddings, and their gradients.
 
-        Summed over all ranks that send a part of them, with the wire formats of the tables.
+        They are summed over all ranks that send a part of them, in the wire formats of the tables.
         """
         a = self.arrays
         table, columns = np.asarray(table_N), np.asarray(columns_N, np.float64)
@@ -267,7 +273,7 @@ class CostModel:
         return found
 
     def replicated_loads(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Seconds [N, NUM_PHASES] that a data-parallel table costs every rank."""
+        """Return the seconds [N, NUM_PHASES] that data-parallel tables cost every rank."""
         a, p = self.arrays, self.profile
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
@@ -288,7 +294,7 @@ class CostModel:
         return self._without_backward(table, loads)
 
     def replicated_bytes(self, table_N: npt.NDArray[np.integer]) -> Floats:
-        """Bytes [N] that a data-parallel table takes on every rank, its gradient included."""
+        """Return the bytes [N] that data-parallel tables take on every rank, including their gradients."""
         a = self.arrays
         table = np.asarray(table_N)
         columns = a.columns_T[table].astype(np.float64)
@@ -298,8 +304,9 @@ class CostModel:
         return held + a.outputs_T[table] * columns * VALUE_BYTES * (1 + a.trained_T[table])
 
     def id_travel_seconds(self, table_N: npt.NDArray[np.integer], share_N: Floats) -> Floats:
-        """Seconds [N] that ids are on their way to rectangles with `share_N` of their table's rows: what
-        other work can hide."""
+        """Return the seconds [N] that IDs travel to rectangles with `share_N` of their table's rows. Other
+        work can hide this time.
+        """
         a = self.arrays
         ids, bags = a.ids_T[table_N] * self.num_ranks * share_N, a.bags_T[table_N] * self.num_ranks
         travel: Floats = (ids * a.id_bytes_T[table_N] + bags * LENGTH_BYTES) * self._wire
@@ -307,22 +314,24 @@ class CostModel:
 
     @property
     def id_latency_seconds(self) -> float:
-        """Of the all-to-alls of sizes and of ids."""
+        """Seconds of latency of the two all-to-alls of sizes and of IDs."""
         return 2 * self._outer.latency if self.num_ranks > 1 else 0.0
 
     def shared_loads(self, mean_loads: Floats) -> Floats:
-        """Seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles' loads."""
+        """Return the seconds [NUM_PHASES] to add to every rank, given the mean over ranks of the rectangles'
+        loads.
+        """
         if self.profile.full_duplex:
             return np.zeros(NUM_PHASES)
         return np.where(_IS_EXCHANGE, mean_loads, 0.0)
 
     def fixed_seconds(self, usage: Usage) -> Floats:
-        """Seconds [NUM_PHASES] that the phases take whoever holds what."""
+        """Return the seconds [NUM_PHASES] that the phases take wherever the tables are."""
         fixed = np.zeros(NUM_PHASES)
         a, p = self.arrays, self.profile
         fixed[[_LOOKUP, _UPDATE]] = p.kernel_seconds
         fixed[_IDS] = a.ids_T.sum() * p.scan_id_seconds + a.bags_T.sum() * p.scan_bag_seconds
-        if self.num_ranks > 1:  # all-to-alls are made even where nothing travels
+        if self.num_ranks > 1:  # all-to-alls run even if nothing travels
             latency = self._outer.latency
             fixed[[_IDS, _OUTPUT, _GRADIENT]] += self.id_latency_seconds, latency, latency
             fixed[_ROW_STATS] = latency if usage.row_stats else 0.0
@@ -333,16 +342,16 @@ class CostModel:
         return fixed
 
     def _hops(self, table: npt.NDArray[np.integer], in_node_N: Bools) -> Hops:
-        """How the rows of rectangles travel. Only pooled rows are summed, so only they take two hops."""
+        """Return the path of the rows of rectangles. Only pooled rows are summed, so only they take two
+        hops.
+        """
         two = self.arrays.pooled_T[table] & self.sum_in_node
         return Hops(two, two & in_node_N)
 
     def _sent(self, bytes_N: Floats, hops: Hops) -> tuple[Floats, Floats]:
-        """Of the rows that rectangles give to all ranks, the bytes that leave a rank: those that stay in its
-        node, and those that cross the network.
-        """
-        # The first of two hops leads to the rank at the receiver's place in this node. Where all ranks of the
-        # node hold a part of each row, one sum of these goes on.
+        """Return the bytes of rectangles' rows that leave a rank: within its node, and across the network."""
+        # The first of two hops goes to the rank of this node with the receiver's local rank. If all its ranks
+        # hold a part of each row, only the sum of the parts takes the second hop.
         inside = bytes_N * np.where(hops.two_N, (self.node_size - 1) / self.node_size, self._same_node)
         across = bytes_N * self._other_nodes / np.where(hops.summed_N, self.node_size, 1)
         return inside, across
@@ -357,8 +366,9 @@ class CostModel:
     def _update_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, columns: Floats, share: Floats, replicas: int
     ) -> Floats:
-        """`ids` gradient rows are summed by row; then each distinct row of all replicas is read and
-        written."""
+        """Return the seconds of updates: `ids` gradient rows are summed by row, then each distinct row of all
+        replicas is read and written.
+        """
         a, p = self.arrays, self.profile
         distinct = self._distinct(table, ids * replicas, share)
         outputs = np.where(a.pooled_T[table], a.bags_T[table] * self.num_ranks, ids)
@@ -381,28 +391,30 @@ class CostModel:
     def _gather_seconds(
         self, table: npt.NDArray[np.integer], ids: Floats, elements: Floats, ranks: int, link: Link
     ) -> Floats:
-        """Every one of `ranks` gets the others' ids and gradients of outputs; each is packed and read out
-        once."""
+        """Return the seconds in which each of `ranks` gets the others' IDs and output gradients. Each of them
+        is packed and unpacked once.
+        """
         sent = ids * self.arrays.id_bytes_T[table] + elements * VALUE_BYTES
         passes = 2 * (1 + ranks) * sent / self.profile.stream_bandwidth
         result: Floats = (ranks - 1) * sent / link.reduce_scatter + (passes if ranks > 1 else 0.0)
         return result
 
     def _distinct(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
-        """Expected distinct rows among `ids` draws, with equal odds, from the effective rows of a part of
-        a table."""
+        """Return the expected number of distinct rows among `ids` draws from the effective rows of a share of
+        a table.
+        """
         rows = np.maximum(self.arrays.effective_rows_T[table] * share, 1e-9)
         distinct: Floats = rows * -np.expm1(-ids / rows)
         return distinct
 
     def _without_backward(self, table: npt.NDArray[np.integer], loads: Floats) -> Floats:
-        """The forward phases alone, where a table is not trained."""
+        """Keep only the forward phases of tables that are not trained."""
         is_forward = np.isin(np.arange(NUM_PHASES), _FORWARD)
         result: Floats = np.where(self.arrays.trained_T[table][:, None] | is_forward, loads, 0.0)
         return result
 
     def _row_on_wire(self, table: npt.NDArray[np.integer], columns: Floats, way: int) -> RowOnWire:
-        """How rows of ``columns`` travel, by the tables' formats."""
+        """Return the sizes of rows of ``columns`` as they travel, in the tables' wire formats."""
         formats = [wire[way] for wire in self.arrays.wires]
         index = self.arrays.wires_T[table]
         value_bytes = np.array([each.value_bytes for each in formats], np.float64)[index]
@@ -412,7 +424,7 @@ class CostModel:
         return RowOnWire(columns * value_bytes + overhead, kernel_bytes, is_cast)
 
     def _row_buffers(self, table: npt.NDArray[np.integer], columns: Floats) -> Floats:
-        """Bytes that one looked-up row takes, and its gradient."""
+        """Return the bytes of the buffers for one looked-up row and its gradient."""
         found = np.zeros(len(table))
         for way, counts in ((_FORWARD_WAY, 1.0), (_BACKWARD_WAY, self.arrays.trained_T[table])):
             row = self._row_on_wire(table, columns, way)

@@ -1,4 +1,4 @@
-"""The time and memory of any plan under the cost model, whoever made it."""
+"""The time and memory of a plan under the cost model, whoever made the plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,18 +32,18 @@ from meshrec.planner.types import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEstimate:
-    """What a plan costs.
+    """The cost of a plan.
 
     Attributes:
-        seconds: a training step without its dense part: the sum of `phase_seconds_F`.
-        phase_seconds_F: per phase of `PHASES`, latency and the slowest rank's load.
-        load_RF: seconds of each rank in each phase, latencies left out.
+        seconds: time of a training step without its dense part: the sum of `phase_seconds_F`.
+        phase_seconds_F: latency plus the slowest rank's load, for each phase of `PHASES`.
+        load_RF: seconds of each rank in each phase, without latencies.
         bytes_R: memory of each rank: tables, optimizer state, buffers.
-        memory_cap: bytes a rank may use.
-        sent_bytes: bytes that leave ranks in a step, all ranks together: of embeddings (``"output"``) and of
-            their gradients (``"gradient"``), with the wire formats of the tables.
-        id_travel_seconds: of the phase of ids, what passes until they have arrived: a train pipeline can hide
-            it, not what ranks compute in that phase.
+        memory_cap: bytes that a rank may use.
+        sent_bytes: bytes that leave ranks in a step, summed over ranks, in the tables' wire formats: of
+            embeddings (``"output"``) and of their gradients (``"gradient"``).
+        id_travel_seconds: the part of the phase of IDs that passes until the IDs have arrived. A train
+            pipeline can hide it, but not the computation of that phase.
     """
 
     seconds: float
@@ -55,20 +55,23 @@ class StepEstimate:
     id_travel_seconds: float
 
     def pipelined_seconds(self, dense_seconds: float = 0.0) -> float:
-        """The step, still without its dense part, where a train pipeline sends the ids of the next batch
-        while this one computes: in lookups and updates, and for ``dense_seconds`` in the dense part."""
+        """Return the time of a step, without its dense part, under a train pipeline.
+
+        The pipeline sends the IDs of the next batch during this batch's lookups and updates, and during
+        `dense_seconds` of its dense part.
+        """
         phases = self.phases
         computes = phases["lookup"] + phases["update"] + dense_seconds
         return self.seconds - min(self.id_travel_seconds, computes)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Whether the plan fits into the memory of every rank."""
         return bool(self.bytes_R.max() <= self.memory_cap * (1 + 1e-9))
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by the name of the phase."""
+        """Seconds of each phase, by name."""
         return dict(zip(PHASES, map(float, self.phase_seconds_F), strict=True))
 
 
@@ -80,16 +83,17 @@ def evaluate(
     batch_size: int,
     replicas: int = 1,
 ) -> StepEstimate:
-    """The cost of a plan: `tables` on `topology` with `batch_size` samples per rank.
+    """Return the cost of a plan: `tables` on `topology` with `batch_size` samples per rank.
 
-    Raises ValueError when the plan leaves a table out or names a rank that is not there.
+    Raises:
+        ValueError: The plan leaves a table out, or names a rank that does not exist.
     """
     model = CostModel(tables, topology, batch_size=batch_size, replicas=replicas)
     return evaluate_placements(from_plan(plan, tables), model)
 
 
 def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimate:
-    """The cost of rectangles."""
+    """Return the cost of rectangles."""
     table_N, rank_N = placements.table_N, placements.rank_N
     if len(rank_N) and not (rank_N.min() >= 0 and rank_N.max() < model.num_ranks):
         raise ValueError(
@@ -132,7 +136,9 @@ def evaluate_placements(placements: Placements, model: CostModel) -> StepEstimat
 
 
 def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
-    """Whether all ranks of a rectangle's node hold rows of the same columns of its table."""
+    """Return, for each rectangle, whether all ranks of its node hold rows of the same columns of its
+    table.
+    """
     if not model.sum_in_node or not len(placements.table_N):
         return np.zeros(len(placements.table_N), bool)
     node_N = placements.rank_N // model.node_size
@@ -148,8 +154,9 @@ def _summed_in_node(placements: Placements, model: CostModel) -> Bools:
 
 
 def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[Table]) -> Placements:
-    """The rectangles of the solver's pieces: rows cut where the sizes say, columns as wide as the sizes
-    say."""
+    """Return the rectangles of the solver's pieces. Their rows and columns are cut in proportion to the
+    pieces' sizes.
+    """
     found: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
     for index, (parts, table) in enumerate(zip(parts_T, tables, strict=True)):
@@ -175,7 +182,7 @@ def to_placements(problem: Problem, parts_T: Sequence[Parts], tables: Sequence[T
 
 
 def sharding_type(layout: Layout, constraints: ParameterConstraints | None) -> ShardingType:
-    """The name of a layout; where several fit, one that the constraints allow."""
+    """Return the sharding type of a layout. If several types fit, it is one that the constraints allow."""
     split_columns = len(layout.widths) > 1
     allowed = constraints.allowed_types if constraints else frozenset(ShardingType)
     if layout.scope is Scope.EVERYWHERE:
@@ -204,7 +211,7 @@ _OF_ONE_RECTANGLE.sort(key=lambda kind: kind is not ShardingType.TABLE_WISE)
 def to_plan(
     placements: Placements, tables: Sequence[Table], types_T: Sequence[ShardingType], device: str
 ) -> dict[str, EmbeddingModuleShardingPlan]:
-    """The plan of each module, by path."""
+    """Return the plan of each module, by the module's path."""
     shards: list[list[ShardMetadata]] = [[] for _ in tables]
     for table, row, row_end, column, column_end, rank in zip(*placements[:6], strict=True):
         shards[table].append(
@@ -232,7 +239,11 @@ def to_plan(
 def from_plan(
     plan: ShardingPlan | Mapping[str, EmbeddingModuleShardingPlan], tables: Sequence[Table]
 ) -> Placements:
-    """A plan's rectangles as arrays. ValueError for a table that the plan does not place."""
+    """Return a plan's rectangles as arrays.
+
+    Raises:
+        ValueError: The plan does not place one of the tables.
+    """
     modules = plan.plan if isinstance(plan, ShardingPlan) else plan
     found: list[tuple[int, int, int, int, int, int]] = []
     replicated = []
@@ -256,8 +267,9 @@ def _placements(columns: Ints, replicated: Sequence[bool]) -> Placements:
 
 
 def _row_cuts(rows: int, amount_N: Floats) -> Ints:
-    """Where to cut rows so that parts are in proportion to `amount_N`; no part is empty when there are
-    enough rows."""
+    """Return where to cut rows so that the parts are in proportion to `amount_N`. If there are enough rows,
+    no part is empty.
+    """
     ends = np.cumsum(amount_N)
     cuts = np.concatenate(([0], np.rint(rows * ends / ends[-1]))).astype(np.int64)
     if rows >= len(amount_N):

@@ -1,4 +1,4 @@
-"""The tables of a model, as the planner sees them; and what sample batches tell about them."""
+"""The tables of a model as the planner's input, with pooling factors and skew measured on sample batches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
 
 
 def optimizer_kind(spec: OptimizerSpec | None) -> OptimizerKind:
-    """The kind of an optimizer spec; NONE for none."""
+    """Return the kind of an optimizer spec; ``NONE`` for None."""
     return OptimizerKind.NONE if spec is None else spec.formula.kind
 
 
 class Found(NamedTuple):
-    """An embedding module of a model, and the sharder that shards it (None: not told)."""
+    """An embedding module of a model, and the sharder that shards it; None if no sharders were given."""
 
     path: str
     module: Any
@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 def embedding_modules(model: nn.Module, sharders: Sequence[Any] | None = None) -> Iterator[Found]:
-    """The embedding modules that one of the `sharders` shards (None: all there are)."""
+    """Yield the embedding modules that one of the `sharders` shards (None: all embedding modules)."""
     for path, module in model.named_modules():
         if _configs(module) is None:
             continue
@@ -48,10 +48,12 @@ def tables_of_model(
 ) -> list[Table]:
     """List all tables of a model.
 
-    The optimizer is the one attached to the table's weight, else the sharder's, else `default_optimizer`.
-    The wire formats are the sharder's, else `default_wire`.
+    A table's optimizer is the one attached to its weight, else the sharder's, else `default_optimizer`. Its
+    wire formats are the sharder's, else `default_wire`.
 
-    ValueError when two tables share a name (constraints go by name) or a constraint names no table.
+    Raises:
+        ValueError: Two tables share a name, by which constraints identify them, or a constraint names no
+            table.
     """
     constraints = constraints or {}
     tables = []
@@ -82,7 +84,9 @@ def tables_of_model(
             f"name. Rename one."
         )
     if unknown := [name for name in constraints if name not in names]:
-        raise ValueError(f"constraints name {unknown[0]!r}, which is no table of the model; it has {names}.")
+        raise ValueError(
+            f"constraints name {unknown[0]!r}, which is not a table of the model; it has {names}."
+        )
     return tables
 
 
@@ -97,7 +101,7 @@ def table_of_config(
     module_path: str = "",
     wire: WireFormats = FULL_PRECISION,
 ) -> Table:
-    """One table from its config and what the constraints say about its features."""
+    """Return one table from its config, and from what the constraints say about its features."""
     num_features = len(config.feature_names)
     pooling = tuple(float(factor) for factor in constraints.pooling_factors or (1.0,) * num_features)
     if len(pooling) != num_features:
@@ -131,7 +135,7 @@ def table_of_config(
 
 
 def _bits(config: Any) -> int:
-    """Of a code, where the table is quantised."""
+    """Return the bits per code of a quantised table; 0 for floating-point rows."""
     return getattr(getattr(config, "data_type", None), "bits", 0)
 
 
@@ -142,10 +146,13 @@ def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:
 
 
 def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str, ParameterConstraints]:
-    """Pooling factors and hot-row skew of each table, measured on `KeyedJaggedTensor` batches.
+    """Measure the pooling factors and the skew of each table on `KeyedJaggedTensor` batches.
 
-    The skew is expressed as effective rows: as many equally likely rows as give the distinct ids seen.
-    Merge the result into your own constraints with `dataclasses.replace`.
+    The skew is given as effective rows, see `Table`. Merge the result into your own constraints with
+    `dataclasses.replace`.
+
+    Raises:
+        ValueError: The batches lack a feature of the model.
     """
     num_ids: dict[str, int] = {}
     num_bags: dict[str, int] = {}
@@ -171,7 +178,9 @@ def estimate_from_batches(model: nn.Module, batches: Iterable[Any]) -> dict[str,
 
 
 def _effective_rows(draws: int, distinct: int, rows: int) -> float:
-    """The number of equally likely rows of which `draws` draws hit `distinct` on average (by bisection)."""
+    """Return the number of equally likely rows of which `draws` draws hit `distinct` on average, by
+    bisection.
+    """
     if draws == 0 or distinct >= draws:
         return float(rows)
     low, high = float(distinct), float(rows)

@@ -1,4 +1,4 @@
-"""A planner's plan, and its file: the plan with the inputs it was made from."""
+"""A plan of the planner, and its file: the plan with the inputs that it was made from."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, To
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerInputs:
-    """What a plan was made from."""
+    """The inputs that a plan was made from."""
 
     tables: tuple[Table, ...]
     topology: Topology
@@ -25,7 +25,7 @@ class PlannerInputs:
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The inputs as plain JSON types."""
+        """Return the inputs as plain JSON types."""
         topology = {f.name: getattr(self.topology, f.name) for f in fields(Topology)}
         topology["hardware"] = self.topology.profile.to_json()
         topology["replicate"] = list(self.topology.replicate)
@@ -38,9 +38,9 @@ class PlannerInputs:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlannerInputs":
-        """The inverse of `to_json`."""
+        """Read the result of `to_json`."""
         topology = dict(values["topology"])
-        # Plans from before profiles named their device hold it in the topology alone.
+        # In older plans the profile has no device; the topology has.
         device = {"device": topology["compute_device"]}
         topology["hardware"] = HardwareProfile.from_json(device | topology["hardware"])
         topology["replicate"] = tuple(topology["replicate"])
@@ -50,7 +50,7 @@ class PlannerInputs:
                     **table,
                     "optimizer": OptimizerKind(table["optimizer"]),
                     "pooling_factors": tuple(table["pooling_factors"]),
-                    # Plans from before wire formats: everything travelled as fp32.
+                    # Older plans have no wire formats: everything travelled as fp32.
                     "wire": WireFormats.parse(table.get("wire", str(FULL_PRECISION))),
                     "num_poolings": None if table["num_poolings"] is None else tuple(table["num_poolings"]),
                 }
@@ -68,13 +68,13 @@ class PlannerInputs:
 
 @dataclass(frozen=True)
 class PlannedShardingPlan(ShardingPlan):
-    """A plan with its proof.
+    """A plan, with the proof of how good it is.
 
     Attributes:
-        seconds: the predicted time of a step, without its dense part.
+        seconds: predicted time of a step, without its dense part.
         lower_bound: seconds that no plan of the allowed kinds can beat.
-        replicas: the size of the ``replicate`` axis that the plan is for.
-        inputs: what the plan was made from.
+        replicas: size of the ``replicate`` axis that the plan is for.
+        inputs: the inputs that the plan was made from.
     """
 
     seconds: float = 0.0
@@ -84,11 +84,13 @@ class PlannedShardingPlan(ShardingPlan):
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best, as a fraction of its time."""
+        """How far the plan may be from the best one, as a fraction of the plan's time."""
         return max(0.0, 1 - self.lower_bound / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
-        """The placement, the predicted step and its gap, and tables whose rows use only some ranks."""
+        """Return the placement, the predicted step, its gap, and the tables whose rows use only some
+        ranks.
+        """
         if self.inputs is None:
             return super().__str__()
         ranks = self.inputs.topology.world_size // self.replicas
@@ -102,27 +104,36 @@ class PlannedShardingPlan(ShardingPlan):
             if placed.sharding_type is ShardingType.ROW_WISE and used < ranks:
                 lines.append(
                     f"table {table!r}: its rows are on {used} of {ranks} ranks, which the planner predicts "
-                    "to be the fastest. For all of them give it ParameterConstraints(all_ranks=True)."
+                    "to be the fastest. To use all of them, give it ParameterConstraints(all_ranks=True)."
                 )
         return "\n\n".join(lines)
 
     def estimate(self) -> StepEstimate:
-        """The cost of the plan, rank by rank. ValueError for a plan without inputs."""
+        """Return the cost of the plan, rank by rank.
+
+        Raises:
+            ValueError: The plan has no inputs.
+        """
         inputs = self.required_inputs()
         return evaluate(
             self, inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=self.replicas
         )
 
     def required_inputs(self) -> PlannerInputs:
-        """The inputs; ValueError for a plan that came without."""
+        """Return the inputs.
+
+        Raises:
+            ValueError: The plan has none.
+        """
         if self.inputs is None:
-            raise ValueError("this plan does not say what it was made from; plan again, or use evaluate().")
+            raise ValueError("this plan does not contain its inputs; plan again, or use evaluate().")
         return self.inputs
 
 
 def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
-    """Writes a plan with its inputs as JSON. `ShardingPlan.load` reads such a file too, and leaves the
-    inputs out."""
+    """Write a plan with its inputs as JSON. `ShardingPlan.load` can read the file, too, and ignores the
+    inputs.
+    """
     data = json.loads(plan.to_json())
     inputs = plan.required_inputs()
     estimate = plan.estimate()
@@ -139,13 +150,15 @@ def save_plan(plan: PlannedShardingPlan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> PlannedShardingPlan:
-    """Reads what `save_plan` wrote. ValueError for a file without the planner's part."""
+    """Read a file of `save_plan`.
+
+    Raises:
+        ValueError: The file is damaged, or holds a plan without its inputs.
+    """
     plan = ShardingPlan.load(path)
     planner = read_json(path, "a saved plan").get("planner")
     if planner is None:
-        raise ValueError(
-            f"{path} holds a plan but not what it was made from; read it with ShardingPlan.load()."
-        )
+        raise ValueError(f"{path} holds a plan without its inputs; read it with ShardingPlan.load().")
     try:
         return PlannedShardingPlan(
             plan.plan,
@@ -156,7 +169,7 @@ def load_plan(path: str | Path) -> PlannedShardingPlan:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} does not say as it must what the plan was made from: {error}. Plan again."
+            f"{path} holds a plan whose inputs are incomplete or of another release: {error}. Plan again."
         ) from error
 
 
@@ -179,10 +192,10 @@ _WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerTask:
-    """Tables to plan, and for how many samples.
+    """Tables to plan, and the batch size.
 
     Attributes:
-        name: what to call it.
+        name: name of the task.
         tables: the tables.
         global_batch_size: samples per step over all ranks.
         world_sizes: numbers of ranks that the task is meant for.
@@ -194,14 +207,19 @@ class PlannerTask:
     world_sizes: tuple[int, ...] = ()
 
     def batch_size(self, world_size: int) -> int:
-        """Samples per rank."""
+        """Return the samples per rank."""
         return max(1, self.global_batch_size // world_size)
 
 
 def load_task(path: str | Path) -> PlannerTask:
-    """Reads a task file: ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``, each
-    with ``name``, ``num_embeddings``, ``embedding_dim``, ``pooling_factors``; and perhaps ``optimizer`` and
-    ``wire`` (such as ``"fp16/bf16"``). ValueError says what is missing.
+    """Read a task file.
+
+    Its keys are ``task``, ``global_batch_size``, ``dtype``, ``world_sizes`` and ``tables``. Each table has
+    ``name``, ``num_embeddings``, ``embedding_dim`` and ``pooling_factors``. The file may also set
+    ``optimizer`` and ``wire`` (such as ``"fp16/bf16"``).
+
+    Raises:
+        ValueError: A key is missing or unknown; the error names it.
     """
     data = read_json(path, "a task file")
     try:
@@ -228,6 +246,6 @@ def load_task(path: str | Path) -> PlannerTask:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no task file: missing or unknown: {error}. It needs task, global_batch_size, dtype "
-            "(fp32, fp16, bf16) and tables, each with name, num_embeddings, embedding_dim, pooling_factors."
+            f"{path} is not a task file: missing or unknown: {error}. It needs task, global_batch_size, "
+            "dtype (fp32, fp16, bf16) and tables, each with name, num_embeddings, embedding_dim, pooling_factors."
         ) from error

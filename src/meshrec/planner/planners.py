@@ -1,4 +1,4 @@
-"""`EmbeddingShardingPlanner`: from a model to a plan."""
+"""The planner of a model: `EmbeddingShardingPlanner`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,19 +19,20 @@ from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table, To
 
 
 class EmbeddingShardingPlanner:
-    """Finds a fast plan, and proves how much faster any other could be.
+    """Finds a fast plan, and proves how much faster any other plan could be.
 
     Args:
-        topology: the machine (default: the ranks of the process group, or one rank, on CPU).
-        constraints: per table, what the planner may do and what it should assume.
+        topology: the machine (default: CPUs, with the ranks of the process group, or one rank without a
+            group).
+        constraints: constraints and assumptions, by table.
         batch_size: samples per rank.
-        time_limit: seconds of wall clock after which the best plan so far is returned.
-        max_work: the same in touched array elements, which does not depend on the machine's speed: if the
-            clock does not run out first, equal inputs give equal plans everywhere.
-        gap: good enough: stop when the plan is proven to be this close to the best.
-        static_plan: a plan to reuse: `plan` checks that it places the model's tables, and plans nothing.
-        default_optimizer: the optimizer of tables that have none attached.
-        default_wire: the formats in which embeddings and their gradients travel, where no sharder says.
+        time_limit: seconds after which the search returns its best plan.
+        max_work: limit of the search in touched array elements. It does not depend on the machine's speed:
+            unless the time limit ends the search, equal inputs give equal plans on every machine.
+        gap: stop when the plan is proven to be within this fraction of the best one.
+        static_plan: a plan to reuse. `plan` then only checks that it places the model's tables.
+        default_optimizer: optimizer of the tables that have none attached.
+        default_wire: wire formats of embeddings and their gradients, for tables whose sharder sets none.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class EmbeddingShardingPlanner:
         self._default_optimizer, self._default_wire = default_optimizer, default_wire
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] | None = None) -> ShardingPlan:
-        """The plan of all tables of `module` that the `sharders` shard (None: all).
+        """Plan all tables of `module` that one of the `sharders` shards (None: all tables).
 
-        Raises ValueError for constraints that cannot hold, and when no plan fits into memory, with what
-        would help.
+        Raises:
+            ValueError: Constraints cannot be met, or no plan fits into memory; the error says what would
+                help.
         """
         tables = tables_of_model(
             module,
@@ -84,8 +86,10 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[Any] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """`plan` on rank 0 of `pg` (default: the default group), the same plan on all; an error is raised
-        on all."""
+        """Run `plan` on rank 0 of `pg` (default: the default group), and return its plan on all ranks.
+
+        An error of rank 0 is raised on all ranks.
+        """
         if pg is None and not dist.is_initialized():
             return self.plan(module, sharders)
         group = pg if pg is not None else dist.group.WORLD
@@ -113,8 +117,18 @@ def plan_tables(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlannedShardingPlan:
-    """The plan of tables that need no module: what `EmbeddingShardingPlanner.plan` does with a model's
-    tables."""
+    """Plan tables that belong to no module, as `EmbeddingShardingPlanner.plan` plans those of a model.
+
+    Args:
+        tables: the tables.
+        topology: the machine.
+        batch_size: samples per rank.
+        constraints: constraints, by table.
+        effort: limits of the search.
+
+    Raises:
+        ValueError: Constraints cannot be met, or no plan fits into memory; the error says what would help.
+    """
     constraints = dict(constraints or {})
     found = None
     if topology.memory_cap > 0:
@@ -147,14 +161,14 @@ def _checked(plan: ShardingPlan, tables: Sequence[Table]) -> ShardingPlan:
         if sharding is None:
             raise ValueError(
                 f"the static plan does not place table {table.name!r} of module {table.module_path!r}. "
-                "Plan anew without static_plan."
+                "Plan again without static_plan."
             )
         rows = max((shard.rows[1] for shard in sharding.shards), default=table.num_embeddings)
         columns = max((shard.columns[1] for shard in sharding.shards), default=table.embedding_dim)
         if (rows, columns) != (table.num_embeddings, table.embedding_dim):
             raise ValueError(
                 f"the static plan has table {table.name!r} as {rows} x {columns}; the model has "
-                f"{table.num_embeddings} x {table.embedding_dim}. Plan anew without static_plan."
+                f"{table.num_embeddings} x {table.embedding_dim}. Plan again without static_plan."
             )
     return plan
 

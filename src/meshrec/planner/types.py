@@ -1,4 +1,4 @@
-"""What the planner plans for: tables, the machine, and what the user allows."""
+"""The planner's input: tables, the machine, and constraints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,24 +27,25 @@ COLUMN_ALIGNMENT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One table as the cost model sees it.
+    """A table as the cost model sees it.
 
     Attributes:
-        name: unique over the tables that are planned together.
-        num_embeddings, embedding_dim: rows and columns.
-        pooling_factors: per feature that looks the table up, the mean number of ids in a bag.
-        num_poolings: per feature, bags per sample.
-        weight_bytes: bytes of one weight; a fraction where several share a byte.
-        row_bytes: bytes of a row beside its weights, such as a scale, in each part of a row.
-        trained: whether it has a backward pass; otherwise only the forward phases cost.
-        pooled: one output row per bag; otherwise one per id.
-        weighted: ids come with per-sample weights (4 bytes each).
+        name: name, unique among the tables that are planned together.
+        num_embeddings: number of rows.
+        embedding_dim: number of columns.
+        pooling_factors: mean number of IDs in a bag, for each feature that looks the table up.
+        num_poolings: bags per sample, for each feature; None: 1.
+        weight_bytes: bytes of a weight; less than 1 if several share a byte.
+        row_bytes: bytes of a row beside its weights, such as a scale. Each column shard has them.
+        trained: whether the table has a backward pass; otherwise only the forward phases cost.
+        pooled: whether a bag gives one output row; otherwise each ID gives one.
+        weighted: whether IDs have per-sample weights (4 bytes each).
         optimizer: the fused optimizer.
-        effective_rows: rows that draw the lookups, were they equally likely: less than num_embeddings when
-            a few rows are hot. None: all rows.
-        batch_size: samples per rank, where the table's features have another number than the rest.
-        module_path: the module that holds the table.
-        wire: the formats in which its embeddings and their gradients travel.
+        effective_rows: the number of equally likely rows that would give as many distinct rows per batch as
+            the lookups do. It is below num_embeddings if a few rows are hot. None: all rows.
+        batch_size: samples per rank, if the features of the table have another number than the rest.
+        module_path: path of the module that holds the table.
+        wire: wire formats of its embeddings and their gradients.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Table:
 
     @property
     def ids_per_sample(self) -> float:
-        """Ids per sample over all features."""
+        """IDs per sample over all features."""
         poolings = self.num_poolings or (1.0,) * len(self.pooling_factors)
         return float(sum(f * n for f, n in zip(self.pooling_factors, poolings, strict=True)))
 
@@ -102,16 +103,18 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterConstraints:
-    """What the planner may do with one table; None leaves it free.
+    """Constraints and assumptions of the planner for one table. None leaves a choice to the planner.
 
     Attributes:
         sharding_types: the allowed sharding types.
-        min_partition: the least number of columns of a column shard (default 32).
-        pooling_factors, num_poolings: see `Table`; override what the planner would assume (1 id per bag).
-        batch_sizes: samples per rank, per feature (their mean counts).
-        ranks: the only ranks that may hold a part of the table.
+        min_partition: smallest number of columns of a column shard (default 32).
+        pooling_factors: see `Table` (default: 1 ID per bag).
+        num_poolings: see `Table`.
+        batch_sizes: samples per rank of each feature; the planner uses their mean.
+        ranks: the ranks that may hold a part of the table.
         effective_rows: see `Table`.
-        all_ranks: whether a row-wise table is split over every rank; otherwise the planner chooses how many.
+        all_ranks: whether a row-wise table is split over every rank; otherwise the planner chooses the
+            number.
     """
 
     sharding_types: Sequence[ShardingType | str] | None = None
@@ -182,7 +185,7 @@ class Topology:
             raise ValueError(f"local_world_size is {self.local_size}; it must be at least 1.")
         if self.world_size % self.local_size:
             raise ValueError(
-                f"world_size {self.world_size} is no multiple of local_world_size {self.local_size}; "
+                f"world_size {self.world_size} is not a multiple of local_world_size {self.local_size}; "
                 "nodes must have equally many ranks."
             )
         if not 0 <= self.reserve < 1:
@@ -216,8 +219,9 @@ class Topology:
 
     @classmethod
     def from_mesh(cls, mesh: "DeviceMesh", *, hardware: HardwareProfile | str | None = None) -> "Topology":
-        """The topology of a mesh with axes ``shard``, or ``node`` and ``local``, and perhaps
-        ``replicate``."""
+        """Return the topology of a mesh with axes ``shard``, or ``node`` and ``local``, and perhaps
+        ``replicate``.
+        """
         names = mesh.mesh_dim_names or ()
         sizes = dict(zip(names, mesh.shape, strict=False))
         if not sizes or set(sizes) - {"replicate", "shard", "node", "local"}:
@@ -235,10 +239,10 @@ class Topology:
 
 
 class Placements(NamedTuple):
-    """A plan as arrays: N rectangles, T tables.
+    """A plan as arrays: N rectangles of T tables.
 
-    ``table_N`` is the index of the table; rows and columns are half-open intervals; ``replicated_T`` marks
-    tables that every rank holds whole (these have no rectangle).
+    ``table_N`` is the index of the table. Rows and columns are half-open intervals. ``replicated_T`` marks
+    the tables that every rank holds whole; they have no rectangle.
     """
 
     table_N: Ints

@@ -1,5 +1,5 @@
-"""Features of a run: fitted once by rank 0, kept in the run's folder, and read by everything that comes
-later.
+"""The features of a run. Rank 0 fits them once and stores them in the run's folder, from which all later
+commands read them.
 """
 
 import json
@@ -55,7 +55,7 @@ def features_of(folder: RunFolder) -> "Features":
     except json.JSONDecodeError as error:
         raise DataError(f"{folder.path / FEATURES} is damaged: {error}") from error
     if saved is None:
-        raise DataError(f"{folder.path} has no {FEATURES}: its features were never fitted. Train anew.")
+        raise DataError(f"{folder.path} has no {FEATURES}: its features were never fitted. Train again.")
     return Features.from_json(saved)
 
 

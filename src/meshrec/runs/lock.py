@@ -1,11 +1,11 @@
-"""The locks of a run's folder: one start trains into it at a time.
+"""The locks of a run's folder, which let only one process or launch train into it at a time.
 
-Both kinds of lock are ``flock`` locks, which the system takes back when the process ends, however it ends:
+Both kinds of lock are ``flock`` locks. The system releases them when the process ends, however it ends:
 
 - ``.lock`` is held by the process that the user started: our launcher, the single process of a run, or rank 0
   of another launcher. It is taken before the folder is read or written.
 - ``.process_rankN`` is held by each rank. When a launcher is killed, its ranks still write a last checkpoint;
-  a new start must not come in between.
+  no other launch may write to the folder before they are done.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class RunLock:
             raise
 
     def release(self) -> None:
-        """Let other starts have the folder. Further calls do nothing."""
+        """Release the lock. Further calls do nothing."""
         descriptor, self._file = self._file, None
         if descriptor is not None:
             _let_go(self._path, descriptor)
@@ -71,21 +71,21 @@ def claim_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool 
     """Find or make the folder of a run, as `new_run` does, and lock it.
 
     Raises:
-        ValueError: as `new_run`, or another process holds the folder.
+        ValueError: `new_run` fails, or another process holds the folder.
     """
     lock = RunLock(new_run(name, recipe, runs, resume=resume))
     # The folder was looked at before it was locked: a start that held it meanwhile may have trained there.
     if not resume and (lock.folder.path / CONFIG).exists():
         lock.release()
         raise ValueError(
-            f"{lock.folder.path} holds a run already; take another --name, or go on with it: --resume."
+            f"{lock.folder.path} has a run already; use another --name, or continue it with --resume."
         )
     return lock
 
 
 @contextmanager
 def hold_as_rank(folder: RunFolder, rank: int) -> Iterator[None]:
-    """Hold the lock of a rank, in the file that names its process."""
+    """Hold the lock of a rank while inside. The lock file contains the rank's process ID."""
     path = folder.process(rank)
     descriptor = _locked(path)
     if descriptor is None:
@@ -101,10 +101,10 @@ _open_descriptors: set[int] = set()
 
 
 def _locked(path: Path) -> int | None:
-    """Open a file and lock it; None where another process has the lock.
+    """Open a file and lock it; return None if another process holds the lock.
 
-    A holder removes the file before it lets go of the lock, so the file that was locked may not be the one
-    that lies there now: then the newer one counts.
+    A holder removes the file before it releases the lock. The file that we locked may thus have been replaced
+    meanwhile; in that case we try again with the new one.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -140,7 +140,7 @@ def _lies_at(path: Path, descriptor: int) -> bool:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether no process holds the lock of a file; the lock stays free."""
+    """Return whether no process holds the lock of a file. The lock is left free."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _write(descriptor: int, value: Any) -> None:
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """Who holds a lock, as its file says: empty where the holder has not written it yet."""
+    """Return the holder of a lock as its file describes it; empty if the holder has not written it yet."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -179,7 +179,7 @@ def _told(folder: RunFolder, who: str, holder: dict[str, Any]) -> str:
 
 
 def _forget_locks() -> None:
-    """In a forked child: the locks are the parent's, and end with the parent."""
+    """Close the parent's lock files in a forked child, so that the locks end with the parent."""
     for descriptor in _open_descriptors:
         os.close(descriptor)
     _open_descriptors.clear()

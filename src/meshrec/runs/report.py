@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: its curves, its time, its plan, its quality."""
+"""The report of a run, as one self-contained HTML page: curves, times, plan, and metrics."""
 
 import statistics
 from collections import defaultdict
@@ -17,12 +17,12 @@ _CURVES = ("step", "epoch", "kind", "loss", "auc", "normalized_entropy", "sample
 
 
 def write_report(folder: RunFolder) -> None:
-    """Writes ``report.html`` from what the run's folder holds."""
+    """Write ``report.html`` from the files in the run's folder."""
     folder.report.write_text(to_page("run.js", report_data(folder)), encoding="utf-8")
 
 
 def report_data(folder: RunFolder) -> dict[str, Any]:
-    """All that the page shows, as plain JSON types."""
+    """Return all data of the page as plain JSON types."""
     config = folder.read_json(CONFIG) or {}
     return {
         "name": folder.path.name,
@@ -38,9 +38,11 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
 
 
 def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
-    """Median seconds per phase: ``{"rank", "phases": {name: seconds}}`` of each rank, the dense part last.
+    """Return the median seconds per phase as ``{"rank", "phases": {name: seconds}}`` per rank, dense part
+    last.
 
-    Of a pipelined run ``"hidden"`` has, by phase, what its exchanges take more when nothing runs meanwhile.
+    For a pipelined run, ``"hidden"`` gives, by phase, the additional seconds of an exchange that nothing
+    overlaps.
     """
     whole = dict(_medians(folder.whole_phases))
     found: list[dict[str, Any]] = []
@@ -53,7 +55,7 @@ def phase_times(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """By rank, then by phase."""
+    """Return the median seconds per phase, for each rank in the file."""
     if not path.is_file():
         return []
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -72,7 +74,7 @@ def _medians(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of metrics, thinned where there are more than a screen shows."""
+    """Return the lines of metrics, thinned to about as many points as a screen can show."""
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [

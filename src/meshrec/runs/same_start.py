@@ -1,7 +1,7 @@
-"""Ranks train together only if they were started alike: each describes its start, and all compare.
+"""A comparison of the ranks' starts: ranks train together only if they were started alike.
 
-Ranks that differ would train without an error: each with its own learning rate, say, on its own part of the
-tables. So they are compared when they join, and again once their data is loaded.
+Ranks that differ would train without an error, for example each with its own learning rate on its own part of
+the tables. So they are compared when they join, and again once their data is loaded.
 """
 
 import dataclasses
@@ -37,7 +37,9 @@ ENVIRONMENT = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TRITON_INTERPRET",
 )
-"""Variables on which a step's results depend. MESHREC_HOST_LINK may differ: results are the same bits."""
+"""Variables on which the results of a step depend. MESHREC_HOST_LINK may differ: it changes no bit of
+them.
+"""
 _FINGERPRINT_BYTES = 1 << 16
 _MOST_FILES = 1000
 _MOST_NAMED = 5
@@ -46,15 +48,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
-    """Compare what the ranks have: their digests, and where these differ, all of it. Collective.
+    """Compare values across ranks: first their digests and, if these differ, every value. Collective.
 
     Args:
-        ranks: of `join`.
-        mine: what this rank has, by name; plain values.
-        what: what they have, for the error: "were not started alike".
+        ranks: the ranks, from `join`.
+        mine: this rank's plain values, by name.
+        what: the end of "the ranks ..." in the error, such as "were not started alike".
 
     Raises:
-        ValueError: on every rank, which values differ, and on which ranks.
+        ValueError: values differ. It is raised on every rank, and names them and their ranks.
     """
     words = {name: repr(value) for name, value in mine.items()}
     digest = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()
@@ -72,12 +74,12 @@ def compare_ranks(ranks: Ranks, mine: Mapping[str, Any], what: str) -> None:
 
 
 def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe how this rank was started, as plain values by name.
+    """Return a description of this rank's start, as plain values by name.
 
     Args:
-        recipe: what to train.
-        source: how the recipe was named.
-        options: of the command line; those that all ranks must share.
+        recipe: the recipe to train.
+        source: the name of the recipe, as given to `resolve`.
+        options: command-line options that must be equal on all ranks.
     """
     places = dict(_places(recipe.data, "data"))
     found: dict[str, Any] = {name: _ADDRESS.sub("", str(value)) for name, value in flat(to_json(recipe))}
@@ -96,7 +98,7 @@ def describe_start(recipe: Recipe, source: str | None, options: Mapping[str, Any
 
 
 def describe_dataset(dataset: "Dataset") -> dict[str, Any]:
-    """Describe the data that this rank has loaded: its sizes, and its files."""
+    """Return a description of the data that this rank has loaded: its sizes and its files."""
     found = dict(flat(describe_data(dataset), "data"))
     for name, reader in (
         ("train", dataset.train),
@@ -114,7 +116,7 @@ def _files(reader: "Reader | None") -> Iterator[tuple[int, str]]:
 
 
 def _by_rank(values: list[str]) -> str:
-    """Values with the ranks that have them, those of most ranks first."""
+    """Return the values with the ranks that have them; the most frequent value comes first."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -126,7 +128,7 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
-    """The options of a source of data that name files or folders which are there."""
+    """Yield the options of a data source that name existing files or folders."""
     if isinstance(value, str | Path):
         if value and "\0" not in str(value) and os.path.exists(value):
             yield name, value
@@ -139,7 +141,7 @@ def _places(value: Any, name: str) -> Iterator[tuple[str, str | Path]]:
 
 
 def _listing(path: Path) -> Iterator[tuple[str, str]]:
-    """A file, or the files of data in a folder, each with its size and a fingerprint of its ends."""
+    """Yield a file, or the data files of a folder, each with its fingerprint."""
     if path.is_dir() and path.resolve() == Path.cwd():
         return  # a default such as Path() means no folder of data; logs that grow may lie here
     files = [path]
@@ -152,7 +154,9 @@ def _listing(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _fingerprint(path: Path) -> str:
-    """The size of a file, and a digest of its first and last bytes; of what is no file here, nothing."""
+    """Return the size of a file with a digest of its first and last bytes; a fixed text if there is no
+    file.
+    """
     if not path.is_file():
         return "no file of this machine"
     size = path.stat().st_size
@@ -165,7 +169,9 @@ def _fingerprint(path: Path) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Versions of what computes a step. Releases have numbers; between releases, file sizes tell."""
+    """Return the versions of everything that computes a step. Between releases, file sizes tell sources
+    apart.
+    """
     root = Path(library.__file__).parents[1]
     sources = sorted(f"{path.relative_to(root)} {path.stat().st_size}" for path in root.rglob("*.py"))
     try:

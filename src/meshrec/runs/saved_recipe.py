@@ -1,4 +1,4 @@
-"""A run's recipe, read back from its ``config.json``; what a resumed run may change of it."""
+"""A run's recipe, restored from its ``config.json``, and the options that a resumed run may change."""
 
 import dataclasses
 import types
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What a checkpoint's weights, optimizer state and place in the data depend on.
+# Options on which a checkpoint's weights, optimizer state and position in the data depend.
 _FIXED = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "training.seed")
 
 
@@ -36,30 +36,31 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
 
     Args:
         folder: the run's folder.
-        source: how the recipe is named now; without it, as it was then. Its classes are taken from there, and
-            all values from the run. What you name here is executed; what the run names is executed if you
-            trained the run, see [Note: whose code a run executes].
+        source: the recipe to take the classes from; if none, the one that the run names. All values come from
+            the run. A source that you name is executed; the run's is executed only if you trained the run,
+            see [Note: whose code a run executes].
 
     Raises:
-        ValueError: the recipe may not be executed, is not there any more, or has other classes or fields than
-            the run had.
+        ValueError: the recipe may not be executed, no longer exists, or has other classes or fields than the
+            run's.
     """
     config = folder.read_json(CONFIG)
     if config is None:
         raise ValueError(
-            f"{folder.path.resolve()} holds no run: there is no {CONFIG} in it. Name a run's folder."
+            f"{folder.path.resolve()} is not a run: there is no {CONFIG} in it. Name a run's folder."
         )
     if source is None and config.get("source") is None:
-        raise ValueError(f"{folder.path} does not say which recipe it was; name the recipe.")
+        raise ValueError(f"{folder.path} does not record its recipe; name the recipe.")
     template = kept_recipe(folder, config) if source is None else resolve(source)
     return restored(template, config["recipe"], f"{folder.path / CONFIG}: recipe")
 
 
 def restored(template: T, saved: Any, where: str) -> T:
-    """``template`` with the values of ``saved``, which `to_json` made of an object of the same classes.
+    """Return ``template`` with the values of ``saved``, which `to_json` made of an object of the same
+    classes.
 
     Raises:
-        ValueError: names the field that cannot be read back.
+        ValueError: a field cannot be read back; the error names it.
     """
     assert dataclasses.is_dataclass(template)
     kind = type(template)
@@ -120,11 +121,11 @@ def _value(hint: Any, saved: Any, where: str) -> Any:
 
 
 def changes(before: Recipe, after: Recipe) -> list[Change]:
-    """What ``after`` has otherwise; the run was trained with ``before``.
+    """Return the options in which ``after`` differs from ``before``, the recipe that the run was trained
+    with.
 
     Raises:
-        ValueError: for what a run cannot change: its weights, optimizer state and place in the data would be
-            of something else.
+        ValueError: an option cannot change during a run, because its checkpoints would no longer fit.
     """
     old, new = (dict(flat(to_json(each))) for each in (before, after))
     found = [
@@ -137,7 +138,7 @@ def changes(before: Recipe, after: Recipe) -> list[Change]:
         if is_fixed and not _is_place(after, name):
             raise ValueError(
                 f"{name} was {was} in this run and cannot become {is_now}: its checkpoints would not fit. "
-                "Leave the option out to resume, or train anew under another --name."
+                "Leave the option out to resume, or start a new run with another --name."
             )
     return found
 
@@ -153,7 +154,7 @@ def _is_place(recipe: Recipe, name: str) -> bool:
 
 
 def describe_data(dataset: "Dataset") -> dict[str, Any]:
-    """Return what a run's position in its data depends on, as plain values."""
+    """Return, as plain values, the properties of the data that a position in it depends on."""
     sizes = {
         name: None if reader is None else reader.num_samples
         for name, reader in (
@@ -167,15 +168,16 @@ def describe_data(dataset: "Dataset") -> dict[str, Any]:
 
 
 def check_data(config: dict[str, Any], dataset: "Dataset", where: Path) -> None:
-    """Compares the data of today with that of the run's ``config.json``.
+    """Compare the data with that of the run's ``config.json``.
 
     Raises:
-        ValueError: they differ, and how.
+        ValueError: they differ; the error says in what.
     """
     before, today = (dict(flat(each)) for each in (config.get("data", {}), describe_data(dataset)))
     for name, value in before.items():
         if today.get(name) != value:
             raise ValueError(
                 f"{where} was trained on other data: {name.replace('.', ' ')} was {value} and is "
-                f"{today.get(name)} now. Resume with the data of then, or train anew under another --name."
+                f"{today.get(name)} now. Resume with the earlier data, or start a new run with another "
+                "--name."
             )

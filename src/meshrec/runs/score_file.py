@@ -83,7 +83,7 @@ def _whole(scored: Iterator[Scored], num_rows: int, loss: Loss, num_tasks: int) 
 
 
 class _ColumnReader:
-    """Yield columns of the data, as many rows at a time as asked for."""
+    """Reader of columns of the data, in portions of any number of rows."""
 
     def __init__(self, reader: "StreamReader", names: Sequence[str]) -> None:
         import pyarrow as pa
@@ -103,7 +103,7 @@ class _ColumnReader:
 
 @contextmanager
 def _writer(out: Path) -> Iterator[Callable[[Any], None]]:
-    """Open a writer of tables; the file appears when all of them are written without an error."""
+    """Open a writer of tables. The file appears only when all tables are written without an error."""
     import pyarrow as pa
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet

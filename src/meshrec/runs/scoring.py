@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshrec.data.dataset import Paths
     from meshrec.data.faults import OnError
 
-# Every sum over columns or ids is made by one rank, as in one process.
+# Sharding types with which one rank sums over all IDs of a column, in the order of a single process.
 _EXACT = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
 
 
@@ -64,7 +64,7 @@ def load_scorer(
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
     dataset = open_data(_handling(recipe.data, on_error), run, paths, labelled=labelled)
-    # Without momentum and the like: nothing is updated here.
+    # Nothing is updated here, so no optimizer state is allocated.
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
     model = build(_placed(scored, run, ranks), dataset, ranks).model
     load(checkpoint, {"model": model})
@@ -94,7 +94,7 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
     dataset = source.load()
     if dataset.open is None:
         raise ValueError(
-            f"{type(source).__name__} reads no files of its own, so that nothing else can be scored. Train "
+            f"{type(source).__name__} reads no files, so other data cannot be scored. Train "
             "on files, such as Parquet; or score in Python: Trainer.predict(reader)."
         )
     trained = (run.read_json(CONFIG) or {}).get("data", {})
@@ -103,7 +103,7 @@ def open_data(source: DataSource, run: RunFolder, paths: "Paths", *, labelled: b
         if name in trained and trained[name] != today[name]:
             raise ValueError(
                 f"{run.path} was trained on other columns: {name} were {trained[name]}, and its recipe has "
-                f"{today[name]} now. Score with the recipe as it was, or train anew."
+                f"{today[name]} now. Score with the recipe as it was, or train again."
             )
     return replace(dataset, train=dataset.open(paths, labelled), validation=None, test=None)
 

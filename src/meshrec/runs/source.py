@@ -1,17 +1,19 @@
-"""A run's own copy of its recipe's source code, and whether that may be executed.
+"""A run's own copy of its recipe's source code, and the decision whether it may be executed.
 
 [Note: whose code a run executes]
-A run's ``config.json`` names the Python code of its recipe, and `evaluate`, `export` or ``--resume`` execute
-it to build the model again. A run that came from somebody else could name any code. So this happens only if
 
-- the recipe is one of MeshRec's own, or the caller names the source himself; or
+A run's ``config.json`` names the Python code of its recipe, and `evaluate`, `export` or ``--resume`` execute
+it to build the model again. A run that came from somebody else could name any code. So the code is executed
+only if
+
+- the recipe is one of MeshRec's own, or the caller names the source; or
 - this user trained the run: it carries a seal, made with a key that only this user can read (`key_path`),
   over the name of the source and the digest of each of its files; or
 - the user confirms it: ``--trust``, in Python ``find_run(name, trust=True)``.
 
-The copy is what the run was trained with. The original files are taken as long as they are the same, so that
-code which looks for files beside itself finds them. The copy is executed from the bytes whose digests were
-compared: nothing else in its folder, such as cached bytecode, is looked at.
+The copy is the code that the run was trained with. The original files are used as long as they are unchanged,
+so that code which looks for files beside itself finds them. The copy is executed from the bytes whose digests
+were compared: nothing else in its folder, such as cached bytecode, is used.
 """
 
 import hashlib
@@ -41,7 +43,7 @@ _logger = logging.getLogger("meshrec")
 
 
 def key_path() -> Path:
-    """Return where this user's key for seals is."""
+    """Return the path of this user's key for seals."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "meshrec" / "run-key"
 
@@ -51,12 +53,12 @@ def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> di
 
     Args:
         folder: the run's folder.
-        source: how the recipe was named.
-        before: what this function returned when the run was started before.
+        source: the name of the recipe, as given to `resolve`.
+        before: the entry that this function returned at an earlier start of the run.
 
     Returns:
-        The entry of ``config.json``: the files with their digests, where they were, and the seal. None for
-        MeshRec's own recipes, and where there is no source.
+        The entry of ``config.json``: the files with their digests, their original folder, and the seal. None
+            for MeshRec's own recipes, and if there is no source.
     """
     if source is None or source in RECIPES:
         return None
@@ -114,7 +116,7 @@ def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
         path = _where(folder, source)
         raise ValueError(
             f"the recipe of {folder.path} is Python code, {path}, and {doubt}. It was not executed. Read it "
-            f"(less {path}); if you trust it, say so with --trust (in Python: find_run(..., trust=True))."
+            f"(less {path}); if you trust it, confirm with --trust (in Python: find_run(..., trust=True))."
         )
     file, _, function = source.rpartition(":")
     if entry is None or not file.endswith(".py"):
@@ -126,16 +128,16 @@ def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
     files = _read(copy, entry, check=doubt is None)
     if files is None:
         raise ValueError(
-            f"{copy} was changed after the run was trained, and {origin / main} is not what it was either. "
+            f"{copy} was changed after the run was trained, and {origin / main} has changed as well. "
             "Restore one of them, or name the recipe's source yourself."
         )
     if doubt is None:
-        _logger.warning("%s is not what it was: the run's own copy in %s is used", origin / main, copy)
+        _logger.warning("%s has changed: the run's own copy in %s is used", origin / main, copy)
     return recipe_by(getattr(_executed(copy, main, files), function, None), f"{copy / main}:{function}")
 
 
 def _where(folder: RunFolder, source: str) -> str:
-    """Where the code to be read is."""
+    """Return the path of the code that the user should read."""
     place = source.rpartition(":")[0]
     name = Path(place).name if place.endswith(".py") else f"{place.replace('.', '/')}.py"
     copy = folder.path / COPY / name
@@ -143,7 +145,7 @@ def _where(folder: RunFolder, source: str) -> str:
 
 
 def _doubt(source: str, entry: Any) -> str | None:
-    """Why it is not known that this user trained the run; None if it is."""
+    """Return why we cannot know that this user trained the run; None if the seal proves it."""
     if not isinstance(entry, dict) or not entry.get("seal"):
         return "the run has no seal that says who trained it"
     try:
@@ -162,7 +164,7 @@ def _seal(key: bytes | None, source: str, entry: Mapping[str, Any]) -> str:
 
 
 def _key(*, make: bool) -> bytes | None:
-    """This user's key; ``make``: make it where there is none."""
+    """Return this user's key. If there is none, make it if ``make`` is True, else return None."""
     path = key_path()
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -191,7 +193,9 @@ def _key(*, make: bool) -> bytes | None:
 
 
 def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
-    """The folder of a recipe's source, and its files: the recipe's, and the neighbours that it imported."""
+    """Return the folder of a recipe's source, and its files: the recipe's, and those it imported from
+    beside it.
+    """
     place = source.rpartition(":")[0]
     if not place.endswith(".py"):
         path = Path(str(importlib.import_module(place).__file__))
@@ -212,7 +216,7 @@ def _sources(source: str) -> tuple[Path, dict[str, bytes]]:
 
 
 def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict[str, bytes] | None:
-    """The recorded files; None where one is missing, or, with ``check``, is not what it was."""
+    """Read the recorded files; return None if one is missing or, with ``check``, has changed."""
     found = {}
     for name, digest in entry["files"].items():
         path = folder / name
@@ -225,29 +229,28 @@ def _read(folder: Path, entry: Mapping[str, Any], *, check: bool = True) -> dict
 
 
 class _Bytes(SourceFileLoader):
-    """Executes a module from bytes that are in memory already, never from cached bytecode."""
+    """Executes a module from bytes in memory, never from cached bytecode."""
 
     def __init__(self, name: str, path: Path, content: bytes) -> None:
         super().__init__(name, str(path))
         self._content = content
 
     def get_data(self, path: str) -> bytes:
-        """Return the source."""
         return self._content
 
     def path_stats(self, path: str) -> Mapping[str, Any]:
-        """Raise OSError, which says that there is no cached bytecode to compare."""
+        """Raise OSError, which tells the loader that there is no bytecode to compare with."""
         raise OSError(path)
 
 
 class _Neighbours(MetaPathFinder):
-    """Finds the modules beside a kept recipe in memory."""
+    """Finds, in memory, the modules that lay beside a recipe when its source was copied."""
 
     def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
         self._folder, self._files = folder, files
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return how a module is loaded; None for one that is not among the files."""
+        """Return the spec of a module; None for one that is not among the files."""
         place = fullname.replace(".", "/")
         for name, is_package in ((f"{place}.py", False), (f"{place}/__init__.py", True)):
             if name in self._files:

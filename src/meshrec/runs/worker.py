@@ -1,4 +1,4 @@
-"""What every rank of a run does, from joining the others to the last page."""
+"""The work of one rank, from joining the others to the last report."""
 
 import logging
 import os
@@ -59,32 +59,34 @@ if TYPE_CHECKING:
     from meshrec.data import Dataset
 
 LAUNCH = "launch.json"
-"""Holds the ID of the launch that made the run's folder."""
+"""The file with the ID of the launch that made the run's folder."""
 RUN_VARIABLE = "MESHREC_RUN"
-"""The name of the run's folder, for the ranks that our launcher starts; the launcher has made it."""
+"""The environment variable with the run's folder, which our launcher has made, for the ranks that it
+starts.
+"""
 BEGAN_VARIABLE = "MESHREC_BEGAN"
-"""When the command began, in seconds; ranks start later."""
+"""The environment variable with the time at which the command began, in seconds; ranks start later."""
 
 _logger = logging.getLogger("meshrec")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to do.
+    """The options of a run.
 
     Attributes:
-        recipe: what to train.
-        source: how the recipe was named: what `meshrec.train.resolve` takes.
-        name: of the run's folder (default: the recipe's with a number).
-        runs: where run folders are.
-        device: ``cpu`` or ``cuda`` (default: what there is).
-        resume: go on with the run of that name, from its last checkpoint.
-        changes: what the recipe of a resumed run has that the run had otherwise.
+        recipe: the recipe to train.
+        source: the name of the recipe, as given to `meshrec.train.resolve`.
+        name: the name of the run's folder; if none, the recipe's name with a number.
+        runs: the folder of all run folders.
+        device: ``cpu`` or ``cuda``; if none, ``cuda`` where torch sees a GPU.
+        resume: continue the run of that name from its last checkpoint.
+        changes: the options that a resumed run changes.
         profile: trace a few steps.
-        baselines: judge the three baselines, too.
-        track: other observers, see `meshrec.train.trackers.make_trackers`.
-        rank_timeout: seconds that ranks wait for one that does not answer, while they train.
-        folder: the run's folder, where the caller has made it and holds its `RunLock`.
+        baselines: also compute the baselines.
+        track: names of further observers, see `meshrec.train.trackers.make_trackers`.
+        rank_timeout: seconds that ranks wait, during training, for a rank that does not answer.
+        folder: the run's folder, if the caller has made it and holds its `RunLock`.
     """
 
     recipe: Recipe
@@ -102,13 +104,14 @@ class Job:
 
 
 def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
-    """Trains as one rank; returns the summary.
+    """Train as one rank, and return the summary of the run.
 
     Args:
-        screen: makes what shows the run to its user; on rank 0 only.
+        job: the options of the run.
+        screen: makes the observer that shows the run to its user; called on rank 0 only.
 
     Raises:
-        ValueError: on every rank, for what cannot be done.
+        ValueError: the run cannot be done as asked; raised on every rank.
     """
     began = float(os.environ.get(BEGAN_VARIABLE, time.time()))
     ranks = join(choose_device(job.device))
@@ -128,7 +131,7 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
 
 
 def _failed(folder: RunFolder, ranks: Ranks, error: BaseException) -> None:
-    """Leaves the error for the launcher, and for those who look at the run later."""
+    """Write the error to the run's folder, for the launcher and for later readers."""
     alone = RUN_VARIABLE not in os.environ
     try:
         folder.error(ranks.rank).write_text("".join(traceback.format_exception(error)))
@@ -148,7 +151,7 @@ def line_of(error: BaseException) -> str:
 
 
 def record_failure(folder: RunFolder, error: str) -> None:
-    """Record in the run's folder that the run failed, and make the page of what was trained."""
+    """Record in the run's folder that the run failed, and write the report of what was trained."""
     if (folder.path / CONFIG).exists():
         step = max((line["step"] for line in folder.metrics()), default=None)
         folder.write_state("failed", error=error, step=step)
@@ -157,7 +160,7 @@ def record_failure(folder: RunFolder, error: str) -> None:
 
 @contextmanager
 def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """Sends what a rank logs to its own file; warnings are shown as well, by rank 0 for all."""
+    """Log to the rank's own file while inside. Rank 0 also shows warnings, for all ranks."""
     handlers: list[logging.Handler] = [logging.FileHandler(folder.log(ranks.rank))]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if ranks.is_first and not logging.getLogger().handlers:
@@ -182,10 +185,10 @@ def _logged(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def _held_folder(job: Job, ranks: Ranks) -> Iterator[RunFolder]:
-    """The run's folder, which rank 0 locks unless the launcher has. Collective.
+    """Yield the run's folder. Rank 0 locks it unless our launcher holds the lock. Collective.
 
     Raises:
-        ValueError: on every rank, where rank 0 cannot have the folder.
+        ValueError: rank 0 cannot have the folder; raised on every rank.
     """
     made = os.environ.get(RUN_VARIABLE)
     if made:
@@ -210,7 +213,7 @@ def _held_folder(job: Job, ranks: Ranks) -> Iterator[RunFolder]:
 
 
 def _claim(job: Job) -> RunLock:
-    """Lock the run's folder: a new one, or what this launch made before it started its ranks anew."""
+    """Lock the run's folder: a new one, or the one that this launch made before it restarted its ranks."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
         for known in all_runs(job.runs):
@@ -240,7 +243,7 @@ class _Run:
         self._began, self._start = now(), began
 
     def do(self) -> dict[str, Any]:
-        """Everything."""
+        """Run everything from the comparison of the ranks to the summary, which is returned."""
         stop = StopRequest()
         with stop.listening():
             if RUN_VARIABLE in os.environ:
@@ -276,7 +279,7 @@ class _Run:
     def _compare_starts(self) -> None:
         """Compare how the ranks were started. Collective."""
         job = self._job
-        # Rank 0 alone chooses the folder, so that its name may differ.
+        # The name is not compared: rank 0 alone chooses the folder.
         names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout")
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type
@@ -306,13 +309,13 @@ class _Run:
         return dataset
 
     def _resume(self, trainer: Trainer) -> None:
-        """A new run's folder has no checkpoint; ranks that were started anew find those of before."""
+        """Load the newest checkpoint, if there is one: for --resume, and after a restart of the ranks."""
         config = self._folder.read_json(CONFIG)
         if config is not None:
             check_data(config, trainer.dataset, self._folder.path)
         if not trainer.resume() and self._job.resume:
             raise ValueError(
-                f"{self._folder.path} holds no checkpoint to resume from; train anew under another --name."
+                f"{self._folder.path} has no checkpoint to resume from; start a new run with another --name."
             )
         if self._job.resume:
             self._tell(Said(f"resuming {self._folder.path} from step {trainer.progress.step:,}"))
@@ -387,7 +390,9 @@ class _Run:
         }
 
     def _checkpoints(self, weights_step: int) -> dict[str, str | None]:
-        """Where the reported weights lie, and the state from which training can go on."""
+        """Return the paths of the reported weights, and of the checkpoint from which training can
+        continue.
+        """
         found: dict[str, str | None] = {}
         for name, wanted in (("weights", {"step": weights_step}), ("last", {"last": True})):
             try:
@@ -397,13 +402,15 @@ class _Run:
         return found
 
     def _phases(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """Predicted and measured seconds per phase of a step, of the slowest rank; their sum is ``step``."""
+        """Return predicted and measured seconds per phase of a step, on the slowest rank; ``step`` is
+        their sum.
+        """
         plan = trainer.built.plan
         times = read_phases(self._folder.path) if self._folder.phases.is_file() else []
         return [] if plan is None or not times else [row._asdict() for row in compare(plan, times)]
 
     def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
-        """Compute the baselines and write the pages: rank 0's work."""
+        """Compute the baselines and write the reports, on rank 0."""
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
         judged = dataset.validation is not None or dataset.test is not None
@@ -428,11 +435,11 @@ class _Run:
                     if data in quality:
                         summary[key][name] = quality[data]
         except _Stopped:
-            self._tell(Said("the baselines were left out, as asked: the run itself is complete"))
+            self._tell(Said("the baselines were skipped, as you asked; the run itself is complete"))
 
 
 class _Stopped(Exception):
-    """Raised where the user does not want to wait."""
+    """Raised during the baselines when the user asks the run to stop."""
 
 
 def commands(folder: RunFolder) -> dict[str, str]:
@@ -450,7 +457,9 @@ def commands(folder: RunFolder) -> dict[str, str]:
 
 
 def _merged(found: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """What ranks skipped, by file and reason: two that read the same window name the same rows."""
+    """Merge the rows that ranks skipped, by file and reason. Ranks that read the same window name the same
+    rows.
+    """
     merged: dict[str, dict[str, int]] = {}
     for of_rank in found:
         for file, reasons in of_rank.items():

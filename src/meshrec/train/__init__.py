@@ -1,4 +1,4 @@
-"""Training: recipes, the trainer, and the folder a run leaves behind."""
+"""Training: recipes, the trainer, and the folder of a run."""
 
 from meshrec.train.architectures import (
     ClickTowersConfig,

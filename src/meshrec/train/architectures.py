@@ -190,8 +190,8 @@ class MultiTaskConfig(ModelConfig):
         num_tasks = len(dataset.labels)
         if num_tasks < 2:
             raise ValueError(
-                f"dataset {dataset.name!r} has one label, and this model is for several. Give Features more "
-                "labels, or take another model."
+                f"dataset {dataset.name!r} has one label, but this model needs several. Give Features more "
+                "labels, or use another model."
             )
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
         width = dataset.num_dense + self.embedding_dim * len(dataset.features)

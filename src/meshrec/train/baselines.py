@@ -30,24 +30,29 @@ _SMOOTHING = 5.0
 _CHOICE = 10  # one training sample in ten chooses the penalty
 
 Tell = Callable[[float], None]
-"""Is told how much is done, in [0, 1]; what it raises ends the work."""
+"""A function that is called with the finished share of the work, in [0, 1]. An exception from it ends the
+work.
+"""
 
 
 class Baseline(NamedTuple):
-    """A baseline's name, and its metrics by the name of the data: ``validation``, ``test``."""
+    """The name of a baseline, and its metrics on each part of the data: ``validation``, ``test``."""
 
     name: str
     quality: dict[str, dict[str, float]]
 
 
 def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Yield the three, one after the other; popularity only where the dataset names its item.
+    """Yield three baselines one after the other: the global mean, item popularity, and logistic regression.
 
-    Popularity is the item's mean label in training, smoothed with five samples of the global mean. Logistic
-    regression has one weight per id and per dense value; its L2 penalty is the one of three that predicts a
-    tenth of the training samples best from the others. All learn from the first `MAX_SAMPLES` training
-    samples, and are judged on the same samples as the model: all of the validation and of the test data. Of
-    several labels each has its own three; the first one's metrics have their plain names, too, as in `Tasks`.
+    Popularity is the item's mean label in training, smoothed with five samples of the global mean. It is left
+    out if the dataset does not name its item. Logistic regression has one weight per ID and per dense value.
+    Its L2 penalty is the one of three that, fitted on nine tenths of the training samples, predicts the other
+    tenth best.
+
+    All three learn from the first `MAX_SAMPLES` training samples. They are evaluated on the same samples as
+    the model: all of the validation and test data. With several labels, each label has its own three
+    baselines. As in `Tasks`, the metrics of the first label also appear under their plain names.
     """
     if not dataset.labels:
         yield from _of_label(dataset, None, tell)
@@ -63,7 +68,7 @@ def baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Ba
 
 
 def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Baseline]:
-    """The three for one of several labels; None: there is one."""
+    """Yield the three baselines of one label; ``number`` is None if there is only one."""
 
     def label(batches: Iterator[Batch]) -> Iterator[Batch]:
         return (
@@ -89,9 +94,9 @@ def _of_label(dataset: "Dataset", number: int | None, tell: Tell) -> Iterator[Ba
 
 
 def ranking_baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Iterator[Baseline]:
-    """Of next items: the most popular items of the training data, without those that a user has seen.
+    """Yield the baseline of next-item models: the most popular items in training that the user has not seen.
 
-    Judged on the same samples as the model, by the place of the item that followed among all items.
+    It is evaluated on the same samples as the model, by the rank of the true next item among all items.
 
     Raises:
         ValueError: the dataset names no item.
@@ -105,7 +110,7 @@ def ranking_baselines(dataset: "Dataset", tell: Tell = lambda done: None) -> Ite
         ids = batch.sparse[item]
         chosen = torch.repeat_interleave(batch.labels, ids.lengths())
         counts += torch.bincount(ids.values(), chosen, minlength=rows)
-    # As vectors of one number each: an item's product is the log of its share.
+    # Vectors of width 1: the product of one with an item's vector is the log of the item's share.
     popularity = torch.log(counts + 1e-3)[:, None]
 
     def places(reader: "Reader") -> dict[str, float]:
@@ -136,7 +141,7 @@ def _judge(
         tell(min(1.0, number * _BATCH / num_samples))
         found.append((logits(batch), batch.labels))
     tell(1.0)
-    # Not collective: baselines are one rank's work.
+    # Not collective: one rank alone computes the baselines.
     scores, labels = (torch.cat(each) for each in zip(*found, strict=True))
     return binary_metrics(scores, labels, gather=False)
 

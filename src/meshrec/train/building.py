@@ -1,4 +1,4 @@
-"""From a recipe to a model and its optimizers: sharded as planned, or plain in one process."""
+"""Building a recipe's model and optimizers: sharded as planned, or plain in one process."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class Built(NamedTuple):
-    """A model that can train; ``optimizer`` is that of tables and dense part together, clipped if need be."""
+    """A model ready to train. ``optimizer`` updates tables and dense part, with clipping if the recipe asks
+    for it.
+    """
 
     model: nn.Module
     tables: KeyedOptimizer
@@ -70,7 +72,7 @@ def _sharded(recipe: Recipe, model: nn.Module, dataset: "Dataset", ranks: Ranks)
         EmbeddingBagCollectionSharder(recipe.tables, update=update, precision=precision),
         EmbeddingCollectionSharder(recipe.tables, update=update, precision=precision),
     ]
-    # Drawn from the seed of now: whatever the planner and the sample batches used up does not count.
+    # Seed again: the planner and the sample batches have drawn an unknown amount of random numbers.
     torch.manual_seed(recipe.training.seed)
     sharded = DistributedModelParallel(
         model, env=ranks.env, device=ranks.device, plan=plan, sharders=sharders
@@ -92,7 +94,7 @@ def _plain(recipe: Recipe, model: nn.Module, _: "Dataset", ranks: Ranks) -> Buil
 
 
 def _allocate(collection: TableCollection, device: torch.device, seed: int) -> None:
-    """Gives tables on ``meta`` the values that sharding would give them."""
+    """Give tables on ``meta`` the initial values that sharding would give them."""
     collection.to_empty(device=device)
     for config, weight in collection.tables().values():
         init_rectangle(
@@ -106,7 +108,9 @@ def _allocate(collection: TableCollection, device: torch.device, seed: int) -> N
 
 
 def _update(recipe: Recipe) -> UpdateMode:
-    """In the backward pass, unless gradients are wanted first: to add up several, or for their norm."""
+    """Return when tables are updated: in the backward pass, or after it if gradients are accumulated or
+    clipped.
+    """
     training = recipe.training
     return "on_step" if training.accumulate > 1 or training.clip_norm is not None else "in_backward"
 

@@ -51,9 +51,9 @@ def launch(
     """Run ``meshrec ARGUMENTS`` in ``num_ranks`` processes, and wait for them.
 
     Ctrl-C and SIGTERM are passed on: the ranks stop at the next step. Ranks share the cores of this machine
-    unless OMP_NUM_THREADS says otherwise. A rank that is stopped (SIGSTOP) for longer than ``rank_timeout``
-    seconds is killed. Once a rank has failed, those that do not end by themselves are killed, too: a process
-    that hangs would keep the others waiting.
+    unless OMP_NUM_THREADS is set. A rank that is stopped (SIGSTOP) for longer than ``rank_timeout`` seconds
+    is killed. Once a rank has failed, ranks that do not end by themselves are killed as well: a process that
+    hangs would keep the others waiting.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -106,7 +106,7 @@ def signals_of(failed: Any) -> dict[int, int]:
 def _ends_stragglers(
     folder: RunFolder, num_ranks: int, rank_timeout: float, silent: set[int]
 ) -> Iterator[None]:
-    """Kill ranks that do not answer any more while others wait for them; add their numbers to ``silent``."""
+    """Kill ranks that keep others waiting without answering; add their numbers to ``silent``."""
     over, stopped = threading.Event(), StoppedRanks(rank_timeout)
 
     def watch() -> None:
@@ -133,7 +133,9 @@ def _ends_stragglers(
 
 
 def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
-    """The ranks that another one's failure should have ended by now; not those that started since."""
+    """Return the ranks that should have ended since another one failed, without those started after the
+    failure.
+    """
     failed_at = {rank: _written(folder.error(rank)) for rank in range(num_ranks)}
     first = min(failed_at.values())
     if time.time() - first < _GRACE_SECONDS:
@@ -143,7 +145,7 @@ def _stragglers(folder: RunFolder, num_ranks: int) -> list[int]:
 
 
 def _written(path: Path) -> float:
-    """When a file was written; later than anything if there is none."""
+    """Return when a file was written; infinity if it does not exist."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -156,11 +158,14 @@ def first_error(
     signals: Mapping[int, int] | None = None,
     silent: Sequence[int] | set[int] = (),
 ) -> str:
-    """What went wrong: not the ranks that only lost a peer, if another says more.
+    """Return the error that explains a failure. Ranks that only lost a peer count if no other rank has an
+    error.
 
     Args:
-        signals: what killed ranks.
-        silent: ranks that did not answer any more, and were ended for it.
+        folder: Folder of the run.
+        num_ranks: Number of ranks.
+        signals: Signals that killed ranks, by rank.
+        silent: Ranks that were killed because they no longer answered.
     """
     found = []
     for rank in range(num_ranks):
@@ -172,8 +177,8 @@ def first_error(
         ranks = ", ".join(map(str, sorted(silent)))
         logs = ", ".join(str(folder.log(rank)) for rank in sorted(silent))
         return (
-            f"rank {ranks} did not answer any more: the others waited in vain (--rank-timeout), and it was "
-            f"ended. Its log is {logs}"
+            f"rank {ranks} stopped answering. The others waited for it (--rank-timeout), then it was "
+            f"killed. Its log is {logs}"
         )
     killed = {rank: number for rank, number in (signals or {}).items() if number != signal.SIGTERM}
     if not causes and killed:
@@ -183,7 +188,7 @@ def first_error(
             f"{_hint(number)}. Its log is {folder.log(rank)}"
         )
     if not found:
-        return f"a rank ended without a word. Its log is one of {folder.path / 'log_rank*.txt'}"
+        return f"a rank ended without an error. Its log is one of {folder.path / 'log_rank*.txt'}"
     _, rank, error = min(causes or found)
     name, _, message = error.partition(": ")
     if name.rpartition(".")[2] in MESSAGES:
@@ -205,7 +210,7 @@ def _has_lost_a_peer(error: str) -> bool:
 
 
 def _error_in(text: str) -> str:
-    """The error at the end of a traceback, which may have several lines: what follows the last call."""
+    """Return the error at the end of a traceback: the lines after the last call."""
     lines = text.strip().splitlines()
     calls = [number for number, line in enumerate(lines) if line.startswith(("Traceback", "  File ", "    "))]
     if not calls or calls[-1] + 1 == len(lines):  # cut off, as on a full disk

@@ -144,8 +144,8 @@ class NextItem(Loss):
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         if outputs.shape != (*labels.shape, 2):
             raise ValueError(
-                f"the model says {list(outputs.shape)} of labels {list(labels.shape)}, and the loss NextItem "
-                "takes a loss and a place of each. Take a model for next items, such as SASRecConfig."
+                f"the model returned {list(outputs.shape)} for labels {list(labels.shape)}; NextItem "
+                "takes a loss and a rank per label. Use a model for next items, such as SASRecConfig."
             )
         return _weighted(outputs[:, 0] * labels, weights)
 
@@ -190,8 +190,8 @@ class Tasks(Loss):
     def sum(self, outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         if outputs.shape != labels.shape or outputs.shape[-1] != len(self.tasks):
             raise ValueError(
-                f"the model says {list(outputs.shape)}, labels are {list(labels.shape)}, and the loss has "
-                f"{len(self.tasks)} tasks. Give one output and one label to each."
+                f"the model returned {list(outputs.shape)}, labels are {list(labels.shape)}, the loss has "
+                f"{len(self.tasks)} tasks. Give each task one output and one label."
             )
         parts = [
             task.weight * task.loss.sum(outputs[:, number], labels[:, number], weights)
@@ -236,8 +236,8 @@ def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
     """Raise ValueError where one of the two would be broadcast to the other."""
     if outputs.shape != labels.shape:
         raise ValueError(
-            f"the model says {list(outputs.shape)}, and labels are {list(labels.shape)}. Give one output to "
-            "each label, and of several labels a loss of Tasks."
+            f"the model returned {list(outputs.shape)}, and labels are {list(labels.shape)}. Return one "
+            "output per label, and use the loss Tasks for several labels."
         )
 
 

@@ -18,7 +18,7 @@ Line = Mapping[str, Any]
 
 
 class Started(NamedTuple):
-    """Everything known before the first step."""
+    """Event: the run starts. It carries everything known before the first step."""
 
     recipe: Recipe
     folder: RunFolder | None
@@ -80,7 +80,9 @@ Observer = Callable[[Event], None]
 
 
 class FolderObserver:
-    """Appends metrics to the run's ``metrics.jsonl``. On a full disk, one warning says that they are lost."""
+    """Appends metrics to the run's ``metrics.jsonl``. If a write fails, as on a full disk, one warning is
+    logged.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -93,7 +95,7 @@ class FolderObserver:
                 self._folder.append_metrics(dict(event.line))
             except OSError as error:
                 if not self._has_failed:
-                    _logger.warning("metrics from step %d on are not kept: %s", event.line["step"], error)
+                    _logger.warning("metrics from step %d on are lost: %s", event.line["step"], error)
                 self._has_failed = True
 
 
@@ -109,7 +111,7 @@ class TensorBoardObserver:
         self._make: Any = None
         self._writer: Any = None
         try:
-            # It imports TensorFlow where that is installed, which talks.
+            # It imports TensorFlow if that is installed, which prints to stderr.
             with contextlib.redirect_stderr(io.StringIO()):
                 from torch.utils.tensorboard import SummaryWriter
         except ImportError:

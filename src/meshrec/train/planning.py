@@ -1,4 +1,4 @@
-"""The plan of a recipe: what is measured on its data, and what the planner makes of it."""
+"""Planning for a recipe: measurements on its data, and the plan."""
 
 import itertools
 from dataclasses import replace
@@ -30,7 +30,7 @@ _GIB, _MIB = 1024**3, 1024**2
 
 
 def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str) -> Topology:
-    """The machine as the recipe describes it."""
+    """Return the topology that the recipe describes."""
     memory = recipe.placement.memory_gib
     cap = None if memory is None else int(memory * _GIB)
     return Topology(
@@ -46,10 +46,10 @@ def topology_of(recipe: Recipe, *, world_size: int, local_size: int, device: str
 def constraints_of(
     recipe: Recipe, model: nn.Module, dataset: "Dataset", *, world_size: int
 ) -> dict[str, ParameterConstraints]:
-    """What the planner may do with each table, and what it should assume: measured on the first batches."""
+    """Return the planner's constraints for each table, with pooling factors measured on the first batches."""
     placement = recipe.placement
     batches = dataset.train.batches(recipe.training.batch_size // world_size, world_size=world_size)
-    # Of few rows the last ranks have none, and of damaged ones nobody has.
+    # If rows are few, the last ranks have none; if all are damaged, nobody has any.
     first = [each.sparse for each in itertools.islice(batches, placement.sample_batches) if len(each)]
     measured = estimate_from_batches(model, first) if first else {}
     return {
@@ -71,13 +71,17 @@ def _allowed_types(placement: Placement, table: Table) -> tuple[ShardingType | s
 
 
 def _priced_for(plan: PlannedShardingPlan, recipe: Recipe) -> PlannedShardingPlan:
-    """Return a saved plan. Raises ValueError where its times are for other wire formats than the recipe's."""
+    """Return a saved plan.
+
+    Raises:
+        ValueError: The plan was made for other wire formats than the recipe's.
+    """
     wanted = WireFormats.parse(recipe.placement.wire)
     for table in plan.required_inputs().tables:
         if table.wire != wanted:
             raise ValueError(
                 f"placement.plan {recipe.placement.plan} was made for {table.wire} between ranks, and "
-                f"placement.wire is {wanted}. Set placement.wire to {table.wire}, or plan anew with "
+                f"placement.wire is {wanted}. Set placement.wire to {table.wire}, or plan again with "
                 f"`meshrec plan --wire {wanted}`."
             )
     return plan
@@ -92,15 +96,16 @@ def make_plan(
     *,
     effort: Effort = DEFAULT_EFFORT,
 ) -> PlannedShardingPlan:
-    """The plan for ``model``, which `recipe.model` built for ``dataset``; the same on all ranks of ``group``.
+    """Return the plan for ``model``, which the recipe built for ``dataset``. It is equal on all ranks of
+    ``group``.
 
     Raises:
-        ValueError: on every rank, when no plan fits, with what would help.
+        ValueError: No plan fits; the error says what would help. It is raised on every rank.
     """
     if recipe.placement.plan is not None:
         if not recipe.placement.plan.is_file():
             raise ValueError(
-                f"placement.plan {recipe.placement.plan} is no file; save one with `meshrec plan`."
+                f"placement.plan {recipe.placement.plan} is not a file; save one with `meshrec plan`."
             )
         return _priced_for(load_plan(recipe.placement.plan), recipe)
     planner = EmbeddingShardingPlanner(

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, and what they tell each other besides gradients."""
+"""The ranks of a run, and the small values that they exchange beside gradients."""
 
 import os
 from collections.abc import Sequence
@@ -24,13 +24,14 @@ def launched() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """One process among ``size``.
+    """One rank of ``size``.
 
     Attributes:
-        rank, size: of all processes.
-        local_size: processes on this node.
-        device: where this one computes.
-        env: for sharded modules.
+        rank: the number of this rank.
+        size: the number of ranks.
+        local_size: the number of ranks on this node.
+        device: the device that this rank computes on.
+        env: the process groups for sharded modules.
         control: a gloo group for small values on the CPU; None for a single process.
     """
 
@@ -82,7 +83,11 @@ class Ranks:
 
 
 def choose_device(name: str | None) -> str:
-    """``cpu`` or ``cuda``: what is asked for, or what there is. ValueError for a GPU that is not there."""
+    """Return the device type to use: ``name``, or, if none, ``cuda`` where torch sees a GPU and else ``cpu``.
+
+    Raises:
+        ValueError: ``name`` is unknown, or it is ``cuda`` and torch sees no GPU.
+    """
     if name not in (None, "cpu", "cuda"):
         raise ValueError(f"--device {name}: take cpu or cuda.")
     if name == "cuda" and not torch.cuda.is_available():
@@ -91,9 +96,13 @@ def choose_device(name: str | None) -> str:
 
 
 def join(device: str, *, timeout_seconds: float = 1800.0) -> Ranks:
-    """Joins the default process group, or makes the one that the launcher's environment describes.
+    """Join the default process group, or form the one that the launcher's environment describes.
 
-    gloo serves CPUs, NCCL GPUs. Without a group and a launcher this is a single process.
+    CPUs use gloo, GPUs use NCCL. Without a group and a launcher, the process is the only rank.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        timeout_seconds: seconds after which a collective fails.
     """
     if not launched() and not dist.is_initialized():
         if device == "cuda":

@@ -1,6 +1,6 @@
-"""Recipes: all that a training run is made of, as frozen dataclasses.
+"""Recipes: everything that defines a training run, as frozen dataclasses.
 
-A recipe is a function without arguments that returns a `Recipe`; for ``meshrec train`` its fields are
+A recipe is a function without arguments that returns a `Recipe`. ``meshrec train`` turns its fields into
 options.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource(ABC):
-    """Where samples come from."""
+    """A source of samples."""
 
     @abstractmethod
     def load(self) -> "Dataset":
@@ -32,15 +32,16 @@ class DataSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedSource(ABC):
-    """Tables whose columns become samples by `Features`, which are fitted on the training rows.
+    """Tables whose columns become samples through `Features`, which are fitted on the training rows.
 
-    A run fits them once and keeps them in its folder; whatever is evaluated or scored later is read by these.
+    A run fits the features once and stores them in its folder. All later evaluation and scoring reads them
+    from there.
     """
 
     features: Any
-    """What becomes of the columns: `meshrec.data.features.Features`."""
+    """The features to make of the columns: `meshrec.data.features.Features`."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """How to take validation and test rows out of the training data; if none, they have own files."""
+    """How to split validation and test rows off the training data; if none, they have their own files."""
     split_column: str | None = None
     """Column that decides the split: numbers or times for time, any type for hash."""
     split_validation: float = 0.1
@@ -87,7 +88,7 @@ class FittedSource(ABC):
         )
 
     def scored(self, features: "Features", data: Any, *, labelled: bool) -> "Dataset":
-        """Open other data of the same form, in its own order, as the training part of a dataset."""
+        """Open other data of the same form, unshuffled, as the training part of a dataset."""
         from meshrec.data.frames import open_tables
         from meshrec.data.tables import described_by, ordered_reader
 
@@ -120,8 +121,10 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def build(self, dataset: "Dataset") -> nn.Module:
-        """The model, its tables on ``meta``; called as ``model(dense, sparse)`` it gives logits, [B] or [B,
-        1]; of T labels [B, T]."""
+        """Build the model, with its tables on ``meta``.
+
+        Called as ``model(dense, sparse)``, it returns logits, [B] or [B, 1]; for T labels, [B, T].
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,7 @@ class DenseOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How long and how to train."""
+    """Options of the training loop."""
 
     batch_size: int = 1024
     """Samples per step over all ranks."""
@@ -150,12 +153,13 @@ class Training:
     accumulate: int = 1
     """Number of batches whose gradients are added up for one update."""
     clip_norm: float | None = None
-    """The largest norm of the gradients of an update, those of tables and all ranks included."""
+    """Largest norm of an update's gradients, over dense parameters, tables and all ranks; if none, no
+    clipping.
+    """
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
     pipeline: bool = True
-    """Let the next batch's exchanges run while a batch computes, where there are several ranks; the numbers
-    are the same."""
+    """With several ranks, exchange the next batch while this one is computed; results are the same."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: int = 20
@@ -167,8 +171,9 @@ class Training:
     keep_checkpoints: int = 3
     """Number of checkpoints to keep."""
     publish_every: int | None = None
-    """Steps between deltas for servers, in the run's folder ``deltas``, of which there is one before each
-    checkpoint, too; without it, none."""
+    """Steps between deltas for servers, written to the run's folder ``deltas``; one more precedes each
+    checkpoint. If none, there are no deltas.
+    """
     prefetch: int = 2
     """Number of batches to read ahead."""
 
@@ -303,7 +308,7 @@ class Recipe:
 
 
 def _check_labels(features: "Features", loss: Loss) -> None:
-    """ValueError where the loss, if it is one of ours, is for other labels."""
+    """Raise ValueError if one of our losses does not match the labels."""
     if not isinstance(loss, BinaryCrossEntropy | SquaredError | Huber | Tasks):
         return
     losses = [task.loss for task in loss.tasks] if isinstance(loss, Tasks) else [loss]

@@ -1,4 +1,4 @@
-"""The recipes that come with MeshRec, by name; and how others are found."""
+"""The recipes that come with MeshRec, by name, and the lookup of your own."""
 
 import dataclasses
 import importlib
@@ -39,7 +39,7 @@ def movielens_dlrm() -> Recipe:
         dense=DenseOptimizer(kind="adamw", lr=5e-4, weight_decay=0.1),
         schedule=Schedule(decay="linear"),
         training=Training(batch_size=1024, epochs=4, evaluate_every=26, patience=3, phases_every=20),
-        # The movies' table stands for those that no rank could hold alone.
+        # Shards the table of the movies, as if it were too large for one rank.
         placement=Placement(replicate_mib=1.0),
     )
 
@@ -122,7 +122,7 @@ def mmoe() -> Recipe:
 
 
 def _movielens(name: str, model: ModelConfig) -> Recipe:
-    """What `movielens_dlrm` does, with another model."""
+    """Return `movielens_dlrm` with another model."""
     return dataclasses.replace(
         movielens_dlrm(),
         name=name,
@@ -148,12 +148,12 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
 
 
 def resolve(name: str) -> Recipe:
-    """A recipe by its name, by ``path/to/file.py:function``, or by ``package.module:function``.
+    """Return a recipe by its name, ``path/to/file.py:function``, or ``package.module:function``.
 
     Relative paths in the recipe of a file start at the file's folder.
 
     Raises:
-        ValueError: when there is no such recipe, or the function gives something else.
+        ValueError: there is no such recipe, or the function returns something else.
     """
     if name in RECIPES:
         return RECIPES[name]()
@@ -192,7 +192,7 @@ def recipe_by(function: Any, name: str) -> Recipe:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """A function by ``path/to/file.py:function``, or by ``package.module:function``.
+    """Return the function named ``path/to/file.py:function`` or ``package.module:function``.
 
     Raises:
         ValueError: there is none.
@@ -212,11 +212,12 @@ def module_name(path: Path) -> str:
 
 
 def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> ModuleType:
-    """Execute a recipe's file.
+    """Execute a recipe's file and return its module.
 
     Args:
         path: the file.
-        loader: where its source is taken from; without it, from the file, which may import its neighbours.
+        loader: the loader of its source. If none, the file is read from disk, and it can import the modules
+            beside it.
 
     Raises:
         ValueError: there is no such file, or it cannot be imported.
@@ -230,13 +231,13 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     folder = str(path.resolve().parent)
-    if loader is None and folder not in sys.path:  # as for a script: its neighbours can be imported
+    if loader is None and folder not in sys.path:  # as for a script, modules beside it can be imported
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(
-            f"{error.filename}:{error.lineno}: {error.msg}. Mend this line of the recipe."
+            f"{error.filename}:{error.lineno}: {error.msg}. Fix this line of the recipe."
         ) from error
     except ModuleNotFoundError as error:
         raise ValueError(
@@ -247,7 +248,7 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
 
 
 def _imported(place: str, name: str) -> ModuleType:
-    # As for `python -m`: modules beside the user are found, too.
+    # As for `python -m`, modules in the current folder can be imported.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -1,6 +1,6 @@
-"""The rendezvous of torch's elastic launcher on one machine: nobody else can come, and nothing listens.
+"""A rendezvous for torch's elastic launcher on one machine, which nobody else can join: it opens no port.
 
-torch's own c10d rendezvous hosts a store on every interface, and unpickles what anybody writes there.
+torch's own c10d rendezvous hosts a store on every network interface, and unpickles whatever is written there.
 """
 
 from torch._C._distributed_c10d import HashStore
@@ -26,31 +26,28 @@ class OneMachine(RendezvousHandler):
         self._run_id = run_id
 
     def get_backend(self) -> str:
-        """Return the name of this rendezvous."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once: the only participant is here."""
-        # The launcher tells ranks of an address, which they do not use.
+        """Return at once, because this process is the only participant."""
+        # The launcher gives the ranks this address, but they do not use it.
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", 0))
 
     def is_closed(self) -> bool:
-        """Return False: ranks may be started anew at any time."""
+        """Return False, because ranks may be restarted at any time."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: nobody else could join."""
+        """Do nothing, because nobody else could join."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the name of this launch."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True: nothing is open."""
+        """Return True; there is nothing to close."""
         return True
 
 

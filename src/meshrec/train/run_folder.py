@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind, ``runs/<name>/``."""
+"""The folder of a run, ``runs/<name>/``."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,7 @@ class RunFolder:
 
     @property
     def whole_phases(self) -> Path:
-        """The same for steps that wait for each exchange where it starts; only a pipelined run has it."""
+        """The file with the time per phase and rank of steps without overlap; only pipelined runs have it."""
         return self.path / "phases_whole.jsonl"
 
     def trace(self, rank: int) -> Path:
@@ -87,7 +87,7 @@ class RunFolder:
         return any(self.path.glob("checkpoints/step-*/manifest.json"))
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a file at once: a reader sees the old or the new one. Numbers that are none become null."""
+        """Write a file atomically: readers see the old or the new contents. NaN and infinity become null."""
         text = json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
         scratch = self.path / f".{name}.{os.getpid()}"
         try:
@@ -98,7 +98,7 @@ class RunFolder:
         scratch.replace(self.path / name)
 
     def write_state(self, name: StateName, *, error: str | None = None, step: int | None = None) -> None:
-        """Write how the run is, and in which process."""
+        """Write the state of the run, with the process that runs it."""
         self.write_json(
             STATE,
             {
@@ -112,13 +112,15 @@ class RunFolder:
         )
 
     def state(self) -> RunState:
-        """Read how the run is. A run whose process on this machine is gone has failed."""
+        """Read the state of the run. A run whose process on this machine is gone has failed."""
         found = self.read_json(STATE)
         if found is None:  # written by an earlier release
             return RunState((self.read_json(SUMMARY) or {}).get("state", "failed"), None, None)
         lost = found["host"] == socket.gethostname() and not _is_alive(found["pid"])
         if found["state"] == "running" and lost:
-            return RunState("failed", "it ended without a word: killed, or out of memory", self._last_step())
+            return RunState(
+                "failed", "it ended without an error: killed, or out of memory", self._last_step()
+            )
         return RunState(found["state"], found["error"], found["step"])
 
     def _last_step(self) -> int | None:
@@ -140,12 +142,13 @@ class RunFolder:
         return _lines(self.path / METRICS)
 
     def forget_after(self, step: int, *, judged: bool) -> None:
-        """Takes out what was recorded after ``step``, and lines that were cut off: a resumed run records it
-        again.
+        """Remove the lines that were recorded after ``step``, and lines that were cut off: a resumed run
+        records them again.
 
         Args:
-            step: that training goes on from.
-            judged: whether its evaluation was done; otherwise it is recorded again, too.
+            step: the step from which training continues.
+            judged: whether the step was evaluated already; otherwise its evaluation is removed and recorded
+                again.
         """
         last = {"validation": step if judged else step - 1, "test": -1}
         for path in (self.path / METRICS, self.phases, self.whole_phases):
@@ -166,22 +169,25 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = False) -> RunFolder:
-    """The folder of a new run, or with ``resume`` of the one to go on with.
+    """Return the folder of a new run, or with ``resume`` the folder of the run to continue.
 
-    Without a name: the recipe's with the next free number (to resume: with the last one).
+    Without a name, it is the recipe's name with the next free number; to resume, with the last number.
 
     Raises:
-        ValueError: when a new run's folder holds a run already or cannot be made, or there is none to resume.
+        ValueError: the folder of a new run contains a run already or cannot be made, or there is no run to
+            resume.
     """
     if name is not None and (Path(name).name != name or name in ("", "..")):
-        raise ValueError(f"--name {name}: a run's name is that of its folder in {runs}; --runs says where.")
+        raise ValueError(
+            f"--name {name}: a run's name is the name of its folder in {runs}; --runs sets that folder."
+        )
     if resume:
         path = runs / name if name is not None else _last(runs, recipe)
         if path is None or not (path / CONFIG).is_file():
             what = (
-                f"{path.resolve()} holds no run"
+                f"{path.resolve()} has no run"
                 if path is not None
-                else f"{runs.resolve()} holds no run of {recipe}"
+                else f"{runs.resolve()} has no run of {recipe}"
             )
             raise ValueError(f"{what} to resume; leave out --resume, or name one with --name.")
         return RunFolder(path)
@@ -190,7 +196,7 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
             return _next(runs, recipe)
         path = runs / name
         if (path / CONFIG).exists():
-            raise ValueError(f"{path} holds a run already; take another --name, or go on with it: --resume.")
+            raise ValueError(f"{path} has a run already; use another --name, or continue it with --resume.")
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
@@ -220,14 +226,18 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
 
 
 def remove_run(folder: RunFolder) -> None:
-    """Remove a run and all its files. ValueError while it is running."""
+    """Remove a run and all its files.
+
+    Raises:
+        ValueError: the run is still running.
+    """
     if folder.state().name == "running":
         raise ValueError(f"{folder.path} is running; stop it first, then remove it.")
     shutil.rmtree(folder.path)
 
 
 def drop_unstarted(folder: RunFolder) -> None:
-    """Remove the folder of a run that ended before its first step: it holds nothing of use."""
+    """Remove the folder of a run that ended before its first step."""
     if not (folder.path / CONFIG).exists():
         shutil.rmtree(folder.path, ignore_errors=True)
 
@@ -239,9 +249,9 @@ def all_runs(runs: Path = RUNS) -> list[RunFolder]:
 
 
 def to_json(value: Any) -> Any:
-    """A config as plain JSON types; a dataclass brings its class as ``"type"``, or says itself how.
+    """Return a config as plain JSON types. A dataclass has its class as ``"type"``, or its own ``to_json``.
 
-    Of a table in memory the type is told, and none of its data.
+    An in-memory table becomes the name of its type, without any data.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if hasattr(value, "to_json"):
@@ -271,7 +281,7 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
-    """The same without NaN and infinity, which JSON has no words for."""
+    """Replace NaN and infinity, which JSON cannot hold, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -97,13 +97,13 @@ class TrainStep:
 
     def _why(self, batch: "Batch", loss: float) -> str:
         if not bool(torch.isfinite(batch.dense).all()):
-            cause = "the dense values of the batch are no numbers already"
+            cause = "the batch already has dense values that are NaN or infinite"
         else:
             first = self._watch.first_bad()
             cause = (
-                f"the first module whose output is no number is {first}"
+                f"the first module with NaN or infinity in its output is {first}"
                 if first is not None
-                else "the outputs of all modules are numbers, so look at the labels"
+                else "the outputs of all modules are finite, so look at the labels"
             )
         return f"rank {self._ranks.rank}: the loss is {loss}; {cause}"
 

@@ -1,4 +1,4 @@
-"""Ranks of this machine that are stopped, as by SIGSTOP: the system knows, at any time of a run."""
+"""Detection of ranks on this machine that are stopped, for example by SIGSTOP."""
 
 import os
 import time
@@ -10,10 +10,10 @@ _PROC = Path("/proc")
 
 
 class StoppedRanks:
-    """Looks after the ranks that this process has started.
+    """A watch over the ranks that this process has started.
 
-    Ranks that wait notice a stopped one only in a collective. While they load data or plan, no collective may
-    be under way for hours. Where the system has no ``/proc``, this finds nothing.
+    Waiting ranks notice a stopped one only in a collective, and for hours there may be none, while they load
+    data or plan. The system knows at any time. On systems without ``/proc``, no stopped rank is found.
 
     Args:
         timeout: seconds for which a rank may be stopped.
@@ -36,7 +36,7 @@ class StoppedRanks:
 
 
 def _stopped_children() -> list[tuple[int, int]]:
-    """(process, rank) of our children that are ranks of this launch, and are stopped."""
+    """Return (process, rank) of our child processes that are stopped ranks of this launch."""
     found = []
     for path in _PROC.glob("self/task/*/children"):
         for word in _read(path).split():
@@ -49,7 +49,7 @@ def _stopped_children() -> list[tuple[int, int]]:
 
 
 def _rank_of(environment: str) -> int | None:
-    """The rank of a process by its environment; None for a child that is no rank of this launch."""
+    """Return the rank of a process by its environment; None if it is not a rank of this launch."""
     values = dict(each.partition("=")[::2] for each in environment.split("\0"))
     if STORE_VARIABLE not in values or values[STORE_VARIABLE] != os.environ.get(STORE_VARIABLE):
         return None

@@ -21,12 +21,12 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def stop_with_parent() -> None:
     """Ask the system to send this process a SIGTERM when its parent ends, however it ends.
 
-    Ranks must not go on without their launcher. Linux only; on other systems this does nothing.
+    Ranks must not continue without their launcher. This works on Linux only; elsewhere it does nothing.
     """
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it went before it was asked for
+        if os.getppid() != parent:  # the parent exited before the system knew of our wish
             os.kill(os.getpid(), signal.SIGTERM)
 
 

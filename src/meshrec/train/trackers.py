@@ -120,7 +120,7 @@ class WandbObserver:
                     resume="allow",
                 )
             case Logged(line) | Evaluated(line, _):
-                # Test metrics are of the weights' step, which lies behind: their own axis takes them.
+                # Test metrics belong to an earlier step, and W&B wants steps to increase: use another axis.
                 self._run.log({**named_metrics(line), "trained_step": line["step"]})
             case Finished(summary):
                 self._run.summary.update({"state": summary["state"], "best_step": summary["best_step"]})
@@ -199,6 +199,9 @@ class _Careful:
             self._observer(event)
         except Exception as error:
             _logger.warning(
-                "the observer %s is told no more: %s: %s", self._name, type(error).__name__, error
+                "the observer %s failed and gets no more events: %s: %s",
+                self._name,
+                type(error).__name__,
+                error,
             )
             self._observer = None

@@ -1,4 +1,4 @@
-"""The trainer: steps, metrics, evaluations, and an orderly end."""
+"""The trainer: it runs the steps, metrics, evaluations and checkpoints of a run, and ends it."""
 
 import itertools
 import logging
@@ -34,29 +34,29 @@ _logger = logging.getLogger("meshrec.train")
 
 
 class Trainer:
-    """Trains a recipe on a dataset. Every rank has one, and they work in step.
+    """Trains a recipe on a dataset. Every rank has a trainer, and all of them work in step.
 
     Args:
-        recipe: what to do.
-        dataset: what ``recipe.data`` loaded.
-        ranks: of `join`.
-        folder: where the run is kept; None keeps nothing.
-        observer: is told on rank 0 what happens.
-        stop: asks for an early end.
+        recipe: the recipe.
+        dataset: the dataset that ``recipe.data`` loaded.
+        ranks: the ranks, from `join`.
+        folder: the folder of the run; None: nothing is stored.
+        observer: receives the events of the run, on rank 0.
+        stop: can request an early end.
         profile: trace a few steps.
 
     Attributes:
-        state: all that a checkpoint holds, by name: the model, its optimizers, the progress, early stopping.
-            Learning rates and the order of samples are functions of the progress.
+        state: everything that a checkpoint stores, by name: the model, its optimizers, the progress, early
+            stopping. Learning rates and the order of samples are functions of the progress.
         stopped: whether `stop` ended the run.
-        validation, test: metrics of the weights that the run reports; the test data is looked at once, at the
-            end.
+        validation: validation metrics of the weights that the run reports.
+        test: test metrics of these weights. The test data is read once, at the end.
         weights_step: the step of these weights: the best by validation AUC, or the last.
-        failures: what went wrong with each checkpoint that could not be saved.
-        is_saved: whether the end is on the disk; True where nothing is kept.
+        failures: the error of each checkpoint that could not be saved.
+        is_saved: whether the final state is on disk; True if nothing is stored.
 
     Raises:
-        ValueError: on every rank, for a recipe that these ranks cannot run.
+        ValueError: these ranks cannot run the recipe; raised on every rank.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Trainer:
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
     def resume(self) -> bool:
-        """Continue from the folder's newest sound checkpoint; return False if there is none. Collective."""
+        """Continue from the folder's newest intact checkpoint; return False if there is none. Collective."""
         assert self._checkpoints is not None
         assert self.folder is not None
         groups = [group for each in (self.built.tables, self.built.dense) for group in each.param_groups]
@@ -147,10 +147,10 @@ class Trainer:
         return found
 
     def run(self) -> dict[str, float]:
-        """Trains to the end, or to an early one; returns the validation metrics of the weights then taken.
+        """Train to the end, or until an early stop; return the validation metrics of the selected weights.
 
         Raises:
-            LossError: on every rank, at the first step whose loss is no number on one of them.
+            LossError: the loss of a step is NaN or infinite on one of the ranks; raised on every rank.
         """
         self._tell(self._started())
         self._publisher = self._make_publisher()
@@ -172,22 +172,26 @@ class Trainer:
         self._write_phases()
         self._publish()
         if self._checkpoints is not None:
-            # Before the best weights take the place of the last ones: from here, training can go on.
+            # Save before the best weights replace the last ones: training can continue only from the latter.
             self.is_saved = self._checkpoints.finish(self.progress.step)
         self._finish()
         return self.validation
 
     def evaluate(self, reader: Reader) -> dict[str, float]:
-        """Compute the metrics of other samples: ``dataset.open(paths, True)``. Collective."""
+        """Return the metrics of other samples, such as ``dataset.open(paths, True)``. Collective."""
         bf16, loss = self.recipe.training.bf16, self.recipe.loss
         return evaluate(self.built.model, reader, self.ranks, bf16=bf16, loss=loss)
 
     def predict(self, reader: Reader) -> Iterator[Scored]:
-        """Yield logits of the current weights for this rank's part, in order. Collective to its end."""
+        """Yield the logits of this rank's part of ``reader``, in order. Collective until the iterator is
+        exhausted.
+        """
         return score(self.built.model, reader, self.ranks, bf16=self.recipe.training.bf16)
 
     def _owes_an_evaluation(self) -> bool:
-        """Whether a run is resumed that was stopped between the end of an epoch and its evaluation."""
+        """Return whether a resumed run was stopped between the end of an epoch and the evaluation of that
+        epoch.
+        """
         at_end = self.progress.step > 0 and self.progress.position.sample == 0
         between = self.recipe.training.evaluate_every is None and self.early.last_step < self.progress.step
         return at_end and between and not self._is_over()
@@ -217,10 +221,10 @@ class Trainer:
                     if self.progress.position.sample == 0:
                         break
             finally:
-                self._step.reset()  # of batches in flight nothing is trained yet
+                self._step.reset()  # batches in flight have not been trained on
         if training.evaluate_every is None:
             self._evaluate()
-            # What the evaluation of an epoch concludes belongs to its last step.
+            # After the evaluation: the checkpoint of an epoch's last step includes its result.
             self._checkpoint()
 
     def _make_publisher(self) -> DeltaPublisher | None:
@@ -235,9 +239,10 @@ class Trainer:
         )
 
     def _publish(self) -> None:
-        """Writes a delta; one that fails is told, and what it held is in the next one.
+        """Write a delta. If that fails, it is reported, and the next delta contains the same rows.
 
-        Whatever is kept follows on a delta: from there servers, and a run that goes on, miss no step.
+        A delta precedes every checkpoint and every stored best model. Servers that start from one of them,
+        and a run that resumes from it, then miss no step.
         """
         if self._publisher is not None:
             try:
@@ -248,7 +253,7 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         if self._checkpoints is not None and self._checkpoints.is_due(self.progress.step):
-            self._log_rest()  # which a run that goes on from here does not know
+            self._log_rest()  # a run that resumes here has lost these metrics
             self._publish()
             self._checkpoints.save(self.progress.step)
 
@@ -277,7 +282,7 @@ class Trainer:
         saves = saves and self._checkpoints is not None and self._checkpoints.is_due(step)
         ends_epoch = progress.position.sample == 0
         publishes = training.publish_every is not None and step % training.publish_every == 0
-        # Before anything is reported or kept of this step, all ranks know that it went well.
+        # All ranks must know that the step succeeded before anything of it is reported or stored.
         agreed = self._stop.agreed(
             self.ranks,
             failed=self._step.failure is not None,
@@ -299,12 +304,12 @@ class Trainer:
         return True
 
     def _fail(self) -> None:
-        """End the run on every rank, with the error that one of them saw."""
+        """Raise the error that one of the ranks saw, on every rank."""
         found = [each for each in self.ranks.collect(self._first_failure) if each is not None]
         step, cause = min(found)
         latest = None
         if self._checkpoints is not None:
-            self._checkpoints.wait()  # the newest may still be on its way to the disk
+            self._checkpoints.wait()  # the newest may still be being written
             latest = self._checkpoints.latest()
         kept = f"The last good checkpoint is {latest}" if latest else "No checkpoint was saved before it"
         raise LossError(
@@ -319,7 +324,7 @@ class Trainer:
         self._num_untold = 0
 
     def _log(self) -> None:
-        """A line of training metrics: of the samples and the time since the last one."""
+        """Report a line of training metrics for the samples and the time since the last line."""
         self._count()
         samples, since = self._logged
         seconds = time.perf_counter() - since
@@ -338,7 +343,7 @@ class Trainer:
         self._start_clock()
 
     def _log_rest(self) -> None:
-        """Write a line of the samples since the last line, if there are any."""
+        """Report the samples since the last line, if there are any."""
         if not self._window.is_empty:
             self._log()
 
@@ -387,7 +392,7 @@ class Trainer:
         return found
 
     def _finish(self) -> None:
-        """Load the best weights and evaluate them on the test data; a stopped run evaluates nothing."""
+        """Restore the best weights and evaluate them on the test data. A stopped run evaluates nothing."""
         if not self.stopped and self._measured_step != self.progress.step:
             self._evaluate()
         self.weights_step = self.progress.step
@@ -404,12 +409,14 @@ class Trainer:
 
     @contextmanager
     def _phases(self) -> Iterator[None]:
-        """Records the time per phase of some steps, all ranks the same ones; where exchanges overlap, of the
-        step after it as well, which waits for each: what that takes more is else hidden.
+        """Record the time per phase in some steps, in the same ones on all ranks.
+
+        If exchanges overlap with computation, the next step waits for each exchange and is recorded as well:
+        the difference is the time that the overlap hides.
         """
         every, step = self.recipe.training.phases_every, self.progress.step
         place = step % every - every // 2 if every and self.folder is not None else -1
-        # Not the first steps, which allocate.
+        # Not in the first steps, which allocate memory.
         if place != 0 and not (place == 1 and self._step.is_pipelined):
             yield
             return

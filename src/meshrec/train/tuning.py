@@ -91,9 +91,9 @@ def _values(text: str, word: str) -> Range | Choices:
         return Choices(tuple(_literal(each) for each in text.split(",")))
     first, last = _literal(low), _literal(high)
     if not isinstance(first, int | float) or not isinstance(last, int | float) or scale not in ("", "log"):
-        raise ValueError(f"--space {word}: a range is LOW..HIGH or LOW..HIGH:log, of numbers. Mend it.")
+        raise ValueError(f"--space {word}: a range is LOW..HIGH or LOW..HIGH:log, of numbers. Correct it.")
     if not first < last or (scale and first <= 0):
-        raise ValueError(f"--space {word}: LOW must be below HIGH, and above 0 for log. Mend it.")
+        raise ValueError(f"--space {word}: LOW must be below HIGH, and above 0 for log. Correct it.")
     return Range(first, last, bool(scale))
 
 

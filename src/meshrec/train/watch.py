@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What wraps a model adds to the names of its modules.
+# Prefixes that wrappers of a model add to the names of its modules.
 _WRAPPERS = ("_dmp_wrapped_module.", "module.")
 
 
 class LossError(ValueError):
-    """NaN or infinite loss, after which the run cannot go on."""
+    """The loss is NaN or infinite, and the run cannot continue."""
 
 
 class OutputWatch:
-    """Outputs of a step's modules, kept until the next step and inspected only if the loss is not finite.
+    """The outputs of a step's modules, kept until the next step and inspected only if the loss is not finite.
 
-    Autograd keeps most of them as well, so this costs a call per module and little memory.
+    Autograd keeps most of them anyway, so this costs a call per module and little memory.
 
     Args:
         model: the model to watch while it is in training mode.

@@ -1,4 +1,4 @@
-"""Copy of a model's best weights."""
+"""A copy of a model's best weights."""
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +8,11 @@ from meshrec.train.progress import Progress
 
 
 class BestWeights:
-    """Copy of a model at its best. Collective if it is kept on disk.
+    """A copy of a model at its best step. With a manager, all methods are collective.
 
     Args:
         model: the model to copy.
-        manager: stores the copy on disk, where a resumed run finds it. None: this rank's part is kept in
+        manager: stores the copy on disk, where a resumed run finds it. If none, each rank keeps its part in
             memory.
     """
 

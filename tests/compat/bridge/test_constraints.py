@@ -78,7 +78,7 @@ def test_kernels():
 def test_they_are_values():
     assert ParameterConstraints(["row_wise"], min_partition=8) == ParameterConstraints(["row_wise"], None, 8)
     assert len({ParameterConstraints(), ParameterConstraints(), ParameterConstraints(["row_wise"])}) == 2
-    with pytest.raises(ValueError, match="constraints name 'b', which is no table of the model"):
+    with pytest.raises(ValueError, match="constraints name 'b', which is not a table of the model"):
         make_for("b")
 
 
