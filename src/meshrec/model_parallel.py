@@ -1,4 +1,4 @@
-"""DistributedModelParallel: a model with its tables split over ranks, and its dense rest data-parallel."""
+"""DistributedModelParallel: a model with its tables split over ranks and a data-parallel dense part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,31 +23,34 @@ Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder
 
 
 def default_sharders() -> list[Sharder]:
-    """A sharder for every kind of embedding module, without an optimizer of their own."""
+    """Return a sharder for each kind of embedding module, without an optimizer."""
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 class DistributedModelParallel(nn.Module):
-    """Swaps the embedding modules of ``module`` for sharded ones, in place, and makes the rest data-parallel.
+    """Replaces the embedding modules of ``module`` by sharded ones, in place, and makes the rest data-
+    parallel.
 
-    Names of parameters are those of the unsharded model. Embedding modules on ``meta`` are allocated here,
-    and only what this rank owns; dense modules on ``meta`` are reset by their ``reset_parameters`` and start
-    equal on all ranks.
+    Parameters keep the names of the unsharded model. Embedding modules on ``meta`` are allocated here, and
+    each rank allocates only its own part. Dense modules on ``meta`` are initialised by their
+    ``reset_parameters``, equally on all ranks.
 
     Args:
-        module: the model, with or without embedding modules. Do not use it on its own afterwards.
-        env: the ranks (default: all of the default process group, or one process without one).
-        device: where this rank's parameters live (default: what the process group works on).
-        plan: where tables go; None: the planner makes one.
-        sharders: one for each kind of embedding module; they bring the optimizer of the tables.
-        init_data_parallel: False leaves the dense part as it is until ``init_data_parallel`` is called.
-        init_parameters: False leaves dense parameters on ``meta`` there.
-        dense: ``"ddp"``, ``"fsdp2"`` (with a ``replicate`` axis: HSDP), or None: the dense part stays as it
-            is.
-        dense_options: more arguments for DistributedDataParallel, or for ``fully_shard``.
+        module: the model, with or without embedding modules. Do not use it directly afterwards.
+        env: the ranks (default: those of the default process group; without a group, one process).
+        device: device of this rank's parameters (default: the device of the process group).
+        plan: placement of the tables. If none, the planner makes one.
+        sharders: one sharder for each kind of embedding module. They carry the optimizer of the tables.
+        init_data_parallel: whether to make the dense part data-parallel now; otherwise call
+            ``init_data_parallel``.
+        init_parameters: whether to initialise dense parameters on ``meta`` now; otherwise call
+            ``init_parameters``.
+        dense: ``"ddp"``, ``"fsdp2"`` (HSDP if there is a ``replicate`` axis), or None, which leaves the dense
+            part as it is.
+        dense_options: further arguments of DistributedDataParallel, or of ``fully_shard``.
 
     Raises:
-        ValueError: on every rank, for a plan that does not fit the model or differs between ranks.
+        ValueError: the plan does not fit the model, or differs between ranks. It is raised on every rank.
     """
 
     def __init__(
@@ -89,7 +92,6 @@ class DistributedModelParallel(nn.Module):
             self.init_data_parallel()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
         state = self._dense_gradients
         if state is not None and (state.has_link or state.is_late) and torch.is_grad_enabled():
             self._dense_gradients = None
@@ -99,7 +101,7 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, without what wraps it."""
+        """The model itself, without DistributedDataParallel."""
         wrapped = self._dmp_wrapped_module
         return wrapped.module if isinstance(wrapped, nn.parallel.DistributedDataParallel) else wrapped
 
@@ -110,22 +112,26 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def plan(self) -> ShardingPlan:
-        """Where every table is, and the kernel that updates it."""
+        """The placement of every table, and the kernel that updates it."""
         return self._plan
 
     @property
     def sharded_modules(self) -> dict[str, Any]:
-        """The sharded embedding modules, by their paths."""
+        """The sharded embedding modules, by path."""
         return self._sharded
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """What updates the tables during backward."""
+        """The optimizer that updates the tables during the backward pass."""
         return CombinedOptimizer([(path, module.fused_optimizer) for path, module in self._sharded.items()])
 
     def init_parameters(self) -> None:
-        """Moves dense parameters and buffers to the device; those on ``meta`` are reset, equal on all
-        ranks."""
+        """Move dense parameters and buffers to the device. Those on ``meta`` are initialised, equally on all
+        ranks.
+
+        Raises:
+            ValueError: a module on ``meta`` has no ``reset_parameters``.
+        """
         tables = {tensor for module in self._sharded.values() for tensor in module.parameters()}
         for child in self.module.modules():
             own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
@@ -145,7 +151,7 @@ class DistributedModelParallel(nn.Module):
                 broadcast(parameter.detach(), self._env.world, "first dense parameters")
 
     def init_data_parallel(self) -> None:
-        """Makes the dense part data-parallel, once."""
+        """Make the dense part data-parallel. Further calls do nothing."""
         if self._is_data_parallel or self._env.world.group is None or self._dense is None:
             return
         self._is_data_parallel = True
@@ -160,27 +166,27 @@ class DistributedModelParallel(nn.Module):
         if self._env.shard.group is not None:
             for name, parameter in self.module.named_parameters():
                 if name not in ignored:
-                    # So that a rank without tables takes part in the norm of all gradients.
+                    # Lets a rank without tables take part in the norm of all gradients.
                     mark_part(parameter, self._env.shard.group, counts=False)
 
     def reshard(self, plan: ShardingPlan) -> None:
-        """Moves the tables and their optimizer state to another plan, over the network.
+        """Move the tables and their optimizer state to another plan, over the network.
 
         Collective, between steps.
 
-        Names, values, ``fused_optimizer`` and what schedulers hold stay what they are; the parameters of the
-        tables are new objects, without gradients. While it runs, a rank holds the old and the new part of
-        every table.
+        Names, values, ``fused_optimizer``, and the values that schedulers hold stay the same. The parameters
+        of the tables are new objects without gradients. During the move, a rank holds the old and the new
+        part of every table.
 
         Raises:
-            ValueError: on every rank, before anything moves, for a plan that does not fit the model or
-                differs between ranks, and for tables whose optimizer holds their parameters. The old plan
-                stays.
+            ValueError: the plan does not fit the model or differs between ranks, or an optimizer outside the
+                tables holds their parameters. It is raised on every rank before anything moves, and the old
+                plan stays.
         """
         if self._env.devices:
             raise ValueError(
-                "tables over several devices of one process stay where they are. Shard the unsharded model "
-                "anew, by the other plan."
+                "tables over several devices of one process cannot move. Shard the unsharded model again "
+                "with the other plan."
             )
         verify_same_plan(plan, self._env.world.group)
         tables = {path: tables_of(module) for path, module in self._sharded.items()}
@@ -191,8 +197,12 @@ class DistributedModelParallel(nn.Module):
         self._plan = _running(plan, self._sharded)
 
     def with_sharded(self, module: nn.Module, sharded: Mapping[str, Any]) -> "DistributedModelParallel":
-        """Another model over the same ranks and under the same plan, for inference: its dense part is not
-        data-parallel. ``sharded``: the sharded embedding modules in ``module``, by path.
+        """Return another model for inference over the same ranks and plan. Its dense part is not data-
+        parallel.
+
+        Args:
+            module: the model.
+            sharded: the sharded embedding modules in ``module``, by path.
         """
         made = DistributedModelParallel.__new__(DistributedModelParallel)
         nn.Module.__init__(made)
@@ -204,9 +214,15 @@ class DistributedModelParallel(nn.Module):
         return made
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Registers a communication hook with DistributedDataParallel, such as compression of dense
-        gradients, before the first training step. Without one, CPU ranks of one host use
-        ``dense_gradients.average_gradients``."""
+        """Register a communication hook with DistributedDataParallel, such as one that compresses dense
+        gradients.
+
+        Call it before the first training step. Without a hook, CPU ranks of one host use
+        ``dense_gradients.average_gradients``.
+
+        Raises:
+            ValueError: the dense part does not use DistributedDataParallel.
+        """
         wrapped = self._dmp_wrapped_module
         if not isinstance(wrapped, nn.parallel.DistributedDataParallel):
             raise ValueError(f"communication hooks need dense='ddp', got dense={self._dense!r}.")
@@ -214,14 +230,18 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def late_gradients(self) -> DenseGradients | None:
-        """Averages DistributedDataParallel's gradients; a pipeline may ask it to do so after the backward
-        pass. None where something else does: FSDP2, a user's hook, gradients that are no views of buckets.
+        """The averaging of dense gradients, which a pipeline may move behind the backward pass.
+
+        None if something else averages them: FSDP2, a user's hook, or DistributedDataParallel without bucket
+        views.
         """
         return self._late_gradients
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch.distributed.checkpoint.state_dict: where to find what a name of ours begins with, and
-        which child has no part in the names.
+        """Tell torch.distributed.checkpoint.state_dict how to map names.
+
+        It returns the attribute that holds the model, and the child whose name does not appear in the names
+        of parameters.
         """
         model = self.module
         own = chain(model._modules, model._parameters, model._buffers)
@@ -230,30 +250,35 @@ class DistributedModelParallel(nn.Module):
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
     ) -> list[str]:
-        """The parameters with gradients of sparse layout: none, ordinary gradients of tables are dense."""
+        """Return the parameters with gradients of sparse layout: there are none, because table gradients are
+        dense.
+        """
         return [] if destination is None else destination
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank holds, by the names of the unsharded model: one parameter for a table, also where it
-        has several rectangles here (they lie one after the other, see ``Packing``).
+        """Yield the parameters that this rank holds, under the names of the unsharded model.
+
+        A table has one parameter even if this rank holds several rectangles of it. They lie one after the
+        other, see ``Packing``.
         """
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, by the names of the unsharded model."""
+        """Yield the buffers under the names of the unsharded model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Whole tables (as DTensors where they are split) and dense values, by the names of the unsharded
-        model."""
+        """Return tables (as DTensors if they are split) and dense values, under the names of the unsharded
+        model.
+        """
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what ``state_dict`` gave, or whole plain tensors."""
+        """Load the result of ``state_dict``, or plain tensors of whole tables."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _checked_plan(
@@ -280,7 +305,7 @@ class DistributedModelParallel(nn.Module):
         )
         planner = EmbeddingShardingPlanner(topology=topology)
         group = self._env.world.group
-        if group is None:  # one process, whatever other processes there are
+        if group is None:  # this process trains alone, even if a default group exists
             return planner.plan(module, list(sharders))
         return planner.collective_plan(module, list(sharders), group)
 
@@ -294,7 +319,7 @@ class DistributedModelParallel(nn.Module):
     def _init_ddp(self, ignored: set[str]) -> None:
         parallel = nn.parallel.DistributedDataParallel
         parallel._set_params_and_buffers_to_ignore_for_model(self._dmp_wrapped_module, ignored)
-        # Gradients that lie in the buckets are neither held twice nor copied.
+        # Bucket views avoid a second copy of the gradients.
         options: dict[str, Any] = {"process_group": self._env.world.group, "gradient_as_bucket_view": True}
         if self._device.type == "cuda":
             options["device_ids"] = [self._device]
@@ -317,14 +342,14 @@ class DistributedModelParallel(nn.Module):
 
 
 def _ddp_fqn_modifiers() -> dict[str, str]:
-    """What DistributedDataParallel adds to no name, see ``DistributedModelParallel._fqn_modifiers``."""
+    """Return the child of DistributedDataParallel whose name does not appear in the names of parameters."""
     return {"": "module"}
 
 
 def _embedding_modules(
     module: nn.Module, sharders: Sequence[Sharder]
 ) -> dict[str, tuple[nn.Module, Sharder]]:
-    """Path -> (module, its sharder), for every module that a sharder is for."""
+    """Return each module that a sharder shards, with its sharder, by path."""
     return {
         path: (found, sharder)
         for path, found in module.named_modules()
@@ -347,7 +372,9 @@ def _replaced(root: nn.Module, path: str, module: nn.Module) -> nn.Module:
 
 
 def get_unwrapped_module(module: nn.Module) -> nn.Module:
-    """The model inside DistributedModelParallel and DistributedDataParallel; others as they are."""
+    """Return the model inside DistributedModelParallel and DistributedDataParallel. Other modules are
+    returned as they are.
+    """
     while isinstance(module, DistributedModelParallel | nn.parallel.DistributedDataParallel):
         module = module.module
     return module

@@ -106,7 +106,7 @@ def end_unequally():
     assert_same_as_plain(model, optimizer, batches[:4], accumulate=3)
     pipeline = pipelined(uneven="error")[2]
     outputs = []
-    with pytest.raises(ValueError, match="no batch is left on rank 1 of 2, while others have one"):
+    with pytest.raises(ValueError, match="rank 1 of 2 has no batch left, while others have one"):
         outputs.extend(pipeline(own))
 
 

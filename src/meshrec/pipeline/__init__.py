@@ -1,4 +1,4 @@
-"""Pipelined training: communication beside computation, and stages of a model."""
+"""Pipelined training: communication during computation, and models cut into stages."""
 
 from meshrec.pipeline.lookahead import Lookahead
 from meshrec.pipeline.stages import Staged

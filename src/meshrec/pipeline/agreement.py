@@ -1,4 +1,4 @@
-"""What the ranks tell each other of the batches they have read: a few words per step, sent in the
+"""The agreement of ranks about the batches that they have read: a few words per step, sent in the
 background.
 """
 
@@ -18,10 +18,10 @@ _END, _FAILED = 1, 2
 
 
 class Read(NamedTuple):
-    """What this rank got from its loader.
+    """The batch that this rank got from its loader.
 
-    ``batch``: None at its end and after an error. ``found``: for each call of a sharded module whether its
-    input lies in the batch.
+    ``batch`` is None at the end of the data and after an error. ``found`` says, for each call of a sharded
+    module, whether its input lies in the batch.
     """
 
     batch: BatchInFlight | None
@@ -30,10 +30,11 @@ class Read(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks do with what they have read.
+    """The decision of all ranks about the batches that they have read.
 
-    ``goes_on``: whether all have a batch. ``found``: calls whose input all have found. ``error``: to raise
-    once the batches before are trained. ``ended``: the ranks at their end, where others have a batch.
+    ``goes_on``: whether all ranks have a batch. ``found``: the calls whose input all ranks have found.
+    ``error``: the error to raise once the batches before it are trained. ``ended``: the ranks without a
+    batch, if others have one.
     """
 
     goes_on: bool
@@ -43,7 +44,7 @@ class Agreed(NamedTuple):
 
 
 class Telling:
-    """One exchange under way."""
+    """An exchange of the ranks' words about a batch, in the background."""
 
     def __init__(self, read: Read, axis: Axis) -> None:
         self._read, self._axis = read, axis
@@ -56,14 +57,14 @@ class Telling:
         self._words: InFlight = all_gather(words, axis, "status of batches")
 
     def agreed(self) -> Agreed:
-        """Waits for the words of all ranks; the texts of errors travel only where there are any."""
+        """Wait for the words of all ranks. The texts of errors are exchanged only if there are any."""
         words: Tensor = self._words.wait().cpu()
         read, statuses = self._read, words[:, 0].tolist()
         error: Exception | None = None
         if any(status & _FAILED for status in statuses):
             text = None if read.error is None else f"{type(read.error).__name__}: {read.error}"
             error = RuntimeError(f"the loader failed on {_texts(text, self._axis, 'errors of loaders')}")
-            # Who failed raises what it was, with its traceback.
+            # The rank that failed raises its own error, with its traceback.
             error = read.error or error
         ended = [rank for rank, status in enumerate(statuses) if status & _END]
         together = words[0, 1:]
@@ -74,12 +75,14 @@ class Telling:
 
     @property
     def read(self) -> Read:
-        """What this rank told."""
+        """The batch that this rank told the others about."""
         return self._read
 
 
 class Checking:
-    """Whether the batch whose turn it is was written to, told to all ranks; ``change``: what, on this one."""
+    """An exchange that tells all ranks whether anybody wrote to the next batch. ``change`` is this rank's
+    text.
+    """
 
     def __init__(self, change: str | None, axis: Axis) -> None:
         self._change, self._axis = change, axis
@@ -87,7 +90,7 @@ class Checking:
         self._words: InFlight = all_gather(word, axis, "checks of batches")
 
     def finish(self) -> None:
-        """Raises ValueError on every rank when one of them has a change."""
+        """Raise ValueError on every rank if one of them has a change."""
         if bool(self._words.wait().any()):
             texts = _texts(self._change, self._axis, "changes of batches")
             raise ValueError(f"{texts}. Give every batch tensors of its own.")

@@ -1,4 +1,4 @@
-"""Where things lie in a batch of any shape: dataclasses, tuples, dicts, objects with attributes."""
+"""Paths to the tensors in a batch of any shape: dataclasses, tuples, dicts, objects with attributes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from meshrec.sparse.jagged_tensor import Jagged
 
 
 class PathStep(NamedTuple):
-    """From a thing to a part of it: an attribute, or an item of a mapping or sequence."""
+    """A step from an object to a part of it: an attribute, or an item of a mapping or sequence."""
 
     name: Any
     is_item: bool
@@ -24,17 +24,17 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, nn.Module)
 
 
 def walk(thing: Any) -> Iterator[tuple[Path, Any]]:
-    """Every tensor and every jagged tensor in ``thing``, with its path, each object once."""
+    """Yield every tensor and jagged tensor in ``thing`` with its path. Each object appears once."""
     yield from _walk(thing, (), set())
 
 
 def find(batch: Any, features: KeyedJaggedTensor) -> Path | None:
-    """The path of this very object in the batch; None where it is not there."""
+    """Return the path of this very object in the batch; None if it is not part of the batch."""
     return next((path for path, part in walk(batch) if part is features), None)
 
 
 def follow(batch: Any, path: Path) -> Any:
-    """What lies at ``path``; None where there is nothing."""
+    """Return the object at ``path``; None if there is none."""
     for name, is_item in path:
         try:
             batch = batch[name] if is_item else getattr(batch, name)
@@ -44,12 +44,12 @@ def follow(batch: Any, path: Path) -> Any:
 
 
 def text_of(path: Path) -> str:
-    """The path as one would write it."""
+    """Return the path as Python code, such as ``batch.sparse['user']``."""
     return "batch" + "".join(map(str, path))
 
 
 def tensors_of(thing: Any) -> list[tuple[Path, Tensor]]:
-    """Every tensor, those of jagged tensors among them."""
+    """Return every tensor with its path, including the tensors inside jagged tensors."""
     found: list[tuple[Path, Tensor]] = []
     for path, part in walk(thing):
         if isinstance(part, Jagged):

@@ -1,4 +1,4 @@
-"""One batch on its way into the model, and its lookups, each as far as it has come."""
+"""A batch on its way into the model, and the state of its lookups."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +18,9 @@ Collection = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 class Call(NamedTuple):
-    """A call of a sharded module in the forward pass. ``path``: where its input lies in the batch; None
-    where the forward pass makes it.
+    """A call of a sharded module in the forward pass.
+
+    ``path`` is the place of its input in the batch; None if the forward pass makes the input.
     """
 
     name: str
@@ -28,7 +29,9 @@ class Call(NamedTuple):
 
 
 class LookupInFlight:
-    """The lookup for one call of a module: sizes, then IDs, then embeddings are under way."""
+    """The lookup for one call of a module, in its stages: exchange of sizes, then of IDs, then of
+    embeddings.
+    """
 
     def __init__(self, module: Collection, features: KeyedJaggedTensor) -> None:
         self.module, self.features = module, features
@@ -41,17 +44,21 @@ class LookupInFlight:
 
     @property
     def is_of_now(self) -> bool:
-        """Whether an exchange that starts now would do the same."""
+        """Whether an exchange that starts now would give the same result."""
         return self._before == _mode(self.module)
 
     def send_ids(self) -> IdsInFlight:
-        """Start to exchange IDs, once. Raises ValueError on every rank when the input of any was bad."""
+        """Start to exchange IDs, unless they are under way already.
+
+        Raises:
+            ValueError: the input of a rank was invalid; raised on every rank.
+        """
         if self._sent is None:
             self._sent = self._tables.exchange(self._sizes)
         return self._sent
 
     def receive_ids(self) -> ArrivedBatch:
-        """Wait for the IDs and find the slots of their keys, once; a repeated lookup finds them here."""
+        """Wait for the IDs and find the slots of their keys. A repeated lookup reuses both."""
         if self._batch is None:
             self._batch = self._tables.arrive(self.send_ids())
             if self._tables.needs_resolve:
@@ -59,9 +66,10 @@ class LookupInFlight:
         return self._batch
 
     def send_embeddings(self, *, stays: bool = False) -> LazyAwaitable[Any]:
-        """Start to send embeddings back: those of now, if need be once more.
+        """Start to send embeddings back, as they are now. If tables have changed since an earlier call, send
+        them again.
 
-        ``stays``: keep these embeddings, whatever changes later.
+        With ``stays``, keep these embeddings whatever changes later.
         """
         batch, num_changes = self.receive_ids(), self._tables.num_changes
         self._stays |= stays
@@ -75,7 +83,8 @@ class LookupInFlight:
 class BatchInFlight:
     """A batch between the loader and its backward pass.
 
-    ``error``: what to raise in its turn. ``lookups``: those that no call of a module has taken yet.
+    ``error`` is raised when it is the batch's turn. ``lookups`` are those that no call of a module has taken
+    yet.
     """
 
     batch: Any
@@ -86,7 +95,7 @@ class BatchInFlight:
         self._versions = _versions(self.batch)
 
     def take_change(self) -> str | None:
-        """What was written to since the loader gave the batch, once; None where nothing was."""
+        """Describe a write to the batch since the loader returned it, once; None if there was none."""
         change = self._change(self.batch)
         self._versions = _versions(self.batch)
         return change
@@ -100,7 +109,7 @@ class BatchInFlight:
                 self._fail(error)
 
     def send_ids(self) -> None:
-        """Start to exchange the IDs of all lookups. Collective; bad input becomes the batch's error."""
+        """Start to exchange the IDs of all lookups. Collective. Invalid input becomes the batch's error."""
         try:
             for lookup in self.lookups:
                 lookup.send_ids()
@@ -108,9 +117,10 @@ class BatchInFlight:
             self._fail(error)
 
     def send_embeddings(self, is_ready: Callable[[Collection], bool], *, stays: bool = False) -> None:
-        """Start to send embeddings back, of the modules that are ready; ``stays``: see `LookupInFlight`.
+        """Start to send back the embeddings of the modules that are ready. For ``stays``, see
+        `LookupInFlight`.
 
-        Slots are found for all modules: one batch ahead, whoever updates the tables afterwards.
+        The slots of keys are found for all modules now, whoever updates the tables: at most one batch ahead.
         """
         for lookup in self.lookups:
             if lookup.module.tables.needs_resolve:
@@ -119,10 +129,10 @@ class BatchInFlight:
                 lookup.send_embeddings(stays=stays)
 
     def take(self, module: Collection, features: KeyedJaggedTensor) -> LazyAwaitable[Any] | None:
-        """The result for this call of a module, once; None where it is not under way.
+        """Return the result for this call of a module, once; None if its lookup is not under way.
 
         Raises:
-            ValueError: when the ids were written to meanwhile, by the forward pass itself, say.
+            ValueError: the IDs were written to meanwhile, for example by the forward pass.
         """
         for lookup in self.lookups:
             if lookup.module is module and lookup.features is features and lookup.is_of_now:
@@ -133,7 +143,7 @@ class BatchInFlight:
         return None
 
     def take_error(self) -> Exception:
-        """The error, which is the caller's from now on."""
+        """Return the error and forget it."""
         error, self.error = self.error, None
         assert error is not None
         return error
@@ -143,8 +153,8 @@ class BatchInFlight:
         for path, tensor, version in self._versions:
             if tensor._version != version and id(tensor) in own:
                 return (
-                    f"{text_of(path)} was written to after the loader had handed it over, and while its "
-                    "ids were under way"
+                    f"{text_of(path)} was written to after the loader had returned it, while its "
+                    "IDs were under way"
                 )
         return None
 
@@ -159,6 +169,8 @@ def _versions(batch: Any) -> list[tuple[Path, Tensor, int]]:
 
 
 def _mode(module: Collection) -> tuple[Any, ...]:
-    """What a lookup depends on besides ids and weights; it changes on all ranks or on none."""
+    """Return the state, besides IDs and weights, that a lookup depends on. It changes on all ranks or on
+    none.
+    """
     trained = [parameter.requires_grad for parameter in module.parameters()]
     return id(module.tables), torch.is_grad_enabled(), trained

@@ -1,9 +1,9 @@
-"""The batches that are under way, and when each part of their lookups starts.
+"""The batches that are under way, and the start of each part of their lookups.
 
-While batch i computes, the ids of batch i + 1 travel, and batch i + 2 comes from the loader. Nothing is
-traced: the first forward pass shows which module was called with which part of the batch, and from then on
-these lookups start ahead. A forward pass that is given the very object takes what is under way; any other
-call does the plain thing.
+While batch i computes, the IDs of batch i + 1 travel, and batch i + 2 comes from the loader. Nothing is
+traced: the first forward pass shows which part of the batch each module was called with, and from then on
+these lookups start ahead. A call with that very object takes the lookup that is under way; any other call
+runs the plain lookup.
 """
 
 import logging
@@ -29,7 +29,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class Lookahead:
-    """Batches in flight, for a training loop of any kind. One batch goes through it like this::
+    """Batches in flight, for a training loop of any kind. One batch passes through it like this::
 
         batch = ahead.next(iterator)  # StopIteration at the end
         with ahead.forward():
@@ -39,16 +39,16 @@ class Lookahead:
         optimizer.step()
         ahead.look_up()
 
-    All calls are collective. A call that is left out (no backward pass in evaluation, an exception in
-    between) costs overlap and nothing else, but for ``exchange``: it tells of a batch that was written to
-    while its ids were under way, before anything is updated.
+    All calls are collective. You may leave a call out, as in evaluation without a backward pass or after an
+    exception; that costs only overlap. The exception is ``exchange``: it reports a batch that was written to
+    while its IDs were under way, before anything is updated.
 
     Args:
-        model: with sharded modules somewhere.
-        device: where batches go; None leaves them where they are.
-        uneven: when ranks have different numbers of batches: ``"stop"`` ends all of them after the last batch
-            that all have, ``"error"`` raises there and names the ranks.
-        strict: raise where a module cannot be pipelined.
+        model: a model with sharded modules somewhere in it.
+        device: device to move batches to; None leaves them where they are.
+        uneven: what to do if ranks have different numbers of batches. ``"stop"`` ends all of them after the
+            last batch that all have; ``"error"`` raises ValueError there and names the ranks.
+        strict: raise if a module cannot be pipelined.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Lookahead:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing follows the batch that ``next`` gave, as far as is known: the end is known once
-        the batch before it has called ``look_up``.
+        """Whether the batch that ``next`` returned is the last one, as far as is known. The end becomes known
+        when the batch before it calls ``look_up``.
         """
         return self._has_ended and not self._waiting
 
@@ -86,12 +86,13 @@ class Lookahead:
         return self._has_ended
 
     def next(self, iterator: Iterator[Any]) -> Any:
-        """The batch whose turn it is.
+        """Return the next batch.
 
         Raises:
-            StopIteration: on every rank, after the last one. The next call reads on.
-            ValueError: on every rank, for bad ids in this batch.
-            Exception: what the loader raised in place of this batch; RuntimeError on the other ranks.
+            StopIteration: after the last batch, on every rank. The next call reads on.
+            ValueError: this batch has invalid IDs; raised on every rank.
+            Exception: the error that the loader raised in place of this batch. Other ranks raise
+                RuntimeError.
         """
         self._current = None
         self._check()
@@ -113,7 +114,7 @@ class Lookahead:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside, calls of sharded modules take what is under way for their input."""
+        """Let calls of sharded modules take the lookups that are under way for their input."""
         for name, module in self._modules.items():
             module.ahead = self._asked(name, module)
         try:
@@ -126,11 +127,11 @@ class Lookahead:
             self._calls = self._learned(seen, self._current.batch)
 
     def exchange(self, iterator: Iterator[Any]) -> None:
-        """Between forward and backward: sends the next batch's ids, and reads the batch after it.
+        """Send the next batch's IDs, and read the batch after it. Call it between forward and backward.
 
         Raises:
-            ValueError: on every rank, when one wrote to this batch after the loader gave it and before
-                ``next`` did.
+            ValueError: a rank wrote to this batch after the loader returned it and before ``next`` did. It is
+                raised on every rank.
         """
         self._check()
         if self._waiting:
@@ -139,23 +140,24 @@ class Lookahead:
             self._read(iterator)
 
     def look_up(self, is_ready: Callable[[Collection], bool] | None = None) -> None:
-        """After an update of tables: looks up the next batch's ids, and starts with the batch after it.
+        """Look up the next batch's IDs, and start the batch after it. Call it after an update of tables.
 
-        ``is_ready``: for which modules; by default all. What was looked up before another update of a fused
-        table is looked up again when it is asked for.
+        Args:
+            is_ready: says which modules to look up; by default all. If a fused table is updated again
+                afterwards, its rows are looked up again when they are needed.
         """
         if self._waiting:
             self._waiting[0].send_embeddings(is_ready or (lambda _: True))
         self._agree()
 
     def look_up_before_update(self) -> None:
-        """Looks up the next batch's ids now, for good: in tables from before this batch's update."""
+        """Look up the next batch's IDs before this batch's update, and keep the result."""
         if self._waiting:
             self._waiting[0].send_ids()
             self._waiting[0].send_embeddings(lambda _: True, stays=True)
 
     def reset(self) -> None:
-        """Drops the batches in flight; on all ranks."""
+        """Drop the batches in flight. Call it on all ranks."""
         self._current = self._telling = self._checking = self._failure = None
         self._waiting.clear()
         self._has_ended = False
@@ -169,34 +171,34 @@ class Lookahead:
         return ahead
 
     def _learned(self, seen: list[tuple[str, Collection, KeyedJaggedTensor]], batch: Any) -> list[Call]:
-        """Which part of the batch each module was called with."""
+        """Return the part of the batch that each module was called with."""
         calls = [Call(name, module, find(batch, features)) for name, module, features in seen]
         called = {call.name for call in calls if call.path is not None}
         if plain := [name or "the model" for name in self._modules if name not in called]:
             text = (
                 f"{', '.join(plain)}: no part of the batch is the input (the forward pass makes it, or does "
-                "not call the module), so the exchange overlaps with nothing"
+                "not call the module), so its exchange overlaps with nothing"
             )
             if self._strict:
                 raise ValueError(f"{text}. Make it before the batch is handed over, or use strict=False.")
-            _logger.warning("%s. The numbers are the same.", text)
+            _logger.warning("%s. The results are the same.", text)
         return calls
 
     def _check(self) -> None:
-        """Ends the check that ``next`` began."""
+        """Finish the check that ``next`` began."""
         checking, self._checking = self._checking, None
         if checking is not None:
             checking.finish()
 
     def _start(self, batch: BatchInFlight, found: list[bool]) -> None:
-        """Starts the lookups whose input all ranks have found."""
+        """Start the lookups whose input all ranks have found."""
         self._mover.wait(batch.batch)
         for call, is_found in zip(self._calls or (), found, strict=True):
             if is_found and call.path is not None:
                 batch.route(call.module, follow(batch.batch, call.path))
 
     def _read(self, iterator: Iterator[Any]) -> None:
-        """Takes a batch from the loader and tells the other ranks."""
+        """Take a batch from the loader, and tell the other ranks."""
         read = self._taken(iterator)
         batch = read if isinstance(read, BatchInFlight) else None
         error = read if isinstance(read, Exception) else None
@@ -213,7 +215,9 @@ class Lookahead:
         return failure
 
     def _taken(self, iterator: Iterator[Any]) -> BatchInFlight | Exception | None:
-        """A batch of the loader, None at its end, or its error, to be raised in its turn."""
+        """Return a batch of the loader; None at its end, or its error, which is raised when it is the batch's
+        turn.
+        """
         try:
             return BatchInFlight(self._mover.moved(next(iterator)))
         except StopIteration:
@@ -222,7 +226,7 @@ class Lookahead:
             return error
 
     def _agree(self) -> None:
-        """Does with the batch that was read what all ranks do."""
+        """Apply the decision of all ranks to the batch that was read."""
         if self._telling is None:
             return
         telling, self._telling = self._telling, None
@@ -241,13 +245,13 @@ class Lookahead:
         if agreed.error is not None or len(agreed.ended) == self._axis.size:
             return
         ranks = ", ".join(map(str, agreed.ended))
-        text = f"no batch is left on rank {ranks} of {self._axis.size}, while others have one"
+        text = f"rank {ranks} of {self._axis.size} has no batch left, while others have one"
         if self._uneven == "error":
             self._failure = ValueError(
                 f"{text}. Give every rank as many batches, or use uneven='stop' to end all of them here."
             )
         elif self._axis.rank not in agreed.ended:
-            _logger.warning("%s: the one that this rank has read is left out, and all end.", text)
+            _logger.warning("%s: this rank drops the batch that it has read, and all ranks end.", text)
 
 
 def _axis_of(model: nn.Module) -> Axis:
@@ -258,8 +262,10 @@ def _axis_of(model: nn.Module) -> Axis:
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raises it; no frame of ours holds it afterwards. In a circle with its traceback it would keep exchanges
-    in flight alive, for which the other ranks hold their messages.
+    """Raise the error without keeping a reference to it in a frame of ours.
+
+    Such a reference makes a cycle with the traceback, which would keep exchanges in flight alive: the other
+    ranks would hold their messages for them.
     """
     try:
         raise error

@@ -1,4 +1,4 @@
-"""Copies batches to their device beside the computation."""
+"""Copies of batches to their device during the computation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,24 +7,24 @@ import torch
 
 
 class Mover:
-    """Copies to ``device``; on CUDA in a stream of its own. None: batches stay where they are."""
+    """Copies batches to ``device``, on CUDA in a separate stream. None leaves batches where they are."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
 
     def moved(self, batch: Any) -> Any:
-        """The batch on the device, perhaps still under way: see ``wait``.
+        """Return the batch on the device. The copy may still be under way, see ``wait``.
 
-        Anything with a method ``to`` moves, and what tuples, lists and mappings hold.
+        Objects with a method ``to`` are moved, alone or in tuples, lists and mappings.
         """
         if self._device is None:
             return batch
-        with torch.cuda.stream(self._stream):  # nothing on a CPU
+        with torch.cuda.stream(self._stream):  # no stream on a CPU
             return _moved(batch, self._device)
 
     def wait(self, batch: Any) -> None:
-        """Lets what is computed from now on wait for the copy."""
+        """Make computation from now on wait for the copy."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -44,7 +44,7 @@ def _moved(thing: Any, device: torch.device) -> Any:
 
 
 def _record(thing: Any, stream: Any) -> None:
-    """Keeps the memory for what ``stream`` computes."""
+    """Keep the memory of the copy until ``stream`` has used it."""
     if hasattr(thing, "record_stream"):
         thing.record_stream(stream)
     elif isinstance(thing, Mapping):

@@ -1,4 +1,4 @@
-"""A training loop whose communication runs beside its computation, with the numbers of the plain loop."""
+"""A training loop that communicates during computation, with the results of the plain loop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,9 +14,9 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipeline:
-    """Trains batch by batch, while the ids of the next batch and the data of the one after travel.
+    """Trains batch by batch, while the IDs of the next batch and the data of the one after it travel.
 
-    Outputs, weights and optimizer state are those of this loop, bit for bit::
+    Outputs, weights and optimizer state are equal, bit for bit, to those of this loop::
 
         for batch in loader:
             optimizer.zero_grad()
@@ -24,29 +24,30 @@ class TrainPipeline:
             losses.sum().backward()
             optimizer.step()
 
-    with ``zero_grad`` before the first and ``step`` after the last of every ``accumulate`` batches (or of
-    those that are left at the end). Nothing is traced, so that models may do what they like; a sharded module
-    takes part when its input is a KeyedJaggedTensor of the batch itself, and does the plain thing otherwise.
-    In eval mode a batch is computed only.
+    With ``accumulate``, ``zero_grad`` comes before the first and ``step`` after the last of that many
+    batches, or of the batches that are left at the end.
 
-    A batch must keep its tensors until it is trained: a loader that writes into the tensors of an earlier
-    batch is found out (unless it does so behind torch's back, through NumPy). Random numbers that the loader
-    draws in this process come earlier than in the plain loop.
+    Nothing is traced, so any model works. A sharded module is pipelined if its input is a KeyedJaggedTensor
+    of the batch itself; otherwise it runs its plain lookup. In eval mode a batch is only computed.
+
+    A batch must keep its tensors until it is trained. A loader that writes to the tensors of an earlier batch
+    is detected, unless it writes through NumPy, which torch does not see. Random numbers that the loader
+    draws in this process are drawn earlier than in the plain loop.
 
     Args:
-        model: from a batch to (losses, output). Sharded modules anywhere in it.
-        optimizer: of the dense part and the tables, such as a CombinedOptimizer of both, perhaps clipped. The
-            tables' share of a bare CombinedOptimizer steps first.
-        device: where batches go: what has a method ``to``, and tuples, lists and mappings of it. None leaves
-            them where they are.
-        forward: in place of ``model`` for the forward pass.
-        accumulate: batches per step of the optimizer.
-        uneven: when ranks have different numbers of batches: ``"stop"`` ends all after the last batch that
-            all have, ``"error"`` raises ValueError there and names the ranks.
-        semi_synchronous_from: the number of a batch, from 0. From there on a batch takes embeddings from
-            before the update of the batch before it, which changes the numbers and hides the exchange of
-            embeddings as well. The first two batches are exact in any case.
-        strict: raise ValueError, after the first forward pass, where a module cannot take part. Otherwise a
+        model: maps a batch to (losses, output). It has sharded modules anywhere in it.
+        optimizer: the optimizer of the dense part and the tables, such as a CombinedOptimizer of both, with
+            or without clipping. In a bare CombinedOptimizer, the tables step first.
+        device: device to move batches to: objects with a method ``to``, and tuples, lists and mappings of
+            them. None leaves them where they are.
+        forward: the function to call in place of ``model`` in the forward pass.
+        accumulate: number of batches per step of the optimizer.
+        uneven: what to do if ranks have different numbers of batches. ``"stop"`` ends all of them after the
+            last batch that all have; ``"error"`` raises ValueError there and names the ranks.
+        semi_synchronous_from: number of a batch, from 0. From there on, a batch takes its embeddings before
+            the update of the previous batch. This changes the results, and hides the exchange of embeddings
+            as well. The first two batches are exact in any case.
+        strict: raise ValueError, after the first forward pass, if a module cannot be pipelined. Otherwise a
             log line names it.
     """
 
@@ -72,15 +73,16 @@ class TrainPipeline:
         self._update = Update(model, optimizer)
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Trains on the next batch of the iterator and gives the model's output.
+        """Train on the next batch of the iterator, and return the model's output.
 
-        Another iterator than in the last call goes on behind the batches that were read from that one.
+        If the iterator is another one than in the last call, its batches follow those that were already read
+        from that one.
 
         Raises:
-            StopIteration: on every rank, after the last batch; a call after that begins anew.
-            ValueError: on every rank, for bad ids in this batch, for a batch that was written to while it
-                was under way, and by option when ranks have different numbers of batches.
-            Exception: what the loader raised, after all batches before it; on other ranks RuntimeError.
+            StopIteration: after the last batch, on every rank. A call after that starts again.
+            ValueError: this batch has invalid IDs, or was written to while it was under way; or, with
+                ``uneven="error"``, ranks have different numbers of batches. It is raised on every rank.
+            Exception: the error of the loader, after all batches before it. Other ranks raise RuntimeError.
         """
         batch = self._ahead.next(iterator)
         if not self._model.training:
@@ -107,7 +109,9 @@ class TrainPipeline:
         return output
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Trains on all batches; gives the output of each. Leaving the loop early drops what is in flight."""
+        """Train on all batches, and yield the output of each. Leaving the loop early drops the batches in
+        flight.
+        """
         iterator = iter(batches)
         try:
             while True:
@@ -125,6 +129,6 @@ class TrainPipeline:
         return self._ahead.has_ended
 
     def reset(self) -> None:
-        """Drops the batches in flight, and begins a step anew; on all ranks."""
+        """Drop the batches in flight, and start the accumulation again. Call it on all ranks."""
         self._ahead.reset()
         self._num_collected = 0

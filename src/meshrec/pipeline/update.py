@@ -15,13 +15,13 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class Update:
-    """What ``loss.backward()`` and ``optimizer.step()`` change, step by step:
+    """The updates of ``loss.backward()`` and ``optimizer.step()``, in this order:
 
-    1. the backward pass updates fused tables; dense gradients start to travel;
-    2. tables with ``update="on_step"`` step, where ``optimizer`` is a bare CombinedOptimizer;
-    3. the next batch's rows are looked up, and start to travel;
-    4. dense gradients arrive, and the rest of the optimizer steps;
-    5. what was not ready before is looked up: tables without a fused optimizer, and those that are clipped.
+    1. The backward pass updates fused tables, and dense gradients start to travel.
+    2. Tables with ``update="on_step"`` step, if ``optimizer`` is a bare CombinedOptimizer.
+    3. The next batch's rows are looked up, and start to travel.
+    4. Dense gradients arrive, and the rest of the optimizer steps.
+    5. Tables that were not ready before are looked up: those without a fused optimizer, and clipped ones.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -29,11 +29,12 @@ class Update:
 
     @contextmanager
     def backward(self, *, steps: bool, late: bool = True) -> Iterator[None]:
-        """Around forward and backward.
+        """Enclose the forward and backward pass of a batch.
 
         Args:
-            steps: whether ``optimizer`` steps after it; otherwise dense gradients stay on their rank.
-            late: whether ``after_backward`` follows, which waits for them; else they are averaged here.
+            steps: whether ``optimizer`` steps afterwards. Otherwise dense gradients stay on their rank.
+            late: whether ``after_backward`` follows and waits for dense gradients. Otherwise they are
+                averaged here.
         """
         with ExitStack() as stack:
             if not steps:
@@ -45,7 +46,7 @@ class Update:
             yield
 
     def after_backward(self, ahead: Lookahead, *, steps: bool) -> None:
-        """Steps, if that is due, and lets the next lookups start as soon as their tables are updated."""
+        """Step if ``steps`` is True, and start the next lookups as soon as their tables are updated."""
         if not steps:
             ahead.look_up(self.is_stepped)
             return
@@ -65,7 +66,7 @@ class Update:
         ahead.look_up(self.is_stepped)
 
     def is_stepped(self, module: Collection) -> bool:
-        """Whether nobody but this optimizer, and the backward pass, updates the module's tables."""
+        """Return whether only this optimizer and the backward pass update the module's tables."""
         if not module.has_ordinary_gradients:
             return True  # the tables themselves count their updates
         own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -81,7 +82,7 @@ class Update:
 def _parts(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[list[FusedOptimizer], list[torch.optim.Optimizer]]:
-    """The optimizers of tables, and the others: in whatever order they step, they do the same."""
+    """Return the optimizers of tables, and the others. The order in which they step does not matter."""
     if type(optimizer) is not CombinedOptimizer:
         return [], [optimizer]
     tables: list[FusedOptimizer] = []

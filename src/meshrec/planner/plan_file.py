@@ -247,5 +247,5 @@ def load_task(path: str | Path) -> PlannerTask:
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a task file: missing or unknown: {error}. It needs task, global_batch_size, "
-            "dtype (fp32, fp16, bf16) and tables, each with name, num_embeddings, embedding_dim, pooling_factors."
+            "dtype (fp32, fp16, bf16) and tables with name, num_embeddings, embedding_dim, pooling_factors."
         ) from error

@@ -147,20 +147,22 @@ class ParameterConstraints:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The machine: how many ranks, how they share nodes, what each can do.
+    """The machine: the number of ranks, their nodes, and the capabilities of a rank.
 
     Attributes:
-        world_size: all ranks.
-        compute_device: ``cpu`` or ``cuda``; chooses the default profile and which cap counts.
-        local_world_size: ranks per node (default: all of them, at most 8 on cuda).
-        hbm_cap, ddr_cap: bytes per rank on cuda and cpu (default: the profile's).
-        hardware: a `HardwareProfile`, or the name of one (default: ``h100`` on cuda, ``cpu`` on cpu).
-        intra_host_bandwidth, inter_host_bandwidth: bytes/s in and between nodes that override the profile's.
-        reserve: the fraction of memory that is kept free.
-        dense_bytes: memory of the dense model per rank: parameters, gradients, optimizer state, activations.
+        world_size: number of ranks.
+        compute_device: ``cpu`` or ``cuda``. It selects the default profile and the memory cap that applies.
+        local_world_size: ranks per node (default: all of them; on cuda at most 8).
+        hbm_cap: bytes per rank on cuda (default: the profile's).
+        ddr_cap: bytes per rank on cpu (default: the profile's).
+        hardware: a `HardwareProfile` or the name of one (default: ``h100`` on cuda, ``cpu`` on cpu).
+        intra_host_bandwidth: bytes/s inside a node (default: the profile's).
+        inter_host_bandwidth: bytes/s between nodes (default: the profile's).
+        reserve: fraction of the memory that is kept free.
+        dense_bytes: bytes per rank of the dense model: parameters, gradients, optimizer state, activations.
         replicate: sizes of the ``replicate`` axis to choose from; 1 is no replication.
-        sum_in_node: whether partial rows are summed inside a node before they cross the network (the mesh has
-            ``node`` and ``local`` axes).
+        sum_in_node: whether partial rows are summed inside a node before they cross the network. The mesh
+            then has the axes ``node`` and ``local``.
     """
 
     world_size: int

@@ -1,1 +1,1 @@
-"""What people read of a plan: text and pages."""
+"""Reports about plans: text and pages."""

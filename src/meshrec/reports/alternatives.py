@@ -1,4 +1,4 @@
-"""Why a table is where it is: what the step would take, were it placed any other way."""
+"""The alternatives for a table: the time of a step if the table were placed in another way."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,10 +18,10 @@ _EXPONENT = 32
 
 
 class Alternative(NamedTuple):
-    """Another way to place one table, everything else left as it is.
+    """Another way to place one table, with everything else unchanged.
 
-    `change` is in seconds per step, with the latencies of the collectives that the first split table, or the
-    first data-parallel one, brings with it.
+    ``change`` is in seconds per step. It includes the latency of collectives that only this table would need,
+    because it would be the first split table, or the first data-parallel one.
     """
 
     sharding_type: str
@@ -30,8 +30,9 @@ class Alternative(NamedTuple):
 
 
 def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[str, list[Alternative]]:
-    """For each table (the `most_tables` largest), the best way per sharding type and how much slower the
-    step is."""
+    """Return the best placement of each sharding type, with the change of the step, for the `most_tables`
+    largest tables.
+    """
     inputs = plan.required_inputs()
     model = CostModel(inputs.tables, inputs.topology, batch_size=inputs.batch_size, replicas=plan.replicas)
     problem = build_problem(model, inputs.constraints)
@@ -55,7 +56,7 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
         latency = _Latency(model, np.delete(placements.replicated_T, index))
         before += latency.seconds(bool(placements.replicated_T[index])) - rest
         best = _best_per_type(state, problem, model, index, inputs.constraints, before, latency)
-        # The plan's own cut may be uneven, which the even candidates do not show.
+        # The plan may cut the table unevenly, but all candidates are even.
         present = Alternative(chosen.sharding_type.value, max(1, len(chosen.shards)), 0.0)
         if best.get(present.sharding_type, present).change >= 0:
             best[present.sharding_type] = present
@@ -64,14 +65,14 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
 
 
 class _Latency:
-    """What collectives take before their first byte, which the first table of a kind costs all of them."""
+    """The latency of collectives, which the first table of a kind adds to the step."""
 
     def __init__(self, model: CostModel, others_replicated: Bools) -> None:
         self._model = model
         self._sharded, self._replicated = bool((~others_replicated).any()), bool(others_replicated.any())
 
     def seconds(self, replicated: bool) -> float:
-        """With one more table, data-parallel or split."""
+        """Return the latency with one more table, data-parallel or split."""
         usage = Usage(self._sharded or not replicated, False, self._replicated or replicated)
         return float(self._model.fixed_seconds(usage).sum())
 
@@ -104,7 +105,7 @@ def _best_per_type(
 
 
 def _only(placements: Placements, index: int) -> Placements:
-    """The rectangles of one table."""
+    """Return the rectangles of one table."""
     mine_N = placements.table_N == index
     replicated_T = np.zeros_like(placements.replicated_T)
     replicated_T[index] = placements.replicated_T[index]

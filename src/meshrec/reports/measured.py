@@ -1,8 +1,8 @@
-"""Predicted against measured: a training run's phase times next to the model's.
+"""Measured phase times of a training run, beside the predictions of its plan.
 
-A run writes ``phases.jsonl``: one JSON object per line with ``phase`` (a name of `PHASES`, or ``dense``),
-``rank``, ``seconds``, and ``step`` where the run has several. Lines of the same phase and rank are averaged
-by their median, so that the first steps' warming up does not count.
+A run writes ``phases.jsonl``, one JSON object per line: ``phase`` (a name of `PHASES`, or ``dense``),
+``rank``, ``seconds``, and ``step`` if the run has several. We take the median over the lines of a phase and
+rank, so that slow first steps do not count.
 """
 
 import json
@@ -16,12 +16,12 @@ from meshrec.planner.plan_file import PlannedShardingPlan
 
 PHASES_FILE = "phases.jsonl"
 WHOLE_PHASES_FILE = "phases_whole.jsonl"
-"""Of a pipelined run: steps in which no exchange hides behind other work, of which estimates speak."""
+"""The file of a pipelined run with steps in which exchanges do not overlap, as estimates assume."""
 DENSE = "dense"
 
 
 class PhaseTime(NamedTuple):
-    """One measurement: a phase of one step on one rank."""
+    """A measurement: the seconds of a phase of one step on one rank."""
 
     phase: str
     rank: int
@@ -30,7 +30,7 @@ class PhaseTime(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A phase (or ``step``, their sum): predicted and measured seconds of the slowest rank."""
+    """Predicted and measured seconds of a phase, or of ``step`` (their sum), on the slowest rank."""
 
     phase: str
     predicted: float
@@ -38,22 +38,26 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The prediction's relative error: 0.25 is a quarter too slow, -0.25 a quarter too fast."""
+        """Relative error of the prediction: 0.25 predicts a quarter too much time, -0.25 a quarter too
+        little.
+        """
         if self.measured == 0:
             return 0.0 if self.predicted == 0 else float("inf")
         return self.predicted / self.measured - 1
 
 
 def write_phases(path: str | Path, times: Iterable[PhaseTime]) -> None:
-    """Appends measurements to a run's ``phases.jsonl``."""
+    """Append measurements to a run's ``phases.jsonl``."""
     with Path(path).open("a") as file:
         for time in times:
             file.write(json.dumps(time._asdict()) + "\n")
 
 
 def read_phases(path: str | Path) -> list[PhaseTime]:
-    """Reads ``phases.jsonl``, or what the run's folder holds to compare with an estimate. ValueError names
-    the line that is wrong.
+    """Read a ``phases.jsonl``, or the file in a run's folder that is comparable with an estimate.
+
+    Raises:
+        ValueError: A line is invalid; the error names it.
     """
     path = Path(path)
     if path.is_dir():
@@ -77,11 +81,15 @@ def read_phases(path: str | Path) -> list[PhaseTime]:
 def compare_pipelined(
     plan: PlannedShardingPlan, whole: Sequence[PhaseTime], hidden: Sequence[PhaseTime]
 ) -> Comparison:
-    """The step of a pipelined run, without its dense part: ``hidden`` has what of its phases nothing hid,
-    ``whole`` what they and the dense part take by themselves.
+    """Compare the step of a pipelined run, without its dense part, with the prediction.
+
+    Args:
+        plan: the plan of the run.
+        whole: times of steps whose exchanges do not overlap. They give the time of the dense part.
+        hidden: times of pipelined steps: for each phase, the part that nothing hid.
 
     Raises:
-        ValueError: where one of them is empty.
+        ValueError: one of them is empty.
     """
     alone, together = _slowest(whole), _slowest(hidden)
     predicted = plan.estimate().pipelined_seconds(alone.get(DENSE, 0.0))
@@ -90,8 +98,10 @@ def compare_pipelined(
 
 
 def compare(plan: PlannedShardingPlan, times: Iterable[PhaseTime]) -> list[Comparison]:
-    """Prediction next to measurement, per phase that was measured, and their sums as ``step``. ``dense``
-    is left out."""
+    """Return the predicted and measured seconds of each measured phase, and their sums as ``step``.
+
+    The phase ``dense`` is left out.
+    """
     measured = _slowest(times)
     predicted = plan.estimate().phases
     found = [Comparison(phase, predicted[phase], measured[phase]) for phase in PHASES if phase in measured]
@@ -100,7 +110,7 @@ def compare(plan: PlannedShardingPlan, times: Iterable[PhaseTime]) -> list[Compa
 
 
 def _slowest(times: Iterable[PhaseTime]) -> dict[str, float]:
-    """By phase the slowest rank's median."""
+    """Return, for each phase, the median of the slowest rank."""
     by_rank: dict[str, dict[int, list[float]]] = {}
     for time in times:
         by_rank.setdefault(time.phase, {}).setdefault(time.rank, []).append(time.seconds)

@@ -1,4 +1,4 @@
-"""Pages that need nothing else: one skeleton, one style and one set of parts for all of them."""
+"""Self-contained HTML pages. All pages share one skeleton, one style, and one set of parts."""
 
 import json
 from importlib.resources import files
@@ -7,10 +7,11 @@ from typing import Any
 
 
 def to_page(script: str, data: Any) -> str:
-    """A page as HTML.
+    """Return a page as HTML.
 
     Args:
-        script: the file of this room that draws it, such as ``plan.js``, with the parts of ``page.js``.
+        script: the file of this package that draws the page, such as ``plan.js``. It can use the parts of
+            ``page.js``.
         data: plain JSON types, which the script finds as ``data``.
     """
     # "</" would end the script element inside a name.

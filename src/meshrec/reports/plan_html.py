@@ -7,10 +7,10 @@ from meshrec.reports.plan_report import PlanReport
 
 
 def to_html(report: PlanReport) -> str:
-    """The page: load and memory per rank, every table's rectangles, and why each is where it is."""
+    """Return the page: load and memory per rank, the rectangles of every table, and the alternatives."""
     return to_page("plan.js", report.to_json())
 
 
 def write_html(report: PlanReport, path: str | Path) -> None:
-    """Writes the page."""
+    """Write the page."""
     Path(path).write_text(to_html(report), encoding="utf-8")

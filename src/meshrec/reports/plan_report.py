@@ -1,5 +1,6 @@
-"""What a plan means, as data: rank by rank, table by table, with warnings. Rendered by `report_text` and
-`report_html`."""
+"""The report of a plan as data: by rank and by table, with warnings. `plan_text` and `plan_html` render
+it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ _SLOW_RANK = 1.25
 
 
 class RankReport(NamedTuple):
-    """One rank: bytes, seconds per phase (latencies left out), and the names of tables with a part on it."""
+    """A rank: its bytes, its seconds per phase (without latencies), and the tables that it holds parts of."""
 
     rank: int
     num_bytes: float
@@ -30,8 +31,9 @@ class RankReport(NamedTuple):
 
 
 class TableReport(NamedTuple):
-    """One table: where it is ([first row, first column, rows, columns, rank] each), and the cost of
-    alternatives."""
+    """A table: its rectangles ([first row, first column, rows, columns, rank]), and the cost of
+    alternatives.
+    """
 
     name: str
     module_path: str
@@ -44,8 +46,11 @@ class TableReport(NamedTuple):
 
 
 class PlanReport(NamedTuple):
-    """All that the report shows. Times in seconds, memory in bytes. ``pipelined_seconds``: of the step where
-    a train pipeline hides what it can of the ids behind the tables' own work."""
+    """The contents of the report. Times are in seconds, memory is in bytes.
+
+    ``pipelined_seconds`` is the step with a train pipeline, which hides the exchange of IDs behind the
+    lookups and updates of the tables.
+    """
 
     seconds: float
     pipelined_seconds: float
@@ -53,9 +58,11 @@ class PlanReport(NamedTuple):
     gap: float
     hardware: str
     wire: list[str]
-    """The wire formats of the tables, such as ``"fp16/bf16"``: embeddings, then gradients."""
+    """Wire formats of the tables, such as ``"fp16/bf16"``: embeddings, then gradients."""
     sent_bytes: dict[str, float]
-    """What a step sends of embeddings (``"output"``) and gradients (``"gradient"``), all ranks together."""
+    """Bytes of embeddings (``"output"``) and gradients (``"gradient"``) that all ranks together send in a
+    step.
+    """
     world_size: int
     replicas: int
     batch_size: int
@@ -67,7 +74,7 @@ class PlanReport(NamedTuple):
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON types."""
+        """Return the report as plain JSON types."""
         values = self._asdict()
         values["ranks"] = [rank._asdict() for rank in self.ranks]
         values["tables"] = [
@@ -78,7 +85,11 @@ class PlanReport(NamedTuple):
 
 
 def make_report(plan: PlannedShardingPlan) -> PlanReport:
-    """The report of a plan that knows what it was made from."""
+    """Make the report of a plan.
+
+    Raises:
+        ValueError: the plan has no inputs.
+    """
     inputs = plan.required_inputs()
     estimate = plan.estimate()
     reasons = alternatives(plan)
@@ -129,7 +140,10 @@ def make_report(plan: PlannedShardingPlan) -> PlanReport:
 def what_if(
     plan: PlannedShardingPlan, world_sizes: Sequence[int], effort: Effort
 ) -> list[tuple[int, PlannedShardingPlan | str]]:
-    """The same tables and global batch on other numbers of ranks: (ranks, plan or why there is none)."""
+    """Plan the same tables and global batch for other numbers of ranks.
+
+    Return pairs (number of ranks, plan), with an error message in place of the plan if there is none.
+    """
     inputs = plan.required_inputs()
     samples = inputs.batch_size * inputs.topology.world_size
     found: list[tuple[int, PlannedShardingPlan | str]] = []
@@ -151,8 +165,7 @@ def what_if(
 
 
 class Move(NamedTuple):
-    """What changes for one table between two plans: its types, and the bytes that some rank must newly
-    receive."""
+    """The change of one table between two plans: its types, and the bytes that ranks newly receive."""
 
     table: str
     old_type: str | None
@@ -161,8 +174,10 @@ class Move(NamedTuple):
 
 
 def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
-    """The tables that two plans place differently, largest move first. Bytes count weights and optimizer
-    state."""
+    """Return the tables that two plans place differently, the largest move first.
+
+    Bytes count weights and optimizer state.
+    """
     moves = []
     before = {(path, name): sharding for path, name, sharding in old.tables()}
     for table in new.required_inputs().tables:
@@ -188,7 +203,7 @@ def diff(old: ShardingPlan, new: PlannedShardingPlan) -> list[Move]:
 def _new_elements(
     then: ParameterSharding | None, now: ParameterSharding, rows: int, columns: int, new: PlannedShardingPlan
 ) -> int:
-    """Elements that a rank holds in the new plan and did not hold in the old one."""
+    """Return the number of elements that ranks hold in the new plan but not in the old one."""
     ranks = range(new.required_inputs().topology.world_size // new.replicas)
     wanted = _by_rank(now, rows, columns, ranks)
     held = {} if then is None else _by_rank(then, rows, columns, ranks)

@@ -1,4 +1,4 @@
-"""A plan's report in the terminal."""
+"""The report of a plan in the terminal."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ _PIPE_WIDTH = 160
 
 
 def render(report: PlanReport, *, console: Console | None = None) -> None:
-    """Prints a report: the step by phase, rank by rank, the warnings, the gap."""
+    """Print a report: the step by phase, the ranks, the warnings, and the gap."""
     (console or _console()).print(_report(report))
 
 
 def render_what_if(
     found: Sequence[tuple[int, PlannedShardingPlan | str]], *, console: Console | None = None
 ) -> None:
-    """Prints plans for several numbers of ranks side by side."""
+    """Print plans for several numbers of ranks side by side."""
     table = Table("ranks", "step, ms", "lower bound, ms", "gap", "fullest rank", "samples/s")
     for world_size, plan in found:
         if isinstance(plan, str):
@@ -42,7 +42,7 @@ def render_what_if(
 
 
 def render_diff(moves: Sequence[Move], *, console: Console | None = None) -> None:
-    """Prints what changes between two plans."""
+    """Print the changes between two plans."""
     console = console or _console()
     if not moves:
         console.print("the plans place every table alike")
@@ -58,7 +58,7 @@ def render_diff(moves: Sequence[Move], *, console: Console | None = None) -> Non
 
 
 def _console() -> Console:
-    """The terminal; a file or a pipe gets lines that are wide enough."""
+    """Return the terminal; for files and pipes, a console with lines that are wide enough."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPE_WIDTH)
 
