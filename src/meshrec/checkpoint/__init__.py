@@ -1,4 +1,6 @@
-"""Checkpoints that know nothing of plans: saved under one, loaded under any other, on any number of ranks."""
+"""Checkpoints that are independent of the plan: saved under one plan, loaded under any other, on any
+ranks.
+"""
 
 from meshrec.checkpoint.agreement import CheckpointError, DamagedCheckpointError
 from meshrec.checkpoint.delta import RowTracker

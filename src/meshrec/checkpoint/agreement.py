@@ -1,4 +1,22 @@
-"""One outcome for all ranks: what fails on one of them is raised on each, with the same words."""
+"""One outcome for all ranks: an error of one rank is raised on every rank, with the same message.
+
+[Note: how errors reach every rank]
+
+A rank that raises alone leaves the others waiting in their next collective until it times out. So an
+operation that may fail on some ranks, such as reading a file or checking a batch, catches its error, tells it
+to the others in a small collective, and then every rank raises:
+
+- here, `agreed` exchanges the results or errors of a function;
+- a lookup sends the status of its input with the sizes (distributed/input_dist.py), so that it needs no
+  collective of its own;
+- the train pipeline sends one word per batch in the background (pipeline/agreement.py);
+- stages send an error in place of a value (pipeline/stages/messages.py);
+- the trainer exchanges two flags per step (train/stopping.py), and only then reports or stores anything of
+  the step.
+
+A rank that dies cannot tell. The others notice its closed sockets or a timeout, and the launcher reports the
+error of the rank that failed first (train/launch.py).
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,19 +29,21 @@ from meshrec.plan.mesh import Axis
 T = TypeVar("T")
 
 REMEDY = "Copy the checkpoint again from where it is whole, or load another one."
-"""What errors of damaged checkpoints tell the user to do."""
+"""The advice in errors about damaged checkpoints."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; what is on disk from before is untouched."""
+    """A checkpoint could not be written or read. Checkpoints that are on disk remain as they were."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """What a checkpoint's files hold is not what was written."""
+    """The contents of a checkpoint's files are not what was written."""
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Axis:
-    """The ranks of a group (None: the default group) as an axis; one rank where there is no group at all."""
+    """Return the ranks of a group (None: the default group) as an axis; one rank if there is no group at
+    all.
+    """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Axis()
@@ -33,12 +53,12 @@ def ranks_of(group: dist.ProcessGroup | None) -> Axis:
 
 
 def agreed(axis: Axis, function: Callable[[], T], what: str) -> list[T]:
-    """``function()`` of every rank. Collective: all ranks get all results, or raise the same error.
+    """Return the results of ``function()`` on all ranks, or raise one error on all of them. Collective.
 
     Raises:
-        ValueError: when that is what the failing ranks raised.
-        DamagedCheckpointError: likewise.
-        CheckpointError: for every other failure.
+        ValueError: the failing ranks raised ValueError.
+        DamagedCheckpointError: the failing ranks raised DamagedCheckpointError.
+        CheckpointError: there was any other failure.
     """
     outcome: tuple[Any, Exception | None]
     try:
@@ -55,7 +75,7 @@ def agreed(axis: Axis, function: Callable[[], T], what: str) -> list[T]:
 
 
 def combined(errors: dict[int, Exception], what: str) -> Exception:
-    """One error that says what failed on which rank."""
+    """Combine the errors of ranks into one error that names the ranks."""
     texts = {rank: describe(error) for rank, error in errors.items()}
     if len(set(texts.values())) == 1:
         ranks = ", ".join(map(str, texts))
@@ -69,14 +89,14 @@ def combined(errors: dict[int, Exception], what: str) -> Exception:
 
 
 def as_checkpoint_error(error: Exception, what: str) -> Exception:
-    """The same, of one process."""
+    """Return a single process's error as the kind of error that `agreed` raises."""
     if isinstance(error, ValueError | CheckpointError):
         return error
     return CheckpointError(f"{what} failed: {describe(error)}")
 
 
 def describe(error: BaseException) -> str:
-    """The message, with the kind of error where it is not one of ours."""
+    """Return the message of an error, with its type unless it is one of ours."""
     if isinstance(error, ValueError | CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Bytes of tensors to and from files, in blocks of whole rows that each have a checksum.
+"""Reading and writing of tensors in blocks of whole rows, each with a checksum.
 
-A block is what is read at least, and verified before anybody sees it. Memory stays within one block,
-whatever the size of a tensor: contiguous memory on the CPU goes to the disk, and comes from it, in place.
+A block is the smallest unit of reading, and is verified before anybody sees it. Memory stays within one
+block, whatever the size of a tensor: contiguous CPU memory is written and read in place.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _FLUSH_BYTES = 1 << 26
 
 
 class Grid(NamedTuple):
-    """A tensor as rows of bytes, ``rows_per_block`` of them in every block but the last."""
+    """A tensor as rows of bytes, with ``rows_per_block`` of them in every block but the last."""
 
     num_rows: int
     row_bytes: int
@@ -35,7 +35,7 @@ class Grid(NamedTuple):
         return min(self.rows_per_block, self.num_rows) * self.row_bytes
 
     def blocks(self, first: int = 0, end: int | None = None) -> range:
-        """The first rows of the blocks that hold rows [first, end)."""
+        """Return the first rows of the blocks that contain rows [first, end)."""
         if self.row_bytes == 0:
             return range(0)
         step = self.rows_per_block
@@ -43,20 +43,20 @@ class Grid(NamedTuple):
 
 
 def grid_of(shape: Sequence[int], dtype: torch.dtype, rows_per_block: int | None = None) -> Grid:
-    """How a tensor of this shape is cut; a number alone is one row."""
+    """Return the grid of a tensor of this shape. A tensor without dimensions is one row."""
     rows, row_bytes = (shape[0], prod(shape[1:]) * dtype.itemsize) if shape else (1, dtype.itemsize)
     return Grid(rows, row_bytes, rows_per_block or max(1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU; valid as long as the tensor is."""
+    """Return the bytes of a contiguous CPU tensor. They are valid as long as the tensor exists."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class FileWriter:
-    """Appends to a file, and tells the kernel early to bring it to the disk."""
+    """Appends to a file, and makes the kernel start writing it to disk early."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -64,7 +64,7 @@ class FileWriter:
         self._flushed = 0
 
     def write(self, content: memoryview | bytes) -> None:
-        """Appends all of it."""
+        """Append all of it."""
         rest = memoryview(content)
         while rest:
             written = os.write(self._descriptor, rest)
@@ -77,13 +77,13 @@ class FileWriter:
 
 
 def checksum_of(content: memoryview, place: bytes, first: int) -> int:
-    """Compute the CRC-32 of a block.
+    """Return the CRC-32 of a block.
 
     Args:
         content: the bytes of its rows.
-        place: a text that says which piece of which tensor the block belongs to. The checksum covers it, so
-            that right bytes in a wrong place are noticed. Empty in checkpoints of earlier releases, where the
-            checksum covers the bytes alone.
+        place: a text that identifies the piece and the tensor of the block. The checksum covers it, so the
+            right bytes in a wrong place are noticed. It is empty in checkpoints of earlier releases, whose
+            checksums cover the bytes alone.
         first: the first row of the block in its piece.
     """
     start = zlib.crc32(b"%s%d" % (place, first)) if place else 0
@@ -91,7 +91,7 @@ def checksum_of(content: memoryview, place: bytes, first: int) -> int:
 
 
 def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, place: bytes) -> tuple[int, ...]:
-    """Append a tensor and return the checksum of each block, which ``pool`` computes during the writing."""
+    """Append a tensor, and return the checksum of each block. ``pool`` computes them during the writing."""
     grid = grid_of(tensor.shape, tensor.dtype)
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     checksums = []
@@ -109,7 +109,7 @@ def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, place: bytes) -
 class StoredRows(NamedTuple):
     """A piece in an open file.
 
-    ``what``: how errors call it. ``place``: see `checksum_of`.
+    ``what`` is its name in errors. For ``place``, see `checksum_of`.
     """
 
     descriptor: int
@@ -123,11 +123,11 @@ class StoredRows(NamedTuple):
 
     @property
     def grid(self) -> Grid:
-        """How it is cut."""
+        """The division of the piece into blocks."""
         return grid_of(self.shape, self.dtype, self.rows_per_block)
 
     def read_block(self, first: int, target: memoryview) -> None:
-        """Reads the block that starts at a row into memory of its size, and verifies it."""
+        """Read the block that starts at row ``first`` into memory of its size, and verify it."""
         grid = self.grid
         position = self.begin + first * grid.row_bytes
         done = 0
@@ -143,11 +143,10 @@ class StoredRows(NamedTuple):
 
 
 def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> None:
-    """Fills ``target`` with the part of a piece that starts at ``offsets``, and verifies every block it
-    needs.
+    """Fill ``target`` with the part of a piece that starts at ``offsets``. Every block it needs is verified.
 
     Raises:
-        DamagedCheckpointError: when a block is not what was written; ``target`` is partly filled then.
+        DamagedCheckpointError: a block is not what was written. ``target`` is partly filled then.
     """
     grid = stored.grid
     if target.numel() == 0:
@@ -178,7 +177,7 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
 
 
 def verify_rows(stored: StoredRows, buffer: Tensor) -> None:
-    """Reads every block of a piece. ``buffer``: uint8, grown by the caller to the size of a block."""
+    """Read and verify every block of a piece. ``buffer`` is uint8 with the size of a block at least."""
     grid = stored.grid
     memory = memory_of(buffer)
     for row in grid.blocks():

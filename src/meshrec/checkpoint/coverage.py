@@ -1,4 +1,4 @@
-"""An exact check that boxes cover a tensor: every element lies in one of them, and none in two."""
+"""An exact check that boxes cover a tensor: every element lies in exactly one of them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,22 +6,24 @@ from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offset of a box in the tensor, and its shape."""
+"""The offset of a box in the tensor, and the shape of the box."""
 
 MOST_SPLIT_DIMS = 6
-"""The number of dimensions along which a tensor may be cut; the check takes twice as long for each."""
+"""The largest number of dimensions along which a tensor may be cut. Each one doubles the time of the
+check.
+"""
 
 
 def flaw_of_cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say what is wrong with boxes that should cover a tensor; None if nothing is.
+    """Describe what is wrong with boxes that should cover a tensor; None if nothing is.
 
     The time is linear in the number of boxes. Take each box as a function that is 1 inside and 0 outside, and
-    its differences along every dimension: +1 or -1 remains at each corner. Differences lose nothing, so the
-    boxes add up to the tensor exactly if their corners add up to the tensor's corners.
+    take its differences along every dimension: what remains is +1 or -1 at each corner. Differences lose no
+    information, so the boxes add up to the tensor exactly if their corners add up to the tensor's corners.
 
     Args:
         shape: the tensor's shape.
-        boxes: each of as many dimensions as the tensor; an empty one covers nothing.
+        boxes: the boxes, with as many dimensions as the tensor. An empty box covers nothing.
     """
     total = prod(shape)
     for offset, size in boxes:

@@ -1,6 +1,6 @@
-"""One rank's data file: safetensors, so that any reader of that format can open it.
+"""The data file of one rank: safetensors, which any reader of that format can open.
 
-The entry of a whole tensor has its name; that of a piece has its place behind it: ``name[0:5, 0:8]``.
+A whole tensor has its name as the key. The key of a piece also has its place: ``name[0:5, 0:8]``.
 """
 
 import json
@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 
 class TensorPart(NamedTuple):
-    """What is to be written: a tensor (on any device), and where it stands in the whole of ``size``."""
+    """A tensor to write (on any device), and its offset in the whole tensor of shape ``size``."""
 
     name: str
     offset: tuple[int, ...]
@@ -37,12 +37,12 @@ class Written(NamedTuple):
     pieces: list[StoredPiece]
 
     def to_json(self) -> list[Any]:
-        """For another process."""
+        """Return plain JSON types, for another process."""
         return [list(self.file), [list(piece) for piece in self.pieces]]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> "Written":
-        """The inverse of ``to_json``."""
+        """Read the result of ``to_json``."""
         file, pieces = data
         return cls(
             DataFile(*file),
@@ -54,7 +54,7 @@ class Written(NamedTuple):
 
 
 def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> Written:
-    """Writes a file and brings it to the disk; a failure leaves no file behind."""
+    """Write a file, and wait until it is on disk. A failure leaves no file behind."""
     head = header(parts)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -78,7 +78,7 @@ def write_data_file(path: Path, parts: Sequence[TensorPart], pool: Executor) -> 
 
 
 def header(parts: Sequence[TensorPart]) -> bytes:
-    """What the file of these parts begins with."""
+    """Return the header of a file of these parts."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for part in parts:
         dtype, shape = part.tensor.dtype, tuple(part.tensor.shape)
@@ -95,7 +95,7 @@ def header(parts: Sequence[TensorPart]) -> bytes:
 
 
 def header_of(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """A safetensors header: the length of the JSON, then names, types, shapes and places."""
+    """Return a safetensors header: the length of the JSON, then names, types, shapes and places as JSON."""
     entries: dict[str, Any] = {}
     begin = 0
     for name, (dtype, shape) in shapes.items():

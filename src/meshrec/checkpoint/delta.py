@@ -1,4 +1,4 @@
-"""What changed since a step, for those who serve the model: the rows of tables that training touched."""
+"""The rows of tables that training has touched since a step, for deltas."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +18,13 @@ _Piece = tuple[Tensor, int, int, Tensor]
 
 
 class RowTracker:
-    """Remembers, from now on, which rows of a model's fused tables each update touches.
+    """Records, from now on, which rows of a model's fused tables each update touches.
 
-    It costs four bytes per row, and a store for each ID of each backward pass. Updates are counted as the
-    optimizer counts them (the greatest ``"step"`` of all tables), which a checkpoint keeps.
+    It takes four bytes per row, and one store for each ID in each backward pass. Updates have the optimizer's
+    numbers (the largest ``"step"`` of all tables), which a checkpoint stores.
 
     Args:
-        model: to watch; one tracker at a time.
+        model: the model to watch. It can have one tracker at a time.
     """
 
     def __init__(self, model: DistributedModelParallel) -> None:
@@ -46,7 +46,7 @@ class RowTracker:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that are tracked."""
+        """The names of the tracked parameters."""
         return [
             f"{path}.{name}" if path else name
             for path, module in self._modules.items()
@@ -56,18 +56,18 @@ class RowTracker:
     def export(
         self, path: str | Path, *, since: int, also: Mapping[str, Tensor] | None = None
     ) -> dict[str, int]:
-        """Writes the rows touched after update ``since`` to a safetensors file; gives their number by table.
+        """Write the rows touched after update ``since`` to a safetensors file; return their number by table.
 
-        For each table that was touched: ``<name>.ids``, int64 [U], rising, and ``<name>.rows`` [U, D]. Whole
-        rows, under any plan; the first rank puts a table's together, and writes. Collective, between steps.
+        Collective, between steps. The file has, for each touched table, ``<name>.ids``, int64 [U], ascending,
+        and ``<name>.rows`` [U, D]. Rows are whole under any plan: the first rank assembles and writes them.
 
         Args:
             path: the file.
-            since: an update that was tracked, or `first_step`.
-            also: ids of more rows by the table's name, the same on all ranks.
+            since: the number of a tracked update, or `first_step`.
+            also: IDs of further rows, by the table's name; equal on all ranks.
 
         Raises:
-            ValueError: on every rank, for updates before tracking began, and after ``reshard``.
+            ValueError: ``since`` is before tracking began, or the model was resharded; raised on every rank.
         """
         axis, path = ranks_of(None), Path(path)
         agreed(axis, lambda: self._check(since), "exporting touched rows")
@@ -87,9 +87,10 @@ class RowTracker:
         return max((step for m in self._modules.values() for step in m.built.steps()), default=0)
 
     def _now(self) -> int:
-        """Return the mark of rows that are touched now: more than any number of an update told so far.
+        """Return the mark for rows that are touched now: larger than the number of any update reported so
+        far.
 
-        A table that was frozen for a while counts fewer updates than others, so its own step does not do.
+        A table that was frozen for a while counts fewer updates than others, so its own step cannot be used.
         """
         is_deferred = any(module.tables.collected is not None for module in self._modules.values())
         return max(self._last() + is_deferred, self._told + 1)
@@ -107,7 +108,9 @@ class RowTracker:
             )
 
     def _pieces(self, since: int, also: Mapping[str, Tensor]) -> list[tuple[str, list[_Piece], int]]:
-        """By table what this rank has: global ids, first column, end, and rows."""
+        """Return, by table, this rank's touched rows: global IDs, first column, last column + 1, and
+        values.
+        """
         found = []
         for path, module in self._modules.items():
             names = list(module.fused_optimizer.params)
@@ -141,7 +144,7 @@ def _joined(pieces: list[_Piece], dim: int) -> tuple[Tensor, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file, which appears when it is whole."""
+    """Write a safetensors file. It appears only when it is complete."""
     with durable_file(path) as file:
         writer = FileWriter(file.fileno())
         writer.write(header_of({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}))

@@ -1,4 +1,4 @@
-"""Which checkpoint a path stands for: one rule for runs, for the command line and for ``load``."""
+"""The rule that finds a checkpoint by a path, shared by the command line and ``load``."""
 
 import logging
 import re
@@ -9,25 +9,25 @@ from meshrec.checkpoint.manifest import MANIFEST
 _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""In a run's folder: all of the last steps, from which training goes on."""
+"""Subfolder of a run for the checkpoints of its last steps, from which training can continue."""
 BEST = "best"
-"""In a run's folder: the weights that were best on the validation data."""
+"""Subfolder of a run for the weights that were best on validation data."""
 _NAME = re.compile(r"step-([0-9]+)")
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = False) -> Path:
-    """The finished checkpoint that ``path`` stands for.
+    """Return the finished checkpoint that ``path`` stands for.
 
-    A checkpoint is itself. Of a folder of checkpoints it is the newest. Of a run it is the weights that the
-    run reports: the best on its validation data, or the last where it had none.
+    A checkpoint stands for itself, and a folder of checkpoints for its newest one. A run stands for the
+    weights that it reports: the best on its validation data, or, without such data, the last.
 
     Args:
         path: a checkpoint, a folder of checkpoints, or a run's folder.
-        step: the checkpoint of that step instead.
-        last: of a run, the last step instead.
+        step: use the checkpoint of this step instead.
+        last: use a run's last checkpoint instead of its best one.
 
     Raises:
-        ValueError: when there is none, with the steps that there are.
+        ValueError: there is no such checkpoint; the error lists the steps that exist.
     """
     path = Path(path)
     if (path / MANIFEST).exists() and step is None:
@@ -49,10 +49,10 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, last: bool = F
 
 
 def all_checkpoints(path: str | Path) -> list[Path]:
-    """All that ``path`` holds, finished or not: itself, or those of a folder or a run.
+    """Return all checkpoints at ``path``, finished or not: itself, or those of a folder or a run.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: there is none.
     """
     path = Path(path)
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
@@ -67,7 +67,7 @@ def all_checkpoints(path: str | Path) -> list[Path]:
 
 
 def _folders(path: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Finished checkpoints by step: the last steps, and the best."""
+    """Return the finished checkpoints by step: those of the last steps, and the best ones."""
     if not _is_run(path):
         return _finished(path), {}
     return _finished(path / CHECKPOINTS), _finished(path / BEST)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which is the latest good one, which are kept, and one save in the background."""
+"""A folder of checkpoints: finding the latest good one, removing old ones, and saving in the background."""
 
 import logging
 import re
@@ -19,13 +19,14 @@ _NAME = re.compile(r"step-(\d{10,})")
 
 
 class CheckpointManager:
-    """Checkpoints of one run, as ``folder/step-0000000100``. All methods but ``latest`` are collective.
+    """Checkpoints of one run, as ``folder/step-0000000100``. All methods except ``latest`` are collective.
 
     Args:
-        folder: a folder that all ranks see; it is made when it is needed.
-        keep_last: how many to keep, at least 1: the one saved last, and those of the steps before it. Where
-            training went back to a checkpoint, those of later steps stay as well, until they are saved again.
-        keep_every: also keep those whose step is a multiple of it.
+        folder: a folder that all ranks see. It is made when it is first needed.
+        keep_last: number of checkpoints to keep, at least 1: the one saved last, and those of the steps
+            before it. If training went back to a checkpoint, those of later steps also stay until they are
+            saved again.
+        keep_every: also keep checkpoints whose step is a multiple of this.
         group: the ranks (default: all of the default process group).
     """
 
@@ -48,15 +49,15 @@ class CheckpointManager:
         self._pending: PendingSave | None = None
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Return the path of the checkpoint of a step."""
         return self.folder / f"step-{step:010d}"
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Saves, and removes what need not be kept; see ``checkpoint.save``.
+        """Save, and remove old checkpoints; see ``checkpoint.save``.
 
         Raises:
-            CheckpointError: on every rank, when it cannot be written; older checkpoints are untouched, and
-                the training can go on.
+            CheckpointError: the checkpoint cannot be written. It is raised on every rank; older checkpoints
+                remain, and training can continue.
         """
         self.wait()
         path = save(self.path(step), state, step=step, group=self._group)
@@ -65,11 +66,11 @@ class CheckpointManager:
         return path
 
     def async_save(self, step: int, state: Mapping[str, Any]) -> PendingSave:
-        """Saves while the training goes on; see ``checkpoint.async_save``. Waits for the one before, if need
-        be.
+        """Save while training continues; see ``checkpoint.async_save``. Waits for the previous save if
+        necessary.
 
         Raises:
-            CheckpointError: on every rank, when the save before this one failed, or this one cannot begin.
+            CheckpointError: the previous save failed, or this one cannot begin; raised on every rank.
         """
         self.wait()
         self._pending = async_save(
@@ -78,30 +79,37 @@ class CheckpointManager:
         return self._pending
 
     def wait(self) -> None:
-        """Waits for the save in the background, if there is one. CheckpointError when it failed."""
+        """Wait for the save in the background, if there is one.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, rising; looks at manifests and sizes only."""
+        """Return the steps of complete checkpoints in ascending order. Only manifests and file sizes are
+        read.
+        """
         return [step for step, _ in self._complete()][::-1]
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint; a warning names those that are damaged or not finished."""
+        """Return the newest complete checkpoint. A warning names those that are damaged or incomplete."""
         return next((path for _, path in self._complete()), None)
 
     def load(self, path: str | Path, state: Mapping[str, Any]) -> None:
-        """Loads one checkpoint; see ``checkpoint.load``."""
+        """Load one checkpoint; see ``checkpoint.load``."""
         load(path, state, group=self._group)
 
     def load_latest(self, state: Mapping[str, Any]) -> int | None:
-        """Loads the newest checkpoint whose data is sound, and gives its step; None where there is none.
+        """Load the newest checkpoint whose data is intact, and return its step; None if there is no
+        checkpoint.
 
-        One that turns out to be damaged is named in a warning, and the one before it is loaded.
+        If a checkpoint turns out to be damaged, a warning names it, and the one before it is loaded.
 
         Raises:
-            DamagedCheckpointError: on every rank, when there are checkpoints but none is sound.
+            DamagedCheckpointError: there are checkpoints, but none is intact; raised on every rank.
         """
         axis = ranks_of(self._group)
         found = agreed(axis, lambda: list(self._complete()), f"looking into {self.folder}")[0]
@@ -123,14 +131,16 @@ class CheckpointManager:
         return None
 
     def remove_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, which a training that went back does otherwise."""
+        """Remove the checkpoints of later steps, which are obsolete when training has gone back to
+        ``step``.
+        """
         if ranks_of(self._group).rank == 0:
             for later, path in self._folders():
                 if later > step:
                     _remove(path)
 
     def _complete(self) -> Iterator[tuple[int, Path]]:
-        """From the newest on."""
+        """Yield the complete checkpoints, newest first."""
         for step, path in sorted(self._folders(), reverse=True):
             try:
                 read_manifest(path)
@@ -150,7 +160,7 @@ class CheckpointManager:
         return self._pending is not None and self._pending.path == path
 
     def _remove_old(self, saved: int) -> None:
-        """Removes complete checkpoints that need not be kept, and unfinished ones from before ``saved``."""
+        """Remove complete checkpoints that need not be kept, and incomplete ones from before ``saved``."""
         steps = [s for s, path in sorted(self._folders()) if s <= saved and (path / MANIFEST).exists()]
         kept = set(steps[-self._keep_last :])
         if self._keep_every is not None:

@@ -32,11 +32,11 @@ MANIFEST = "manifest.json"
 FORMAT = "meshrec.checkpoint"
 VERSION = 2
 RANDOM = "random"
-"""The entry of the random number generators; a state may not use the name."""
+"""Entry of the random number generators. A state may not use the name."""
 KINDS = ("module", "optimizer", "stateful", "plain")
-"""What an entry of a state may be."""
+"""Kinds of entries of a state."""
 MOST_BYTES = 1 << 28
-"""The size of the largest manifest: one of a checkpoint of 100 TB has a tenth of it."""
+"""Largest size of a manifest, in bytes. A checkpoint of 100 TB has a manifest of a tenth of it."""
 
 _FIELDS = ("format", "version", "step", "world_size", "files", "tensors", "values", "plans")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -58,12 +58,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of types, as safetensors files have them."""
+"""Types by their names in safetensors files."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class DataFile(NamedTuple):
-    """A data file: its size, and the bytes and checksum (CRC-32) of what stands before the first tensor."""
+    """A data file: its size, and the size and CRC-32 of its header, which precedes the first tensor."""
 
     name: str
     num_bytes: int
@@ -72,10 +72,10 @@ class DataFile(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """A rectangle of a tensor: where it is in the tensor, and where its bytes are.
+    """A rectangle of a tensor: its place in the tensor, and the place of its bytes.
 
-    ``file``: position among the manifest's files. ``checksums``: CRC-32 of each block of ``rows_per_block``
-    rows.
+    ``file`` is an index into the manifest's files. ``checksums`` has the CRC-32 of each block of
+    ``rows_per_block`` rows.
     """
 
     offset: tuple[int, ...]
@@ -87,7 +87,7 @@ class StoredPiece(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """A whole tensor. ``entry``: the name in the saved state that it belongs to."""
+    """A whole tensor. ``entry`` is the entry of the saved state that it belongs to."""
 
     entry: str
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class TensorRecord(NamedTuple):
 
 
 class PlacedPiece(NamedTuple):
-    """A piece with the name and the record of its tensor."""
+    """A piece, with the name and the record of its tensor."""
 
     name: str
     record: TensorRecord
@@ -109,16 +109,16 @@ class PlacedPiece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the piece."""
+        """Bytes of the piece."""
         return prod(self.piece.shape) * self.record.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The table of contents of a checkpoint.
 
-    ``values``: per entry of the state, what is not a tensor, as ``values.encode`` gives it. ``plans``: the
-    sharding plan of every DistributedModelParallel in it.
+    ``values`` has the plain values of each entry, as ``values.encode`` returns them. ``plans`` has the
+    sharding plan of every DistributedModelParallel in the state.
     """
 
     step: int | None
@@ -146,7 +146,7 @@ class Manifest:
         return sum(file.num_bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """One line of JSON, and one with its checksum."""
+        """Return one line of JSON, and a line with its checksum."""
         body = json.dumps(
             {
                 "format": FORMAT,
@@ -168,10 +168,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Read what `to_bytes` wrote, and check all that can be checked without the data files.
+        """Read the result of `to_bytes`, and check everything that can be checked without the data files.
 
         Raises:
-            DamagedCheckpointError: the checksum differs, or the content is not that of a whole checkpoint.
+            DamagedCheckpointError: the checksum differs, or the contents are not those of a whole checkpoint.
                 The message can follow the name of the checkpoint.
             CheckpointError: the manifest has another version.
         """
@@ -185,11 +185,11 @@ class Manifest:
 
 
 def place_of(name: str, dtype: torch.dtype, shape: Sequence[int], piece: StoredPiece) -> bytes:
-    """Return the text that says where the bytes of a piece belong.
+    """Return the text that identifies the place of a piece's bytes.
 
     From version 2 on, the checksum of every block covers it. So the same bytes under another name, as another
-    type, in another shape, or at another offset are noticed. The name of the file, which differs from save to
-    save, is left out: equal states have equal checksums.
+    type, in another shape, or at another offset are noticed. The name of the file is left out because it
+    differs from save to save: equal states have equal checksums.
     """
     where = [piece.offset, piece.shape, piece.rows_per_block, piece.begin]
     return json.dumps([name, DTYPE_NAMES[dtype], shape, *where]).encode()
@@ -203,7 +203,7 @@ def entry_name(name: str, offset: Sequence[int], shape: Sequence[int], size: Seq
 
 
 def called(name: str) -> str:
-    """Return how errors call a tensor; names may be as long as the file that they come from."""
+    """Return a tensor's name for errors. It is cut short, because a name may be as long as its file."""
     return f"tensor {name[:200]!r}"
 
 
@@ -268,7 +268,7 @@ def _check_tensor(name: str, record: TensorRecord, manifest: Manifest) -> None:
 
 
 def _check_contents(manifest: Manifest) -> None:
-    """Check that the pieces in each file lie one behind the other, from its header to its end."""
+    """Check that the pieces in each file follow one another, from its header to its end."""
     for file, contents in zip(manifest.files, manifest.contents, strict=True):
         position = file.header_bytes
         for placed in contents:

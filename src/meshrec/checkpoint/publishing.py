@@ -1,4 +1,4 @@
-"""Deltas: what training changed in a model since the last one, in a folder that servers follow.
+"""Deltas: the changes that training made to a model since the last delta, in a folder that servers follow.
 
 Delta ``n`` is three files: ``<n>.json`` (written last), ``<n>.rows.safetensors`` (the IDs and whole rows that
 training touched, by table) and ``<n>.dense.safetensors`` (every other weight). The JSON has a checksum of
@@ -34,21 +34,24 @@ _FIELDS = ("format", "number", "run", "since", "step", "rows", "sha256", "previo
 
 
 class DeltaError(RuntimeError):
-    """A delta cannot be used: it is damaged, or it does not follow on what is there."""
+    """A delta cannot be used: it is damaged, or it does not follow the one before it."""
 
 
 class DeltaRecord(NamedTuple):
-    """The content of a delta's JSON file.
+    """The contents of a delta's JSON file.
 
     Attributes:
-        number, run: of the delta.
-        since, step: the training steps ``(since, step]`` that it holds.
+        number: number of the delta.
+        run: name of the run.
+        since: the step after which the delta begins.
+        step: the last step that the delta contains.
         rows: number of rows, by table.
         sha256: digests of the two files of tensors.
-        previous: the digest of the delta before, or "".
-        tracked, whole: the tables of which deltas hold touched rows, and the weights that each delta holds
-            whole: together all weights. None in deltas of format 1, which do not say it.
-        digest: of the JSON file itself.
+        previous: digest of the previous delta, or "".
+        tracked: tables of which deltas contain the touched rows; None in format 1.
+        whole: weights that each delta contains whole; None in format 1. With ``tracked``, these are all
+            weights.
+        digest: digest of the JSON file itself.
     """
 
     number: int
@@ -69,35 +72,35 @@ class DeltaRecord(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The delta that weights hold all of: its number and digest."""
+    """The last delta whose changes some weights contain: its number and digest."""
 
     number: int
     digest: str
 
 
 class Delta(NamedTuple):
-    """Weights to put in place: by table ids [U] and rows [U, D], and whole tensors by name."""
+    """Weights to put in place: IDs [U] and rows [U, D] by table, and whole tensors by name."""
 
     rows: dict[str, tuple[Tensor, Tensor]]
     whole: dict[str, Tensor]
 
 
 class DeltaPublisher:
-    """Writes the deltas of a model that trains. Collective, all of it.
+    """Writes the deltas of a model during training. All of it is collective.
 
     Args:
-        model: whose fused tables are tracked from now on.
-        folder: for the deltas; those that are there are continued.
-        run: the run's name, which packages of its checkpoints carry, too.
-        step: the training step that was done last.
-        after: the last delta of these weights, as `last` was when they were saved; None: what was published
-            of later steps than ``step`` is done again.
+        model: the model, whose fused tables are tracked from now on.
+        folder: the folder of the deltas. Existing deltas are continued.
+        run: the run's name, which packages of its checkpoints contain as well.
+        step: the last step that was trained.
+        after: the last delta that the weights contain, as `last` was when they were saved. If None, the rows
+            of all published steps after ``step`` are published again.
 
     Attributes:
-        last: the delta that the weights of now hold all of, once `publish` has returned; None: no delta.
+        last: the last delta that the current weights contain, once `publish` has returned; None: no delta.
 
     Raises:
-        ValueError: on every rank, when the deltas that are there cannot be continued.
+        ValueError: the existing deltas cannot be continued; raised on every rank.
     """
 
     def __init__(
@@ -126,10 +129,11 @@ class DeltaPublisher:
         self.last, self._owed = agreed(self._axis, begin, "reading the deltas that are there")[0]
 
     def publish(self, step: int) -> None:
-        """Writes what changed since the last delta; nothing where no step was made.
+        """Write the changes since the last delta; nothing if no step was made.
 
         Raises:
-            CheckpointError: on every rank, when it cannot be written; the next one then holds more.
+            CheckpointError: the delta cannot be written; raised on every rank. The next delta then contains
+                more.
         """
         if step == self._step:
             return
@@ -162,7 +166,9 @@ class DeltaPublisher:
         self._step, self._updates, self._owed = step, updates, {}
 
     def _found(self, step: int, after: Published | None) -> tuple[Published | None, dict[str, Tensor]]:
-        """The last delta, and by table the ids of rows that deltas after these weights hold."""
+        """Return the last delta, and, by table, the IDs of the rows in deltas that these weights do not
+        contain.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         records = delta_records(self._folder)
         if after is not None:
@@ -184,7 +190,7 @@ class DeltaPublisher:
         return last, {name: torch.cat(each).unique() for name, each in ids.items()}
 
     def _untracked(self) -> dict[str, Tensor]:
-        """Whole tensors of what the tracker does not watch."""
+        """Return whole tensors of the weights that are not tracked."""
         tracked = set(self._tracker.names)
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         found = {}
@@ -196,16 +202,16 @@ class DeltaPublisher:
 
 
 def delta_numbers(folder: str | Path) -> list[int]:
-    """Give the numbers of a folder's deltas, in order."""
+    """Return the numbers of a folder's deltas, in order."""
     names = [path.name for path in Path(folder).glob("[0-9]*.json") if _NAME.fullmatch(path.name)]
     return sorted(number for name in names if _name(number := int(name.removesuffix(".json"))) == name)
 
 
 def delta_records(folder: str | Path) -> list[DeltaRecord]:
-    """All deltas of a folder, in order.
+    """Return all deltas of a folder, in order.
 
     Raises:
-        DeltaError: for one that cannot be read.
+        DeltaError: a delta cannot be read.
     """
     return [read_record(folder, number) for number in delta_numbers(folder)]
 
@@ -214,7 +220,7 @@ def read_record(folder: str | Path, number: int) -> DeltaRecord:
     """Read the JSON file of delta ``number``.
 
     Raises:
-        DeltaError: when it cannot be read, or is not what was written.
+        DeltaError: it cannot be read, or is not what was written.
     """
     path = Path(folder) / _name(number)
     try:
@@ -255,10 +261,10 @@ def _record(content: bytes, number: int) -> DeltaRecord:
 
 
 def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
-    """Read the weights of a delta into memory, so that what was verified is what is used.
+    """Read the weights of a delta into memory. Verified bytes are thus the ones that are used.
 
     Raises:
-        DeltaError: for files that are not what was written, or do not hold what the JSON file says.
+        DeltaError: the files are not what was written, or do not contain what the JSON file says.
     """
     try:
         rows, whole = (
@@ -281,10 +287,10 @@ def read_delta(folder: str | Path, record: DeltaRecord) -> Delta:
 
 
 def check_follows(record: DeltaRecord, last: Published | None, step: int) -> None:
-    """Whether ``record`` is the one after ``last``, and holds all that changed since ``step``.
+    """Check that ``record`` is the delta after ``last``, and contains all changes since ``step``.
 
     Raises:
-        DeltaError: when it is not.
+        DeltaError: it is not.
     """
     if last is not None and record.number != last.number + 1:
         raise DeltaError(
@@ -304,10 +310,10 @@ def check_follows(record: DeltaRecord, last: Published | None, step: int) -> Non
 
 
 def verify_deltas(folder: str | Path) -> list[DeltaRecord]:
-    """Reads every byte of a folder's deltas; gives them in order.
+    """Read every byte of a folder's deltas, and return them in order.
 
     Raises:
-        DeltaError: for the first that is damaged or does not follow.
+        DeltaError: a delta is damaged, or does not follow the one before it.
     """
     last: DeltaRecord | None = None
     records = delta_records(folder)

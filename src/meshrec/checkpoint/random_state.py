@@ -9,15 +9,15 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _MERSENNE = "MT19937"
-"""The only bit generator whose state NumPy's global functions have by default."""
+"""The only bit generator of NumPy's global functions that a checkpoint can store; it is NumPy's default."""
 
 
 def seed_python_and_numpy(seed: int, stream: str) -> None:
-    """Seed Python's ``random`` and NumPy's global generator; torch's own generator is left alone.
+    """Seed Python's ``random`` and NumPy's global generator. torch's generator is left alone.
 
     Args:
-        seed: the run's seed.
-        stream: what the numbers are for. Different streams of one seed are independent of each other.
+        seed: the seed of the run.
+        stream: the purpose of the random numbers. Different streams of one seed are independent.
     """
     source = random.Random(f"{seed}/{stream}")  # hashes the text with SHA-512, in every process alike
     random.seed(source.getrandbits(128))
@@ -25,7 +25,7 @@ def seed_python_and_numpy(seed: int, stream: str) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the present state of every generator, by name."""
+    """Return the current state of every generator, by name."""
     version, numbers, gauss = random.getstate()
     assert version == 3
     state = {
@@ -53,9 +53,9 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Restore what ``random_state`` returned; a generator that ``state`` lacks keeps its own state.
+    """Restore the state that ``random_state`` returned. A generator that ``state`` lacks keeps its own state.
 
-    Checkpoints of earlier releases have no state of NumPy's generator.
+    Checkpoints of earlier releases do not contain the state of NumPy's generator.
     """
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))

@@ -1,4 +1,4 @@
-"""Files of whole tensors in the safetensors format, read strictly: no header leads out of its file."""
+"""Strict reading of safetensors files: no header can point outside its file."""
 
 import hashlib
 import os
@@ -22,11 +22,11 @@ _MOST_DIMS = 64
 
 
 def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
-    """Read a file into memory, and its tensors from there.
+    """Read a file into memory, and return its tensors.
 
     Raises:
-        DamageError: for a file with another SHA-256, or that is not of this format.
-        OSError: for a file that cannot be read.
+        DamageError: the file has another SHA-256, or is not of this format.
+        OSError: the file cannot be read.
     """
     with open_regular(path) as descriptor:
         content = torch.empty(os.fstat(descriptor).st_size, dtype=torch.uint8)
@@ -41,8 +41,8 @@ def read_mapped(path: Path) -> dict[str, Tensor]:
     """Map the tensors of a file into memory.
 
     Raises:
-        DamageError: for a file that is not of this format.
-        OSError: for a file that cannot be read.
+        DamageError: the file is not of this format.
+        OSError: the file cannot be read.
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -52,10 +52,10 @@ def read_mapped(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
-    """Give the tensors of a file, uint8 [bytes], as views of it.
+    """Return the tensors of a file, uint8 [bytes], as views of it.
 
     Raises:
-        DamageError: unless they cover the file from the header to its end.
+        DamageError: the tensors do not cover the file exactly, from the header to its end.
     """
     length = int.from_bytes(content[:8].numpy().tobytes(), "little") if len(content) >= 8 else 0
     if length + 8 > len(content) or not 2 <= length <= _MOST_HEADER_BYTES:
@@ -75,15 +75,15 @@ Entry = tuple[torch.dtype, tuple[int, ...], int, int]
 
 
 def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:
-    """Give the type, the shape, the first byte and the end of each tensor of a header.
+    """Return the type, the shape, the first byte and the end of each tensor of a header.
 
     Args:
         header: the JSON.
-        num_bytes: what stands behind the header.
-        path: how errors call the file.
+        num_bytes: number of bytes behind the header.
+        path: name of the file in errors.
 
     Raises:
-        DamageError: unless the tensors cover those bytes, one after the other.
+        DamageError: the tensors do not cover these bytes, one after the other.
     """
     entries: dict[str, Entry] = {}
     for name, record in mapping(header, f"{path}: the header").items():

@@ -1,4 +1,4 @@
-"""``save``, ``async_save`` and ``load``: one checkpoint at one path, on DCP's planning and our files."""
+"""``save``, ``async_save`` and ``load`` of one checkpoint, with DCP's planning and our file formats."""
 
 import secrets
 import shutil
@@ -30,22 +30,22 @@ _POLL_SECONDS = 0.02
 
 
 def save(path: str | Path, state: Mapping[str, Any], *, step: int | None = None, group: Group = None) -> Path:
-    """Saves a state; when this returns, it is on the disk. Collective.
+    """Save a state. When this returns, the checkpoint is on disk. Collective.
 
-    A checkpoint that is at ``path`` already is replaced in one moment: until then it is the old one.
+    A checkpoint that is at ``path`` already is replaced atomically: until that moment, it is the old one.
 
     Args:
         path: a folder that all ranks see.
-        state: by name modules (DistributedModelParallel included), optimizers, anything with ``state_dict()``
-            and ``load_state_dict()`` over plain values and tensors that are equal on all ranks, and plain
-            values.
-            The random number generators of every rank are saved beside it.
-        step: kept in the checkpoint.
+        state: the entries to save, by name: modules (DistributedModelParallel included), optimizers, plain
+            values, and objects with ``state_dict()`` and ``load_state_dict()`` over plain values and tensors
+            that are equal on all ranks. The random number generators of every rank are saved as well.
+        step: the step to record in the checkpoint.
         group: the ranks (default: all of the default process group).
 
     Raises:
-        ValueError: on every rank, for a state that a checkpoint cannot hold.
-        CheckpointError: on every rank, when the disk is full and the like; what was at ``path`` is untouched.
+        ValueError: a checkpoint cannot hold the state; raised on every rank.
+        CheckpointError: the checkpoint cannot be written, for example because the disk is full. It is raised
+            on every rank, and the checkpoint that was at ``path`` remains.
     """
     job = _Save(Path(path), state, step, ranks_of(group), background=False)
     job.run()
@@ -61,14 +61,20 @@ def async_save(
     group: Group = None,
     after: Callable[[], None] | None = None,
 ) -> "PendingSave":
-    """Saves the state of this moment, while the training goes on. Collective; see ``save``.
+    """Save the current state while training continues. Collective; see ``save``.
 
-    It takes as long as a fork: a child of each rank keeps the memory as it is now (pages that the training
-    changes meanwhile are copied by the kernel) and writes it. Tensors on other devices are copied first.
-    Call it from a thread that lives until the save is done; ``wait`` for it before the process ends.
+    The call takes as long as a fork. A child of each rank keeps the memory as it is now, and writes it; the
+    kernel copies the pages that training changes meanwhile. Tensors on other devices are copied first.
+
+    Call it from a thread that lives until the save is done, and ``wait`` for the save before the process
+    ends.
 
     Args:
-        after: called on the first rank once the checkpoint is complete, in another thread.
+        path: see ``save``.
+        state: see ``save``.
+        step: see ``save``.
+        group: see ``save``.
+        after: called on the first rank, in another thread, once the checkpoint is complete.
     """
     job = _Save(Path(path), state, step, ranks_of(group), background=True)
     job.run()
@@ -76,21 +82,22 @@ def async_save(
 
 
 def load(path: str | Path, state: Mapping[str, Any], *, partial: bool = False, group: Group = None) -> None:
-    """Loads a checkpoint into a state with the entries that are wanted, in place. Collective.
+    """Load a checkpoint into a state, in place. The state has the entries that you want. Collective.
 
-    The plan and the number of ranks may be others than at the time of saving. A rank whose number existed
-    then goes on with its random numbers. Every byte is verified before it is used.
+    The plan and the number of ranks may differ from those of the save. A rank whose number existed then
+    continues its random numbers. Every byte is verified before it is used.
 
     Args:
-        path: a checkpoint, or a run's folder: the weights that the run reports, see `find_checkpoint`.
-        state: as for ``save``; plain values are replaced in it.
-        partial: modules take what the checkpoint has of them and keep the rest, such as pretrained tables;
-            the log says what was left.
+        path: a checkpoint, or a run's folder, whose reported weights are loaded; see `find_checkpoint`.
+        state: see ``save``. Plain values in it are replaced.
+        partial: modules take the tensors that the checkpoint has, such as pretrained tables, and keep the
+            others. The log says which are kept.
+        group: see ``save``.
 
     Raises:
-        ValueError: on every rank, for a state that does not fit; nothing has been changed then.
-        DamagedCheckpointError: on every rank, for files that are not what was written; when that is seen
-            only in the data, the state is partly loaded.
+        ValueError: the state does not fit. It is raised on every rank, and nothing has changed.
+        DamagedCheckpointError: files are not what was written; raised on every rank. If only the data shows
+            it, the state is partly loaded.
     """
     axis = ranks_of(group)
     box: dict[str, Any] = {}
@@ -131,21 +138,21 @@ class PendingSave:
 
     @property
     def path(self) -> Path:
-        """Where the checkpoint will be."""
+        """The path of the future checkpoint."""
         return self._job.path
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's part is still being written; asks no other rank."""
+        """Whether this rank's part is still being written. Not collective."""
         snapshot = self._job.writer.snapshot
         thread = self._thread is not None and self._thread.is_alive()
         return thread or (snapshot is not None and snapshot.is_running)
 
     def wait(self) -> Path:
-        """Waits until the checkpoint is complete. Collective.
+        """Wait until the checkpoint is complete. Collective.
 
         Raises:
-            CheckpointError: on every rank, when one of them could not write.
+            CheckpointError: one of the ranks could not write; raised on every rank.
         """
         if self._is_over:
             return self.path
@@ -160,7 +167,7 @@ class PendingSave:
         return self.path
 
     def kill(self) -> None:
-        """Gives up this rank's part; for a process that is about to end."""
+        """Abandon this rank's part, in a process that is about to end."""
         self._is_over = True
         if self._job.writer.snapshot is not None:
             self._job.writer.snapshot.kill()
@@ -178,7 +185,7 @@ class PendingSave:
             raise self._error
 
     def _finish(self) -> None:
-        """On the first rank: the manifest, once all ranks have left their notes."""
+        """Write the manifest on the first rank, once all ranks have left their notes."""
         job = self._job
         notes = {rank: job.files.note(rank) for rank in job.writer.writing_ranks}
         try:
@@ -195,7 +202,7 @@ class PendingSave:
 
 
 class _Save:
-    """One save, of one rank."""
+    """One save, as one rank runs it."""
 
     def __init__(
         self, path: Path, state: Mapping[str, Any], step: int | None, axis: Axis, *, background: bool
@@ -223,7 +230,7 @@ class _Save:
         self.writer = Writer(self.files, background=background)
 
     def run(self) -> None:
-        """Writes this rank's part, or starts to."""
+        """Write this rank's part, or start to write it."""
         try:
             with _errors_of_dcp(f"saving to {self.path}"):
                 dcp_save(
@@ -241,8 +248,9 @@ class _Save:
             raise
 
     def complete(self) -> None:
-        """On the first rank: writes the manifest, which makes the checkpoint, and removes what it
-        replaced."""
+        """Write the manifest, which completes the checkpoint, and remove the files that it replaces. First
+        rank only.
+        """
         entries = _entries(self.writer, self._collected)
         written, tensors = self.writer.records(self.writer.written, entries)
         manifest = Manifest(
@@ -263,7 +271,7 @@ class _Save:
         _remove_others(self.path, written)
 
     def clean_up(self) -> None:
-        """Removes what a failed save left."""
+        """Remove the files of a failed save."""
         for leftover in self.path.glob(f"*-{self.files.nonce}-*"):
             leftover.unlink(missing_ok=True)
         if not any(self.path.iterdir()):
@@ -271,7 +279,9 @@ class _Save:
 
 
 class _RankShare(NamedTuple):
-    """What other ranks have to know of a rank: ``values`` of entries of which it holds some ``names``."""
+    """The part of a save that other ranks must know: ``values`` of the entries of which this rank holds
+    ``names``.
+    """
 
     nonce: str
     values: dict[str, Any]
@@ -279,8 +289,10 @@ class _RankShare(NamedTuple):
 
 
 def _entries(writer: Writer, collected: Collected) -> dict[str, str]:
-    """The entry of every tensor; those of other ranks only (their random numbers) have it as their first
-    word."""
+    """Return the entry of every tensor.
+
+    A tensor that only other ranks hold (their random numbers) has the entry as the first word of its name.
+    """
     return {name: collected.entries.get(name, name.split(".")[0]) for name in writer.metadata}
 
 
@@ -294,7 +306,7 @@ def _remove_others(folder: Path, written: list[Written]) -> None:
 
 @contextmanager
 def _errors_of_dcp(what: str) -> Iterator[None]:
-    """DCP's errors are no Exceptions, and tell of all ranks; ours are, and say the same everywhere."""
+    """Turn DCP's errors, which are not Exceptions, into ours, with the same message on every rank."""
     with warnings.catch_warnings():
         # It warns of being alone, which is no mistake.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,14 +1,15 @@
-"""Writing while the training goes on: a forked process keeps the memory as it was at the moment of the fork.
+"""Writing while training continues: a forked process keeps the memory as it was at the fork.
 
 The kernel shares the pages of both processes until one of them writes to a page, and then copies that page.
-So a snapshot costs the time of copying the page tables, and as much memory as the training changes until the
-file is written: nothing for rows that are not touched, at most the size of what is saved.
+So a snapshot takes the time to copy the page tables, and as much memory as training changes until the file is
+written: none for untouched rows, at most the size of the saved tensors.
 
-The child only reads memory and writes its file: it takes no lock of the parent's threads, talks to no device
-and to no other rank, and closes the parent's sockets, so that the death of the parent is seen by its peers.
-One such lock it cannot help: Python itself waits for it in the child, if another thread was just becoming
-known to the interpreter (python/cpython#112275, in 3.11 and older). So a child says that it has begun, and
-one that does not is ended and another one made.
+The child only reads memory and writes its file. It takes no lock of the parent's threads, and talks to no
+device and no other rank. It closes the parent's sockets, so that peers notice if the parent dies.
+
+One lock it cannot avoid: Python itself waits for it in the child if another thread was just starting
+(python/cpython#112275, in 3.11 and older). So a child reports that it has begun. One that does not is killed,
+and another one is forked.
 """
 
 import contextlib
@@ -43,13 +44,14 @@ class Snapshot:
 
     @classmethod
     def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
-        """Starts to write ``parts`` to ``path``; when that is on the disk, ``note`` tells what is where.
+        """Start to write ``parts`` to ``path``. When the file is on disk, ``note`` says where each part is in
+        it.
 
-        Tensors that are not contiguous memory on the CPU are copied first, here: the child must not run
-        anything that wants threads.
+        Tensors that are not contiguous CPU memory are copied first, in the parent: the child must not run
+        anything that needs threads.
 
         Raises:
-            CheckpointError: no process for it began to work.
+            CheckpointError: no child began to work.
         """
         parts = [part._replace(tensor=part.tensor.cpu().contiguous()) for part in parts]
         prctl = _prctl()
@@ -94,7 +96,11 @@ class Snapshot:
         return self._status is None
 
     def wait(self) -> None:
-        """Waits for the end. CheckpointError says why the file could not be written."""
+        """Wait for the end.
+
+        Raises:
+            CheckpointError: the file could not be written; the error says why.
+        """
         if self._status is None:
             _, self._status = os.waitpid(self._pid, 0)
         if self._status != 0:
@@ -106,19 +112,19 @@ class Snapshot:
             raise CheckpointError(f"the background writer failed: {reason}")
 
     def kill(self) -> None:
-        """Ends it at once, if it still runs."""
+        """Kill the process if it still runs."""
         if self.is_running:
             os.kill(self._pid, signal.SIGKILL)
             _, self._status = os.waitpid(self._pid, 0)
 
 
 def read_note(note: Path) -> Written:
-    """What the note of a finished writer tells."""
+    """Read the note of a finished writer."""
     return Written.from_json(json.loads(note.read_text()))
 
 
 def failure_of(note: Path) -> Path:
-    """Where a writer that failed says why."""
+    """Return the path of the file in which a failed writer says why."""
     return note.with_suffix(".failed")
 
 
@@ -152,15 +158,15 @@ def _leave_reason(note: Path, error: BaseException) -> None:
 
 
 class _Inline(Executor):
-    """An executor without threads: the writer is in the background as it is."""
+    """An executor without threads, because the writer is already in the background."""
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls it now."""
+        """Call the function now."""
         future: Future[Any] = Future()
         future.set_result(function(*args, **kwargs))
         return future
 
 
 def _prctl() -> Any:
-    """prctl(2), looked up before the fork; None where there is none."""
+    """Return prctl(2), looked up before the fork; None if the system has none."""
     return getattr(ctypes.CDLL(None), "prctl", None)

@@ -1,9 +1,9 @@
-"""A training state taken apart into named tensors and plain values, and put together again.
+"""The conversion of a training state to named tensors and plain values, and back.
 
 Names and shapes are those of the unsharded model: ``<entry>.<parameter>`` for a module,
-``<entry>.state.<parameter>.<slot>`` for an optimizer. So nothing in a checkpoint speaks of a plan, and a
-number per row of a table that is split by columns is in it once: every rank that holds columns of a row has
-the same number, because row-wise optimizers sum their statistics over all columns of the row.
+``<entry>.state.<parameter>.<slot>`` for an optimizer. So nothing in a checkpoint depends on a plan. If a
+table is split by columns, its one value per row is stored once: every rank with columns of the row has the
+same value, because row-wise optimizers sum their statistics over all columns.
 """
 
 import logging
@@ -30,7 +30,9 @@ _MODULE, _OPTIMIZER, _STATEFUL, _PLAIN = KINDS
 
 @dataclass(kw_only=True)
 class Collected:
-    """Tensors by name, the entry each belongs to, and per entry its kind and plain values."""
+    """The tensors of a state by name, the entry of each tensor, and the kind and plain values of each
+    entry.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     entries: dict[str, str] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Collected:
     plans: dict[str, str] = field(default_factory=dict)
 
     def add(self, entry: str, kind: str, content: Any) -> None:
-        """Takes apart the content of one entry."""
+        """Add the contents of one entry."""
         found: dict[str, Tensor] = {}
         self.values[entry] = {"kind": kind, "content": encode(content, entry, found)}
         for name, tensor in found.items():
@@ -62,10 +64,10 @@ class Collected:
 
 
 def collect(state: Mapping[str, Any], rank: int) -> Collected:
-    """What is to be saved. Tensors are not copied.
+    """Collect everything to save. Tensors are not copied.
 
     Raises:
-        ValueError: for what a checkpoint cannot hold.
+        ValueError: a checkpoint cannot hold something.
     """
     collected = Collected()
     for entry, item in state.items():
@@ -83,19 +85,19 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
 
 
 class Loading(NamedTuple):
-    """What is to be loaded in place, and what to do with it afterwards."""
+    """The tensors to fill in place, and the function to call afterwards."""
 
     tensors: dict[str, Tensor]
     finish: Callable[[], None]
 
 
 def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial: bool = False) -> Loading:
-    """Compares a state to a checkpoint, and gives the memory that DCP is to fill.
+    """Compare a state with a checkpoint, and return the memory that DCP is to fill.
 
-    ``partial``: modules take the tensors that the checkpoint has, and keep the others.
+    With ``partial``, modules take the tensors that the checkpoint has, and keep the others.
 
     Raises:
-        ValueError: names the entry and what differs.
+        ValueError: they differ; the error names the entry and the difference.
     """
     tensors: dict[str, Tensor] = {}
     jobs: list[Callable[[], None]] = []
@@ -150,18 +152,20 @@ def _content(item: Any, kind: str, state: Mapping[str, Any]) -> Any:
 
 
 def _is_part(kind: str, item: Any, state: Mapping[str, Any]) -> bool:
-    """Whether a rank holds some names only, as those of a stage: such modules say ``holds_part``, and their
-    optimizers do so with them."""
+    """Return whether this rank holds only some names of an item.
+
+    This is so for a stage, whose module has ``holds_part``, and for the optimizers beside it.
+    """
     if kind == _OPTIMIZER:
         return any(getattr(each, "holds_part", False) for each in state.values())
     return bool(getattr(item, "holds_part", False))
 
 
 def merged(one: Any, other: Any, where: str) -> Any:
-    """What two ranks hold of one entry, as JSON, put together: names of both.
+    """Merge what two ranks hold of one entry, as JSON.
 
     Raises:
-        ValueError: where both have the same and it differs.
+        ValueError: both hold the same name with different values.
     """
     if one == other:
         return one
@@ -177,7 +181,7 @@ def merged(one: Any, other: Any, where: str) -> Any:
 
 
 def _own_part(content: Any, target: KeyedOptimizer) -> Any:
-    """Of an optimizer's saved content what is about the parameters of this rank."""
+    """Return the part of an optimizer's saved content that belongs to the parameters of this rank."""
     groups = content.get("param_groups", [])[: len(target.param_groups)]
     return {
         **content,
@@ -192,7 +196,9 @@ def _own_part(content: Any, target: KeyedOptimizer) -> Any:
 def _in_place(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, is_part: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
-    """Return the tensors of a module or optimizer, how it takes them back, and its present content."""
+    """Return the tensors of a module or optimizer, the function that makes it accept them once filled, and its
+    present content.
+    """
     target = _keyed(item, state) if kind == _OPTIMIZER else item
     if kind == _OPTIMIZER:
         if is_part:
@@ -225,7 +231,7 @@ def _references(value: Any, where: tuple[Any, ...] = ()) -> dict[tuple[Any, ...]
 def _common(
     entry: str, module: nn.Module, own: dict[str, Tensor], saved: set[str], rank: int
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """What module and checkpoint share; a line of the log says what they do not."""
+    """Return the tensors that module and checkpoint have in common. The log names the others."""
     common = {name: tensor for name, tensor in own.items() if name in saved}
     if not common:
         raise ValueError(
@@ -318,7 +324,7 @@ def _empty(manifest: Manifest, name: str) -> Tensor:
 
 
 def _keyed(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> KeyedOptimizer:
-    """The optimizer itself, or a view of it that knows names."""
+    """Return the optimizer itself, or a view of it with names of parameters."""
     if isinstance(optimizer, KeyedOptimizer):
         return optimizer
     names = {parameter: name for name, parameter in _parameters(state)}

@@ -1,8 +1,7 @@
-"""Where torch.distributed.checkpoint (DCP) writes to and reads from: our files, with no pickle anywhere.
+"""The storage layer for torch.distributed.checkpoint (DCP): our own file formats, without pickle.
 
-DCP plans: which rank writes which piece (those that several ranks hold are written once), and which pieces a
-rank must read for what it holds. Its own file formats keep their table of contents as a pickle; ours is the
-manifest.
+DCP plans which rank writes which piece (pieces that several ranks hold are written once), and which pieces a
+rank must read. DCP's own formats store their table of contents as a pickle; ours is the manifest.
 """
 
 import errno
@@ -48,59 +47,60 @@ from meshrec.durable.files import read_into
 from meshrec.durable.sealed import parse
 
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG)
-"""Errors of the system that say that a file is not there; others say that it cannot be read."""
+"""System errors which mean that a file does not exist. Others mean that it cannot be read."""
 
 
 class RankFiles(NamedTuple):
-    """How the files of one save are called: ``nonce`` is new with every save, so that none is overwritten."""
+    """The names of the files of one save. Every save has a new ``nonce``, so no file is overwritten."""
 
     folder: Path
     nonce: str
 
     def data(self, rank: int) -> Path:
-        """A rank's data file."""
+        """Return the path of a rank's data file."""
         return self.folder / f"data-{self.nonce}-{rank:05d}.safetensors"
 
     def note(self, rank: int) -> Path:
-        """What the background writer of a rank leaves when its data file is on the disk."""
+        """Return the path of the file that a rank's background writer leaves when its data file is on
+        disk.
+        """
         return self.folder / f"note-{self.nonce}-{rank:05d}.json"
 
 
 class Writer(StorageWriter):
-    """Writes this rank's part of a save; afterwards the first rank's ``records`` hold the table of contents.
+    """Writes this rank's part of a save. Afterwards ``records`` returns the table of contents on the first
+    rank.
 
-    ``background``: the data is written by a snapshot of this process while the training goes on;
-    ``snapshot`` tells about it.
+    With ``background``, a snapshot of this process writes the data while training continues; ``snapshot``
+    observes it.
     """
 
     def __init__(self, files: RankFiles, *, background: bool) -> None:
         self._files, self._background, self._rank = files, background, 0
         self.snapshot: Snapshot | None = None
         self.written: dict[int, Written] = {}
-        """By rank; on the first rank, unless the writing is in the background."""
+        """The finished files by rank; on the first rank, and only if the save is not in the background."""
         self.items: list[list[MetadataIndex]] = []
-        """What each rank writes, in its order; on the first rank."""
+        """The items that each rank writes, in order; on the first rank."""
         self.metadata: dict[str, TensorStorageMetadata] = {}
-        """On the first rank."""
+        """The metadata of the tensors, by name; on the first rank."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer serves one save."""
+        """Do nothing, because a writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learns the rank."""
         self._rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Keeps who writes what."""
+        """Store which rank writes which items."""
         self.items = [[item.index for item in plan.items] for plan in plans]
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes (or starts to write) this rank's file."""
+        """Write this rank's file, or start to write it in the background."""
         parts = []
         for item in plan.items:
             assert item.tensor_data is not None
@@ -124,7 +124,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keeps what the ranks wrote, for the manifest."""
+        """Store the results of all ranks for the manifest."""
         self.metadata = {
             name: record
             for name, record in metadata.state_dict_metadata.items()
@@ -134,18 +134,19 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders."""
         return True
 
     @property
     def writing_ranks(self) -> list[int]:
-        """The ranks that have something to write; on the first rank."""
+        """The ranks that have something to write; known on the first rank."""
         return [rank for rank, items in enumerate(self.items) if items]
 
     def records(
         self, written: Mapping[int, Written], entries: Mapping[str, str]
     ) -> tuple[list[Written], dict[str, TensorRecord]]:
-        """The files in the order of ranks, and every tensor with its pieces. ``entries``: tensor -> entry."""
+        """Return the files in the order of ranks, and the record of every tensor. ``entries`` maps tensors to
+        entries.
+        """
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in self.metadata}
         order = sorted(written)
         for number, rank in enumerate(order):
@@ -161,16 +162,16 @@ class Writer(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads what this rank needs, and verifies every block of it."""
+    """Reads the pieces that this rank needs, and verifies every block of them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader serves one load."""
+        """Do nothing, because a reader serves one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest, in DCP's words."""
+        """Return the manifest as DCP's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -188,18 +189,16 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads, file by file, in the order of the file."""
+        """Read file by file, in the order of the bytes."""
         work: list[tuple[int, int, Any, TensorRecord, StoredPiece]] = []
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR
@@ -222,18 +221,17 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders."""
         return True
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check it against the sizes and headers of the data files.
 
-    Then every tensor is covered by its pieces exactly, and every piece lies where the manifest says, with
-    that name, type and shape. What the pieces hold is verified when they are read.
+    Afterwards it is certain that pieces cover every tensor exactly, and that every piece lies where the
+    manifest says, with that name, type and shape. The contents of pieces are verified when they are read.
 
     Raises:
-        DamagedCheckpointError: names the file that is missing or damaged, and the tensor.
+        DamagedCheckpointError: a file is missing or damaged; the error names it, and the tensor.
         CheckpointError: the checkpoint has a later version, or the system cannot read it.
     """
     name = MANIFEST
@@ -254,10 +252,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextmanager
 def open_data(folder: Path, manifest: Manifest, number: int) -> Iterator[int]:
-    """Open a data file for reading, once its size and header are verified.
+    """Open a data file for reading, after verifying its size and header.
 
     Raises:
-        DamagedCheckpointError: the file is missing, cut, longer, or has another header.
+        DamagedCheckpointError: the file is missing, too short or too long, or has another header.
         CheckpointError: the system cannot read it.
     """
     file = manifest.files[number]
@@ -280,7 +278,7 @@ def verify_data(folder: Path, manifest: Manifest) -> None:
     """Read every data file to its end, and compare the checksums.
 
     Raises:
-        DamagedCheckpointError: names the tensor and the rows that are not what was written.
+        DamagedCheckpointError: rows of a tensor are not what was written; the error names both.
         CheckpointError: the system cannot read a file.
     """
     for number, contents in enumerate(manifest.contents):
@@ -294,7 +292,7 @@ def verify_data(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_header(descriptor: int, manifest: Manifest, number: int) -> None:
-    """Compare the header of a data file, which tells of its tensors too, with the manifest."""
+    """Compare the header of a data file, which lists its tensors as well, with the manifest."""
     file = manifest.files[number]
     head = _header(descriptor, file.header_bytes, file.name)
     if int.from_bytes(head[:8], "little") != len(head) - 8:
@@ -336,7 +334,7 @@ def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
 
 
 def _piece_at(record: TensorRecord, offset: tuple[int, ...]) -> StoredPiece:
-    """Return the piece at an offset: the one that holds something, as empty ones may have the same."""
+    """Return the piece at an offset. Empty pieces may have the same offset, so it is the largest one."""
     found = [piece for piece in record.pieces if piece.offset == offset]
     return max(found, key=lambda piece: prod(piece.shape))
 

@@ -1,6 +1,6 @@
-"""Weights in and out: a safetensors file of whole tensors from a checkpoint, a checkpoint from a plain file.
+"""Export of a checkpoint's weights to a safetensors file, and import of weights into a checkpoint.
 
-Both go through memory block by block, so a table may be larger than it.
+Both work block by block, so a table may be larger than memory.
 """
 
 import logging
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 
 
 def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | None = None) -> list[str]:
-    """Writes the whole tensors of one module to one safetensors file; gives their names.
+    """Write the whole tensors of one module to a safetensors file, and return their names.
 
     Args:
         folder: a checkpoint.
-        target: the file, which must not be there yet.
-        entry: the module's name in the saved state (default: the only module there is).
+        target: the file; it must not exist yet.
+        entry: the module's name in the saved state (default: the only module).
 
     Raises:
-        ValueError: for an entry that is not there, or a target that is.
-        DamagedCheckpointError: for data that is not what was written; no file is left then.
+        ValueError: the entry does not exist, or the target does.
+        DamagedCheckpointError: the data is not what was written. No file is left then.
     """
     folder, target = Path(folder), Path(target)
     manifest = read_manifest(folder)
@@ -59,21 +59,23 @@ def export_safetensors(folder: str | Path, target: str | Path, *, entry: str | N
 def import_weights(
     source: str | Path, folder: str | Path, *, entry: str = "model", rename: Sequence[tuple[str, str]] = ()
 ) -> list[str]:
-    """Makes a checkpoint of one module from a plain state_dict; gives the names in it.
+    """Make a checkpoint of one module from a plain state_dict, and return the names in it.
 
-    Load it with ``load(folder, {entry: model}, partial=True)``: under any plan, and the rest of the model
-    stays as it is.
+    Load it with ``load(folder, {entry: model}, partial=True)``, under any plan. The rest of the model keeps
+    its values.
 
     Args:
-        source: a safetensors file, or what ``torch.save(module.state_dict())`` wrote (read with
-            ``weights_only=True``: nothing in it is executed).
-        folder: the checkpoint, which must not be there yet.
-        entry: the name that the module gets in the state.
-        rename: pairs of a regular expression and what to put in the place of its match in every name, such as
-            ``(r"^emb\\.(\\w+)\\.weight$", r"ebc.embedding_bags.\\1.weight")``; the first that matches counts.
+        source: a safetensors file, or a file of ``torch.save(module.state_dict())``. The latter is read with
+            ``weights_only=True``, so no code in it is executed.
+        folder: the new checkpoint; it must not exist yet.
+        entry: the name of the module in the state.
+        rename: pairs of a regular expression and the replacement of its match in names, such as
+            ``(r"^emb\\.(\\w+)\\.weight$", r"ebc.embedding_bags.\\1.weight")``. For each name, the first
+            expression that matches is applied.
 
     Raises:
-        ValueError: for a file that is neither, names that fall together, or a folder that is a checkpoint.
+        ValueError: the file is of another kind, two names become equal, or the folder is a checkpoint
+            already.
     """
     source, folder = Path(source), Path(folder)
     if (folder / MANIFEST).exists():
@@ -104,10 +106,10 @@ def import_weights(
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file or of a plain state_dict, mapped into memory.
+    """Return the tensors of a safetensors file or of a plain state_dict, mapped into memory.
 
     Raises:
-        ValueError: for any other file.
+        ValueError: the file is of another kind.
     """
     try:
         if path.suffix == ".safetensors":
@@ -142,7 +144,7 @@ def _chosen_entry(manifest: Manifest, entry: str | None) -> str:
 
 
 def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorRecord) -> Iterator[Tensor]:
-    """A tensor in blocks of whole rows, put together from its pieces."""
+    """Yield a tensor in blocks of whole rows, which are assembled from its pieces."""
     grid = grid_of(record.shape, record.dtype)
     shape = record.shape or (1,)
     with ExitStack() as stack:

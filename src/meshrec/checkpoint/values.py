@@ -1,7 +1,7 @@
-"""What is in a state beside tensors, as JSON and back: exact, and nothing of it is code.
+"""The plain values of a state as JSON, without loss, and without anything that could execute code.
 
-JSON knows no tuples, sets or keys that are not text; these are written as ``{"__tuple__": [...]}`` and the
-like. A tensor is left out of the JSON and named in it.
+JSON has no tuples, no sets, and only text as keys. Such values are written as ``{"__tuple__": [...]}`` and
+the like. A tensor is replaced by its name.
 """
 
 import json
@@ -15,10 +15,10 @@ _MARKS = ("__tuple__", "__set__", "__items__", "__counter__", "__tensor__")
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for ``value``; its tensors go to ``tensors`` by names that start with ``name``.
+    """Return JSON for ``value``. Its tensors are added to ``tensors``, under names that start with ``name``.
 
     Raises:
-        ValueError: for what is neither plain nor a tensor, with the place where it stands.
+        ValueError: something is neither a plain value nor a tensor; the error says where.
     """
     if value is None or isinstance(value, bool | int | float | str):
         # Subclasses (numpy's floats, enums of ints) become what they look like.
@@ -42,11 +42,11 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the value that `encode` was given; ``tensor`` gives a tensor by its name.
+    """Return the value that `encode` was given. ``tensor`` returns a tensor by its name.
 
     Raises:
-        ValueError: for what `encode` cannot have returned.
-        TypeError: likewise, where a key or an item of a set cannot be one.
+        ValueError: `encode` cannot have returned this.
+        TypeError: likewise: a key, or an item of a set, is not hashable.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]

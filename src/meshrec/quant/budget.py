@@ -1,13 +1,13 @@
 """A precision for every table, such that the loss on validation data rises by no more than a budget.
 
-The same samples are scored before and after: the rise of a sample's log loss has a far smaller variance than
-the loss itself, so a few thousand samples tell rises of parts of a per mille. Normalized entropy is log loss
-over a constant of the data, so both rise by the same fraction.
+The same samples are scored before and after. The rise of a sample's log loss has a much smaller variance than
+the loss itself, so a few thousand samples reveal rises of parts of a per mille. Normalized entropy is log
+loss over a constant of the data, so both rise by the same fraction.
 
-Each table is quantised alone to 4 bits, and then to 2; or to 8, where 4 exceed the budget alone. The rise of
-several tables is taken to be the sum over them, sample by sample; by this sum tables are made smaller, the
-most bytes for the least rise first. What was chosen is then measured together, and as long as it exceeds the
-budget, the table that is said to cost most goes back by one step.
+Each table is quantised alone to 4 bits, and then to 2 bits, or to 8 if 4 bits alone exceed the budget. The
+rise of several tables is predicted as the sum of their rises, sample by sample. With this sum, tables are
+made smaller, those that save most bytes per rise first. Then all choices are measured together. As long as
+their rise exceeds the budget, the table with the largest predicted rise goes back by one step.
 """
 
 import math
@@ -28,29 +28,29 @@ from meshrec.quant.quantize import quantize
 INT8, INT4, INT2, FP16, FP32 = DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32
 
 _QUANTILE = 1.6448536269514722
-"""Of the normal distribution: 95 % lie below."""
+"""The 95 % quantile of the normal distribution."""
 _STEPS = 17
-"""How many times wider the steps of 4 bits are than those of 8."""
+"""How many times larger a step between codes is with 4 bits than with 8."""
 
 
 class Rise(NamedTuple):
-    """By which fraction the loss rises: its mean, and what it is below with a confidence of 95 %."""
+    """The rise of the loss as a fraction: its mean, and an upper bound with a confidence of 95 %."""
 
     mean: float
     bound: float
 
 
 class Choice(NamedTuple):
-    """What ``choose_precision`` found."""
+    """The result of ``choose_precision``."""
 
     types: dict[str, DataType]
-    """By table."""
+    """The chosen type of each table."""
     num_bytes: dict[str, dict[DataType, int]]
-    """What each table would take."""
+    """The bytes of each table in each type."""
     rises: dict[str, dict[DataType, Rise]]
-    """Of each table alone, where it was measured."""
+    """The rise by each table alone, for the types that were measured."""
     rise: Rise
-    """Of all together, measured."""
+    """The measured rise by all tables together."""
     budget: float
     num_evaluations: int
 
@@ -62,17 +62,18 @@ def choose_precision(
     max_loss: float,
     rounding: Rounding = "search",
 ) -> Choice:
-    """The data types with the fewest bytes found whose rise stays below the budget, in at most three
-    evaluations a table, and two more.
+    """Choose data types with few bytes whose measured rise stays below the budget.
+
+    It takes at most three evaluations per table, and two more.
 
     Args:
-        model: unsharded, not quantised.
-        losses: the log loss of every validation sample [N], in one order, of a model.
+        model: the unsharded model, not quantised.
+        losses: returns the log loss of every validation sample [N] for a model, always in the same order.
         max_loss: the fraction by which the loss may rise: 0.0002 is 0.02 %.
         rounding: see ``quantize``.
 
     Raises:
-        ValueError: for a budget that is not positive, or fewer than two samples.
+        ValueError: the budget is not between 0 and 1, or there are fewer than two samples.
     """
     if not 0 < max_loss < 1:
         raise ValueError(
@@ -107,7 +108,7 @@ class _Search:
 
     def run(self) -> Choice:
         halves = self._measured(dict.fromkeys(self._num_bytes, FP16))
-        # Where 16 bits cost too much, tables that are not made smaller stay as they are.
+        # If 16 bits exceed the budget already, tables stay fp32 unless they are quantised.
         first = FP16 if self._rise(halves).bound <= self._budget else FP32
         changes = {name: self._alone(name) for name in self._num_bytes}
         rises = {name: {each: self._rise(c) for each, c in own.items()} for name, own in changes.items()}
@@ -133,7 +134,7 @@ class _Search:
         return Choice(types, self._num_bytes, rises, rise, self._budget, self._num_evaluations)
 
     def _alone(self, name: str) -> dict[DataType, Tensor]:
-        """What the samples' losses change by, for two precisions of one table."""
+        """Measure the change of the samples' losses for two precisions of one table."""
         others = dict.fromkeys(self._num_bytes, FP32)
         found = {INT4: self._measured({**others, name: INT4})}
         more = INT2 if self._rise(found[INT4]).bound <= self._budget else INT8
@@ -143,7 +144,7 @@ class _Search:
     def _shrink(
         self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]], total: Tensor
     ) -> None:
-        """Makes tables smaller while the sum of changes allows it."""
+        """Make tables smaller as long as the sum of changes stays within the budget."""
         while True:
             rise = self._rise(total).bound
             best: tuple[float, str, DataType, Tensor] | None = None
@@ -162,7 +163,9 @@ class _Search:
             _, name, types[name], total = best
 
     def _back(self, types: dict[str, DataType], changes: Mapping[str, Mapping[DataType, Tensor]]) -> bool:
-        """Gives the costliest table its next larger type; whether there is one."""
+        """Give the table with the largest rise its next larger type; return False if no table is
+        quantised.
+        """
         small = [name for name, each in types.items() if each.bits]
         if not small:
             return False
@@ -174,7 +177,7 @@ class _Search:
         return True
 
     def _measured(self, types: dict[str, DataType]) -> Tensor:
-        """What each sample's loss changes by."""
+        """Measure the change of each sample's loss."""
         self._num_evaluations += 1
         made = quantize(self._model, FP32, per_table=types, output_dtype=FP32, rounding=self._rounding)
         return self._losses(made).double() - self._before

@@ -17,7 +17,7 @@ from meshrec.modules.embedding_modules import TableCollection
 def empty_like(
     module: Any, types: Mapping[str, DataType], bounds_check: BoundsCheckMode, output_dtype: DataType | None
 ) -> TableCollection:
-    """The collection (unsharded or sharded) with tables of other types, on ``meta``."""
+    """Return an unsharded collection on ``meta`` with the tables of ``module`` in other types."""
     if hasattr(module, "embedding_bag_configs"):
         made: TableCollection = EmbeddingBagCollection(
             tables=[_retyped(config, types) for config in module.embedding_bag_configs()],

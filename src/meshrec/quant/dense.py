@@ -5,15 +5,14 @@ from torch import Tensor, nn
 
 
 class BFloat16Linear(nn.Linear):
-    """A linear layer whose weights and product are in bf16; what goes in and comes out has one type."""
+    """A linear layer with weights and products in bf16. Its output has the type of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``."""
         return super().forward(input.to(torch.bfloat16)).to(input.dtype)
 
 
 def in_bfloat16(model: nn.Module) -> None:
-    """Makes every ``nn.Linear`` in a model, other than a root, a ``BFloat16Linear``, in place."""
+    """Replace every ``nn.Linear`` below ``model`` by a ``BFloat16Linear``, in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:

@@ -1,4 +1,4 @@
-"""A quantised model straight from a checkpoint: tables stream through memory block by block."""
+"""Quantisation straight from a checkpoint: tables stream through memory block by block."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,20 +27,23 @@ def quantize_checkpoint(
     rounding: Rounding = "minmax",
     entry: str = "model",
 ) -> nn.Module:
-    """``quantize`` of a model whose weights are in a checkpoint, which any plan may have saved.
+    """Quantise a model whose weights are in a checkpoint, saved under any plan; see ``quantize``.
 
-    Tables go through memory in blocks: beside the result it takes some tens of megabytes, and ``model`` may
-    have them on ``meta``.
+    Tables pass through memory in blocks. Besides the result, this takes some tens of megabytes.
 
     Args:
         path: a checkpoint, or a run's folder, see ``meshrec.checkpoint.find_checkpoint``.
-        model: unsharded; its tables may be on ``meta``, the rest not. It stays as it is.
+        model: the unsharded model. Only its tables may be on ``meta``. It does not change.
+        weights: see ``quantize``.
+        per_table: see ``quantize``.
+        output_dtype: see ``quantize``.
+        dense: see ``quantize``.
+        rounding: see ``quantize``.
         entry: the model's name in the saved state.
-        weights, per_table, output_dtype, dense, rounding: see ``quantize``.
 
     Raises:
-        ValueError: as ``quantize``, and for a tensor that the checkpoint lacks or has in another shape.
-        DamagedCheckpointError: for data that is not what was written.
+        ValueError: as for ``quantize``, or a tensor is missing in the checkpoint or has another shape there.
+        DamagedCheckpointError: the data is not what was written.
     """
     check_rounding(rounding)
     folder = find_checkpoint(path)
@@ -99,8 +102,10 @@ def _blocks(folder: Path, manifest: Manifest, name: str, shape: tuple[int, ...])
 
 
 def quantised_about(model: nn.Module, **source: object) -> dict[str, object]:
-    """What a manifest says of a quantised model: by table its data type, its bytes, and the bits that fill up
-    a row; and ``source``, such as the run and the step that it was made from.
+    """Return the description of a quantised model for a manifest.
+
+    It holds the data type, the bytes, and the padding bits per row of each table, and ``source``, such as the
+    run and the step that the model was made from.
     """
     tables = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The page that shows bytes against loss for each table, and the choice."""
+"""The page that shows, for each table, bytes against loss, and the chosen precision."""
 
 from html import escape
 
@@ -15,7 +15,7 @@ _STYLE = (
 
 
 def page_of(choice: Choice, title: str) -> str:
-    """One page of HTML, without anything from elsewhere."""
+    """Return one self-contained HTML page."""
     head = "".join(f"<th>{each}</th>" for each in _TYPES)
     rows = "".join(
         f"<tr><td>{escape(name)}</td>{''.join(_cell(choice, name, each) for each in _TYPES)}</tr>"
@@ -31,7 +31,7 @@ def page_of(choice: Choice, title: str) -> str:
 
 
 def summary(choice: Choice) -> str:
-    """What was chosen, in a line."""
+    """Return one line about the choice: bytes before and after, and the rise of the loss."""
     before = sum(own[DataType.FP32] for own in choice.num_bytes.values())
     after = sum(choice.num_bytes[name][each] for name, each in choice.types.items())
     return (

@@ -1,4 +1,4 @@
-"""Numbers to rows of a chosen data type, table by table, and what of it is refused."""
+"""The conversion of tables to a chosen data type, and the checks of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -13,8 +13,9 @@ from meshrec.quant.search import searched_params
 # D width
 
 Rounding = Literal["minmax", "search"]
-"""How the scale and the bias of a row are chosen: from its least and greatest number, as FBGEMM does, or such
-that the squared error of the row is smaller."""
+"""How the scale and bias of a row are chosen: "minmax" takes its minimum and maximum, as FBGEMM does;
+"search" looks for a smaller squared error.
+"""
 
 _BLOCK_NUMBERS, _BLOCK_ROWS = 1 << 22, 1 << 16
 
@@ -22,16 +23,16 @@ _BLOCK_NUMBERS, _BLOCK_ROWS = 1 << 22, 1 << 16
 def chosen_types(
     names: Sequence[str], weights: DataType, per_table: Mapping[str, DataType] | None
 ) -> dict[str, DataType]:
-    """The data type of each table.
+    """Return the data type of each table.
 
     Raises:
-        ValueError: for what is no DataType, and for a table that is not there.
+        ValueError: something is not a DataType, or a table does not exist.
     """
     per_table = per_table or {}
     for where, data_type in [("weights", weights), *((f"per_table[{n!r}]", t) for n, t in per_table.items())]:
         if not isinstance(data_type, DataType):
             raise ValueError(
-                f"{where} is {data_type!r}, which is no data type. Choose one of "
+                f"{where} is {data_type!r}, which is not a DataType. Choose one of "
                 f"{', '.join(f'DataType.{each}' for each in DataType)}."
             )
     if unknown := [name for name in per_table if name not in names]:
@@ -42,7 +43,7 @@ def chosen_types(
 
 
 def check_rounding(rounding: Rounding) -> None:
-    """Raises ValueError for a rounding that is neither of the two."""
+    """Raise ValueError for an unknown rounding."""
     if rounding not in ("minmax", "search"):
         raise ValueError(f"rounding must be 'minmax' or 'search', got {rounding!r}.")
 
@@ -50,11 +51,12 @@ def check_rounding(rounding: Rounding) -> None:
 def encoded(
     numbers: Tensor, data_type: DataType, rounding: Rounding, table: str, *, first_row: int = 0
 ) -> Tensor:
-    """Whole rows ``[n, D]``, from ``first_row`` on, as rows of another type; the same memory, where they have
-    it already.
+    """Return whole rows [n, D], from ``first_row`` on, as rows of another type.
+
+    Rows that have the type already are returned without a copy.
 
     Raises:
-        ValueError: for a NaN, an infinity, or a number outside the type's range: names table and row.
+        ValueError: a value is NaN, infinite, or outside the type's range; the error names table and row.
     """
     if not data_type.bits:
         rows = numbers.to(data_type.dtype)
@@ -69,13 +71,13 @@ def encoded(
 
 
 def check_rows(rows: Tensor, data_type: DataType, table: str, *, first_row: int = 0) -> None:
-    """Raises ValueError for a row with a number that is not finite."""
+    """Raise ValueError if a row contains NaN or infinity."""
     for first, block in zip(range(0, len(rows), _BLOCK_ROWS), rows.split(_BLOCK_ROWS), strict=True):
         bad = ~block.isfinite().all(1)
         if bool(bad.any()):
             raise ValueError(
                 f"table {table!r}: row {first_row + first + int(bad.nonzero()[0])} has a number that is NaN, "
-                f"infinite, or outside the range that {data_type} can hold. Mend the row, or keep the "
+                f"infinite, or outside the range that {data_type} can hold. Repair the row, or keep the "
                 "table in fp32."
             )
 

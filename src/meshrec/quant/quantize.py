@@ -1,4 +1,4 @@
-"""A model with its tables quantised, made from a trained one."""
+"""Quantisation of the tables of a trained model."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -26,24 +26,27 @@ def quantize(
     dense: DataType | None = None,
     rounding: Rounding = "minmax",
 ) -> nn.Module:
-    """A copy of ``model`` for inference, with the rows of its tables quantised; ``model`` stays as it is.
+    """Return a copy of ``model`` for inference with the rows of its tables quantised. ``model`` does not
+    change.
 
-    Every EmbeddingBagCollection and EmbeddingCollection in it is replaced by one with the same tables in
-    other data types. No table is copied in fp32: one that keeps its type shares its memory with ``model``.
+    Every EmbeddingBagCollection and EmbeddingCollection in it is replaced by one that holds the same tables
+    in other data types. No table is copied as fp32: a table that keeps its type shares its memory with
+    ``model``.
 
     Args:
-        model: with embedding collections, also fused ones; or a collection itself. From a
-            DistributedModelParallel, on all of its ranks, comes one under the same plan: each rank quantises
-            what it holds, and no table is put together.
-        weights: the data type of the tables.
+        model: a model with embedding collections, fused ones included, or a collection. A
+            DistributedModelParallel, passed on all its ranks, gives one under the same plan: each rank
+            quantises its own part, and no table is gathered.
+        weights: data type of the tables.
         per_table: other data types for some tables, by name.
-        output_dtype: of what the collections give: FP32 (None), FP16 or BF16.
-        dense: BF16: the weights of ``nn.Linear`` layers, and their products, in bf16; None: as they are.
+        output_dtype: data type of the collections' outputs: FP32 (None), FP16 or BF16.
+        dense: BF16 computes ``nn.Linear`` layers, and stores their weights, in bf16. None leaves them as they
+            are.
         rounding: see ``Rounding``.
 
     Raises:
-        ValueError: for a model without collections, a table that is not there or is quantised already, an
-            unknown data type, and a row with a NaN or an infinity: names table and row.
+        ValueError: the model has no collections; a table does not exist or is quantised already; a data type
+            is unknown; or a row contains NaN or infinity (the error names table and row).
     """
     check_rounding(rounding)
     output_dtype = output_dtype or DataType.FP32
@@ -79,18 +82,19 @@ def quantize(
 def checked_types(
     configs: Sequence[BaseEmbeddingConfig], weights: DataType, per_table: Mapping[str, DataType] | None
 ) -> dict[str, DataType]:
-    """The data type of each table; see ``quantize`` for what is refused."""
+    """Return the data type of each table. ``quantize`` lists the errors."""
     if quantised := [config for config in configs if config.data_type.bits]:
         raise ValueError(
-            f"table {quantised[0].name!r} is quantised already ({quantised[0].data_type}). Quantise the "
-            "model that was trained."
+            f"table {quantised[0].name!r} is already quantised ({quantised[0].data_type}). Quantise the "
+            "trained model."
         )
     return chosen_types([config.name for config in configs], weights, per_table)
 
 
 def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """A deep copy with other modules in the place of some (by ``id``), and without what trains the model,
-    which ``meshrec.fuse`` keeps in attributes.
+    """Copy a model deeply, with some modules (by ``id``) replaced.
+
+    Optimizers are left out; ``meshrec.fuse`` keeps them as attributes of modules.
     """
     optimizers = {
         (path, name): value
@@ -107,14 +111,14 @@ def copied_but_for(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Mo
 
 
 def finish(model: nn.Module, dense: DataType | None) -> None:
-    """What is left to do with a copy: linear layers in bf16, and evaluation mode."""
+    """Finish a copy: convert linear layers to bf16 if asked, and switch to evaluation mode."""
     if dense is DataType.BF16:
         in_bfloat16(model)
     model.eval()
 
 
 def table_bytes(model: nn.Module) -> dict[str, int]:
-    """What the rows of each table of a model take, by the table's name, without optimizer state."""
+    """Return the bytes of the rows of each table, by the table's name, without optimizer state."""
     return {
         config.name: storage_of(config, weight).num_bytes(config.num_embeddings, config.embedding_dim)
         for module in model.modules()

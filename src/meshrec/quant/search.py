@@ -1,9 +1,9 @@
-"""Scale and bias of a row with a smaller squared error than those of its least and greatest number.
+"""Search for the scale and bias of a row with a smaller squared error than its minimum and maximum give.
 
-A few outliers stretch the steps between all codes. From ranges shrunk by several amounts, two steps are taken
-in turn, each of which lessens the squared error: every number takes the nearest code, and the codes take the
-scale and bias that fit them best (a line through the points (code, number), by least squares). It is Lloyd's
-algorithm for a quantiser whose levels are evenly spaced.
+A few outliers stretch the steps between all codes. So we start from ranges that are shrunk by several
+factors, and alternate two steps, each of which reduces the squared error: every value takes the nearest code,
+and the codes take the scale and bias that fit them best (a line through the points (code, value), by least
+squares). This is Lloyd's algorithm for a quantiser with evenly spaced levels.
 """
 
 import torch
@@ -18,11 +18,13 @@ _TURNS = 4
 
 
 def searched_params(numbers: Tensor, rows: Tensor, bits: int) -> Tensor:
-    """fp16 ``[n, 2]``: the best scale and bias found for each row; never worse than those it has.
+    """Return the best scale and bias found for each row, fp16 [n, 2]. They are never worse than the given
+    ones.
 
     Args:
-        numbers: ``[n, D]``.
-        rows: the same, quantised by least and greatest number.
+        numbers: the rows, [n, D].
+        rows: the rows, quantised by their minimum and maximum.
+        bits: bits per code.
     """
     values, top = numbers.float(), (1 << bits) - 1
     best = split_rows(rows, bits, numbers.shape[1])[1].clone()
@@ -53,14 +55,16 @@ def _codes(values: Tensor, params: Tensor, top: int) -> Tensor:
 
 
 def _error(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """The squared error of each row; infinite for params that are no numbers."""
+    """Return the squared error of each row; infinite if its scale or bias is NaN."""
     scale, bias = params.float().unbind(1)
     error = (_codes(values, params, top) * scale[:, None] + bias[:, None] - values).square_().sum(1)
     return error.nan_to_num_(nan=torch.inf)
 
 
 def _fitted(values: Tensor, params: Tensor, top: int) -> Tensor:
-    """The line through (code, number) by least squares; as before, where all codes are one."""
+    """Fit the line through (code, value) by least squares. Keep ``params`` for rows whose codes are all
+    equal.
+    """
     codes = _codes(values, params, top)
     code_mean, value_mean = codes.mean(1, keepdim=True), values.mean(1, keepdim=True)
     spread = (codes - code_mean).square().sum(1)

@@ -1,4 +1,4 @@
-"""Sharded tables to quantised ones under the same plan: each rank quantises what it holds."""
+"""Quantisation of sharded tables under the same plan: each rank quantises its own part."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ Sharded = ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
 
 def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
-    """The configs of a sharded module's tables."""
+    """Return the configs of a sharded module's tables."""
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     result: list[BaseEmbeddingConfig] = configs()
     return result
@@ -41,10 +41,11 @@ def quantised_shards(
     output_dtype: DataType | None,
     rounding: Rounding,
 ) -> dict[str, Any]:
-    """Sharded modules, by path, from others. Collective.
+    """Return quantised sharded modules, by path, for sharded modules. Collective.
 
     Raises:
-        ValueError: on every rank, for a row that has no codes, and a plan that cuts columns within a byte.
+        ValueError: a row cannot be quantised, or the plan cuts columns within a byte. It is raised on every
+            rank.
     """
     for module in modules.values():
         if module.built.env.devices:
@@ -65,7 +66,7 @@ def quantised_shards(
 
 
 class _Quantised:
-    """The tables of one module on this rank; ``error``: why there are none."""
+    """The quantised tables of one module on this rank; ``error`` says why a row could not be quantised."""
 
     def __init__(self, built: ModuleParts, types: Mapping[str, DataType], rounding: Rounding) -> None:
         self._types, self._rounding, self._built = types, rounding, built
@@ -83,7 +84,9 @@ class _Quantised:
         self.split, self.local = self._converted(split, params), self._converted(local, {})
 
     def _params_of_whole_rows(self, held: Holdings, table: int) -> Tensor:
-        """fp16 [rows, 2], from all columns of the rows, wherever they are. Collective."""
+        """Return the scale and bias of whole rows, fp16 [rows, 2], from the columns on all ranks.
+        Collective.
+        """
         axis, num_rows = self._built.env.shard, self._built.routing.tables[table].num_rows
         here = held.of_table(table)
         parts: list[tuple[Rectangle, Tensor]] = []
@@ -126,7 +129,7 @@ class _Quantised:
 
 
 def _extremes(parts: Sequence[tuple[Rectangle, Tensor]], first: int, end: int, axis: Axis) -> Tensor:
-    """fp32 [2, R]: the least and the greatest number of each row in [first, end), over all ranks."""
+    """Return the minimum and maximum of each row in [first, end) over all ranks, fp32 [2, R]."""
     own = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
     for rectangle, numbers in parts:
         low, high = max(first, rectangle.r0), min(end, rectangle.r1)
@@ -186,7 +189,7 @@ def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding
 
 
 def _cut_by_columns(routing: Routing) -> list[bool]:
-    """For each table whether some rank holds a part of its rows."""
+    """Return, for each table, whether some rank holds only a part of a row."""
     cut = [False] * len(routing.tables)
     for work in routing.work:
         for rectangle in work.rectangles:

@@ -1,4 +1,4 @@
-"""From a training run to a quantised model in a checkpoint of its own."""
+"""Quantisation of a training run's model into a checkpoint."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class QuantisedRun(NamedTuple):
-    """A quantised model, and how its precisions were chosen; None where they were given."""
+    """A quantised model, and how its precisions were chosen; None if they were given."""
 
     model: nn.Module
     choice: Choice | None
 
 
 class TrainedModel(NamedTuple):
-    """A run's model, unsharded, with the weights of a checkpoint, and what it was trained on."""
+    """The unsharded model of a run, with the weights of a checkpoint, its recipe and its data."""
 
     model: nn.Module
     recipe: Recipe
@@ -43,7 +43,9 @@ class TrainedModel(NamedTuple):
 
 
 def trained_model(run: RunFolder, *, step: int | None = None, last: bool = False) -> TrainedModel:
-    """With the weights that the run reports, or others, see ``meshrec.checkpoint.find_checkpoint``."""
+    """Load a run's model with the weights that it reports, or others, see
+    ``meshrec.checkpoint.find_checkpoint``.
+    """
     checkpoint = find_checkpoint(run.path, step=step, last=last)
     recipe = load_recipe(run)
     dataset = data_of_run(recipe.data, run)
@@ -66,22 +68,25 @@ def quantize_run(
     step: int | None = None,
     last: bool = False,
 ) -> QuantisedRun:
-    """Quantises a run's model, with the weights that the run reports, and saves it.
+    """Quantise a run's model, with the weights that the run reports, and save it.
 
-    The folder is a checkpoint with the entries ``model`` and ``quantised`` (see ``quantised_about``); with
-    a budget there is a page ``report.html`` in it.
+    The result is a checkpoint with the entries ``model`` and ``quantised`` (see ``quantised_about``). With a
+    budget, the folder also contains a page ``report.html``.
 
     Args:
         run: the run.
-        ranks: a single process.
-        folder: the checkpoint, which must not be there yet.
-        max_loss: see ``choose_precision``, on the run's validation data; None: ``weights`` for all tables.
-        weights: the data type where there is no budget.
+        ranks: the ranks of a single process.
+        folder: the new checkpoint; it must not exist yet.
+        max_loss: the budget, see ``choose_precision``; measured on the run's validation data. None: all
+            tables get ``weights``.
+        weights: data type of all tables if there is no budget.
         rounding: see ``quantize``.
-        step, last: other weights, see ``meshrec.checkpoint.find_checkpoint``.
+        step: use the checkpoint of this step instead.
+        last: use the run's last checkpoint instead of its best one.
 
     Raises:
-        ValueError: for a run without validation data, a folder that is there, and as ``quantize``.
+        ValueError: a budget is given but the run has no validation data; the folder exists; or as for
+            ``quantize``.
     """
     folder = Path(folder)
     if folder.exists():
