@@ -191,14 +191,14 @@ def test_other_data_types_are_refused_by_name(name):
 def test_refusals():
     model = Model()
     with pytest.raises(
-        ValueError, match=r"weights is 'INT3', which is no data type\. Choose one of DataType\.FP32"
+        ValueError, match=r"weights is 'INT3', which is not a DataType\. Choose one of DataType\.FP32"
     ):
         quantize(model, "INT3")
     with pytest.raises(ValueError, match=r"per_table names a table 't7'; the model has \['t0', 't1'\]"):
         quantize(model, per_table={"t7": INT4})
     with pytest.raises(ValueError, match="Linear contains no EmbeddingBagCollection"):
         quantize(model.over)
-    with pytest.raises(ValueError, match="table 't0' is quantised already"):
+    with pytest.raises(ValueError, match="table 't0' is already quantised"):
         quantize(quantize(model))
     with pytest.raises(ValueError, match="rounding must be"):
         quantize(model, rounding="best")
