@@ -111,7 +111,7 @@ def test_warn_counts_and_takes_row_0(caplog):
     assert torch.equal(bad, module(features(bad=(0, 0))).values())
     assert module.num_clamped_ids == 2
     assert len(caplog.records) == 1
-    assert "1 ids lie outside their table, most of them of feature 'a' in table 't0'" in caplog.text
+    assert "1 IDs lie outside their table, most of them of feature 'a' in table 't0'" in caplog.text
 
 
 def test_device_must_fit():

@@ -191,7 +191,7 @@ def test_warn_takes_row_0_counts_and_says_so_once(make, caplog):
         result, expected = module(features), module(clamped)
         module(features)
     assert len(caplog.messages) == 1
-    assert "3 ids lie outside their table, most of them of feature 'item' in table 'items'" in caplog.text
+    assert "3 IDs lie outside their table, most of them of feature 'item' in table 'items'" in caplog.text
     assert module.num_clamped_ids == 6
     assert features.values().tolist() == values
     if make is make_bags:

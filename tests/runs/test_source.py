@@ -116,7 +116,9 @@ def test_the_copy_is_executed_where_the_original_has_changed(run, origin, change
 def test_a_copy_that_was_changed_is_refused(run, origin):
     shutil.rmtree(origin)
     (run.path / "source" / "kept_neighbour.py").write_text("raise RuntimeError")
-    with pytest.raises(ValueError, match=r"source was changed after the run was trained, and .* has changed as well"):
+    with pytest.raises(
+        ValueError, match=r"source was changed after the run was trained, and .* has changed as well"
+    ):
         load_recipe(run)
 
 

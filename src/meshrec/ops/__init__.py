@@ -1,1 +1,3 @@
-"""."""
+"""The operators: their schemas, plain torch versions, Triton kernels, gradients and fakes. C++ kernels are in
+csrc.
+"""

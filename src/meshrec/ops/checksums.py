@@ -1,4 +1,4 @@
-"""CRC-32 by several threads: the compiled kernel, or zlib where nothing was compiled."""
+"""CRC-32 with several threads: the compiled kernel, or zlib if nothing was compiled."""
 
 import ctypes
 import os
@@ -25,13 +25,13 @@ _library = _kernels()
 
 
 def crc32(content: memoryview | bytes, before: int = 0) -> int:
-    """Compute the checksum that ``zlib.crc32`` computes.
+    """Return the checksum that ``zlib.crc32`` computes.
 
-    Large writable memory goes through the kernel, which needs its address; the rest through zlib.
+    Large writable memory goes through the kernel, which needs its address; the rest goes through zlib.
 
     Args:
         content: the bytes.
-        before: the CRC-32 of what stands before them.
+        before: the CRC-32 of the bytes before them.
     """
     view = memoryview(content)
     if _library is None or view.readonly or view.nbytes < _SMALL:
@@ -42,14 +42,15 @@ def crc32(content: memoryview | bytes, before: int = 0) -> int:
 
 
 def crc32_of_file(descriptor: int, offset: int, length: int, before: int = 0) -> int | None:
-    """Compute the CRC-32 of a part of an open file; None where the file ends before that part does.
+    """Return the CRC-32 of a part of an open file; None if the file ends before the part does.
 
     Other threads run meanwhile.
 
     Args:
         descriptor: an open file that can be read at any position.
-        offset, length: the part, in bytes.
-        before: the CRC-32 of what stands before it.
+        offset: the first byte of the part.
+        length: the number of bytes.
+        before: the CRC-32 of the bytes before the part.
     """
     if _library is not None:
         found: int = _library.meshrec_crc32_of_file(descriptor, offset, length, before)

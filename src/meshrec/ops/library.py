@@ -1,7 +1,8 @@
-"""Loads the C++ kernels, or declares the same ops for the naive ones where nothing was compiled.
+"""The C++ kernels are loaded here. If nothing was compiled, the same ops are declared for the plain torch
+versions.
 
-The environment variable ``MESHREC_LIBRARY`` names another build of the kernels to load in place of the
-installed one (the sanitizer run does); where it names no file, the naive kernels serve.
+The environment variable ``MESHREC_LIBRARY`` names another build of the kernels to load instead of the
+installed one, as the sanitizer run does. If it names no file, the plain torch versions run.
 """
 
 import ctypes
@@ -20,12 +21,12 @@ _KERNELS = Path(os.environ.get("MESHREC_LIBRARY") or _HERE.parent / "libmeshrec.
 
 
 def library_path() -> str:
-    """Where libmeshrec.so is, for programs in C++; it is not there where no compiler built it."""
+    """Return the path of libmeshrec.so, for programs in C++. Without a compiler, the file does not exist."""
     return str(_KERNELS)
 
 
 def schemas() -> list[str]:
-    """The schemas of all ops in the namespace ``meshrec``, as ``schemas.inc`` lists them."""
+    """Return the schemas of all ops in the namespace ``meshrec``, from ``schemas.inc``."""
     text = re.sub(r"//[^\n]*", "", (_HERE / "schemas.inc").read_text())
     calls = re.findall(r"SCHEMA\(((?:\s*\"[^\"]*\")+)\s*\)", text)
     return ["".join(re.findall(r"\"([^\"]*)\"", call)) for call in calls]
@@ -36,7 +37,7 @@ def _load() -> torch.library.Library | None:
         torch.ops.load_library(str(_KERNELS))
         return None
     _logger.warning(
-        "no compiled kernels at %s: the plain torch kernels serve, at a fraction of the speed. "
+        "no compiled kernels at %s: the plain torch versions run, at a fraction of the speed. "
         "Install a C++20 compiler and reinstall meshrec to get them.",
         _KERNELS,
     )
@@ -46,23 +47,23 @@ def _load() -> torch.library.Library | None:
     return library
 
 
-# Kept alive: a Library takes its ops with it when it is collected.
+# Keep a reference: the ops of a Library end with it.
 _library = _load()
 
 has_kernels: bool = _library is None
-"""Whether the compiled CPU kernels serve; otherwise the naive ones do."""
+"""Whether the compiled CPU kernels are used; otherwise the plain torch versions are."""
 
 
-# Kept alive, too.
+# These, too.
 _implementations: list[torch.library.Library] = []
 
 
 def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAutograd") -> None:
-    """Has functions serve the ops of their names.
+    """Register functions as implementations of the ops with their names.
 
     Args:
         ops: the functions.
-        key: the dispatch key; by default every backend that has no kernel of its own.
+        key: the dispatch key; by default every backend without a kernel of its own.
     """
     library = torch.library.Library("meshrec", "IMPL")
     for op in ops:
@@ -71,5 +72,5 @@ def implement(ops: Iterable[Callable[..., Any]], key: str = "CompositeExplicitAu
 
 
 def c_entry_points() -> ctypes.CDLL | None:
-    """The plain C functions, for what is no operation on tensors; None where nothing was compiled."""
+    """Return the plain C functions, which do not work on tensors; None if nothing was compiled."""
     return ctypes.CDLL(str(_KERNELS)) if has_kernels else None

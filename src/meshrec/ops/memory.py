@@ -1,4 +1,4 @@
-"""Memory for tables, and for what a training step allocates and frees."""
+"""Memory for tables, and for the buffers that a training step allocates and frees."""
 
 import ctypes
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshrec.ops.library import c_entry_points
 
-# Alive as long as the op: huge pages are an advice to the system; where no kernel gives it nothing is lost.
+# Keep a reference: the ops of a Library end with it. Without a kernel, huge pages are just not asked for.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("use_huge_pages", lambda memory: None, "CompositeExplicitAutograd")
 _registration.impl("use_huge_pages", lambda memory: None, "Meta")
@@ -20,19 +20,21 @@ _registration.impl("new_buffer", lambda like, size: like.new_empty(size), "Meta"
 
 
 def use_huge_pages(memory: Tensor) -> None:
-    """Asks the system to back a new, untouched CPU tensor with huge pages: random rows miss the TLB less.
+    """Ask the system to back a new, untouched CPU tensor with huge pages, so that random rows miss the TLB
+    less often.
 
-    An advice: systems that do not know it, and small tensors, are left as they are.
+    It is only advice. Small tensors, and systems without huge pages, are left as they are.
     """
     if memory.device.type == "cpu":
         torch.ops.meshrec.use_huge_pages(memory)
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Like ``torch.empty``, but a large CPU tensor begins with a page of memory, a huge one where it can.
+    """Return an uninitialised tensor like ``torch.empty``, but let a large CPU tensor begin at a page, a huge
+    one if possible.
 
-    Processors fetch cache lines in pairs. Malloc lets a large tensor begin in the middle of a pair, so that
-    a row of 256 bytes lies in three of them in place of two, and random rows are read a fifth slower.
+    Processors fetch cache lines in pairs. Malloc lets a large tensor begin in the middle of a pair, so that a
+    row of 256 bytes lies in three pairs instead of two, and random rows are read a fifth slower.
     """
     small = torch.empty(0, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -40,7 +42,7 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # torch says in its own words that there is not enough memory
+    except OSError:  # torch raises its own error about missing memory
         return torch.empty(shape, dtype=dtype, device=device)
     tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
     use_huge_pages(tensor)
@@ -54,17 +56,17 @@ _USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRES
 
 
 def keep_freed_memory() -> bool:
-    """Lets the process keep what a training step frees, up to 256 MiB, for the next step.
+    """Let the process keep up to 256 MiB that a training step frees, for the next step.
 
-    By itself glibc hands buffers of a few megabytes back to the system as soon as they are free, and every
-    step then waits for thousands of page faults while it gets them anew. Blocks above 32 MiB are still handed
-    back. The compiled kernels moreover lay their large buffers side by side, apart from malloc's heap, where
-    what one phase of a step frees serves the next one (with torch 2.11 and later); of these, too, up to
-    256 MiB are kept. Where the user has set malloc's environment variables (``MALLOC_TRIM_THRESHOLD_``,
-    ``GLIBC_TUNABLES``, ...), and with other C libraries, nothing changes.
+    By default, glibc returns buffers of a few megabytes to the system as soon as they are free, and every
+    step then waits for thousands of page faults while it gets them again. Blocks above 32 MiB are still
+    returned. The compiled kernels also place their large buffers side by side, apart from malloc's heap, so
+    that the next phase of a step reuses the memory of the last one (with torch 2.11 and later). Up to 256 MiB
+    of these are kept, too. Nothing changes with other C libraries, or if the user has set malloc's
+    environment variables (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
 
     Returns:
-        Whether it was done.
+        Whether the settings were applied.
     """
     chosen = any(name in os.environ for name in _USERS_CHOICE)
     if sys.platform != "linux" or chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

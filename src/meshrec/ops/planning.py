@@ -1,7 +1,7 @@
-"""The planner's inner loop: simulated annealing over where pieces of tables go.
+"""The inner loop of the planner: simulated annealing of the places of pieces of tables.
 
-Arrays: T tables, Y types, C candidates, P groups of equal pieces, K phases, N pieces by rank; what a
-candidate, a group and an amount are, `meshrec.planner.problem` says.
+Arrays: T tables, Y types, C candidates, P groups of equal pieces, K phases, N pieces by rank.
+`meshrec.planner.problem` defines candidates, groups and amounts.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ MOST_PHASES = 8
 
 
 class AnnealProblem(NamedTuple):
-    """What does not change: costs of candidates and groups, and which candidates are allowed."""
+    """The constant part: the costs of candidates and groups, and the allowed candidates."""
 
     type_T: Ints
     choice_start_Y: Ints
@@ -28,7 +28,7 @@ class AnnealProblem(NamedTuple):
     choices: Ints
     scope_C: Ints
     uneven_C: Ints
-    """1 where rows may move from any part to any other."""
+    """1 if rows may move from any part to any other."""
     piece_start_C: Ints
     count_P: Ints
     load_PK: Floats
@@ -38,13 +38,15 @@ class AnnealProblem(NamedTuple):
     common_C: Floats
     common_bytes_C: Floats
     least_P: Floats
-    """The smallest amount that a piece may have."""
+    """The smallest amount of a piece."""
     allowed_YR: Ints
-    """1 for the ranks that a type may use; empty when all types may use all."""
+    """1 for the ranks that a type may use; empty if all types may use all ranks."""
     shape_C: Ints
-    """Candidates of one shape split tables of as many columns alike: 0, 1, ..."""
+    """Number of the candidate's shape, from 0. Candidates of one shape split tables with equally many columns
+    alike.
+    """
     columns_Y: Ints
-    """Columns of a type's tables."""
+    """Number of columns of a type's tables."""
 
 
 class Assignment(NamedTuple):
@@ -59,8 +61,9 @@ class Assignment(NamedTuple):
 
 
 class Annealed(NamedTuple):
-    """The best plan seen, its seconds without latencies, and the work done (ranks whose load was
-    computed)."""
+    """The best plan seen, its seconds without latencies, and the work done: the number of rank loads
+    computed.
+    """
 
     assignment: Assignment
     seconds: float
@@ -82,15 +85,26 @@ def anneal(
     exponent: int = 4,
     seed: int = 0,
 ) -> Annealed:
-    """Moves, exchanges, resizes and re-splits pieces at a falling temperature, from `hot` to `cold` (in mean
-    loads of a rank), and returns the best plan seen; never one that is slower than `assignment`, which must
-    fit into `memory_cap` bytes per rank. `place_share`: the largest part of the work that looks at all ranks,
-    to place or split a table anew; the rest moves one piece or exchanges two.
-    `exponent`: of the norm over ranks at first, a power of two up to 64; as it cools it is doubled, up to 16
-    times what it was, at most 256.
+    """Anneal a plan: move, exchange, resize and re-split pieces at a falling temperature.
 
-    The same input gives the same plan unless `seconds` run out before `max_work`. Without compiled kernels
-    the plan comes back as it is.
+    The result is the best plan seen, and never slower than `assignment`. The same input gives the same plan,
+    unless `seconds` run out before `max_work`. Without compiled kernels the plan is returned unchanged.
+
+    Args:
+        problem: the constant part of the problem.
+        assignment: the first plan, which must fit into `memory_cap`.
+        num_ranks: number of ranks.
+        node_size: ranks per node.
+        memory_cap: bytes per rank.
+        max_work: limit of the work, see `Annealed`.
+        seconds: limit of the time.
+        hot: first temperature, in mean loads of a rank.
+        cold: last temperature, in mean loads of a rank.
+        place_share: largest share of the work that considers all ranks, to place or split a table again. The
+            rest moves one piece or exchanges two.
+        exponent: first exponent of the norm over ranks, a power of two up to 64. While the temperature falls,
+            it is doubled up to 16 times its value, at most to 256.
+        seed: seed of the random numbers.
     """
     result = torch.ops.meshrec.plan_anneal(
         [torch.from_numpy(np.ascontiguousarray(array)) for array in problem],
@@ -125,7 +139,7 @@ def _fake(problem: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
 
 
 can_anneal: bool = has_kernels
-"""Whether `anneal` does anything: the compiled kernels are there."""
+"""Whether `anneal` does anything, which needs the compiled kernels."""
 
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("plan_anneal", _unchanged, "CompositeExplicitAutograd")

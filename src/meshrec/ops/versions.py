@@ -1,8 +1,8 @@
-"""Detect in-place writes to a tensor between a forward pass and its backward pass.
+"""Detection of in-place writes to a tensor between a forward pass and its backward pass.
 
-torch counts the in-place writes to every tensor (``Tensor._version``) and compares the counts of what it
-saves for backward. The fused lookups save nothing through torch, because their own update writes to the
-tables in place; they compare the counts here instead.
+torch counts the in-place writes to every tensor (``Tensor._version``), and compares the counts of the tensors
+that it saves for backward. The fused lookups save nothing through torch, because their own update writes to
+the tables in place. They compare the counts here instead.
 """
 
 import operator
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-# Every training step asks for versions: no Python call for each tensor.
+# Every training step reads versions, so avoid a Python call per tensor.
 _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
 
 
@@ -24,7 +24,7 @@ def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def check_unchanged(what: Sequence[str], tensors: Sequence[Tensor | None], before: Sequence[int]) -> None:
-    """Raise if a tensor was written to since ``versions_of`` gave ``before``.
+    """Raise if a tensor was written to since ``versions_of`` returned ``before``.
 
     Args:
         what: names of the tensors for the message.
@@ -32,7 +32,7 @@ def check_unchanged(what: Sequence[str], tensors: Sequence[Tensor | None], befor
         before: its result.
 
     Raises:
-        ValueError: names the first tensor that was written to.
+        ValueError: a tensor was written to; the error names the first one.
     """
     for name, version, now in zip(what, before, versions_of(tensors), strict=False):
         if version != now:
@@ -40,7 +40,7 @@ def check_unchanged(what: Sequence[str], tensors: Sequence[Tensor | None], befor
 
 
 def changed_message(name: str) -> str:
-    """Say what was changed in place and what to do instead."""
+    """Return the message about a tensor that was changed in place."""
     return (
         f"{name} changed in place between the forward pass and its backward pass, so the gradient belongs to "
         "other values than those that were looked up. Nothing was updated. Give every batch tensors of its "

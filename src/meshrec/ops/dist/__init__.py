@@ -1,4 +1,4 @@
-"""The ops before and behind the all-to-alls of sharded tables."""
+"""The ops before and after the all-to-alls of sharded tables."""
 
 from meshrec.ops.dist import fakes, naive, triton
 

@@ -1,4 +1,4 @@
-"""Shapes of the dist ops, for tracing."""
+"""The output shapes of the dist ops, for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,21 +1,21 @@
-"""The dist ops in plain torch: the truth for the kernels, and what serves on other devices.
+"""The dist ops in plain torch: the reference for the kernels, and the fallback on other devices.
 
-What the ops share (U uses, Q routes, K keys, R ranks, N ids, B bags of a use, D width):
+The ops share these terms (U uses, Q routes, K keys, R ranks, N IDs, B bags of a use, D width):
 
-- A *use* is a feature read in a table; it reads key ``keys[u]`` of the ids. ``values_N``, ``offsets`` and
+- A *use* is a feature read in a table; it reads key ``keys[u]`` of the IDs. ``values_N``, ``offsets`` and
   ``segments`` (int64 [K + 1] on the CPU: the first bag of each key; None: equally many bags per key) describe
-  the ids.
+  the IDs.
 - ``router``: five int64 tensors on the CPU. ``cuts`` holds for every use, from ``cut_begin[u]`` to
   ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. Between two cuts lies an interval; intervals
   are numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
-  the ids of interval i. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
-- A *message* is int32 words: [bags of each route, if they differ between uses][lengths, route by route][ids,
-  less the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header`` int64 [R, 4] has
-  for each message: status (0), words, ids, bags per route (-1: they differ).
+  the IDs of interval i. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
+- A *message* is a sequence of int32 words: [bags of each route, if they differ between uses][lengths, route
+  by route][IDs, minus the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header``
+  int64 [R, 4] has for each message: status (0), words, IDs, bags per route (-1: they differ).
 - ``pieces`` int64 [P, 6]: (source, first column in the source, width, first column in the result, whether to
   add, use by whose bag lengths to divide or -1). Sources are the ranks, ``dims[r]`` columns each; source R is
   ``local``.
-- ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: the pieces of the rows of ids.
+- ``lookups`` int64 [L, 4]: (route, use, first column, width), by rank: the pieces of the rows of IDs.
 """
 
 from itertools import accumulate, pairwise
@@ -30,11 +30,11 @@ from meshrec.ops.tbe.layout import check_offsets, segment_bounds
 
 class _Router(NamedTuple):
     cuts: list[list[int]]
-    """[U] the row cuts of each use."""
+    """[U]: the row cuts of each use."""
     intervals: list[list[int]]
-    """[Q] for each route its intervals, counted within its use."""
+    """[Q]: the intervals of each route, numbered within its use."""
     routes: list[list[int]]
-    """[Q] rank, use, first row."""
+    """[Q]: rank, use, first row."""
 
     def num_rows(self, use: int) -> int:
         return self.cuts[use][-1]
@@ -60,7 +60,7 @@ class _UseIds(NamedTuple):
     ids: slice
     lengths_B: Tensor
     rows: Tensor
-    """int64: the ids, those outside the table as 0."""
+    """int64: the IDs, with those outside the table set to 0."""
     intervals: Tensor
     """int64: the interval of each id."""
     bad: Tensor
@@ -92,13 +92,15 @@ def route_ids(
     check_ids: bool,
     names: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Packs what every rank needs.
+    """Pack the messages for all ranks.
 
-    Payload int32, header [R, 4], ids per route [Q], ids outside the table [U].
+    Returns:
+        The payload (int32), the header [R, 4], the number of IDs per route [Q], and the number of IDs outside
+            the table per use [U].
 
     Raises:
-        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and weights
-            that are NaN. Without it such ids count as row 0.
+        ValueError: offsets do not fit; or, with ``check_ids``, an ID is outside the table or a weight is NaN.
+            Without ``check_ids``, such IDs count as row 0.
     """
     check_offsets(offsets, values.numel())
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
@@ -140,7 +142,8 @@ def route_ids(
 def unpack_ids(
     received: Tensor, header: Tensor, blocks: list[int], num_routes: int, weighted: bool, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reads messages: values, offsets [bags + 1], weights (empty if not weighted), segments [n * routes + 1].
+    """Unpack messages into values, offsets [bags + 1], weights (empty if not weighted), and segments [n *
+    routes + 1].
 
     The message of rank ``blocks[i]`` becomes block i of the bags that the tbe ops read.
     """
@@ -182,10 +185,11 @@ def gather_pooled(
     link: int = 0,
     exchange: int = 0,
 ) -> Tensor:
-    """[B, out_dim] fp32: the columns of all sources in their places; later sources add to earlier ones.
+    """Return [B, out_dim] fp32: the columns of all sources in their places. Later sources add to earlier
+    ones.
 
-    ``link``, ``exchange``: the compiled kernel reads what was sent on a link (distributed/host_link.py) where
-    it lies; ``received`` is empty then and only says in which type it travels.
+    ``link``, ``exchange``: the compiled kernel reads in place what other ranks have sent on a link
+    (comms/host_link.py). ``received`` is then empty, and only gives the dtype of the message.
     """
     if received.numel() != batch * sum(dims):
         raise ValueError(f"received {received.numel()} elements in place of {batch * sum(dims)}")
@@ -217,7 +221,7 @@ def scatter_pooled(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The reverse of ``gather_pooled``, times ``scale``: what goes to the ranks (1-D), and the local
+    """Reverse ``gather_pooled``, times ``scale``. Return the payload to the ranks (1-D), and the local
     columns.
     """
     batch = grad.shape[0]
@@ -242,8 +246,8 @@ def gather_sequence(
     counts: Tensor,
     dims: list[int],
 ) -> Tensor:
-    """Flat fp32: for each use [ids, dims[u]], its rows put together from the lookups. Uses of width 0 are
-    left out.
+    """Return the rows of each use, flat fp32 [ids, dims[u]], put together from the lookups. Uses of width 0
+    are left out.
     """
     places, num_elements, out_elements = _sequence_places(
         values, offsets, segments, num_keys, keys, router, lookups, counts, dims
@@ -270,7 +274,7 @@ def scatter_sequence(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The reverse of ``gather_sequence``, times ``scale``."""
+    """Reverse ``gather_sequence``, times ``scale``."""
     places, num_elements, out_elements = _sequence_places(
         values, offsets, segments, num_keys, keys, router, lookups, counts, dims
     )
@@ -292,9 +296,10 @@ def gather_weight_grads(
     router: list[Tensor],
     counts: Tensor,
 ) -> Tensor:
-    """fp32 [N]: for each id the sum of what came back on its routes; 0 for ids that no use reads.
+    """Return, for each ID, the sum of the values that came back on its routes, fp32 [N]; 0 for IDs that no
+    use reads.
 
-    ``received``: fp32, a number for each id sent, route by route.
+    ``received``: fp32, one value for each ID sent, route by route.
     """
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _read(router)
@@ -320,7 +325,9 @@ def _sequence_places(
     counts: Tensor,
     dims: list[int],
 ) -> tuple[list[tuple[slice, Tensor]], int, int]:
-    """For each lookup its slice of the payload and where those elements belong; the sizes of both."""
+    """Return, for each lookup, its slice of the payload and the places of these elements; then the sizes of
+    both.
+    """
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     plan = _read(router)
     uses = [_use_ids(values, offsets, bounds, keys, use, plan) for use in range(len(keys))]
@@ -338,7 +345,7 @@ def _sequence_places(
 
 
 def _inverse_lengths(offsets: Tensor | None, segments: Tensor | None, num_keys: int, key: int) -> Tensor:
-    """fp32 [B, 1]: 1 / the number of ids in each bag, 0 for empty bags."""
+    """Return 1 / the number of IDs in each bag, fp32 [B, 1]; 0 for empty bags."""
     assert offsets is not None
     bounds = segment_bounds(offsets.numel() - 1, segments, num_keys)
     lengths_B = offsets[bounds[key] : bounds[key + 1] + 1].diff().float()[:, None]

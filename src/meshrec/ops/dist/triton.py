@@ -1,13 +1,14 @@
-"""The ops before and behind the all-to-alls on GPUs, as Triton kernels: see ``naive.py`` for what each does.
+"""The ops before and after the all-to-alls on GPUs, as Triton kernels. ``naive.py`` describes each op.
 
-No op reads the GPU. What a caller needs on the host (how many words go to each rank) is in the header, on the
-device, and is read once with the sizes that the other ranks send. So two contracts differ from the CPU's:
+No op reads the GPU. The figures that a caller needs on the host (the number of words for each rank) are in
+the header, on the device. They are read once, together with the sizes that the other ranks send. So two
+contracts differ from those of the CPU:
 
-- ``route_ids`` cannot know how long its messages are. The payload has room for the most that the plan can
-  send; unused words lie behind the last message. Bad input does not raise: it sets the status of every header
-  to 1, and ``naive.route_ids`` explains it.
-- ``unpack_ids`` and the ops on sequences take the header and the counts on the CPU, as they were read. (One
-  case reads again: features with batch sizes of their own, whose sizes travel inside the messages.)
+- ``route_ids`` cannot know the length of its messages. The payload has room for the most that the plan can
+  send; unused words lie behind the last message. Invalid input does not raise: it sets the status of every
+  header to 1, and ``naive.route_ids`` explains it.
+- ``unpack_ids`` and the ops on sequences take the header and the counts on the CPU, where they have been
+  read. (In one case they read again: the sizes of features with own batch sizes travel inside the messages.)
 """
 
 import importlib.util
@@ -32,13 +33,13 @@ from meshrec.ops.dist.triton_plans import (
 # U uses, Q routes, R ranks, K keys, L lookups, N ids, S slots (a slot is a bag of a route)
 
 _LANES = 128
-"""Bags that one program takes."""
+"""Bags per program."""
 _TILE = 1024
-"""Elements of a matrix that one program takes."""
+"""Elements of a matrix per program."""
 
 
 class _RouteSlots(NamedTuple):
-    """The routes with the bags of a batch on the device, and how many IDs each slot takes."""
+    """The routes with the bags of a batch, on the device, and the number of IDs that each slot takes."""
 
     fields: Tensor
     """int64 [Q, ROUTE_FIELDS] on the device."""
@@ -46,12 +47,12 @@ class _RouteSlots(NamedTuple):
     first: list[int]
     """[Q + 1]: the first slot of each route, and S."""
     starts: Tensor
-    """int64 [S + 1] on the device: the IDs that the slots before each one take."""
+    """int64 [S + 1] on the device: the number of IDs in the slots before each one."""
     num_bad: Tensor
     is_bad: Tensor
 
     def grid(self, num: int | None = None) -> tuple[int, int]:
-        """A program for some bags of each route (or of each of ``num`` others)."""
+        """Return a launch grid: programs of ``_LANES`` bags for each route, or for each of ``num`` others."""
         return num_blocks(max(self.most_bags, 1), _LANES), self.fields.shape[0] if num is None else num
 
 
@@ -106,7 +107,7 @@ def route_ids(
     check_ids: bool,
     names: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``naive.route_ids``, and the module's docstring for what differs."""
+    """See ``naive.route_ids``, and the differences in the module's docstring."""
     from meshrec.ops.dist import triton_kernels
 
     device, num_ids = values.device, values.numel()
@@ -129,7 +130,7 @@ def route_ids(
         ranks.append([slots.first[first], slots.first[end], words, before, batch])
         before += words
     rank_fields = on_device(ranks, device)
-    # Keys hold different IDs, so that no key's routes send more than all IDs would.
+    # Keys hold distinct IDs, so together their routes send at most what the busiest key sends for all IDs.
     of_key: dict[int, int] = {}
     for key, most in zip(keys, routes.most_routes, strict=True):
         of_key[key] = of_key.get(key, 0) + most
@@ -210,7 +211,7 @@ def unpack_ids(
 def _bags_of_routes(
     received: Tensor, begins: list[int], batches: list[int], blocks: list[int], num_routes: int
 ) -> list[list[int]]:
-    """The bags of each route of each block; where they differ, the messages say how many."""
+    """Return the bags of each route of each block. If they differ between uses, the messages contain them."""
     ragged = [rank for rank in blocks if batches[rank] < 0]
     prefixes: list[list[int]] = []
     if ragged and num_routes:
@@ -454,7 +455,7 @@ def _first_bags(
     num_keys: int,
     keys: list[int],
 ) -> Tensor | None:
-    """[U] the first bag of each use, where a mean needs its lengths."""
+    """Return the first bag of each use [U], if means need the lengths."""
     if not groups.has_means:
         return None
     assert offsets is not None

@@ -11,15 +11,19 @@ import triton
 import triton.language as tl
 
 ROUTE_FIELDS = 10
-"""Rank, use, first row, end row, rows of the table, whether it is the first route of its use, place among the
-routes of its rank; first bag of the key that it reads, number of bags, first slot. A slot is a bag of a route;
-slots are numbered route by route."""
+"""The fields of a route: rank, use, first row, end row, rows of the table, whether it is the first route of
+its use, its index among the routes of its rank; first bag of its key, number of bags, first slot. A slot is a
+bag
+of a route; slots are numbered route by route.
+"""
 RANK_FIELDS = 5
-"""First slot, end slot, words of the message before its IDs, the same summed over the ranks before, bags per
-route (-1: they differ)."""
+"""The fields of a rank: first slot, end slot, words of the message before its IDs, these words summed over
+the ranks before it, bags per route (-1: they differ).
+"""
 SEQUENCE_FIELDS = 6
-"""Route, first column, width, first element in what travels, first element of the use in the result, width of
-the use."""
+"""The fields of a sequence lookup: route, first column, width, first element in the message, first element of
+the use in the result, width of the use.
+"""
 
 _FIELDS: tl.constexpr = tl.constexpr(ROUTE_FIELDS)
 _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
@@ -27,7 +31,7 @@ _RANK_FIELDS: tl.constexpr = tl.constexpr(RANK_FIELDS)
 
 @triton.jit
 def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
-    """Set is_bad unless the offsets begin at 0, never fall, and end at the number of IDs."""
+    """Set is_bad unless the offsets begin at 0, never decrease, and end at the number of IDs."""
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < num_bags
     begin = tl.load(offsets + lanes, inside, 0)
@@ -40,7 +44,9 @@ def check_offsets(offsets, num_bags, num_ids, is_bad, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bags(fields, offsets, lanes, inside, num_ids):
-    """Where the IDs of some bags begin and end; kept inside the tensor, as offsets may be wrong."""
+    """Return the start and end of the IDs of some bags. Both are kept inside the tensor, because offsets may
+    be invalid.
+    """
     at = offsets + tl.load(fields + 7) + lanes
     begin = tl.load(at, inside, 0).to(tl.int64)
     end = tl.load(at + 1, inside, 0).to(tl.int64)
@@ -62,9 +68,9 @@ def count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write for each slot how many IDs its route takes, and count the IDs outside the table of each use.
+    """Write the number of IDs that each slot's route takes, and count the IDs outside the table of each use.
 
-    CHECK: such an ID, or a weight that is NaN, sets is_bad.
+    With CHECK, such an ID or a NaN weight sets is_bad.
     """
     fields = routes + tl.program_id(1) * _FIELDS
     bags = tl.load(fields + 8)
@@ -88,7 +94,7 @@ def count_ids(
             weight = tl.load(weights + begin + i, has, 0.0)
             wrong += (has & (weight != weight)).to(tl.int32)
     tl.store(lengths + tl.load(fields + 9) + lanes, count, inside)
-    if tl.load(fields + 5) != 0:  # several routes see the same IDs: one of them counts
+    if tl.load(fields + 5) != 0:  # several routes see the same IDs; only one counts them
         num_outside = tl.sum(outside, 0)
         tl.atomic_add(num_bad + tl.load(fields + 1), num_outside.to(tl.int64))
         if CHECK:
@@ -136,10 +142,10 @@ def write_messages(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the part of each route in the message to its rank."""
+    """Write the part of each route in the message for its rank."""
     fields = routes + tl.program_id(1) * _FIELDS
     bags = tl.load(fields + 8)
-    # Offsets that fall let bags overlap, and then there is no room. The header tells of them.
+    # Decreasing offsets make bags overlap, and the messages too long. The header reports them.
     if (tl.load(starts + num_slots) > capacity) | (tl.program_id(0) * BLOCK >= tl.maximum(bags, 1)):
         return
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -167,7 +173,7 @@ def write_messages(
         taken = has & (row >= first_row) & (row < end_row)
         row -= first_row
         if WIDE:
-            # Messages are int32 words, and a message may begin at an odd one.
+            # Messages are int32 words, and a message may begin at an odd one: no aligned int64 store.
             tl.store(ids_at + 2 * place, row.to(tl.int32), taken)
             tl.store(ids_at + 2 * place + 1, (row >> 32).to(tl.int32), taken)
         else:
@@ -209,7 +215,7 @@ def unpack_messages(
 
 @triton.jit
 def _inverse_lengths(offsets, first_bags, use, lanes, inside):
-    """One over the number of IDs of each bag that a use reads; 0 for empty bags."""
+    """Return one over the number of IDs in each bag that a use reads; 0 for empty bags."""
     at = offsets + tl.load(first_bags + use) + lanes
     length = (tl.load(at + 1, inside, 0) - tl.load(at, inside, 0)).to(tl.float32)
     return tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
@@ -324,9 +330,10 @@ def copy_sequences(
     GATHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the rows of one bag of one lookup between what travels and the rows by ID.
+    """Copy the rows of one bag of one lookup between the message and the rows by ID.
 
-    GATHER: from what travels; else to it, times ``scale``. ``lookups`` [L, 6]: ``SEQUENCE_FIELDS``.
+    With GATHER, copy from the message; otherwise copy to it, times ``scale``. ``lookups`` [L, 6]:
+    ``SEQUENCE_FIELDS``.
     """
     lookup = lookups + tl.program_id(1) * 6
     fields = routes + tl.load(lookup) * _FIELDS
@@ -360,9 +367,9 @@ def copy_sequences(
 def sum_weight_grads(
     keys, routes_of_keys, routes, starts, ids, offsets, num_ids, received, out, BLOCK: tl.constexpr
 ):
-    """Add up for each ID of a key what came back on its routes, in the order of routes.
+    """Add up, for each ID of a key, the values that came back on its routes, in the order of routes.
 
-    ``keys`` [., 2]: first of its routes in ``routes_of_keys``, number of them.
+    ``keys`` [., 2]: first of its routes in ``routes_of_keys``, number of routes.
     """
     key = keys + tl.program_id(1) * 2
     first, num_routes = tl.load(key), tl.load(key + 1)
@@ -382,6 +389,6 @@ def sum_weight_grads(
             row = tl.where((row < 0) | (row >= rows), 0, row)
             taken = has & (row >= first_row) & (row < end_row)
             x = tl.load(received + place, taken, 0.0)
-            # Only this lane writes the bag, so that it reads what it wrote for the route before.
+            # Only this lane writes the bag, so it may add to what it wrote for the previous route.
             tl.store(out + begin + i, tl.load(out + begin + i, taken, 0.0) + x, taken)
             place += taken.to(tl.int64)

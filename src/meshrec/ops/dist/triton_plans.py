@@ -1,4 +1,4 @@
-"""What the Triton kernels of ``triton.py`` read of a plan, made once for each plan, and of the bags of a batch."""
+"""The inputs of the Triton kernels of ``triton.py``: made once per plan, and the bags of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from meshrec.ops.tbe.layout import segment_bounds
 # U uses, Q routes, K keys
 
 _MOST_COLUMNS = 128
-"""Columns that one program takes."""
+"""Columns per program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,14 @@ class PlanRoutes:
     """The routes of a plan, from its router."""
 
     fields: Tensor
-    """int64 [Q, 7] on the CPU: the first ``triton_kernels.ROUTE_FIELDS``, which no batch changes."""
+    """int64 [Q, 7] on the CPU: the first ``triton_kernels.ROUTE_FIELDS``, which do not depend on the
+    batch.
+    """
     uses: list[int]
     first_of_rank: list[int]
     """The first route of each rank, and Q."""
     most_routes: list[int]
-    """[U]: the most routes that take one ID."""
+    """[U]: the largest number of routes that take one ID."""
 
     @classmethod
     def of(cls, router: Sequence[Tensor]) -> "PlanRoutes":
@@ -59,7 +61,7 @@ class PlanRoutes:
         )
 
 
-# Derived from what a plan owns, for as long as it does.
+# Caches by tensors of a plan; their entries end with the plan.
 _made_routes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _made_groups: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -72,7 +74,7 @@ def routes_of(router: Sequence[Tensor]) -> PlanRoutes:
 
 
 class UseBags(NamedTuple):
-    """The bags of a batch, as the uses of a plan read them."""
+    """The bags of a batch as the uses of a plan read them."""
 
     first: list[int]
     """[U]: the first bag of the key."""
@@ -96,7 +98,7 @@ class ColumnGroups(NamedTuple):
 
     @classmethod
     def of(cls, pieces: list[list[int]]) -> "ColumnGroups":
-        """Cut the columns where another set of pieces begins, and where a program has enough."""
+        """Split the columns where the set of pieces changes, and into at most ``_MOST_COLUMNS``."""
         edges = {edge for _, _, width, column, *_ in pieces for edge in (column, column + width)}
         groups: list[list[int]] = []
         parts: list[list[int]] = []
@@ -123,7 +125,7 @@ def groups_of(pieces: Tensor, device: torch.device) -> ColumnGroups:
     found: dict[torch.device, ColumnGroups] = _made_groups.setdefault(pieces, {})
     if device not in found:
         made = ColumnGroups.of(pieces.tolist())
-        # Kept for later batches, which other streams may read: this copy is waited for.
+        # Cached for later batches, perhaps on other streams, so this copy must be complete.
         found[device] = made._replace(
             groups=made.groups.to(device), parts=made.parts.to(device), pieces=made.pieces.to(device)
         )

@@ -1,4 +1,4 @@
-"""``torch.ops.meshrec.dot_interaction``: how vectors of a sample agree with each other; see ``naive.py``."""
+"""``torch.ops.meshrec.dot_interaction``: the dot products of a sample's vectors; see ``naive.py``."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ __all__ = ["dot_interaction"]
 
 
 def dot_interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """Dense [B, D], sparse [B, F, D], F > 0 -> [B, D + F (F + 1) / 2], differentiable in both."""
+    """Map dense [B, D] and sparse [B, F, D], F > 0, to [B, D + F (F + 1) / 2]; differentiable in both."""
     if not torch.jit.is_scripting():  # type: ignore
         if dense.dtype == sparse.dtype == torch.float32:
             out: Tensor = torch.ops.meshrec.dot_interaction.default(dense, sparse)

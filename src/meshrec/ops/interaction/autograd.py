@@ -1,4 +1,4 @@
-"""The gradient of ``dot_interaction``, for all kernels alike."""
+"""The gradient of ``dot_interaction``, shared by all kernels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Shapes of the interaction ops, for tracing."""
+"""The output shapes of the interaction ops, for tracing."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""Dot products of all pairs of a sample's vectors, in plain torch: the truth for the kernels, and what serves
-where there is none.
+"""Dot products of all pairs of a sample's vectors, in plain torch: the reference for the kernels, and the
+fallback without one.
 
-Shape legend: B samples, F sparse vectors of a sample, D their width, V = F + 1 vectors with the dense one,
-P = V (V - 1) / 2 pairs.
+Shape legend: B samples, F sparse vectors of a sample, D their width, V = F + 1 vectors with the dense one, P
+= V (V - 1) / 2 pairs.
 """
 
 import torch
@@ -12,7 +12,7 @@ from meshrec.ops.library import implement
 
 
 def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
-    """The dense vector, and the dot product of each pair of vectors.
+    """Return the dense vector, and the dot product of each pair of vectors.
 
     Args:
         dense_BD: vector 0 of every sample.
@@ -28,7 +28,7 @@ def dot_interaction(dense_BD: Tensor, sparse_BFD: Tensor) -> Tensor:
 
 
 def dot_interaction_grad(grad: Tensor, dense_BD: Tensor, sparse_BFD: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of both inputs, from that of the result [B, D + P]."""
+    """Return the gradients of both inputs for the gradient of the result [B, D + P]."""
     vectors_BVD = torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
     num_vectors, dim = vectors_BVD.shape[1:]
     rows, columns = _pairs(vectors_BVD)

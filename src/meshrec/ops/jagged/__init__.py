@@ -1,6 +1,6 @@
-"""Ops on jagged data: offsets from lengths, keys in another order, ids split by row interval.
+"""The ops on jagged data: offsets from lengths, keys in another order, IDs split by row interval.
 
-Each is ``torch.ops.meshrec.<name>`` too. ``naive.py`` documents the tensors; it serves on every device
+Each is also ``torch.ops.meshrec.<name>``. ``naive.py`` documents the tensors, and runs on every device
 without a kernel of its own.
 """
 
@@ -27,7 +27,9 @@ class Permuted(NamedTuple):
 
 
 class Bucketized(NamedTuple):
-    """Result of :func:`bucketize_jagged`, bucket-major; ``positions``: the new places of the input's ids."""
+    """Result of :func:`bucketize_jagged`, bucket-major. ``positions`` has the new indexes of the input's
+    IDs.
+    """
 
     lengths: Tensor
     values: Tensor
@@ -36,7 +38,9 @@ class Bucketized(NamedTuple):
 
 
 def lengths_to_offsets(lengths: Tensor) -> Tensor:
-    """Running sums [B+1] of ``lengths`` [B] with a 0 before them, in the same dtype (int32 or int64)."""
+    """Return the running sums [B+1] of ``lengths`` [B], with a 0 before them, in the same dtype (int32 or
+    int64).
+    """
     offsets: Tensor = torch.ops.meshrec.lengths_to_offsets.default(lengths)
     return offsets
 
@@ -52,7 +56,7 @@ def permute_jagged(
     weights: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Permuted:
-    """The bags of the keys in ``order``, which may leave keys out or repeat them; see ``naive.py``.
+    """Return the bags of the keys in ``order``, which may leave keys out or repeat them; see ``naive.py``.
 
     Differentiable in ``values`` and ``weights``. ``num_bags`` and ``num_values`` are the sizes of the result.
     """
@@ -70,12 +74,11 @@ def bucketize_jagged(
     weights: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Bucketized:
-    """Splits bags by the row intervals ``boundaries`` int64 [K, P+1]; see ``naive.py``.
-
-    Differentiable in ``weights``.
+    """Split bags by the row intervals ``boundaries`` int64 [K, P+1]; see ``naive.py``. Differentiable in
+    ``weights``.
 
     Raises:
-        ValueError: An id lies outside its key's intervals.
+        ValueError: An ID lies outside its key's intervals.
     """
     new_lengths, new_values, new_weights, positions = torch.ops.meshrec.bucketize_jagged.default(
         lengths, values, weights, segments, boundaries

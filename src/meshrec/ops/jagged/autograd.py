@@ -1,4 +1,4 @@
-"""Gradients of the jagged ops, for all kernels alike."""
+"""The gradients of the jagged ops, shared by all kernels."""
 
 from typing import Any
 

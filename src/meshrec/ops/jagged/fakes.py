@@ -1,4 +1,4 @@
-"""Shapes of the jagged ops, for tracing."""
+"""The output shapes of the jagged ops, for tracing."""
 
 import torch
 from torch import Tensor

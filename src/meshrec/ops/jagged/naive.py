@@ -1,8 +1,8 @@
-"""The jagged ops in plain torch: the truth for the kernels, and what serves where there is none.
+"""The jagged ops in plain torch: the reference for the kernels, and the fallback without one.
 
-Shape legend: B bags (of all keys), K keys, M keys of a result, N ids, P buckets. Bags are key-major: those of
-key 0, then those of key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag of each key and
-B at its end; None stands for B / K bags per key.
+Shape legend: B bags (of all keys), K keys, M keys of a result, N IDs, P buckets. Bags are key-major: those of
+key 0, then those of key 1, ... ``segments`` is an int64 CPU tensor [K+1] with the first bag of each key, and
+B at its end. None stands for B / K bags per key.
 """
 
 import torch
@@ -14,16 +14,16 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
 def lengths_to_offsets(lengths_B: Tensor) -> Tensor:
-    """Running sums of the lengths with a 0 before them.
+    """Return the running sums of the lengths, with a 0 before them.
 
     Args:
         lengths_B: int32 or int64.
 
     Returns:
-        Offsets [B+1] of the lengths' dtype; bag ``b`` holds the ids ``offsets[b] ... offsets[b+1]``.
+        Offsets [B+1] of the lengths' dtype; bag ``b`` holds the IDs ``offsets[b] ... offsets[b+1]``.
 
     Raises:
-        ValueError: The lengths are no vector of integers.
+        ValueError: The lengths are not a vector of integers.
     """
     _check_integers(lengths_B, "lengths_to_offsets: lengths")
     offsets = lengths_B.new_zeros(lengths_B.numel() + 1)
@@ -41,7 +41,7 @@ def permute_jagged(
     num_bags: int,
     num_values: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The bags of key ``order[0]``, then those of ``order[1]``, ...; a key may be left out, or come twice.
+    """Return the bags of key ``order[0]``, then those of ``order[1]``, ... A key may be left out or repeated.
 
     Args:
         order: M keys.
@@ -51,8 +51,8 @@ def permute_jagged(
         weights_N: Any dtype and trailing dimensions, or None.
         segments: See the module's docstring.
         num_bags: The number of bags in the result.
-        num_values: The number of values in the result. Given, so that whoever traces or allocates knows the
-            sizes without reading tensors: where every key comes once they are B and N.
+        num_values: The number of values in the result. It is given so that tracing and allocation know the
+            sizes without reading tensors. If every key comes once, the sizes are B and N.
 
     Returns:
         Lengths [num_bags], values [num_values, ...], weights [num_values, ...] (without weights: [0]).
@@ -95,27 +95,27 @@ def bucketize_jagged(
     segments: Tensor | None,
     boundaries_KP: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Splits every bag by row intervals and makes its ids local to their interval.
+    """Split every bag by row intervals, and make its IDs relative to their interval.
 
-    The result is bucket-major: all bags of bucket 0 (key by key), then those of bucket 1, ... Ids keep their
+    The result is bucket-major: all bags of bucket 0 (key by key), then those of bucket 1, ... IDs keep their
     order within a new bag.
 
     Args:
         lengths_B: int32 or int64.
-        values_N: Ids, int32 or int64.
-        weights_N: One floating point number per id, or None.
+        values_N: IDs, int32 or int64.
+        weights_N: One floating-point value per ID, or None.
         segments: See the module's docstring.
-        boundaries_KP: int64 [K, P+1], rising along each row: bucket ``p`` takes the ids of key ``k`` from
+        boundaries_KP: int64 [K, P+1], ascending along each row: bucket ``p`` takes the IDs of key ``k`` from
             ``boundaries[k, p]`` up to, but without, ``boundaries[k, p+1]``. An interval may be empty.
 
     Returns:
-        Lengths [P*B], ids [N] (the interval's start subtracted), weights [N] (without weights: [0]), and
-        positions int64 [N]: the place in the result of each id of the input, so that ``result[positions]``
-        has the input's order.
+        Lengths [P*B], IDs [N] (minus the interval's start), weights [N] (without weights: [0]), and positions
+            int64 [N]: the index in the result of each ID of the input, so that ``result[positions]`` has the
+            input's order.
 
     Raises:
-        ValueError: An id lies outside its key's intervals, a length is negative, or the lengths do not sum
-            to N.
+        ValueError: An ID lies outside its key's intervals, a length is negative, or the lengths do not sum to
+            N.
     """
     op = "bucketize_jagged"
     _check_integers(lengths_B, f"{op}: lengths")
@@ -147,12 +147,12 @@ def bucketize_jagged(
 
 
 def no_weights(like: Tensor) -> Tensor:
-    """What an op returns in place of the weights that it was not given: an empty float32 tensor."""
+    """Return the empty float32 tensor that an op returns if it got no weights."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def _gather_ranges(tensor: Tensor, firsts: list[int], order: list[int]) -> Tensor:
-    """Copies the rows ``firsts[i] ... firsts[i+1]`` for every ``i`` of ``order``."""
+    """Return the rows ``firsts[i] ... firsts[i+1]`` for every ``i`` of ``order``."""
     pieces = [tensor[firsts[part] : firsts[part + 1]] for part in order]
     return torch.cat(pieces) if pieces else tensor[:0].clone()
 

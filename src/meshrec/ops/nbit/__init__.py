@@ -1,4 +1,4 @@
-"""Rows of 8, 4 or 2 bits a number: made from numbers, turned back, and looked up beside tables of numbers."""
+"""Rows with 8, 4 or 2 bits per value: quantising, dequantising, and lookups beside floating-point tables."""
 
 from collections.abc import Callable, Sequence
 
@@ -26,7 +26,7 @@ __all__ = [
     "to_fbgemm_bytes",
 ]
 
-# As the lookup of numbers, found once.
+# Found once, like the lookup of floating-point rows.
 _forward: Callable[..., Tensor] = torch.ops.meshrec.nbit_forward.default
 
 
@@ -39,38 +39,40 @@ def forward(
     check_ids: bool,
     names: Tensor,
 ) -> Tensor:
-    """Looks up in tables of which some are quantised; ``bits``: of each table, 0 for those that are not.
+    """Look up in tables of which some are quantised. ``bits`` has the bits per code of each; 0 for
+    floating-point rows.
 
-    The rest, and what is raised: see ``ops.tbe.forward``. A gradient is refused.
+    ``ops.tbe.forward`` describes the other arguments and the errors. A backward pass raises ValueError.
     """
     return _forward(list(weights), bits, *lookups, out_size, out_dtype, check_ids, names)
 
 
 def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:
-    """uint8 ``[rows, row_bytes(D, bits)]`` from ``[rows, D]``: see ``naive.nbit_quantize``."""
+    """Quantise ``[rows, D]`` to uint8 ``[rows, row_bytes(D, bits)]``, see ``naive.nbit_quantize``."""
     result: Tensor = torch.ops.meshrec.nbit_quantize.default(weight, bits, params)
     return result
 
 
 def dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """The numbers, fp32 ``[rows, D]``."""
+    """Return the values of rows, fp32 ``[rows, D]``."""
     result: Tensor = torch.ops.meshrec.nbit_dequantize.default(rows, bits, dim)
     return result
 
 
 def to_fbgemm_bytes(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """uint8 ``[rows, code_bytes(D, bits) + 4]``: what ``FloatToFusedNBitRowwiseQuantizedSBHalf`` gives for
-    the same numbers, that is the codes, the scale and the bias.
+    """Convert rows to the format of FBGEMM's ``FloatToFusedNBitRowwiseQuantizedSBHalf``: codes, scale, bias.
+
+    The result is uint8 ``[rows, code_bytes(D, bits) + 4]``.
     """
     codes = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
     return torch.cat([codes, rows[:, :PARAM_BYTES]], 1)
 
 
 def from_fbgemm_bytes(fused: Tensor, bits: int, dim: int) -> Tensor:
-    """The rows from what ``to_fbgemm_bytes`` describes.
+    """Convert rows from the format that ``to_fbgemm_bytes`` describes.
 
     Raises:
-        ValueError: for rows of another length, or of another type than uint8.
+        ValueError: the rows have another length, or another dtype than uint8.
     """
     num_bytes = code_bytes(dim, bits)
     if fused.dtype != torch.uint8 or fused.dim() != 2 or fused.shape[1] != num_bytes + PARAM_BYTES:

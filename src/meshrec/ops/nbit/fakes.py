@@ -1,4 +1,4 @@
-"""Shapes of the ops on quantised rows, for tracing."""
+"""The output shapes of the ops on quantised rows, for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,13 +1,13 @@
-"""Quantised rows in plain torch: the truth for every kernel, and what serves where none is compiled.
+"""Quantised rows in plain torch: the reference for every kernel, and the fallback without one.
 
 A quantised table is uint8 ``[rows, row_bytes(D, bits)]``. A row is its fp16 scale, its fp16 bias, and a code
-of 8, 4 or 2 bits for each number, the first in the lowest bits of a byte; zeros follow up to a multiple of 4
-bytes. The number is ``scale * code + bias`` in fp32: the product has at most 19 bits, so there is one
-rounding, and every kernel gives the same.
+of 8, 4 or 2 bits for each value, the first in the lowest bits of a byte. Zeros follow up to a multiple of 4
+bytes. The value is ``scale * code + bias`` in fp32. The product has at most 19 bits, so there is one
+rounding, and every kernel gives the same result.
 
-Rounding is FBGEMM's (``FloatToFusedNBitRowwiseQuantizedSBHalf``): the bias is the least number of the row in
-fp16, the scale fp16 of ``(greatest - bias) / (2^bits - 1)``, 1 where that is 0; a code is ``(x - bias) * (1 /
-scale)``, clamped and rounded to the nearest, halves to even.
+Rounding is FBGEMM's (``FloatToFusedNBitRowwiseQuantizedSBHalf``). The bias is the minimum of the row in fp16.
+The scale is ``(maximum - bias) / (2^bits - 1)`` in fp16, or 1 if that is 0. A code is ``(x - bias) * (1 /
+scale)``, clamped and rounded to nearest, halves to even.
 """
 
 from typing import Any
@@ -22,28 +22,28 @@ from meshrec.ops.tbe import naive as tbe
 # D width, T tables
 
 PARAM_BYTES = 4
-"""A row's scale and bias."""
+"""Bytes of a row's scale and bias."""
 BITS = (8, 4, 2)
-"""What codes may have."""
+"""The allowed numbers of bits per code."""
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Of a row of ``dim`` numbers: with the scale and the bias, a multiple of 4."""
+    """Return the bytes of a row of ``dim`` values, with its scale and bias: a multiple of 4."""
     return PARAM_BYTES + (code_bytes(dim, bits) + 3) // 4 * 4
 
 
 def code_bytes(dim: int, bits: int) -> int:
-    """Of the codes alone."""
+    """Return the bytes of the codes alone."""
     return (dim * bits + 7) // 8
 
 
 def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
-    """uint8 ``[rows, row_bytes(D, bits)]`` from fp32, fp16 or bf16 ``[rows, D]``.
+    """Quantise fp32, fp16 or bf16 ``[rows, D]`` to uint8 ``[rows, row_bytes(D, bits)]``.
 
-    ``params``: fp16 ``[rows, 2]``: the scale and the bias of each row, chosen elsewhere; None: FBGEMM's.
+    ``params``: fp16 ``[rows, 2]``, the scale and the bias of each row. None: FBGEMM's.
 
     Raises:
-        ValueError: for rows with a NaN or an infinity, or with numbers outside fp16's range.
+        ValueError: a row contains NaN, infinity, or a value outside fp16's range.
     """
     _check_bits(bits)
     if weight.dim() != 2 or weight.shape[1] == 0:
@@ -70,8 +70,8 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
 
 
 def params_of(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
-    """fp16 ``[rows, 2]``: the scale and the bias of rows, from fp32 ``[rows]``: their least and greatest
-    numbers.
+    """Return the scale and the bias of rows, fp16 ``[rows, 2]``, from their minimum and maximum, fp32
+    ``[rows]``.
     """
     bias = least.half()
     scale = ((greatest - bias.float()) / ((1 << bits) - 1)).half()
@@ -79,7 +79,7 @@ def params_of(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
 
 
 def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
-    """fp32 ``[rows, D]``."""
+    """Return the values of rows, fp32 ``[rows, D]``."""
     if dim < 1:
         raise ValueError(f"rows have at least one number, got dim {dim}. Give the width they were made with.")
     check_rows(rows, bits, dim)
@@ -89,13 +89,13 @@ def nbit_dequantize(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Tensor:
-    """``tbe_forward`` of tables of which some are quantised.
+    """Run ``tbe_forward`` on tables of which some are quantised.
 
-    ``bits``: of each table, 0 for those that are not. ``arguments``: those of ``Lookups``, and what
-    ``tbe_forward`` takes behind them.
+    ``bits``: bits per code of each table; 0 for floating-point rows. ``arguments``: the fields of
+    ``Lookups``, then the further arguments of ``tbe_forward``.
 
     Raises:
-        ValueError: as ``tbe_forward``, and for rows of another length than ``dims`` and ``bits`` give.
+        ValueError: as for ``tbe_forward``, or rows have another length than ``dims`` and ``bits`` give.
     """
     lookups, options = Lookups.split(arguments)
     check_tables(weights, bits, lookups)
@@ -108,7 +108,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
 
 
 def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> None:
-    """Raises ValueError unless every table that is read has rows of the widths that its features have."""
+    """Raise ValueError unless the rows of every table that is read have the width of its features."""
     if len(bits) != len(weights):
         raise ValueError(f"bits must have a number for each of the {len(weights)} weights, got {len(bits)}.")
     if len(lookups.dims) != len(lookups.tables):
@@ -128,7 +128,7 @@ def check_tables(weights: list[Tensor], bits: list[int], lookups: Lookups) -> No
 
 
 def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
-    """The codes, uint8 ``[rows, D]``, one in each, and the parameters, fp16 ``[rows, 2]``."""
+    """Return the codes, one per byte, uint8 ``[rows, D]``, and the scales and biases, fp16 ``[rows, 2]``."""
     packed = rows[:, PARAM_BYTES : PARAM_BYTES + code_bytes(dim, bits)]
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
     codes = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
@@ -137,7 +137,7 @@ def split_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
-    """What ``split_rows`` gives, as rows."""
+    """Reverse ``split_rows``."""
     num_rows, dim = codes.shape
     per_byte = 8 // bits
     rows = codes.new_zeros(num_rows, row_bytes(dim, bits))
@@ -150,7 +150,7 @@ def join_rows(codes: Tensor, params: Tensor, bits: int) -> Tensor:
 
 
 def check_rows(rows: Tensor, bits: int, dim: int) -> None:
-    """Raises ValueError unless rows of ``dim`` numbers look so."""
+    """Raise ValueError unless ``rows`` has the dtype and length of rows of ``dim`` values."""
     _check_bits(bits)
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_bytes(dim, bits):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The lookup of quantised rows on GPUs, by the kernel that looks up rows of numbers: see ``ops.tbe.triton``.
+"""The lookup of quantised rows on GPUs, by the kernel of ``ops.tbe.triton``.
 
-Quantising and its inverse are the plain torch operations of ``naive.py`` there.
+Quantising and dequantising on GPUs are the plain torch versions of ``naive.py``.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     lookups, (out_size, out_dtype, check_ids, _) = Lookups.split(arguments)
     naive.check_tables(weights, bits, lookups)
     out = triton.look_up(weights, bits, lookups, out_size, out_dtype, check_ids)
-    # It says what is wrong where.
+    # The plain version raises the error with its place.
     return naive.nbit_forward(weights, bits, *arguments) if out is None else out
 
 

@@ -1,4 +1,4 @@
-"""The gradient of ``tbe_forward``, for all kernels alike."""
+"""The gradient of ``tbe_forward``, shared by all kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist before gradients are registered for them
 
-# Typed here, because torch's own is not.
+# torch's own has no types.
 _register_autograd: Callable[..., None] = torch.library.register_autograd
 
 
@@ -39,6 +39,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 _register_autograd("meshrec::tbe_forward", _backward, setup_context=_save)
 
-# An update has no gradient of its own. torch would look for one among all of its tensors.
+# An update has no gradient. Without the fallthrough, torch would search all of its tensors for one.
 _registration = torch.library.Library("meshrec", "IMPL")
 _registration.impl("tbe_update", torch.library.fallthrough_kernel, "Autograd")

@@ -1,4 +1,4 @@
-"""Shapes of the table-batched ops, for tracing."""
+"""The output shapes of the table-batched ops, for tracing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ import meshrec.ops.tbe.naive  # noqa: F401 - the ops must exist before fakes are
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-# Typed here, because torch's own decorator is not.
+# torch's own decorator has no types.
 _register_fake: Callable[[str], Callable[[_F], _F]] = torch.library.register_fake
 
 

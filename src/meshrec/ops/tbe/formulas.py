@@ -1,17 +1,18 @@
-"""Every fused optimizer once: its formula in plain torch, the state it keeps, what it needs of whole rows.
+"""Every fused optimizer: its formula in plain torch, its state, and the statistics of whole rows that it
+needs.
 
-All else is derived from ``FORMULAS``: the specs' state (``optim/optimizers.py``), the exchange of row
+Everything else is derived from ``FORMULAS``: the specs' state (``optim/optimizers.py``), the exchange of row
 statistics (``distributed/row_stats.py``), the planner's bytes, Triton's constants, and the C++ kernels'
-``formulas.inc``, which setup.py writes from here. A new optimizer gets an ``OptimizerKind`` and an entry
-here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl`` and a function in ``triton_kernels.py``; one that
-is forgotten fails where that kernel is compiled. This file imports torch alone: setup.py runs it by itself.
+``formulas.inc``, which setup.py writes from here. A new optimizer needs an ``OptimizerKind`` and an entry
+here, a spec, a ``step_row`` in ``csrc/tbe/formulas.inl``, and a function in ``triton_kernels.py``; a kernel
+without it fails to compile. This file imports torch alone, because setup.py runs it by itself.
 
-Every formula works in fp32 on the touched rows only. ``g`` is the summed gradient of a row and ``w`` the row.
-With L2 decay ``g += weight_decay * w`` comes first. With decoupled decay ``w *= 1 - lr * weight_decay`` comes
-before the gradient step and independent of it: norms of ``w`` are those of the row as it was. LAMB and LARS
-have their own place for the decay, see there.
+Every formula works in fp32 on the touched rows only. ``g`` is the summed gradient of a row, and ``w`` is the
+row. With L2 decay, ``g += weight_decay * w`` comes first. With decoupled decay, ``w *= 1 - lr *
+weight_decay`` comes before the gradient step and is independent of it: norms of ``w`` are those of the row
+before the decay. LAMB and LARS apply the decay in their own place, see there.
 
-Norms and means are over the whole row. For a table that is split by columns ``stats_U3`` supplies them, in
+Norms and means are over the whole row. For a table that is split by columns, ``stats_U3`` supplies them, in
 the order of ``RowSum``.
 """
 
@@ -29,20 +30,20 @@ NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
 
 
 class Hyper(NamedTuple):
-    """The numbers of one update: each formula reads those it knows, by name.
+    """The parameters of one update. Each formula reads those that it knows, by name.
 
     The kernels get them as a float64 tensor in this order, and know the names as well (``formulas.inc``,
-    ``triton_kernels.py``): a formula with a number of its own adds a field here.
+    ``triton_kernels.py``). A formula with a parameter of its own adds a field here.
     """
 
     lr: float
     decay_mode: int = NO_DECAY
     step: int = 1
-    """Which update this is, counted from 1."""
+    """Number of the update, counted from 1."""
     seed: int = 0
-    """Of stochastic rounding; 0 rounds to nearest."""
+    """Seed of stochastic rounding; 0 rounds to nearest."""
     row_dim: int = 0
-    """The width of the whole row where a table is split by columns; 0: the table's own width."""
+    """Width of the whole row, if a table is split by columns; 0: the table's own width."""
     weight_decay: float = 0.0
     eps: float = 0.0
     beta1: float = 0.0
@@ -55,7 +56,7 @@ class Hyper(NamedTuple):
 
     @classmethod
     def from_tensor(cls, hyper: Tensor) -> "Hyper":
-        """Reads a float64 tensor of ``HYPER_SIZE`` numbers."""
+        """Read a float64 tensor of ``HYPER_SIZE`` values."""
         if hyper.dtype != torch.float64 or hyper.shape != (HYPER_SIZE,):
             raise ValueError(
                 f"hyper must be a float64 CPU tensor with {HYPER_SIZE} entries, got {hyper.dtype} "
@@ -65,29 +66,29 @@ class Hyper(NamedTuple):
         return numbers._replace(**{name: int(getattr(numbers, name)) for name in _CPP_TYPES})
 
     def as_tensor(self) -> Tensor:
-        """What the kernels take: float64 ``[HYPER_SIZE]``."""
+        """Return the float64 tensor ``[HYPER_SIZE]`` that kernels take."""
         return torch.tensor(self, dtype=torch.float64)
 
 
 HYPER_SIZE = len(Hyper._fields)
 """The length of the ``hyper`` tensor."""
-# Those that have no fraction; in C++ the others are floats.
+# The C++ types of parameters that are not float.
 _CPP_TYPES = {"decay_mode": "int", "step": "uint64_t", "seed": "uint64_t", "row_dim": "double"}
 
 
 class RowSum(IntEnum):
-    """Sums of squares over a whole row: the columns of ``stats_U3``."""
+    """The sums of squares over a whole row: the columns of ``stats_U3``."""
 
     GRADIENT = 0
-    """Of the gradient, as ``Formula.gradient`` gives it."""
+    """Sum over the gradient, as ``Formula.gradient`` returns it."""
     WEIGHT = 1
-    """Of the row as stored."""
+    """Sum over the row as stored."""
     DIRECTION = 2
-    """Of ``Formula.direction``."""
+    """Sum over ``Formula.direction``."""
 
 
 class Rows(NamedTuple):
-    """The touched rows of one table; formulas give back a new ``weight`` and change the slots in place."""
+    """The touched rows of one table. Formulas return a new ``weight``, and change the slots in place."""
 
     weight: Tensor
     """fp32 [U, D]"""
@@ -96,15 +97,15 @@ class Rows(NamedTuple):
     slots: list[Tensor]
     """The optimizer's state, fp32, each [U, D] or [U]."""
     stats: Tensor | None
-    """fp32 [U, 3], or None: computed from what is here."""
+    """fp32 [U, 3]: sums over whole rows; None: compute them from these rows."""
 
     def sum_of_squares(self, which: RowSum, x_UD: Tensor) -> Tensor:
-        """[U]: that of ``x_UD``, or what is known of the whole row."""
+        """Return the sum of squares of ``x_UD`` [U], or the known sum over whole rows."""
         return x_UD.square().sum(1) if self.stats is None else self.stats[:, which]
 
 
 def decayed_gradient(rows: Rows, h: Hyper) -> Tensor:
-    """``g``, with the L2 term where there is one."""
+    """Return ``g``, with the L2 term if there is one."""
     if h.decay_mode == L2_DECAY:
         return rows.gradient + h.weight_decay * rows.weight
     return rows.gradient
@@ -125,28 +126,28 @@ def _decayed(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _sgd(rows: Rows, h: Hyper) -> Tensor:
-    """w -= lr * g."""
+    """Apply w -= lr * g."""
     return _decayed(rows, h) - h.lr * decayed_gradient(rows, h)
 
 
 def _adagrad(rows: Rows, h: Hyper) -> Tensor:
-    """s += g^2; w -= lr * g / (sqrt(s) + eps)."""
+    """Apply s += g^2; w -= lr * g / (sqrt(s) + eps)."""
     g, (total,) = decayed_gradient(rows, h), rows.slots
     total += g.square()
     return _decayed(rows, h) - h.lr * g / (total.sqrt() + h.eps)
 
 
 def _rowwise_adagrad(rows: Rows, h: Hyper) -> Tensor:
-    """s += mean(g^2), one number per row; w -= lr * g / (sqrt(s) + eps)."""
+    """Apply s += mean(g^2), one value per row; w -= lr * g / (sqrt(s) + eps)."""
     g, (total,) = decayed_gradient(rows, h), rows.slots
     total += _mean_of_squares(rows, h, g)
     return _decayed(rows, h) - (h.lr / (total.sqrt() + h.eps))[:, None] * g
 
 
 def _moments_step(rows: Rows, h: Hyper) -> Tensor:
-    """Adam's step before the lr: m = b1*m + (1-b1)*g; v likewise of g^2; m^ / (sqrt(v^) + eps).
+    """Return Adam's step before the lr: m = b1*m + (1-b1)*g; v likewise with g^2; m^ / (sqrt(v^) + eps).
 
-    Where v holds one number per row it takes mean(g^2).
+    If v holds one value per row, it uses mean(g^2).
     """
     g, (m, v) = decayed_gradient(rows, h), rows.slots
     square = g.square() if v.dim() == 2 else _mean_of_squares(rows, h, g)
@@ -157,18 +158,18 @@ def _moments_step(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _adam(rows: Rows, h: Hyper) -> Tensor:
-    """w -= lr * m^ / (sqrt(v^) + eps), with v per element or per row."""
+    """Apply w -= lr * m^ / (sqrt(v^) + eps), with v per element or per row."""
     return _decayed(rows, h) - h.lr * _moments_step(rows, h)
 
 
 def _lamb_direction(rows: Rows, h: Hyper) -> Tensor:
-    """r = Adam's step (+ weight_decay * w if decoupled)."""
+    """Return r = Adam's step (+ weight_decay * w if decoupled)."""
     r = _moments_step(rows, h)
     return r + h.weight_decay * rows.weight if h.decay_mode == DECOUPLED_DECAY else r
 
 
 def _lamb(rows: Rows, h: Hyper) -> Tensor:
-    """w -= lr * |w|/|r| * r; the ratio is 1 if a norm is 0."""
+    """Apply w -= lr * |w|/|r| * r; the ratio is 1 if a norm is 0."""
     r = _lamb_direction(rows, h)
     weight_norm = rows.sum_of_squares(RowSum.WEIGHT, rows.weight).sqrt()
     step_norm = rows.sum_of_squares(RowSum.DIRECTION, r).sqrt()
@@ -178,10 +179,10 @@ def _lamb(rows: Rows, h: Hyper) -> Tensor:
 
 
 def _lars(rows: Rows, h: Hyper) -> Tensor:
-    """m = momentum * m + local_lr * (g + decay * w); w -= m.
+    """Apply m = momentum * m + local_lr * (g + decay * w); w -= m.
 
-    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps), and lr where a norm is 0; decay is
-    the weight decay if it is L2, else 0.
+    local_lr = lr * trust_coefficient * |w| / (|g| + decay * |w| + eps), or lr if a norm is 0. decay is the
+    weight decay if it is L2, else 0.
     """
     g, (m,) = rows.gradient, rows.slots
     decay = h.weight_decay if h.decay_mode == L2_DECAY else 0.0
@@ -198,10 +199,10 @@ _TINY = 1e-37
 
 
 def _ftrl(rows: Rows, h: Hyper) -> Tensor:
-    """z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2; w = -sign(z) * max(|z| - l1, 0) / scale.
+    """Apply z += g - (sqrt(n + g^2) - sqrt(n)) / lr * w; n += g^2; w = -sign(z) * max(|z| - l1, 0) / scale.
 
-    scale = (beta + sqrt(n)) / lr + l2. The roots' difference is taken as g^2 / (their sum), which loses
-    nothing where g is small; _TINY keeps it 0 where both are.
+    scale = (beta + sqrt(n)) / lr + l2. The difference of the roots is computed as g^2 / (their sum), which is
+    exact for small g as well. _TINY makes it 0 if both roots are 0.
     """
     g, (n, z) = decayed_gradient(rows, h), rows.slots
     before = n.sqrt()
@@ -229,19 +230,23 @@ class OptimizerKind(Enum):
 
     @property
     def code(self) -> int:
-        """What the kernels know it by. ValueError for NONE."""
+        """The code of the optimizer in kernels.
+
+        Raises:
+            ValueError: the kind is NONE.
+        """
         return formula_of(self).code
 
     @property
     def state_per_row(self) -> tuple[int, int]:
-        """How many fp32 numbers of state a row has per column, and how many besides."""
+        """The number of fp32 values of state that a row has per column, and besides."""
         slots = _BY_KIND[self].slots if self in _BY_KIND else ()
         num_per_row = sum(slot.per_row for slot in slots)
         return len(slots) - num_per_row, num_per_row
 
     @property
     def row_statistics(self) -> int:
-        """fp32 numbers per row that parts of a row on several ranks must add up before the update."""
+        """The number of fp32 values per row that column shards must add up before the update."""
         return len(_BY_KIND[self].row_sums) if self in _BY_KIND else 0
 
 
@@ -250,31 +255,33 @@ class Slot(NamedTuple):
 
     name: str
     per_row: bool = False
-    """One number per row (shape ``[num_rows]``), not per element (``[num_rows, dim]``)."""
+    """Whether it has one value per row (shape ``[num_rows]``) instead of one per element (``[num_rows,
+    dim]``).
+    """
     initial: str | None = None
-    """The spec's field that it starts at; None: 0."""
+    """The field of the spec with its initial value; None: 0."""
 
 
 class Formula(NamedTuple):
-    """One optimizer. Its code is its place in ``FORMULAS``."""
+    """One optimizer. Its code is its index in ``FORMULAS``."""
 
     kind: OptimizerKind
     name: str
-    """Of its spec in ``meshrec.optim``, and with a ``k`` before it in C++."""
+    """Name of its spec in ``meshrec.optim``, and, with a ``k`` before it, of its constant in C++."""
     apply: Callable[[Rows, Hyper], Tensor]
-    """The new rows; changes the slots in place."""
+    """Returns the new rows, and changes the slots in place."""
     slots: tuple[Slot, ...] = ()
-    """At most two."""
+    """The state; at most two slots."""
     row_sums: frozenset[RowSum] = frozenset()
-    """What it needs of whole rows."""
+    """The sums over whole rows that it needs."""
     gradient: Callable[[Rows, Hyper], Tensor] = decayed_gradient
-    """What ``RowSum.GRADIENT`` is of."""
+    """Returns the gradient whose squares ``RowSum.GRADIENT`` sums."""
     direction: Callable[[Rows, Hyper], Tensor] | None = None
-    """What ``RowSum.DIRECTION`` is of; changes the slots as ``apply`` does."""
+    """Returns the direction whose squares ``RowSum.DIRECTION`` sums; changes the slots as ``apply`` does."""
 
     @property
     def code(self) -> int:
-        """What the kernels know it by."""
+        """The code of the optimizer in kernels."""
         return FORMULAS.index(self)
 
 
@@ -341,10 +348,10 @@ _BY_KIND = {formula.kind: formula for formula in FORMULAS}
 
 
 def formula_of(which: int | OptimizerKind) -> Formula:
-    """By code or by kind.
+    """Return a formula by its code or kind.
 
     Raises:
-        ValueError: for a code or a kind that no optimizer has.
+        ValueError: no optimizer has this code or kind.
     """
     if isinstance(which, OptimizerKind) and which in _BY_KIND:
         return _BY_KIND[which]
@@ -354,14 +361,14 @@ def formula_of(which: int | OptimizerKind) -> Formula:
 
 
 def needs_gradient_only(optimizer: int, hyper: Hyper) -> bool:
-    """Return whether the sums over a whole row are those of its squared gradient alone."""
+    """Return whether the squared gradient is the only sum over a whole row that is needed."""
     formula = formula_of(optimizer)
     reads_weight = formula.gradient is decayed_gradient and hyper.decay_mode == L2_DECAY
     return formula.row_sums == {RowSum.GRADIENT} and not reads_weight
 
 
 def as_cpp() -> str:
-    """``formulas.inc``: the numbers of ``Hyper`` and the optimizers, each in order, for C++ to expand."""
+    """Return ``formulas.inc``: the fields of ``Hyper`` and the optimizers, in order, as macros for C++."""
     lines = ["// Written by setup.py from ops/tbe/formulas.py: change that.", "#ifdef HYPER"]
     lines += [f"HYPER({_CPP_TYPES.get(name, 'float')}, {name})" for name in Hyper._fields]
     lines += ["#endif", "#ifdef FORMULA"]

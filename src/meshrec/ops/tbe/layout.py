@@ -1,7 +1,8 @@
-"""Where each feature's ids, bags and output rows lie: the bookkeeping that the plain torch kernels share.
+"""The places of each feature's IDs, bags and output rows, shared by the plain torch kernels.
 
-Bags come segment-major: segment ``s = block * K + key`` holds the bags of one key of one block (a block is
-what one source rank sent; a single process has one block). ``segments`` says where each segment starts.
+Bags come segment-major: segment ``s = block * K + key`` holds the bags of one key of one block. A block is
+the message of one source rank; a single process has one block. ``segments`` holds the first bag of each
+segment.
 """
 
 import itertools
@@ -20,16 +21,18 @@ SUM, MEAN, NONE = 0, 1, 2
 
 
 class Lookups(NamedTuple):
-    """Which bags of which key are looked up in which table: the arguments that all tbe ops share."""
+    """The keys of a batch and the tables to look them up in: the arguments that all tbe ops share."""
 
     values: Tensor
     """int32 or int64 [N]."""
     offsets: Tensor
-    """int32 or int64: where each bag starts, and N."""
+    """int32 or int64: the start of each bag, and N."""
     per_sample_weights: Tensor | None
     """float32 [N]."""
     segments: Tensor | None
-    """int64 on the CPU: the first bag of each key, and the number of bags; None: equally many per key."""
+    """int64 on the CPU: the first bag of each segment, and the number of bags. None: equally many bags per
+    key.
+    """
     num_keys: int
     keys: list[int]
     """[F]: the key that the feature reads."""
@@ -38,18 +41,20 @@ class Lookups(NamedTuple):
     pooling: list[int]
     """[F]: 0 SUM, 1 MEAN, 2 NONE."""
     flat: bool
-    """One dimension (each feature's ``[B, D]`` after the other) instead of ``[B, sum of D]``."""
+    """Whether the output has one dimension (``[B, D]`` of one feature after the other) instead of ``[B, sum
+    of D]``.
+    """
     dims: list[int]
-    """[F]: widths."""
+    """[F]: the width of the feature."""
 
     @classmethod
     def split(cls, arguments: Sequence[Any]) -> tuple["Lookups", Sequence[Any]]:
-        """From the arguments of an op: those that all share, and the op's own behind them."""
+        """Split the arguments of an op into those that all ops share, and the op's own."""
         shared = len(cls._fields)
         return cls._make(arguments[:shared]), arguments[shared:]
 
     def of_tables(self, chosen: Sequence[int]) -> "Lookups":
-        """The same batch for some of the tables, counted anew in their order; the others are skipped."""
+        """Return the same batch for some of the tables, numbered in their order. Other tables are skipped."""
         if len(chosen) > max(self.tables, default=-1) and all(map(operator.eq, chosen, itertools.count())):
             return self
         index = {table: position for position, table in enumerate(chosen)}
@@ -57,13 +62,13 @@ class Lookups(NamedTuple):
 
 
 class FeaturePiece(NamedTuple):
-    """One feature's part of one block."""
+    """The part of one feature in one block."""
 
     feature: int
     ids: slice
-    """Its ids, in ``values_N``."""
+    """Its IDs in ``values_N``."""
     lengths_B: Tensor
-    """int64: the number of ids in each of its bags."""
+    """int64: the number of IDs in each of its bags."""
     rows: slice
     """Its rows of a 2-D output."""
     columns: slice
@@ -72,25 +77,25 @@ class FeaturePiece(NamedTuple):
     """Its elements of a 1-D output."""
 
     def bag_of_id(self) -> Tensor:
-        """int64 [n]: for each of the piece's ids the index of its bag within the piece."""
+        """Return the index, within the piece, of the bag of each ID, int64 [n]."""
         return torch.repeat_interleave(self.lengths_B)
 
     def of(self, output: Tensor, dim: int) -> Tensor:
-        """The piece's rows, ``[bags or ids, dim]``, as a view into an output (or its gradient)."""
+        """Return the piece's rows, ``[bags or ids, dim]``, as a view of an output (or of its gradient)."""
         if output.dim() == 1:
             return output[self.flat].view(-1, dim)
         return output[self.rows, self.columns]
 
 
 class OutputLayout(NamedTuple):
-    """All pieces in the order of the flat output, and the number of rows (2-D) or elements (1-D) in total."""
+    """All pieces in the order of the flat output, and the total number of rows (2-D) or elements (1-D)."""
 
     pieces: list[FeaturePiece]
     out_size: int
 
 
 def check_offsets(offsets: Tensor, num_ids: int) -> None:
-    """Raises ValueError unless the offsets start at 0, never decrease, and end at ``num_ids``."""
+    """Raise ValueError unless the offsets start at 0, never decrease, and end at ``num_ids``."""
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError("values and offsets must have one dimension, and offsets at least one entry.")
     first, last = int(offsets[0]), int(offsets[-1])
@@ -111,7 +116,7 @@ def check_offsets(offsets: Tensor, num_ids: int) -> None:
 
 
 def segment_bounds(num_bags: int, segments: Tensor | None, num_keys: int) -> list[int]:
-    """The first bag of each segment, and the end of the last one (R*K + 1 numbers)."""
+    """Return the first bag of each segment, and the end of the last one (R*K + 1 integers)."""
     if segments is not None:
         bounds: list[int] = segments.tolist()
         if not bounds or num_keys == 0 or (len(bounds) - 1) % num_keys != 0:
@@ -137,10 +142,10 @@ def make_layout(
     pooling: list[int],
     flat: bool,
 ) -> OutputLayout:
-    """Lays out every feature of every block.
+    """Compute the place of every feature of every block.
 
     Raises:
-        ValueError: for widths below 1, for NONE in a 2-D output, and for a 2-D output of features with
+        ValueError: a width is below 1, NONE is used with a 2-D output, or features of a 2-D output have
             different batch sizes.
     """
     if NONE in pooling and not flat:

@@ -1,4 +1,4 @@
-"""Lookups as the modules call them: one kernel for all tables, and a backward pass that may update them."""
+"""Lookups as modules call them: one kernel for all tables, and a backward pass that may update the tables."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,31 +18,31 @@ from meshrec.ops.versions import check_unchanged, versions_of
 
 # F features, K keys, T tables, N ids, B samples, D width
 
-# The overloads: to find them by name in every call, as torch.ops does, takes as long as the rest of the call.
+# Overloads, found once: finding them by name in every call, as torch.ops does, doubles its time.
 _forward: Callable[..., Tensor] = torch.ops.meshrec.tbe_forward.default
 update: Callable[..., None] = torch.ops.meshrec.tbe_update.default
 """``torch.ops.meshrec.tbe_update``; see ``naive.tbe_update``."""
 
 
 BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch sizes")
-"""Names for the first four fields of ``Lookups`` in messages."""
+"""Names of the first four fields of ``Lookups`` in messages."""
 
 
 class Updater(Protocol):
-    """Takes the gradient of a lookup and updates tables with it."""
+    """An object that receives the gradient of a lookup and updates tables with it."""
 
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
-        """Return how often somebody other than the updater has written to each table.
+        """Return how often anybody other than the updater has written to each table.
 
         Raises:
             ValueError: ``weights`` are not the updater's tables.
         """
 
     def check_tables(self, before: list[int]) -> None:
-        """Raise ValueError if ``foreign_writes`` has changed since it gave ``before``."""
+        """Raise ValueError if ``foreign_writes`` has changed since it returned ``before``."""
 
     def take(self, grad: Tensor, lookups: Lookups) -> None:
-        """Update the tables. ``grad`` is shaped like the lookup's output; ``lookups.tables`` index the
+        """Update the tables. ``grad`` has the shape of the lookup's output; ``lookups.tables`` index the
         module's tables.
         """
 
@@ -55,34 +55,39 @@ def forward(
     check_ids: bool,
     names: Tensor,
 ) -> Tensor:
-    """Looks up; differentiable in the weights (dense gradients) and the per-sample weights.
+    """Look up. The result is differentiable in the weights (dense gradients) and in the per-sample weights.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
-        out_size: rows (2-D) or elements (flat) of the result.
+        lookups: the batch, and the tables that its features read.
+        out_size: number of rows (2-D) or elements (flat) of the result.
+        out_dtype: dtype of the result.
+        check_ids: whether to check IDs and per-sample weights.
         names: uint8 bytes of ``"table\\tfeature\\n"`` per feature, for messages.
 
     Raises:
-        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside their table and NaN
-            per-sample weights.
+        ValueError: offsets do not fit; or, with ``check_ids``, an ID is outside its table or a per-sample
+            weight is NaN.
     """
     return _forward(list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names)
 
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
-    """Gradients shaped and typed like the weights."""
+    """Return gradients with the shapes and dtypes of the weights."""
     result: list[Tensor] = torch.ops.meshrec.tbe_dense_grad.default(grad, list(weights), *lookups)
     return result
 
 
 def sparse_grad(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Per table: the touched rows, int64 [U] ascending, and their summed gradients, float32 [U, D]."""
+    """Return, for each table, the touched rows, int64 [U] ascending, and their summed gradients, fp32 [U,
+    D].
+    """
     flat = torch.ops.meshrec.tbe_sparse_grad.default(grad, *lookups, num_rows)
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """For the touched rows, table by table: see ``naive.tbe_row_squares``."""
+    """Return the sums of squared gradients of the touched rows, see ``naive.tbe_row_squares``."""
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.meshrec.tbe_row_squares.default(
         grad, *lookups, num_rows
     )
@@ -90,7 +95,7 @@ def row_squares(grad: Tensor, lookups: Lookups, num_rows: list[int]) -> tuple[Te
 
 
 def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> Tensor:
-    """The gradient of the per-sample weights, float32 [N]."""
+    """Return the gradient of the per-sample weights, fp32 [N]."""
     values, offsets, _, segments, *rest = lookups
     result: Tensor = torch.ops.meshrec.tbe_sample_weight_grad.default(
         grad, list(weights), values, offsets, segments, *rest
@@ -99,7 +104,7 @@ def sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups
 
 
 class _FusedLookup(torch.autograd.Function):
-    """Forward as ever; backward hands the gradient to the updater and returns none for its tables."""
+    """The lookup as an autograd function whose backward pass gives the gradient to the updater."""
 
     @staticmethod
     def forward(
@@ -113,12 +118,12 @@ class _FusedLookup(torch.autograd.Function):
         plain: list[int],
         *plain_weights: Tensor,
     ) -> Tensor:
-        # Not saved for backward: the update changes the weights in place, and that is meant. All other
-        # in-place writes are found by comparing versions, as torch does for what it saves.
+        # Not saved for backward, because the update changes the weights in place on purpose. All other
+        # in-place writes are found by comparing versions, as torch does for saved tensors.
         ctx.weights, ctx.lookups, ctx.updater, ctx.plain = weights, lookups, updater, plain
         ctx.versions = versions_of(lookups[:4])
         ctx.foreign_writes = updater.foreign_writes(weights)
-        # This is the gradient's formula; tbe_forward's own would be found, in Python, and not used.
+        # This function is the gradient: skip tbe_forward's own, which costs time in Python and is not used.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(weights, lookups, *options)
 
@@ -137,7 +142,7 @@ class _FusedLookup(torch.autograd.Function):
         return (None, sample_grad, None, None, None, None, None, *plain_grads)
 
 
-# Function's own apply first prepares for torch.func, which takes as long as the rest.
+# Function.apply first prepares for torch.func, which doubles the time of the call.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, _FusedLookup).apply
 
 
@@ -148,16 +153,18 @@ def fused_forward(
     plain: list[int],
     options: tuple[int, torch.dtype, bool, Tensor],
 ) -> Tensor:
-    """Looks up like ``forward``; in the backward pass ``updater`` gets the gradient.
+    """Look up like ``forward``; in the backward pass, ``updater`` receives the gradient.
 
-    ``plain``: the tables that the updater leaves alone; they get ordinary dense gradients.
-    ``options``: the rest of ``forward``'s arguments.
-    Raises: as ``forward``, and ValueError inside the transforms of torch.func.
+    ``plain``: the tables that the updater does not update; they get ordinary dense gradients. ``options``:
+    the rest of ``forward``'s arguments.
 
-    Not traced by torch.compile, which runs it between its graphs: the update in the backward pass is an
-    effect that a traced graph would lose.
+    torch.compile does not trace this function, but runs it between its graphs: the update in the backward
+    pass is an effect that a traced graph would lose.
+
+    Raises:
+        ValueError: as for ``forward``, or it was called inside a transform of torch.func.
     """
-    # Where nothing traces, the guard is not needed, and making it imports the compiler, which takes seconds.
+    # Without tracing the guard is not needed, and making it would import the compiler, which takes seconds.
     run = _untraced() if torch.compiler.is_compiling() else _run_fused
     return run(weights, lookups, updater, plain, options)
 
@@ -181,7 +188,9 @@ def _run_fused(
 
 @functools.cache
 def _anchor() -> Tensor:
-    """What makes the result require a gradient; it never gets one, so that all lookups share it."""
+    """Return the tensor that makes a result require a gradient. It never gets one, so all lookups share
+    it.
+    """
     with torch.inference_mode(False):
         return torch.empty(0, device="cpu", requires_grad=True)
 

@@ -1,18 +1,19 @@
-"""Table-batched embedding in plain torch: the truth for every kernel, and what serves where none is compiled.
+"""Table-batched embedding in plain torch: the reference for every kernel, and the fallback without one.
 
-What the ops share (F features, K keys, T tables, N ids, S segments, B bags of one segment, D width):
+The ops share these arguments (F features, K keys, T tables, N IDs, S segments, B bags of one segment, D
+width):
 
-- ``values_N``: ids, int32 or int64. ``offsets``: where each bag starts, and N; int32 or int64. Bags come
+- ``values_N``: IDs, int32 or int64. ``offsets``: the start of each bag, and N; int32 or int64. Bags come
   segment-major, see ``layout.py``. ``segments``: int64 [S + 1] on the CPU, or None: one block with equally
   many bags per key.
 - Feature f reads key ``keys[f]`` in table ``tables[f]`` with ``pooling[f]`` (0 SUM, 1 MEAN, 2 NONE). In the
-  update and gradient ops a table of -1 skips the feature. ``dims[f]`` is the feature's width.
-- Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, the blocks one after the other.
-  ``flat=True``: 1-D; for block, for feature: ``[B, D]`` (NONE: ``[ids, D]``), row-major, one after the other.
-- SUM: ``out[b] = sum_i w_i * x_i``; MEAN: that, divided by the number of ids, and 0 for an empty bag;
-  NONE: ``out[i] = x_i``. Without per-sample weights every ``w_i`` is 1; with NONE there must be none.
+  update and gradient ops, a table of -1 skips the feature. ``dims[f]`` is the feature's width.
+- Output, ``flat=False``: ``[sum of B over blocks, sum of D]``, the blocks one after the other. ``flat=True``:
+  1-D; for each block and each feature ``[B, D]`` (NONE: ``[ids, D]``), row-major, one after the other.
+- SUM: ``out[b] = sum_i w_i * x_i``. MEAN: the sum divided by the number of IDs, and 0 for an empty bag. NONE:
+  ``out[i] = x_i``. Without per-sample weights every ``w_i`` is 1; with NONE there must be none.
 
-Sums are in fp32. Duplicates are summed in the order of features, then of ids.
+Sums are in fp32. Duplicates are summed in the order of features, then of IDs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,13 +44,12 @@ def tbe_forward(
     check_ids: bool,
     names: Tensor,
 ) -> Tensor:
-    """Looks up and pools; ``out_size`` is the number of rows (2-D) or elements (flat) of the output.
+    """Look up and pool. ``out_size`` is the number of rows (2-D) or elements (flat) of the output.
 
-    ``names``: uint8, UTF-8 text ``"table\\tfeature\\n"`` per feature, for messages.
+    ``names`` is uint8, the UTF-8 text ``"table\\tfeature\\n"`` per feature, for messages.
 
     Raises:
-        ValueError: for offsets that do not fit, and with ``check_ids`` for ids outside the table and weights
-            that are NaN.
+        ValueError: offsets do not fit; or, with ``check_ids``, an ID is outside the table or a weight is NaN.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
     dims = [weights[table].shape[1] for table in tables]
@@ -91,17 +91,21 @@ def tbe_update(
     runs: Tensor | None = None,
     mean_squares: Tensor | None = None,
 ) -> None:
-    """Sums the gradient of every touched row, then steps it once; untouched rows and their state stay.
+    """Sum the gradient of every touched row, then update it once. Untouched rows and their state do not
+    change.
 
-    ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then
-    slot 1). Codes, formulas and ``hyper`` (float64): ``formulas.py``; rounding: ``naive_update.py``.
-    ``row_stats``: fp32 [N, 3] per id, only for NONE with distinct ids per table: whole-row sums of
-    column-split tables.
-    ``origins``: for each weight the row and the column where it begins in its whole table (nothing: 0, 0);
-    stochastic rounding draws by these places, so that parts are rounded as the whole would be.
-    ``runs``: what ``tbe_row_squares`` gave for the same arguments, so that nothing is sorted again; with it
-    ``mean_squares``, fp32 [sum of U_t]: for each touched row the mean of its squared gradient over the whole
-    row, for the optimizers that need no other number of it.
+    ``weights``: T tensors, fp32, fp16 or bf16. ``state``: fp32, slot-major (slot 0 of all tables, then slot
+    1). Codes, formulas and ``hyper`` (float64): ``formulas.py``; rounding: ``naive_update.py``.
+
+    ``row_stats``: fp32 [N, 3], whole-row sums per ID for tables split by columns; only with NONE and distinct
+    IDs per table.
+
+    ``origins``: the row and the column at which each weight begins in its whole table (empty: 0, 0).
+    Stochastic rounding draws by these positions, so that parts are rounded as the whole table would be.
+
+    ``runs``: the result of ``tbe_row_squares`` for the same arguments, so that nothing is sorted again. With
+    it comes ``mean_squares``, fp32 [sum of U_t]: the mean of the squared gradient over each touched whole
+    row, for the optimizers that need no other statistic.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
@@ -127,7 +131,7 @@ def tbe_update(
                 stats_U3[inverse_n] = torch.cat([row_stats[part.ids] for part in parts])
             if mean_squares is not None:
                 stats_U3, mean_squares = mean_squares[: rows_U.numel(), None], mean_squares[rows_U.numel() :]
-                numbers = numbers._replace(row_dim=1)  # what is divided by it is a mean already
+                numbers = numbers._replace(row_dim=1)  # the statistic is a mean already
             slots = state[table :: len(weights)]
             origin = origins[2 * table : 2 * table + 2] or (0, 0)
             update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin)
@@ -147,10 +151,10 @@ def tbe_sparse_grad(
     dims: list[int],
     num_rows: list[int],
 ) -> list[Tensor]:
-    """The gradient of T = len(num_rows) tables by touched rows: ``rows_0, grads_0, rows_1, ...``.
+    """Return the gradient of T = len(num_rows) tables by touched rows: ``rows_0, grads_0, rows_1, ...``.
 
     ``rows_t``: int64 [U_t], ascending, distinct; ``grads_t``: fp32 [U_t, D_t]. A table that no feature reads
-    gets U_t = 0 and D_t = 0.
+    has U_t = 0 and D_t = 0.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
@@ -178,9 +182,11 @@ def tbe_row_squares(
     dims: list[int],
     num_rows: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For the touched rows of T = len(num_rows) tables, table by table, ascending: the sums of their squared
-    gradients, fp32 [sum of U_t]; int64 [T] on the CPU: U_t; and ``runs`` for ``tbe_update``, of which only
-    the kernel that made it knows what it holds.
+    """Return the sums of squared gradients of the touched rows of T = len(num_rows) tables.
+
+    They are fp32 [sum of U_t], table by table, in ascending order of rows. The second result is U_t, int64
+    [T] on the CPU. The third is ``runs`` for ``tbe_update``, whose contents only the kernel that made it
+    knows.
     """
     flat_grads = tbe_sparse_grad(
         grad,
@@ -215,7 +221,7 @@ def tbe_dense_grad(
     flat: bool,
     dims: list[int],
 ) -> list[Tensor]:
-    """The gradient of each table as a dense tensor of its shape and dtype; summed in fp32."""
+    """Return the gradient of each table as a dense tensor of its shape and dtype. Sums are in fp32."""
     _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
@@ -238,7 +244,9 @@ def tbe_sample_weight_grad(
     flat: bool,
     dims: list[int],
 ) -> Tensor:
-    """The gradient of the per-sample weights, fp32 [N]. Features of one key add up; unread ids get 0."""
+    """Return the gradient of the per-sample weights, fp32 [N]. Features of one key add up; IDs that are not
+    read get 0.
+    """
     _check_inputs(values, offsets, None, [])
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
     _check_pooled(pooling)
@@ -258,9 +266,10 @@ def clamp_ids(
     tables: list[int],
     num_rows: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """A copy of the ids with those outside their table set to 0, and int64 [F]: how many each feature had.
+    """Return a copy of the IDs with those outside their table set to 0, and their number per feature, int64
+    [F].
 
-    ``num_rows``: per table. An id of a key that several features read is set to 0 if it is outside any of
+    ``num_rows`` is per table. An ID of a key that several features read is set to 0 if it is outside any of
     their tables.
     """
     _check_inputs(values, offsets, None, [])
@@ -282,7 +291,7 @@ def _pooled(rows_nD: Tensor, piece: FeaturePiece, mode: int) -> Tensor:
 
 
 class _Gradient(NamedTuple):
-    """The gradients of one piece's ids, before duplicates are summed."""
+    """The gradients of the IDs of one piece, before duplicates are summed."""
 
     table: int
     ids: slice
@@ -300,7 +309,9 @@ def _id_gradients(
     dims: Sequence[int],
     num_rows: Sequence[int],
 ) -> Iterator[_Gradient]:
-    """Each piece's gradients per id, scaled by weight and 1/length (MEAN); skipped features left out."""
+    """Yield each piece's gradients per ID, scaled by weight and 1/length (MEAN). Skipped features are left
+    out.
+    """
     out_size = layout.out_size if grad.dim() == 1 else layout.out_size * sum(dims)
     if grad.numel() != out_size:
         raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {out_size}.")
@@ -328,7 +339,9 @@ def _by_table(gradients: Iterator[_Gradient], num_tables: int) -> list[list[_Gra
 
 
 def _summed(parts: list[_Gradient]) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct rows [U], ascending; their summed gradients [U, D]; for each id its place in them [n]."""
+    """Return the distinct rows [U], ascending, their summed gradients [U, D], and the index of each ID's row
+    [n].
+    """
     rows_U, inverse_n = torch.cat([part.rows_n for part in parts]).unique(return_inverse=True)
     gradient_nD = torch.cat([part.gradient_nD for part in parts])
     total_UD = gradient_nD.new_zeros(rows_U.numel(), gradient_nD.shape[1])

@@ -1,4 +1,4 @@
-"""One optimizer step on the touched rows of one table, in plain torch; and stochastic rounding.
+"""One optimizer step on the touched rows of one table, in plain torch, with stochastic rounding.
 
 The formulas are in ``formulas.py``.
 """
@@ -23,9 +23,9 @@ def update_rows(
     h: Hyper,
     origin: Sequence[int] = (0, 0),
 ) -> None:
-    """Applies one optimizer step to the distinct rows ``rows_U`` of one table, in place.
+    """Apply one optimizer step to the distinct rows ``rows_U`` of one table, in place.
 
-    ``origin``: the row and the column of the whole table where ``weight`` begins.
+    ``origin`` is the row and the column of the whole table at which ``weight`` begins.
     """
     slots = [slot[rows_U] for slot in state]
     updated = formula_of(optimizer).apply(Rows(weight[rows_U].float(), gradient_UD, slots, stats_U3), h)
@@ -43,18 +43,19 @@ def _rounded(x_UD: Tensor, dtype: torch.dtype, rows_U: Tensor, h: Hyper, origin:
 
 
 def _signed(x: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """Return the int64 with the bits of an unsigned 64-bit integer."""
     x %= 1 << 64
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 to the right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tensor:
-    """int64 [U, D]: 16 random bits for every element, from a counter: the order of updates does not matter.
+    """Return 16 random bits for every element, int64 [U, D]. They come from a counter, so the order of
+    updates does not matter.
 
     ``x = row * 0x9E3779B97F4A7C15 + column * 0xC2B2AE3D27D4EB4F + seed * 0x165667B19E3779F9 + step *
     0x27D4EB2F165667C5`` modulo 2^64 goes through the finalizer of splitmix64 (Steele, Lea, Flood: "Fast
@@ -68,11 +69,11 @@ def random_bits(rows_U: Tensor, columns_D: Tensor, seed: int, step: int) -> Tens
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Rounds fp32 up or down, with a chance proportional to the nearness, so that the mean is right.
+    """Round fp32 up or down at random. The nearer value has the higher probability, so the mean is exact.
 
-    bf16: adds the 16 random bits below the precision, then cuts them off. fp16: likewise with their low 13
-    bits in the range of normal numbers (2^-14 to 65504). Everything else (fp16 subnormals and overflow, inf,
-    nan) is rounded to nearest.
+    bf16: the 16 random bits are added below the precision, and the bits below it are cut off. fp16: likewise
+    with the low 13 random bits, in the range of normal numbers (2^-14 to 65504). Everything else (fp16
+    subnormals and overflow, inf, NaN) is rounded to nearest.
     """
     raw = x.view(torch.int32).long() & 0xFFFFFFFF
     if dtype == torch.bfloat16:
@@ -82,6 +83,6 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         dropped, in_range = 13, (x.abs() >= 2.0**-14) & (x.abs() <= 65504.0)
     mask = (1 << dropped) - 1
     raw = (raw + (bits & mask)) & ~mask
-    # Sign-extended by hand: int64 to int32 keeps the low 32 bits only for numbers that int32 can hold.
+    # Extend the sign by hand: int64 to int32 keeps the low 32 bits only of values that int32 can hold.
     cut = torch.where(raw >= 1 << 31, raw - (1 << 32), raw).to(torch.int32).view(torch.float32)
     return torch.where(in_range, cut, x).to(dtype)

@@ -1,5 +1,6 @@
-"""What must be said while ids are looked up, as an op: a traced graph cannot look at a count, but it can call
-one that does. It is Python on every device, and so has a namespace of its own.
+"""Reports about a lookup, as an op: a traced graph cannot read a count, but it can call an op that does.
+
+The op is Python on every device, so it has a namespace of its own.
 """
 
 import logging
@@ -11,16 +12,15 @@ _logger = logging.getLogger("meshrec")
 
 
 def report_clamped(total: Tensor, counts: Tensor, names: Tensor) -> None:
-    """Adds the ids that ``clamp_ids`` replaced to ``total`` (int64, one element), and says so the first time.
-
-    An op, because a traced graph cannot look at the count.
+    """Add the number of IDs that ``clamp_ids`` replaced to ``total`` (int64, one element). Warn the first
+    time.
     """
     num_clamped = int(counts.sum())
     if num_clamped and not int(total):
         table, feature = bytes(names.tolist()).decode().split("\n")[int(counts.argmax())].split("\t")
         _logger.warning(
-            "%d ids lie outside their table, most of them of feature %r in table %r; row 0 takes their "
-            "place. This is said once; num_clamped_ids counts on.",
+            "%d IDs lie outside their table, most of them of feature %r in table %r; row 0 takes their "
+            "place. This warning appears once; num_clamped_ids has the total.",
             num_clamped,
             feature,
             table,
@@ -36,5 +36,5 @@ def _register() -> torch.library.Library:
     return library
 
 
-# Kept alive: a Library takes its ops with it when it is collected.
+# Keep a reference: the ops of a Library end with it.
 _registration = _register()

@@ -1,11 +1,11 @@
-"""The table-batched ops on GPUs, as Triton kernels: see ``naive.py`` for what each op does.
+"""The table-batched ops on GPUs, as Triton kernels. ``naive.py`` describes each op.
 
 One launch serves all lookups, whatever their tables. A gradient is sorted by row (stably, so that sums do not
-depend on how the GPU schedules) and each touched row is summed and written once. Unlike on the CPU, offsets
-and IDs are only checked with ``check_ids``: a check waits for the GPU. The update trusts the forward's check,
-and where nothing is pooled the caller's sizes are trusted, too.
+depend on how the GPU schedules); each touched row is summed and written once. Unlike on the CPU, offsets and
+IDs are checked only with ``check_ids``, because a check waits for the GPU. The update relies on the forward's
+check. Without pooling, it also relies on the sizes that the caller gives.
 
-Triton comes with PyTorch's builds for GPUs; where it is missing, the plain torch kernels serve.
+Triton comes with PyTorch's builds for GPUs. Without it, the plain torch versions run.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class _Placed(NamedTuple):
-    """The lookups of a batch that take part."""
+    """The lookups of a batch that take part, R per feature that has a table."""
 
     fields: Tensor
     """int64 [L, 7] on the device: ``triton_kernels.LOOKUP_FIELDS``."""
@@ -39,10 +39,10 @@ class _Placed(NamedTuple):
     """[L]"""
     most_bags: int
     shape: list[int]
-    """Of the output."""
+    """Shape of the output."""
 
     def of_tables(self, wanted: set[int]) -> "_Placed":
-        """Those of some tables."""
+        """Return the lookups in some tables."""
         chosen = [at for at, table in enumerate(self.tables) if table in wanted]
         if len(chosen) == len(self.tables):
             return self
@@ -54,15 +54,16 @@ class _Placed(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """A program for each bag of each lookup."""
+        """The launch grid: a program for each bag of each lookup."""
         return self.most_bags, len(self.tables)
 
 
 def _placed(batch: Lookups, size: int | None = None) -> _Placed:
-    """Find where the bags and the output rows of each lookup lie, without reading the device.
+    """Find the place of each lookup's bags and output rows, without reading the device.
 
     Args:
-        size: The elements of a flat output, which depend on the IDs where nothing is pooled.
+        batch: The lookups.
+        size: The number of elements of a flat output, which depends on the IDs if nothing is pooled.
     """
     _, offsets, _, segments, num_keys, keys, tables, pooling, flat, dims = batch
     if NONE in pooling and not flat:
@@ -105,7 +106,7 @@ def _placed(batch: Lookups, size: int | None = None) -> _Placed:
 
 
 def _first_elements(batch: Lookups, bounds: Tensor, fields: Tensor) -> Tensor:
-    """Return where the output of each lookup begins; where nothing is pooled it has a row for each ID."""
+    """Return the first output element of each lookup. Without pooling, a lookup has one row for each ID."""
     device = batch.offsets.device
     starts = batch.offsets[sent_to(bounds, device)].long()
     num_ids = starts.diff().view(-1, batch.num_keys)[:, on_device(batch.keys, device)].flatten()
@@ -118,7 +119,7 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     *shared, out_size, out_dtype, check_ids, _ = arguments
     batch = Lookups._make([*shared, [weights[table].shape[1] for table in shared[-3]]])
     out = look_up(weights, [0] * len(weights), batch, out_size, out_dtype, check_ids)
-    return naive.tbe_forward(weights, *arguments) if out is None else out  # it says what is wrong where
+    return naive.tbe_forward(weights, *arguments) if out is None else out  # it raises the error
 
 
 def look_up(
@@ -129,7 +130,9 @@ def look_up(
     out_dtype: torch.dtype,
     check_ids: bool,
 ) -> Tensor | None:
-    """The lookup in tables of numbers (``bits`` 0) and of codes; None where offsets or ids are wrong."""
+    """Look up in tables of floating-point rows (``bits`` 0) and of quantised rows. Return None if offsets or
+    IDs are invalid.
+    """
     from meshrec.ops.tbe import triton_kernels
 
     lookups, values = _placed(batch, out_size), batch.values
@@ -157,7 +160,7 @@ def look_up(
 
 
 def _is_bad(lookups: _Placed, weights: list[Tensor], batch: Lookups) -> bool:
-    """Return whether offsets or IDs are wrong. This is the one wait for the GPU."""
+    """Return whether offsets or IDs are invalid. This is the only place that waits for the GPU."""
     from meshrec.ops.tbe import triton_kernels
 
     values, offsets = batch[:2]
@@ -176,16 +179,18 @@ def _is_bad(lookups: _Placed, weights: list[Tensor], batch: Lookups) -> bool:
 
 
 class _Entries(NamedTuple):
-    """What every id adds to the tables' gradients, in the order of rows; fillers, of no row, come last."""
+    """The contributions of IDs to the tables' gradients, in the order of rows. Fillers, which have no row,
+    come last.
+    """
 
     grad: Tensor
     """fp32, 1-D"""
     rows: Tensor
-    """int64 [E]: sorted, counted through all tables."""
+    """int64 [E]: the rows, ascending, numbered through all tables."""
     order: Tensor
-    """int64 [E]: the entries in that order; the other fields are in their own."""
+    """int64 [E]: the entries in the order of ``rows``. The other fields are in the order of entries."""
     starts: Tensor
-    """int64 [E]: where the gradient begins."""
+    """int64 [E]: the first element of each entry's gradient."""
     factors: Tensor
     """fp32 [E]"""
     tables_of: Tensor
@@ -195,7 +200,7 @@ class _Entries(NamedTuple):
 
     @property
     def end_of_rows(self) -> int:
-        """The row that fillers have."""
+        """The row number of fillers."""
         return self.first_rows[-1]
 
 
@@ -212,7 +217,7 @@ def _entries(
     if grad.numel() != torch.Size(lookups.shape).numel():
         size = torch.Size(lookups.shape).numel()
         raise ValueError(f"the gradient has {grad.numel()} elements; the forward gave {size}.")
-    # A key that several features read has an entry for each of them: another round of all ids.
+    # A key that several features read has an entry for each of them: one round of all IDs per feature.
     round_of: dict[int, int] = {}
     rounds: dict[int, int] = {}
     for feature in [at for at, table in enumerate(batch.tables) if table >= 0]:
@@ -262,7 +267,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         raise ValueError("tables and their state must be contiguous: they are updated in place.")
     corrections = hyper.new_tensor([1 - h.beta1**h.step, 1 - h.beta2**h.step])
     if mean_squares is not None:
-        hyper = h._replace(row_dim=1).as_tensor()  # what the kernel divides by it is a mean already
+        hyper = h._replace(row_dim=1).as_tensor()  # the statistic is a mean already
     hyper_on_device = sent_to(torch.cat([hyper, corrections]), device)
     lookups = _placed(batch, grad.numel())
     slots = [state[slot * num_tables : (slot + 1) * num_tables] for slot in range(num_state)]
@@ -278,7 +283,7 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
     kinds = _by_kind(weights, [0] * num_tables)
     for (dtype, _), wanted in kinds.items():
         some = lookups.of_tables(wanted)
-        # The runs are of all tables; each kind of weights has a kernel for its own tables.
+        # The runs cover all tables, so they fit only if one kernel serves all of them.
         entries = _entries(grad, some, batch, fields, num_rows, runs if len(kinds) == 1 else None)
         num_entries = entries.rows.numel()
         if num_entries == 0:
@@ -305,11 +310,11 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
 
 
 def _stats_of_runs(runs: Tensor, mean_squares: Tensor) -> Tensor:
-    """Return the mean squares of rows as ``row_stats``, fp32 [E, 3]: each entry has that of its row."""
+    """Return the mean squares of rows as ``row_stats``, fp32 [E, 3]: each entry gets that of its row."""
     _, order, numbers = runs.view(3, -1)
     stats = mean_squares.new_zeros(order.numel(), len(RowSum))
     if mean_squares.numel():
-        # Fillers come after the last run: no kernel reads what they get.
+        # Fillers come after the last run: no kernel reads their values.
         of_entry = mean_squares[numbers.clamp(max=mean_squares.numel() - 1)]
         stats[:, int(RowSum.GRADIENT)].index_copy_(0, order, of_entry)
     return stats
@@ -321,7 +326,9 @@ def tbe_sparse_grad(grad: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``naive.tbe_row_squares``. The runs are opaque: rows, order and number of the run of each entry."""
+    """See ``naive.tbe_row_squares``. The runs hold, for each entry, its row, its order, and the number of its
+    run.
+    """
     summed, entries, numbers = _summed_rows(grad, *Lookups.split(arguments))
     squares = [rows.square().sum(1) for rows in summed[1::2]]
     counts = torch.tensor([len(each) for each in squares], dtype=torch.int64)
@@ -331,7 +338,7 @@ def tbe_row_squares(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tens
 def _summed_rows(
     grad: Tensor, batch: Lookups, options: Sequence[Any]
 ) -> tuple[list[Tensor], _Entries, Tensor]:
-    """Return each table's touched rows and their gradients, the entries, and the number of each one's run."""
+    """Return each table's touched rows and gradients, the entries, and the number of each entry's run."""
     (num_rows,) = options
     device, num_tables = batch.values.device, len(num_rows)
     lookups = _placed(batch, grad.numel())
@@ -397,7 +404,7 @@ def _table_fields(
     origins: list[int],
     device: torch.device,
 ) -> Tensor:
-    """int64 [T, 7]: ``triton_kernels.TABLE_FIELDS``; addresses come as numbers."""
+    """Return int64 [T, 7], the ``triton_kernels.TABLE_FIELDS``. Addresses are given as integers."""
     nothing = [0] * len(weights)
     first_rows = list(accumulate(num_rows, initial=0))[:-1]
     both = [*slots, nothing, nothing][:2]
@@ -406,7 +413,7 @@ def _table_fields(
 
 
 def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, int], set[int]]:
-    """The tables of each type: they have kernels of their own."""
+    """Group the tables by type, because each type has a kernel of its own."""
     tables: dict[tuple[torch.dtype, int], set[int]] = {}
     for table, (weight, own) in enumerate(zip(weights, bits, strict=True)):
         tables.setdefault((weight.dtype, own), set()).add(table)
@@ -414,7 +421,7 @@ def _by_kind(weights: list[Tensor], bits: list[int]) -> dict[tuple[torch.dtype, 
 
 
 def _block(widths: Any) -> int:
-    """The power of two that a program of the widest table works on."""
+    """Return the smallest power of two that covers the widest table, for the columns of a program."""
     return 1 << (max(widths, default=1) - 1).bit_length()
 
 
@@ -436,6 +443,6 @@ if importlib.util.find_spec("triton") is not None:
     implement(OPS, "CUDA")
 elif torch.version.cuda is not None:
     _logger.warning(
-        "Triton is not installed: on GPUs the plain torch kernels serve, at a fraction of the speed. "
+        "Triton is not installed: on GPUs the plain torch versions run, at a fraction of the speed. "
         "Install triton to get them."
     )

@@ -1,8 +1,8 @@
 """The Triton kernels of the table-batched lookups and their update; ``triton.py`` launches them.
 
-A lookup is one feature's part of one block, described by ``LOOKUP_FIELDS`` numbers. What an id of a lookup
-adds to a gradient is an entry: its row (counted through all tables), where its gradient begins, and its
-factor. Entries sorted by row make runs, and the first entry of a run sums it and writes the row.
+A lookup is one feature's part of one block, described by ``LOOKUP_FIELDS`` integers. The contribution of an
+ID of a lookup to a gradient is an entry: its row (numbered through all tables), the start of its gradient,
+and its factor. Entries sorted by row form runs. The first entry of a run sums the run and writes the row.
 """
 
 # ruff: noqa: SIM300 - constants of the compiler are in capitals
@@ -15,9 +15,13 @@ from meshrec.ops.tbe import formulas
 from meshrec.ops.tbe.formulas import Hyper, OptimizerKind, RowSum
 
 LOOKUP_FIELDS = 7
-"""table, width, first bag, bags, first element of the output, elements between its rows, pooling."""
+"""The fields of a lookup: table, width, first bag, number of bags, first element of the output, elements
+between output rows, pooling.
+"""
 TABLE_FIELDS = 7
-"""Addresses of the weight and two state slots; width; first row, counted through all tables; origin."""
+"""The fields of a table: addresses of the weight and of two state slots; width; first row, numbered through
+all tables; origin (row, column).
+"""
 
 _MEAN: tl.constexpr = tl.constexpr(1)
 _NONE: tl.constexpr = tl.constexpr(2)
@@ -41,7 +45,7 @@ def _place_of(name):
     return tl.constexpr(Hyper._fields.index(name))
 
 
-# Where each number is in what ``update_runs`` gets of them.
+# The index of each parameter in ``hyper``.
 _LR: tl.constexpr = _place_of("lr")
 _STEP: tl.constexpr = _place_of("step")
 _SEED: tl.constexpr = _place_of("seed")
@@ -61,14 +65,14 @@ _CORRECTION2: tl.constexpr = tl.constexpr(formulas.HYPER_SIZE + 1)
 
 @triton.jit
 def check(lookups, num_rows, ids, offsets, sample_weights, num_ids, is_bad, WEIGHTED: tl.constexpr):
-    """Sets is_bad if an id is outside its table or has a NaN weight."""
+    """Set is_bad if an ID is outside its table or has a NaN weight."""
     fields = lookups + tl.program_id(1) * 7
     bag = tl.program_id(0)
     if bag >= tl.load(fields + 3):
         return
     rows = tl.load(num_rows + tl.load(fields))
     at = offsets + tl.load(fields + 2) + bag
-    # Offsets may be wrong, too: no ID is read outside the tensor.
+    # Offsets may be invalid, too: never read outside the tensor.
     begin, end = tl.maximum(tl.load(at), 0), tl.minimum(tl.load(at + 1), num_ids)
     for i in range(begin, end):
         row = tl.load(ids + i).to(tl.int64)
@@ -82,7 +86,9 @@ def check(lookups, num_rows, ids, offsets, sample_weights, num_ids, is_bad, WEIG
 
 @triton.jit
 def _row(address, row, width, columns, inside, WEIGHT: tl.constexpr, BITS: tl.constexpr):
-    """A row in fp32: of numbers (BITS 0), or of codes behind their scale and bias, see ``ops.nbit.naive``."""
+    """Load a row as fp32: floating-point values (BITS 0), or codes with scale and bias, see
+    ``ops.nbit.naive``.
+    """
     if BITS == 0:
         at = address.to(tl.pointer_type(WEIGHT)) + row * width
         return tl.load(at + columns, inside, 0.0).to(tl.float32)
@@ -108,7 +114,7 @@ def look_up(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One bag of one lookup: its pooled row, or all its rows where nothing is pooled."""
+    """Look up one bag of one lookup: write its pooled row, or all its rows if nothing is pooled."""
     fields = lookups + tl.program_id(1) * 7
     bag = tl.program_id(0)
     if bag >= tl.load(fields + 3):
@@ -153,7 +159,7 @@ def list_entries(
     tables_of,
     WEIGHTED: tl.constexpr,
 ):
-    """The entries of one bag of one lookup, the id ``i`` at ``places[lookup] + i``."""
+    """Write the entries of one bag of one lookup. The entry of ID ``i`` goes to ``places[lookup] + i``."""
     lookup = tl.program_id(1)
     fields = lookups + lookup * 7
     bag = tl.program_id(0)
@@ -218,9 +224,9 @@ def sum_runs(
     DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the sums of runs to the tables' first state slot, and their rows to the second (not DENSE).
+    """Write the sums of runs to the tables' first state slot, and (unless DENSE) their rows to the second.
 
-    ``numbers``: the number of each entry's run within its table; DENSE: the row itself counts.
+    ``numbers`` is the number of each entry's run within its table; with DENSE, the row itself is the place.
     """
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
@@ -244,7 +250,9 @@ def sum_runs(
 
 @triton.jit
 def _random_bits(seed, step, row, columns):
-    """16 bits for every column; see ``naive_update.random_bits``. Products wrap, as those of uint64 do."""
+    """Return 16 random bits for every column, see ``naive_update.random_bits``. Products wrap like those of
+    uint64.
+    """
     x = row * -7046029254386353131 + columns * -4417276706812531889
     x += seed * 1609587929392839161 + step * 2870177450012600261
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -254,7 +262,9 @@ def _random_bits(seed, step, row, columns):
 
 @triton.jit
 def _rounded(x, bits, STOCHASTIC: tl.constexpr, WEIGHT: tl.constexpr):
-    """To the nearest, or up or down with a chance by nearness; see ``naive_update.stochastic_round``."""
+    """Round to nearest, or at random with the probability of the nearness; see
+    ``naive_update.stochastic_round``.
+    """
     raw = x.to(tl.int32, bitcast=True)
     if WEIGHT == tl.bfloat16:
         if not STOCHASTIC:
@@ -274,7 +284,7 @@ def _number(hyper, place: tl.constexpr):
 
 @triton.jit
 def _kept(w, hyper, DECAY: tl.constexpr):
-    """What is left of the row where its decay is decoupled."""
+    """Apply decoupled weight decay to the row."""
     if DECAY == _DECOUPLED:
         w = w * (1 - _number(hyper, _LR) * _number(hyper, _WEIGHT_DECAY))
     return w
@@ -282,7 +292,9 @@ def _kept(w, hyper, DECAY: tl.constexpr):
 
 @triton.jit
 def _sum_of_squares(x, stats, which: tl.constexpr, STATS: tl.constexpr):
-    """Of a row, or what is known of the whole one."""
+    """Return the sum of squares of a row. For a part of a row, return the sum over the whole row from
+    ``stats``.
+    """
     total = tl.sum(x * x, 0)
     if STATS:
         total = tl.load(stats + which)
@@ -317,7 +329,7 @@ def _rowwise_adagrad(w, g, total_at, stats, hyper, width, DECAY: tl.constexpr, S
 
 @triton.jit
 def _direction(g, m_at, v_at, inside, stats, hyper, width, ROW_STATE: tl.constexpr, STATS: tl.constexpr):
-    """Adam's step before the learning rate."""
+    """Return Adam's step before the learning rate."""
     beta1, beta2 = _number(hyper, _BETA1), _number(hyper, _BETA2)
     m = beta1 * tl.load(m_at, inside, 0.0) + (1 - beta1) * g
     tl.store(m_at, m, inside)
@@ -367,7 +379,7 @@ def _ftrl(w, g, n_at, z_at, inside, hyper):
     z = tl.load(z_at, inside, 0.0) + g - g * g / (root + tl.sqrt(n) + 1e-37) / lr * w
     tl.store(z_at, z, inside)
     over = tl.abs(z) - _number(hyper, _L1)
-    # Where nothing is over, the root may be 0 as well.
+    # If nothing is above the threshold, the root may be 0 as well.
     scale = tl.where(over > 0, (_number(hyper, _BETA) + root) / lr + _number(hyper, _L2_PROXIMAL), 1.0)
     return tl.where(over > 0, tl.where(z > 0, -over, over) / scale, 0.0)
 
@@ -392,9 +404,9 @@ def update_runs(
     WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Steps the row of one run; the formulas are those of ``formulas.py``.
+    """Update the row of one run, by the formulas of ``formulas.py``.
 
-    ``hyper``: float64, the numbers of ``Hyper`` in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
+    ``hyper`` is float64: the fields of ``Hyper`` in order, then ``1 - beta1^step`` and ``1 - beta2^step``.
     """
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
