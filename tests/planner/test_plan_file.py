@@ -54,7 +54,10 @@ def test_plans_without_inputs_say_so(small_plan, tmp_path):
     [
         ("{", r"plan\.json is no sharding plan; name a file .* Expecting property name"),
         ('{"version": 1, "plan": 3}', r"plan\.json is no sharding plan; name .* 'int' object"),
-        ('{"version": 1, "plan": {}, "planner": {}}', r"what the plan was made from: 'seconds'. Plan again"),
+        (
+            '{"version": 1, "plan": {}, "planner": {}}',
+            r"inputs are incomplete or of another release: 'seconds'. Plan again",
+        ),
     ],
 )
 def test_files_that_are_no_plans_are_named(tmp_path, content, message):

@@ -196,7 +196,7 @@ def _own_part(content: Any, target: KeyedOptimizer) -> Any:
 def _in_place(
     entry: str, item: Any, kind: str, content: Any, state: Mapping[str, Any], *, is_part: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None], Any]:
-    """Return the tensors of a module or optimizer, the function that makes it accept them once filled, and its
+    """Return the tensors of a module or optimizer, a function that makes it accept them once filled, and its
     present content.
     """
     target = _keyed(item, state) if kind == _OPTIMIZER else item

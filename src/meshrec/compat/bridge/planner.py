@@ -163,7 +163,7 @@ class EmbeddingShardingPlanner:
         names = [table.name for table in tables]
         if unknown := [name for name in self._constraints if name not in names]:
             raise ValueError(
-                f"constraints name {unknown[0]!r}, which is no table of the model; it has {names}."
+                f"constraints name {unknown[0]!r}, which is not a table of the model; it has {names}."
             )
         return planners.EmbeddingShardingPlanner(
             topology=self._topology,
