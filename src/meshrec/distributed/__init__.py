@@ -1,4 +1,4 @@
-"""Sharded execution: plans, meshes, and the modules that run them."""
+"""Sharded execution: plans, meshes, and the sharded modules."""
 
 from meshrec.comms.collectives import CollectiveError, measure_traffic
 from meshrec.comms.leaving import leave_process_group

@@ -1,4 +1,4 @@
-"""A value that is still on its way, and behaves as the value as soon as it is used."""
+"""A value that may still be under way, and behaves like the value as soon as it is used."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -9,10 +9,10 @@ W = TypeVar("W")
 
 
 class LazyAwaitable(Generic[W]):
-    """A value that is made once, when it is first used: an attribute, an index, a loop, a torch function.
+    """A value that is made once, at its first use: by an attribute, an index, a loop, or a torch function.
 
-    ``wait()`` gives the value itself, for code that asks for its type. Two ways to say how it is made: pass
-    ``finish``, or write a subclass with a method ``_wait_impl``.
+    ``wait()`` returns the value itself, for code that checks its type. Pass ``finish`` to make the value, or
+    write a subclass with a method ``_wait_impl``.
 
     Args:
         finish: makes the value; None: ``_wait_impl`` does.
@@ -23,14 +23,14 @@ class LazyAwaitable(Generic[W]):
         self._value: W | None = None
 
     def _wait_impl(self) -> W:
-        """Wait for the value and return it; for subclasses to write."""
+        """Wait for the value and return it. Subclasses override this."""
         raise ValueError(
             f"{type(self).__name__} does not say how its value is made. Pass a function to its constructor, "
             "or write a subclass with a method _wait_impl(self) that returns the value."
         )
 
     def wait(self) -> W:
-        """Return the value; wait for it the first time."""
+        """Return the value. The first call waits for it."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._value = finish()
@@ -69,5 +69,5 @@ class LazyAwaitable(Generic[W]):
 
 
 def awaited(value: Any) -> Any:
-    """Return the value of a LazyAwaitable; anything else as it is."""
+    """Return the value of a LazyAwaitable. Other objects are returned as they are."""
     return value.wait() if isinstance(value, LazyAwaitable) else value

@@ -1,4 +1,4 @@
-"""Makes the tables of a sharded module from an unsharded one, its plan, and the ranks."""
+"""The construction of a sharded module's tables from an unsharded module, its plan, and the ranks."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -49,14 +49,16 @@ class SourceTable(NamedTuple):
     storage: RowStorage
     spec: OptimizerSpec | None
     state: dict[str, Any]
-    """What ``meshrec.fuse`` has gathered for it, by slot; nothing where the module is not fused."""
+    """The optimizer state that ``meshrec.fuse`` has gathered, by slot; empty if the module is not fused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What the sharder decides. ``optimizer``: for tables without one of their own; if there are
-    ``optimizer_tables``, of those. ``update``: when fused tables are updated. ``seed``: of the stochastic
-    rounding of fp16 and bf16 tables.
+    """The sharder's options.
+
+    ``optimizer``: the optimizer of tables without their own; with ``optimizer_tables``, of those tables only.
+    ``update``: when fused tables are updated. ``seed``: the seed of the stochastic rounding of fp16 and bf16
+    tables.
     """
 
     optimizer: OptimizerSpec | None = None
@@ -72,14 +74,14 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What a sharded module is made from, the same on every rank except for ``device``."""
+    """The specification of a sharded module. It is equal on all ranks except for ``device``."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
     rules: list[UpdateRule | None]
-    """For each table its rule; None: ordinary gradients."""
+    """The update rule of each table; None: ordinary gradients."""
     storages: list[RowStorage]
-    """For each table how its rows lie."""
+    """The row storage of each table."""
     env: ShardingEnv
     device: torch.device
     options: BuildOptions
@@ -87,51 +89,51 @@ class Blueprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Weights and optimizer state of a module that are there already."""
+    """The existing weights and optimizer state of a module."""
 
     split: list[Holdings]
     """The split tables of each rank that this process plays."""
     local: Holdings
     """The data-parallel tables."""
     steps: Sequence[int]
-    """For each table the number of its updates so far."""
+    """The number of updates of each table so far."""
     trained: Sequence[bool]
-    """For each table whether it is not frozen."""
+    """Whether each table is trained, that is, not frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleParts(Blueprint):
-    """The parts of a sharded module, and what they were made from."""
+    """The parts of a sharded module, with their specification."""
 
     tables: ShardedTables
     shards: dict[str, TableShards | SpreadTable]
     names: list[str]
-    """The name of each use in the output: the feature, or feature@table where several tables read it."""
+    """The name of each use in the output: the feature, or feature@table if several tables read it."""
     dims: list[int]
     fused: dict[int, FusedTable]
     """The tables with a fused rule, by number."""
 
     def fused_optimizer(self, prefix: str) -> FusedOptimizer:
-        """Make the optimizer, with the names that the parameters have in the module."""
+        """Make the optimizer, with the names of the parameters in the module."""
         return FusedOptimizer(self.named_fused(prefix), self.deferred())
 
     def named_fused(self, prefix: str) -> dict[str, FusedTable]:
-        """Return the fused tables by the names that their weights have in the module."""
+        """Return the fused tables by the names of their weights in the module."""
         tables = self.routing.tables
         return {f"{prefix}.{tables[t].name}.weight": fused for t, fused in self.fused.items()}
 
     def deferred(self) -> Deferred | None:
-        """Return how the optimizer's step updates the tables; None where backward does."""
+        """Return how the optimizer's step updates the tables; None if the backward pass updates them."""
         collected = self.tables.collected
         return None if collected is None else Deferred(self.tables.step, collected.signal)
 
     def steps(self) -> list[int]:
-        """Return for each table the number of its updates so far."""
+        """Return the number of updates of each table so far."""
         return [int(self.fused[t].state["step"]) if t in self.fused else 0 for t in range(len(self.rules))]
 
 
 def source_tables(module: TableCollection) -> list[SourceTable]:
-    """The tables of an unsharded module with their weights (perhaps on ``meta``), optimizers and their
+    """Return the tables of an unsharded module with their weights (perhaps on ``meta``), optimizers and
     state.
     """
     fused = module.fused_optimizer if module.is_fused else None
@@ -154,13 +156,13 @@ def build(
     device: torch.device,
     options: BuildOptions,
 ) -> ModuleParts:
-    """Checks the plan, allocates what this rank owns, and fills it. Collective over all ranks.
+    """Check the plan, allocate this rank's part, and fill it. Collective over all ranks.
 
-    On CPUs the process keeps freed memory from then on, see ``keep_freed_memory``.
+    On CPUs, the process keeps freed memory from then on, see ``keep_freed_memory``.
 
     Raises:
-        ValueError: for a plan that does not fit the module or differs between ranks, before anything is
-        allocated.
+        ValueError: the plan does not fit the module or differs between ranks. It is raised before anything is
+            allocated.
     """
     verify_same_plan(ShardingPlan({"": plan}), env.world.group)
     sizes = {s.table.name: TableSize(s.table.num_rows, s.table.dim) for s in sources}
@@ -196,7 +198,7 @@ def build(
 
 
 def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
-    """Make a module's parts from weights and state that are there."""
+    """Make a module's parts from existing weights and state."""
     routing, env, device, options = blueprint.routing, blueprint.env, blueprint.device, blueprint.options
     shards: dict[str, TableShards | SpreadTable] = {}
     fused: dict[int, FusedTable] = {}
@@ -213,7 +215,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
-            mark_part(here.weight, env.shard.group, counts=True)  # also of nothing: norms are collective
+            mark_part(here.weight, env.shard.group, counts=True)  # even if it is empty: norms are collective
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
             fused[t] = _fused_table(here, rule, held.state_of_table(t), contents.steps[t])
@@ -236,7 +238,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         wire=options.wire,
     )
     if device.type == "cpu":
-        keep_freed_memory()  # after the tables are made: they are handed back when they are freed
+        keep_freed_memory()  # after the tables are made, so that their memory is returned when they are freed
     plan = blueprint.plan.with_kernels(_kernels(routing, blueprint.rules, blueprint.storages))
     return ModuleParts(
         **{**vars(blueprint), "plan": plan},
@@ -251,7 +253,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
 def _kernels(
     routing: Routing, rules: Sequence[UpdateRule | None], storages: Sequence[RowStorage]
 ) -> dict[str, EmbeddingComputeKernel]:
-    """Return how each table is updated at run time, whatever the plan's maker assumed."""
+    """Return the kernel that updates each table at run time, whatever the plan says."""
     kernels = {}
     for table, rule, storage in zip(routing.tables, rules, storages, strict=True):
         kernel = EmbeddingComputeKernel.DENSE if rule is None else EmbeddingComputeKernel.FUSED
@@ -274,13 +276,13 @@ def compiled(
     rules: Sequence[UpdateRule | None],
     env: ShardingEnv,
 ) -> Routing:
-    """The routing of a verified plan, cut as the tables' optimizers need it."""
+    """Return the routing of a verified plan, with cuts that the tables' optimizers can use."""
     whole_rows = [t for t, rule in enumerate(rules) if rule is not None and rule.spec.formula.row_sums]
     return compile_plan(tables, plan, num_ranks=env.shard.size, whole_rows=whole_rows)
 
 
 def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleShardingPlan) -> None:
-    """Raises ValueError for a plan that cuts the columns of a quantised table within a byte."""
+    """Raise ValueError for a plan that cuts the columns of a quantised table within a byte."""
     for name, storage in storages.items():
         for shard in plan[name].shards:
             first, _ = shard.columns
@@ -292,7 +294,7 @@ def check_cuts(storages: Mapping[str, RowStorage], plan: EmbeddingModuleSharding
 
 
 def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> None:
-    """Raises ValueError for a quantised table with an optimizer."""
+    """Raise ValueError for a quantised table with an optimizer."""
     given = options.optimizer_tables
     for source in sources:
         name = source.table.name
@@ -306,7 +308,7 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
 
 
 def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
-    """Raises ValueError for a table that is trained."""
+    """Raise ValueError for a table that is trained."""
     for source, rule in zip(sources, rules, strict=True):
         if rule is not None or source.weight.requires_grad:
             raise ValueError(
@@ -317,7 +319,7 @@ def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule 
 
 
 def _rules(sources: Sequence[SourceTable], options: BuildOptions) -> list[UpdateRule | None]:
-    """For each table its rule; None: ordinary gradients."""
+    """Return the update rule of each table; None: ordinary gradients."""
     given = options.optimizer_tables
     default = [options.optimizer if given is None or s.table.name in given else None for s in sources]
     specs = [other if s.spec is None else s.spec for s, other in zip(sources, default, strict=True)]
@@ -331,7 +333,7 @@ def _allocate(
     device: torch.device,
     seed: int,
 ) -> Holdings:
-    """Weights and optimizer state of some rectangles."""
+    """Allocate and fill the weights and optimizer state of some rectangles."""
     held = allocate(
         rectangles,
         [source.storage for source in sources],
@@ -373,7 +375,7 @@ def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) 
 
 
 def _take_state(rule: UpdateRule, rectangle: Rectangle, source: SourceTable, state: Sequence[Tensor]) -> None:
-    """This rectangle's part of what the unsharded module had gathered."""
+    """Copy this rectangle's part of the state that the unsharded module had gathered."""
     _, r0, r1, c0, c1 = rectangle
     for slot, part in zip(rule.spec.state_slots(), state, strict=True):
         if slot.name in source.state:
@@ -382,7 +384,7 @@ def _take_state(rule: UpdateRule, rectangle: Rectangle, source: SourceTable, sta
 
 
 def _make_equal(held: Holdings, axis: Axis) -> None:
-    """Replicas start from what the first of them has."""
+    """Copy the first replica's weights to the others."""
     for parameter in held.parameters:
         broadcast(parameter.detach(), axis, "first weights")
 

@@ -25,9 +25,10 @@ from meshrec.tables.optimizer import FusedOptimizer
 
 
 class _ShardedCollection(nn.Module):
-    """What the pooled and the sequence module share: tables, plan, optimizer, and the stages before lookup.
+    """The common part of the pooled and the sequence module: tables, plan, optimizer, and the stages up to
+    the lookup.
 
-    ``holder`` is the name of the attribute that holds the parameters of each table.
+    ``holder`` is the name of the attribute with the parameters of each table.
     """
 
     def __init__(self, built: ModuleParts, holder: str) -> None:
@@ -39,34 +40,38 @@ class _ShardedCollection(nn.Module):
         output = built.options.output_dtype
         self._dtype = None if output is None else output.dtype
         self.ahead: Callable[[KeyedJaggedTensor], Any] | None = None
-        """Is asked first by ``forward``: the result for this very object, if it is under way, else None."""
+        """A function that ``forward`` calls first. It returns the result for this very object if its lookup
+        is under way, else None.
+        """
         self.fused_optimizer: FusedOptimizer = built.fused_optimizer(prefix=holder)
         self.register_load_state_dict_post_hook(_count_change)  # type: ignore[no-untyped-call]
 
     @property
     def tables(self) -> ShardedTables:
-        """What this rank does for the module; another one after ``rebuild``."""
+        """This rank's work for the module. ``rebuild`` replaces it."""
         return self._tables
 
     def rebuild(self, built: ModuleParts) -> None:
-        """Goes on with the same tables under another plan, see ``reshard.moved``; between steps only."""
+        """Continue with the same tables under another plan, see ``reshard.moved``. Call it between steps
+        only.
+        """
         setattr(self, self._holder, holder_of(built.shards))
         self._tables, self.plan, self.built = built.tables, built.plan, built
         self.fused_optimizer.rebind(built.named_fused(prefix=self._holder), built.deferred())
 
     @property
     def num_clamped_ids(self) -> int:
-        """How many ids of this rank ``BoundsCheckMode.WARN`` replaced so far."""
+        """The number of this rank's IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return self._tables.num_clamped_ids
 
     @property
     def has_ordinary_gradients(self) -> bool:
-        """Whether some table has no fused optimizer: autograd gives its gradient to any other."""
+        """Whether some table has no fused optimizer, so that autograd returns its gradient."""
         return None in self.built.rules
 
 
 def _count_change(module: nn.Module, _: object) -> None:
-    """After a load: what has been looked up is of old rows."""
+    """Mark rows that have been looked up as outdated, after a load."""
     assert isinstance(module, _ShardedCollection)
     module.tables.num_changes += 1
 
@@ -74,8 +79,8 @@ def _count_change(module: nn.Module, _: object) -> None:
 class ShardedEmbeddingBagCollection(_ShardedCollection):
     """Pooled embeddings of split tables; parameters at ``embedding_bags.<table>.weight``.
 
-    A pipeline may take ``forward`` apart: it calls the stages of ``tables`` itself (see
-    [Note: the stages of a batch] in ``sharded_tables.py``) and hands the results to ``awaited``.
+    A pipeline can run the stages of ``forward`` itself: it calls those of ``tables`` (see [Note: the stages
+    of a batch] in ``sharded_tables.py``), and passes the results to ``awaited``.
     """
 
     embedding_bags: nn.ModuleDict
@@ -91,15 +96,17 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
         return self._configs
 
     def is_weighted(self) -> bool:
-        """Whether features carry per-sample weights."""
+        """Return whether features have per-sample weights."""
         return self._is_weighted
 
     def awaited(self, results: Results) -> LazyAwaitable[KeyedTensor]:
-        """Return the embeddings of a lookup, awaited at their first use."""
+        """Return the embeddings of a lookup, which are awaited at their first use."""
         return LazyAwaitable(lambda: self._keyed(results))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
-        """[B, D] by feature, as the unsharded module has it; waits when it is first used."""
+        """Return the embeddings [B, D] by feature, like the unsharded module. They are awaited at their first
+        use.
+        """
         if self.ahead is not None and (found := self.ahead(features)) is not None:
             return found  # type: ignore[no-any-return]
         tables = self._tables
@@ -114,9 +121,9 @@ class ShardedEmbeddingBagCollection(_ShardedCollection):
 
 
 class ShardedEmbeddingCollection(_ShardedCollection):
-    """Embeddings of every id, from split tables; parameters at ``embeddings.<table>.weight``.
+    """Embeddings of every ID, from split tables; parameters at ``embeddings.<table>.weight``.
 
-    Taken apart for pipelines as ShardedEmbeddingBagCollection is.
+    A pipeline can run its stages like those of ShardedEmbeddingBagCollection.
     """
 
     embeddings: nn.ModuleDict
@@ -130,12 +137,12 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         return self._configs
 
     def awaited(self, results: Results) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Return the embeddings of a lookup, awaited at their first use."""
+        """Return the embeddings of a lookup, which are awaited at their first use."""
         return LazyAwaitable(lambda: self._jagged(results))
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """A JaggedTensor of [N, dim] for each feature, as the unsharded module has it; waits when first
-        used.
+        """Return a JaggedTensor of [N, dim] for each feature, like the unsharded module. They are awaited at
+        their first use.
         """
         if self.ahead is not None and (found := self.ahead(features)) is not None:
             return found  # type: ignore[no-any-return]

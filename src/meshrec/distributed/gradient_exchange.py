@@ -1,8 +1,9 @@
-"""Gives every replica of a table the ids and gradients of all replicas, so that all make the same update.
+"""The exchange of IDs and gradients between the replicas of a table, so that all of them make the same
+update.
 
-What travels is what the backward pass works from: packed ids and the gradient of the looked-up rows. For
-pooled tables that is one row per bag, fewer bytes than one gradient row per id; the update then runs as if
-one rank had seen it all. Small tables are summed whole instead.
+Replicas exchange the input of the backward pass: packed IDs, and the gradient of the looked-up rows. For
+pooled tables this is one row per bag, which takes fewer bytes than one gradient row per ID. The update then
+runs as if one rank had seen all of it. Small tables are summed whole instead.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from meshrec.tables.packing import RowGradients
 
 
 class ReplicaSizes(NamedTuple):
-    """What every replica has: ``headers`` [P, n, 4] of its messages; ``bags`` and ``num_ids`` [P, n, Q] on
-    their routes, the messages in the order in which they were unpacked.
+    """The sizes of every replica's messages, in the order in which they were unpacked: ``headers`` [P, n, 4],
+    and the ``bags`` and ``num_ids`` on their routes, [P, n, Q].
     """
 
     headers: Tensor
@@ -29,7 +30,7 @@ class ReplicaSizes(NamedTuple):
     num_ids: Tensor
 
     def headers_of(self, routes: Sequence[int], words_per_id: int) -> Tensor:
-        """[P, n, 4]: the headers of messages with some routes only, in the order of unpacking."""
+        """Return the headers of messages with some routes only, [P, n, 4], in the order of unpacking."""
         bags, num_ids = self.bags[:, :, routes], self.num_ids[:, :, routes].sum(2)
         batch = torch.where((bags == bags[:, :, :1]).all(2), bags[:, :, 0], -1)
         prefix = (batch < 0).long() * len(routes)
@@ -38,7 +39,7 @@ class ReplicaSizes(NamedTuple):
 
 
 def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
-    """What every rank of the axis has. Collective."""
+    """Return the sizes of every rank of the axis. Collective."""
     num_messages = header.shape[0]
     starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
     counts = torch.cat([header.reshape(-1), ids.segments.diff(), starts.diff()]).to(ids.values.device)
@@ -55,11 +56,14 @@ def gather_sizes(header: Tensor, ids: LookupIds, axis: Axis) -> ReplicaSizes:
 def gather_gradients(
     message: PackedIds, grad: Tensor, headers: Tensor, num_grads: Sequence[int], axis: Axis
 ) -> tuple[PackedIds, Tensor]:
-    """The messages of all ranks, one rank after the other, and their gradients, flat, in the same order.
+    """Return the messages of all ranks, one rank after the other, and their flat gradients in the same order.
 
     Args:
-        grad: fp32, flat; of rank p it has ``num_grads[p]`` elements.
-        headers: [P, n, 4], that of ``message`` among them.
+        message: this rank's messages.
+        grad: this rank's gradients, fp32, flat.
+        headers: the headers of all ranks' messages, [P, n, 4].
+        num_grads: the number of elements of each rank's gradients.
+        axis: the ranks.
     """
     words = headers[:, :, 1].sum(1).tolist()
     lengths = [count + grads for count, grads in zip(words, num_grads, strict=True)]
@@ -76,7 +80,9 @@ def gather_gradients(
 
 
 def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> PackedIds:
-    """Messages with some routes of ``ids`` only. ``header`` [n, 4]: see ``ReplicaSizes.headers_of``."""
+    """Pack messages with some routes of ``ids`` only. For ``header`` [n, 4], see
+    ``ReplicaSizes.headers_of``.
+    """
     num_messages = header.shape[0]
     num_routes = (ids.segments.numel() - 1) // num_messages
     order = [message * num_routes + route for message in range(num_messages) for route in routes]
@@ -105,7 +111,7 @@ def pack_routes(ids: LookupIds, routes: Sequence[int], header: Tensor) -> Packed
 
 
 def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
-    """What summing whole gradients of tables of these shapes makes each rank send, in bytes."""
+    """Return the bytes that each rank sends when whole gradients of tables of these shapes are summed."""
     elements = sum(rows * (dim + 1) for rows, dim in shapes)
     return 2 * (num_ranks - 1) * 4 * elements // num_ranks
 
@@ -113,7 +119,9 @@ def reduce_bytes(shapes: Sequence[tuple[int, int]], num_ranks: int) -> int:
 def reduce_gradients(
     own: Sequence[RowGradients], shapes: Sequence[tuple[int, int]], axis: Axis
 ) -> list[RowGradients]:
-    """The gradients of all ranks, summed as whole tables; a column more counts who touched each row."""
+    """Sum the gradients of all ranks as whole tables. An additional column counts the ranks that touched each
+    row.
+    """
     sizes = [rows * (dim + 1) for rows, dim in shapes]
     flat = torch.zeros(sum(sizes), device=own[0].grads.device)
     tables = [part.view(rows, dim + 1) for part, (rows, dim) in zip(flat.split(sizes), shapes, strict=True)]

@@ -1,7 +1,17 @@
-"""Sends every id to the ranks that own its row: sizes first, then one packed message to each rank.
+"""The exchange that sends every ID to the ranks that own its row: sizes first, then one packed message per
+rank.
 
-Errors that one rank finds in its own input travel with the sizes, so that every rank raises the same error
-and none waits for a message that will not come.
+Errors that a rank finds in its own input travel with the sizes. So every rank raises the same error, and none
+waits for a message that will not come.
+
+[Note: why sizes are read once per forward pass]
+
+The host must know the sizes of messages before it can allocate them and start the exchange of IDs. On a GPU,
+sizes are computed on the device, and each read of the device waits for all work that was started on it. So
+everything that the host needs (the sizes of all ranks, the counts per route, the status, and the number of
+invalid IDs) is collected on the device, and ``send_ids`` copies it to the host in a single read. An
+additional ``.item()`` or ``.tolist()`` in the forward pass costs a wait per step; with a pipeline, this one
+read happens during the backward pass of the previous batch, and costs nothing.
 """
 
 from collections.abc import Sequence
@@ -26,12 +36,12 @@ from meshrec.sparse import KeyedJaggedTensor
 
 _HEADER = 4  # status, words, ids, bags per route (-1: they differ)
 _STATUS, _WORDS = 0, 1
-# What a rank says of itself in the status, as bits.
+# The bits of a rank's status.
 _BAD_INPUT, _TRAINS, _WANTS_WEIGHT_GRADS = 1, 2, 4
 
 
 class SourceIds(NamedTuple):
-    """The ids as the caller gave them, and what was sent of them."""
+    """The IDs as the caller gave them, and the number of those that were sent."""
 
     values: Tensor
     offsets: Tensor
@@ -39,12 +49,13 @@ class SourceIds(NamedTuple):
     """int64 [K + 1] when batch sizes differ between keys."""
     num_keys: int
     keys: list[int]
-    """[U] the key that each use reads."""
+    """[U]: the key that each use reads."""
     counts: Tensor
-    """int64 [Q]: the IDs sent on each route of all ranks, local ones included; on the CPU once
-    ``InputDist.send_ids`` has read the sizes."""
+    """int64 [Q]: the number of IDs sent on each route of all ranks, local ones included. It is on the CPU
+    once ``InputDist.send_ids`` has read the sizes.
+    """
     batches: list[int]
-    """[U] bags of each use."""
+    """[U]: bags of each use."""
     weights: Tensor | None = None
     """The per-sample weights, fp32 [N]."""
     versions: Sequence[int] = ()
@@ -55,7 +66,7 @@ class SourceIds(NamedTuple):
         check_unchanged(BATCH_TENSORS, (self.values, self.offsets, self.weights), self.versions)
 
     def bag_bounds(self) -> list[int]:
-        """[K + 1] the first bag of each key, and the number of bags."""
+        """Return the first bag of each key, and the number of bags, [K + 1]."""
         if self.segments is not None:
             bounds: list[int] = self.segments.tolist()
             return bounds
@@ -70,26 +81,28 @@ class PackedIds(NamedTuple):
     header: Tensor
     """int64 [n, 4] on the CPU."""
     elements: tuple[int, ...] = ()
-    """[n]: the elements of the rows that each message asks for; empty where rows are pooled."""
+    """[n]: the number of elements of the rows that each message asks for; empty if rows are pooled."""
 
 
 class LookupIds(NamedTuple):
-    """Ids to look up here: block-major bags as the tbe ops read them."""
+    """The IDs to look up on this rank, in block-major bags as the tbe ops read them."""
 
     values: Tensor
     offsets: Tensor
     weights: Tensor | None
     segments: Tensor
     batches: list[int]
-    """Bags per route of each block, -1 where they differ."""
+    """Bags per route of each block; -1 if they differ."""
     ragged: bool
     """Whether they differ in some block."""
     elements: tuple[int, ...] = ()
-    """Elements of the output for each block; empty where rows are pooled."""
+    """Elements of the output for each block; empty if rows are pooled."""
 
 
 class Wishes(NamedTuple):
-    """What the backward pass is to do. All ranks know, so that all take part in its collectives or none."""
+    """The tasks of the backward pass. All ranks know them, so that all or none take part in its
+    collectives.
+    """
 
     backward: bool
     """Whether some rank trains."""
@@ -98,13 +111,15 @@ class Wishes(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """After the input distribution: what the caller gave, what is to be looked up, what every rank holds."""
+    """The result of the input distribution: the caller's IDs, the IDs to look up, and those for data-parallel
+    tables.
+    """
 
     source: SourceIds
     message: PackedIds
     local: PackedIds
     weights: Tensor | None
-    """fp32 [N] the caller's per-sample weights, where they require grad."""
+    """fp32 [N]: the caller's per-sample weights, if they require a gradient."""
     wishes: Wishes
 
 
@@ -112,7 +127,7 @@ class Routed(NamedTuple):
     """The result of ``route_ids``, on the device of the IDs: no rank has read it yet."""
 
     payload: Tensor
-    """The messages to all ranks, then the local one; the device may leave unused words behind them."""
+    """The messages to all ranks, then the local one. A GPU may leave unused words behind them."""
     header: Tensor
     """int64 [R + 1, 4], or [R + 1, 5] with the elements that each message asks for."""
     counts: Tensor
@@ -126,7 +141,7 @@ class SizesInFlight:
 
     source: SourceIds | None
     arguments: tuple[Any, ...]
-    """The arguments of ``route_ids``, which explain what is wrong with them."""
+    """The arguments of ``route_ids``, from which an error can be explained."""
     routed: Routed
     weights: Tensor | None
     sizes: InFlight
@@ -147,10 +162,11 @@ class IdsInFlight:
 
 
 class InputDist:
-    """The id routing of one module: ``receive_ids(send_ids(send_sizes(features)))``.
+    """The ID routing of one module: ``receive_ids(send_ids(send_sizes(features)))``.
 
-    ``weighted``: whether the caller gives per-sample weights. ``bounds_check``: what happens to ids outside
-    their table; with WARN and OFF they count as row 0 (a remote rank's memory is never read out of bounds).
+    ``weighted``: whether the caller gives per-sample weights. ``bounds_check``: the handling of IDs outside
+    their table. With WARN and OFF, they count as row 0, so a remote rank's memory is never read out of
+    bounds.
     """
 
     def __init__(
@@ -167,7 +183,7 @@ class InputDist:
         self._weighted, self._sequence, self._bounds_check = weighted, sequence, bounds_check
         self._num_clamped = torch.zeros((), dtype=torch.int64)
         self.words_per_id = (2 if routing.wide else 1) + weighted
-        """Of a message, with the id's weight."""
+        """Words of a message per ID, with its weight."""
         self._router = routing.router
         self._features = [use.feature for use in routing.uses]
         self._readers = [routing.tables[use.table].name for use in routing.uses]
@@ -176,19 +192,19 @@ class InputDist:
         fields = _HEADER + sequence
         sizes = [fields] * env.world.size
         self._size_splits = Splits(sizes, sizes)
-        # A sequence has a row per ID: who receives the rows cannot know how many without being told.
+        # A sequence has a row per ID, so the receiver of the rows must be told their number.
         ranks, widths = (torch.tensor(column) for column in routing.route_elements)
         self._route_ranks, self._route_widths = ranks.to(device), widths.to(device)
 
     @property
     def num_clamped_ids(self) -> int:
-        """How many ids ``BoundsCheckMode.WARN`` replaced so far, of this rank's input."""
+        """The number of this rank's IDs that ``BoundsCheckMode.WARN`` has replaced so far."""
         return int(self._num_clamped)
 
     def send_sizes(self, features: KeyedJaggedTensor, *, trains: bool) -> SizesInFlight:
-        """Route the IDs and start to exchange sizes. Bad input raises in ``send_ids``, on every rank.
+        """Route the IDs and start to exchange sizes. Invalid input raises in ``send_ids``, on every rank.
 
-        ``trains``: whether this rank has tables to train, under grad mode.
+        ``trains``: whether this rank has tables to train, and grad mode is on.
         """
         weights = error = source = None
         arguments: tuple[Any, ...] = ()
@@ -201,10 +217,10 @@ class InputDist:
                 header = torch.cat([routed.header, elements[:, None]], 1)
                 routed = Routed(routed.payload, header, routed.counts, routed.num_bad)
             status = (_TRAINS if trains else 0) | (_WANTS_WEIGHT_GRADS if weights is not None else 0)
-        except Exception as caught:  # every error must reach the other ranks
+        except Exception as caught:  # see [Note: how errors reach every rank] in checkpoint/agreement.py
             source, error, status = None, caught, _BAD_INPUT
             routed = self._nothing_routed()
-        # The op on a GPU reports bad input in the status, where it costs no wait.
+        # On a GPU the op reports bad input in the status, which needs no wait.
         routed.header[:, _STATUS] |= status
         one_group = self._env.replicate.size == 1
         rows = routed.header[:-1].reshape(-1) if one_group else self._world_rows(routed.header)
@@ -212,17 +228,17 @@ class InputDist:
         try:
             return SizesInFlight(source, arguments, routed, weights, sizes, error)
         finally:
-            del error  # in a circle of its traceback and this frame it would keep the batch
+            del error  # a cycle of its traceback and this frame would keep the batch alive
 
     def send_ids(self, started: SizesInFlight) -> IdsInFlight:
         """Wait for the sizes and start to exchange IDs.
 
         Raises:
-            ValueError: on every rank, when the input of any rank was bad.
+            ValueError: the input of a rank was invalid; raised on every rank.
         """
         routed = started.routed
         unread = (started.sizes.wait(), routed.header.view(-1), routed.counts, routed.num_bad)
-        # The one read of a forward pass: each read of a GPU waits for everything that was started on it.
+        # The single read, see [Note: why sizes are read once per forward pass].
         found = torch.cat(unread).cpu().split(list(map(len, unread)))
         fields = routed.header.shape[1]
         rows, own = found[0].view(-1, fields), found[1].view(-1, fields)
@@ -261,7 +277,7 @@ class InputDist:
         return Arrived(exchanging.source, message, exchanging.local, exchanging.weights, exchanging.wishes)
 
     def unpack(self, message: PackedIds, blocks: list[int], num_routes: int) -> LookupIds:
-        """The ids of a message, its blocks in the given order."""
+        """Return the IDs of a message, with its blocks in the given order."""
         values, offsets, weights, segments = torch.ops.meshrec.unpack_ids.default(
             message.words, message.header, blocks, num_routes, self._weighted, self._routing.wide
         )
@@ -313,13 +329,13 @@ class InputDist:
         return source, wanted, arguments
 
     def _nothing_routed(self) -> Routed:
-        """Return what a rank sends that found an error in its input."""
+        """Return the header of a rank that has found an error in its input."""
         shape = self._env.shard.size + 1, _HEADER + self._sequence
         header = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return Routed(header.new_empty(0, dtype=torch.int32), header, header[:0, 0], header[:0, 0])
 
     def _world_rows(self, header: Tensor) -> Tensor:
-        """A row for every rank of the world: ranks of other replica groups learn the status only."""
+        """Return a row for every rank of the world. Ranks of other replica groups get the status only."""
         rows = header.new_zeros(self._env.world.size, header.shape[1])
         rows[:, _STATUS] = header[0, _STATUS]
         rows[self._first : self._first + self._env.shard.size] = header[:-1]
@@ -336,11 +352,11 @@ class InputDist:
                 raise error
             raise ValueError("\n".join(causes)) from error
         finally:
-            del error  # as in ``start``
+            del error  # as in ``send_sizes``
 
 
 def _explanation(arguments: tuple[Any, ...]) -> Exception | None:
-    """Return the error of an op that could only report in the header that its input is bad."""
+    """Return the error of an op that could only report invalid input in the header."""
     try:
         naive.route_ids(*arguments)
     except ValueError as error:
@@ -349,10 +365,10 @@ def _explanation(arguments: tuple[Any, ...]) -> Exception | None:
 
 
 def _expanded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """One bag per sample and key, where equal bags had been dropped: what one result matrix needs.
+    """Return one bag per sample and key where equal bags had been dropped, as one result matrix needs.
 
     Raises:
-        ValueError: without inverse indices, which say which bag each sample takes.
+        ValueError: there are no inverse indices, which map samples to bags.
     """
     keys, firsts = features.keys(), features.lengths_offset_per_key()
     bags = torch.cat(

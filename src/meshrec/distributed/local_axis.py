@@ -1,7 +1,7 @@
-"""The shard axis of a process that plays all of its ranks, each on a device: collectives without a wire.
+"""The shard axis of a process that plays all of its ranks, each on one device, without communication.
 
-The first rank has the whole batch, and the others have none: the exchange of IDs is a scatter from the first
-rank, and the return of rows a gather to it.
+Only the first rank has a batch. So the exchange of IDs is a scatter from the first rank, and the return of
+rows is a gather to it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def as_played(arrived: Arrived) -> list[PackedIds]:
     """Return the message to each rank of the axis.
 
     Raises:
-        ValueError: a backward pass is wanted; tables over several devices of a process are for inference.
+        ValueError: a backward pass is wanted, but tables over several devices of a process are for inference.
     """
     if arrived.wishes.backward:
         raise ValueError(
@@ -32,7 +32,7 @@ def as_played(arrived: Arrived) -> list[PackedIds]:
 
 
 def moved_to(part: LookupTables, ids: LookupIds) -> LookupIds:
-    """Move IDs to the device of the tables that they are for."""
+    """Move IDs to the device of the tables that they are looked up in."""
     if part.is_empty:
         return ids
     device = part.held.parameters[0].device
@@ -41,7 +41,7 @@ def moved_to(part: LookupTables, ids: LookupIds) -> LookupIds:
 
 
 def gathered(rows: Tensor, played: Sequence[LookupTables], ids: Sequence[LookupIds]) -> Tensor:
-    """Look up on all ranks but the first, which has ``rows``, and return the rows of all of them, flat."""
+    """Look up on all ranks after the first, which has ``rows``. Return the rows of all ranks, flat."""
     found = [rows.view(-1)]
     for part, own in zip(played[1:], ids[1:], strict=True):
         found.append(part.forward(own, sum(part.block_sizes(own))).view(-1).to(rows.device))

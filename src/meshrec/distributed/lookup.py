@@ -1,6 +1,4 @@
-"""Looks up all rectangles of a rank in one kernel call, and updates them in place from the gradient that
-comes back.
-"""
+"""The lookup of all rectangles of a rank in one kernel call, and the gradients of that lookup."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +19,13 @@ from meshrec.tables.storage import lookup_of
 # K routes of this rank, L lookups, T rectangles
 
 
-# As Lookups._make, without a Python call.
+# Like Lookups._make, but without a Python call.
 _as_lookups: Callable[[Iterable[Any]], tbe.Lookups] = functools.partial(tuple.__new__, tbe.Lookups)
 
 
 class LookupTables:
     """The rectangles that a rank looks up together: its share of the split tables, or the data-parallel
-    ones.
+    tables.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class LookupTables:
     ) -> None:
         self._routing = routing
         self.routes = list(range(len(work.routes))) if routes is None else list(routes)
-        """The routes of ``work``, as the ids number them that it is a part of."""
+        """The routes of ``work``, by their numbers in the IDs of which this is a part."""
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.held, self.sequence = work, held, sequence
         self._plain = None if held.is_packed else list(held.parameters)
@@ -75,11 +73,11 @@ class LookupTables:
         return self.held.weights
 
     def table_of(self, route: Route) -> int:
-        """Whose ids they are."""
+        """Return the table whose IDs a route carries."""
         return self._routing.uses[route.use].table
 
     def without(self, tables: frozenset[int]) -> "LookupTables":
-        """The same, but for some tables."""
+        """Return the same lookups without those of some tables."""
         if tables not in self._parts:
             kept = [q for q, route in enumerate(self.work.routes) if self.table_of(route) not in tables]
             place = {route: number for number, route in enumerate(kept)}
@@ -103,11 +101,11 @@ class LookupTables:
         return ids._replace(values=values)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
-        """Elements of the output for each route, the last dimension of both."""
+        """Return the number of output elements for each route, the last dimension of both arguments."""
         return (num_ids if self.sequence else bags) * self._route_widths
 
     def part_of_grad(self, part: "LookupTables", grad: Tensor, ids: LookupIds) -> Tensor:
-        """What of the gradient of the output belongs to the lookups of a part, flat."""
+        """Return the part of the output's gradient that belongs to the lookups of ``part``, flat."""
         kept = set(part.routes)
         chosen = [i for i, lookup in enumerate(self.work.lookups) if lookup.route in kept]
         if not self.is_flat(ids):
@@ -120,11 +118,11 @@ class LookupTables:
         return torch.cat([pieces[first + i] for first in range(0, len(pieces), number) for i in chosen])
 
     def is_flat(self, ids: LookupIds) -> bool:
-        """Whether outputs lie piece by piece, because rows of different lookups differ in number."""
+        """Return whether outputs lie piece by piece, because rows of different lookups differ in number."""
         return self.sequence or ids.ragged
 
     def block_sizes(self, ids: LookupIds) -> list[int]:
-        """Elements of the output for each block, that is for each rank that asked."""
+        """Return the number of output elements for each block, that is, for each rank that sent IDs."""
         if self.is_empty:
             return [0] * len(ids.batches)
         if self.sequence:
@@ -136,35 +134,37 @@ class LookupTables:
         return sizes
 
     def lookups(self, ids: LookupIds) -> tbe.Lookups:
-        """What the kernels are asked for these ids; its tables are the rectangles."""
+        """Return the kernel's arguments for these IDs. Its tables are the rectangles."""
         return _as_lookups((*ids[:4], *self._layout, self.is_flat(ids), self._widths))
 
     def forward(self, ids: LookupIds, num_elements: int) -> Tensor:
-        """Rows for every block: [sum of batches, columns], or flat [num_elements]."""
+        """Look up the rows for every block: [sum of batches, columns], or flat [num_elements]."""
         if self.is_empty:
             return ids.values.new_empty(0, dtype=self._out_dtype)
         flat = self.sequence or ids.ragged
         lookups = _as_lookups((*ids[:4], *self._layout, flat, self._widths))
         size = num_elements if flat else sum(ids.batches)
-        # Gradients are made elsewhere; the op's own gradient would be found, in Python, and not used.
+        # Gradients are made elsewhere: skip the op's own, which costs time in Python and is not used.
         with torch._C._AutoDispatchBelowAutograd():
             weights = self._plain or self.weights
             return self._look_up(weights, lookups, size, self._out_dtype, False, self._names)
 
     def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """A gradient in fp32 with the shape of the output."""
+        """Return a gradient in fp32 with the shape of the output."""
         grad = grad.float()
         if self.is_flat(ids) or self.is_empty:
             return grad.reshape(-1)
         return grad.view(-1, self._dim)
 
     def sparse_grads(self, grad: Tensor, ids: LookupIds, rectangles: list[int]) -> list[RowGradients]:
-        """For each of the rectangles its touched rows and their gradients."""
+        """Return the touched rows of each of the rectangles, with their gradients."""
         lookups = self.lookups(ids).of_tables(rectangles)
         return [RowGradients(*pair) for pair in tbe.sparse_grad(grad, lookups, self._heights(rectangles))]
 
     def sample_weight_grad(self, grad: Tensor, ids: LookupIds) -> Tensor:
-        """fp32 [N]: the gradient of the per-sample weights, from that of the output in any shape."""
+        """Return the gradient of the per-sample weights, fp32 [N], from the output's gradient in any
+        shape.
+        """
         if self.is_empty:
             return grad.new_zeros(ids.values.numel(), dtype=torch.float32)
         return tbe.sample_weight_grad(self.shaped(grad, ids), self.weights, self.lookups(ids))

@@ -1,13 +1,13 @@
-"""Brings results back to the ranks that asked, and puts them in table order; gradients go the same way in
-reverse.
+"""The exchange that returns rows to the ranks that asked for them, in table order. Gradients take the reverse
+way.
 
-A *hop* is one all-to-all and the sums behind it. A flat mesh needs one. With ``node`` and ``local`` axes
-there are two: partial rows are summed inside the node first, and what crosses the network is one row per
-node.
+A *hop* is one all-to-all with the sums after it. A flat mesh needs one hop. With the axes ``node`` and
+``local`` there are two: partial rows are summed inside the node first, so that one row per node crosses the
+network.
 
-What travels is encoded by a wire format (comms/wire.py), row by row: the columns of one lookup for one bag
-or one ID are a row. So a rank that holds ten tables sends ten rows per bag, each with its own scale where a
-format has scales, and the planner can price each rectangle by itself.
+Messages are encoded by a wire format (comms/wire.py), row by row. A row is the columns of one lookup for one
+bag or one ID. A rank that holds ten tables sends ten rows per bag, each with its own scale if the format has
+scales, and the planner can compute the cost of each rectangle by itself.
 """
 
 from collections.abc import Sequence
@@ -29,29 +29,29 @@ from meshrec.plan.mesh import Axis, ShardingEnv
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """The columns that arrive from each rank of an axis, and where they belong."""
+    """The columns that arrive from each rank of an axis, and their places in the result."""
 
     axis: Axis
     wire: WireFormats
     widths: list[list[int]]
-    """The widths of the rows that each rank sends for one bag."""
+    """Widths of the rows that each rank sends for one bag."""
     dims: list[int]
-    """Their sums: the columns from each rank."""
+    """Sums of ``widths``: the number of columns from each rank."""
     units: list[int]
-    """Elements that each rank sends for one bag, encoded."""
+    """Number of elements that each rank sends for one bag, encoded."""
     grad_units: list[int]
-    """As ``units``, of the gradients that it gets back."""
+    """Like ``units``, for the gradients that each rank gets back."""
     pieces: Tensor
     out_dim: int
     num_kinds: int
-    """How many different gradients are sent back: 1 where all ranks get the same one."""
+    """Number of different gradients that are sent back; 1 if all ranks get the same one."""
     grad_pieces: Tensor
-    """As ``pieces``, of what is sent back; of one rank, where all get the same."""
+    """Like ``pieces``, for the gradients; for one rank only, if all get the same."""
     local_dim: int
     encodes: bool
-    """Whether embeddings have to be encoded after their kernel, and decoded before the next one."""
+    """Whether embeddings are encoded after their kernel, and decoded before the next one."""
     encodes_grads: bool
-    """As ``encodes``, for gradients."""
+    """Like ``encodes``, for gradients."""
 
     @classmethod
     def of(
@@ -62,7 +62,9 @@ class Hop:
         out_dim: int,
         wire: WireFormats,
     ) -> "Hop":
-        """``sources``: what each rank of the axis has; ``local``: the columns that need no sending."""
+        """Make a hop. ``sources``: the columns of each rank of the axis; ``local``: the columns that are not
+        sent.
+        """
         kinds = {tuple(span._replace(source=0) for span in spans) for spans in sources}
         widths = [[span.width for span in spans] for spans in sources]
         num_kinds = 1 if len(kinds) == 1 else len(sources)
@@ -87,10 +89,10 @@ class Hop:
         """Start to send ``rows_sent[p]`` rows of this rank's columns to each rank p of the axis.
 
         Args:
-            rows: consecutive, flat or [sum of ``rows_sent``, columns], of the format's ``kernel_dtype``.
-            rows_sent: rows for each rank.
-            num_rows: rows that this rank gets from each rank.
-            name: of the collective.
+            rows: consecutive rows, flat or [sum of ``rows_sent``, columns], of the format's ``kernel_dtype``.
+            rows_sent: number of rows for each rank.
+            num_rows: number of rows that this rank gets from each rank.
+            name: name of the collective.
         """
         own = self.axis.rank
         if self.encodes:
@@ -100,8 +102,8 @@ class Hop:
         return all_to_all(rows.view(-1), splits, self.axis, name)
 
     def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """[rows, out_dim]: what arrives, summed and in order. ``bags`` divides MEAN tables, where that is
-        due.
+        """Sum the rows that arrive and put them in order, [rows, out_dim]. ``bags`` divides MEAN tables that
+        are divided late.
         """
         arguments = local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
         gather = torch.ops.meshrec.gather_pooled.default
@@ -111,7 +113,9 @@ class Hop:
         return in_flight.use(lambda received, *link: gather(received, *arguments, *link))
 
     def scatter(self, grad: Tensor, bags: SourceIds | None, scale: float) -> tuple[Tensor, Tensor]:
-        """The gradient taken apart: what goes to each rank (1-D), and that of the local columns."""
+        """Take the gradient apart: return the message to the ranks (1-D), and the gradient of the local
+        columns.
+        """
         sent, local = torch.ops.meshrec.scatter_pooled.default(
             grad,
             self.grad_pieces,
@@ -124,7 +128,7 @@ class Hop:
         return sent, local
 
     def send_back(self, sent: Tensor, rows_sent: Sequence[int], num_rows: int, name: str) -> InFlight:
-        """Start to send what ``scatter`` gave. ``rows_sent``, ``num_rows``: as for the way here."""
+        """Start to send the result of ``scatter``. ``rows_sent`` and ``num_rows`` are those of ``send``."""
         if self.encodes_grads:
             blocks = [Block(num_rows, widths) for widths in self.widths[: self.num_kinds]]
             sent = encode_blocks(self.wire.backward, sent, blocks)
@@ -133,7 +137,7 @@ class Hop:
         return all_to_all(sent, splits, self.axis, name, same=self.num_kinds < len(self.dims))
 
     def gradient(self, in_flight: InFlight, rows_sent: Sequence[int]) -> Tensor:
-        """fp32, flat: the gradients of the rows that ``send`` sent, in their order."""
+        """Return the gradients of the rows that ``send`` sent, in their order, fp32, flat."""
         message = in_flight.wait()
         if self.encodes_grads:
             block = Block(sum(rows_sent), self.widths[self.axis.rank])
@@ -142,14 +146,14 @@ class Hop:
 
 
 def flat_hop(routing: Routing, env: ShardingEnv, wire: WireFormats) -> Hop:
-    """Results of all ranks at once."""
+    """Return the hop that brings the results of all ranks at once."""
     num_ranks = env.shard.size
     sources = [rank_spans(routing, rank) for rank in range(num_ranks)]
     return Hop.of(env.shard, sources, local_spans(routing), routing.columns[-1], wire)
 
 
 def node_hops(routing: Routing, env: ShardingEnv, wire: WireFormats) -> tuple[Hop, Hop]:
-    """The hop inside a node, and the one between nodes."""
+    """Return the hop inside a node, and the hop between nodes."""
     assert env.node is not None
     assert env.local is not None
     size = env.local.size
@@ -168,11 +172,11 @@ def node_hops(routing: Routing, env: ShardingEnv, wire: WireFormats) -> tuple[Ho
 
 
 class Asked(NamedTuple):
-    """Who asked for how much: what both ends of the exchange know."""
+    """The request of a batch: the sizes that both ends of the exchange know."""
 
     source: SourceIds
     ids: LookupIds
-    """What is looked up here."""
+    """The IDs that are looked up here."""
     batches: list[int]
     """Bags per route of every rank of the shard axis, in the order of ranks."""
     block_sizes: list[int]
@@ -180,14 +184,14 @@ class Asked(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The rows that this rank sends to each rank on a hop, and the rows that it gets from each."""
+    """The numbers of rows that this rank sends to each rank on a hop, and gets from each."""
 
     sent: list[int]
     num_rows: int
 
 
 class PooledOutput:
-    """One row for each bag: partial rows are summed, columns laid out in table order."""
+    """The exchange of one row for each bag. Partial rows are summed, and columns are put in table order."""
 
     def __init__(self, routing: Routing, env: ShardingEnv, wire: WireFormats) -> None:
         if env.node is not None and env.local is not None and min(env.node.size, env.local.size) > 1:
@@ -199,13 +203,15 @@ class PooledOutput:
             self.blocks = list(range(env.shard.size))
 
     def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
-        """Sends the lookup's rows on the first hop. ``out``: [sum of batches, dim], as kernels write what
+        """Send the lookup's rows on the first hop. ``out`` is [sum of batches, dim], in the type that
         travels.
         """
         return self._hops[0].send(out, *self._rows(asked)[0], "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
-        """[B, D] fp32. ``local``: [B, columns of the tables that every rank holds]."""
+        """Return the result, [B, D] fp32. ``local`` has the columns of the data-parallel tables, [B,
+        columns].
+        """
         source = asked.source
         if len(self._hops) == 2:
             (_, num_rows), (rows_sent, _) = self._rows(asked)
@@ -215,7 +221,7 @@ class PooledOutput:
         return self._hops[-1].gather(in_flight, local, source.batches[0], source)
 
     def send_gradient(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Sends the gradient of what ``receive_rows`` gave, times ``scale``; also gives that of the local
+        """Send the gradient of the result of ``receive_rows``, times ``scale``; also return that of the local
         columns.
         """
         rows = self._rows(asked)
@@ -224,27 +230,27 @@ class PooledOutput:
             first, second = self._hops
             received = second.send_back(sent, *rows[1], "gradients between nodes")
             own = second.gradient(received, rows[1].sent)
-            own = own.view(rows[0].num_rows, first.out_dim)  # a node may hold nothing: no -1 here
+            own = own.view(rows[0].num_rows, first.out_dim)  # a node may hold nothing, so -1 would be ambiguous
             sent, _ = first.scatter(own, None, 1.0)
         return self._hops[0].send_back(sent, *rows[0], "gradients of embeddings"), local
 
     def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
-        """fp32, flat: the gradient of what ``send_rows`` was given."""
+        """Return the gradient of the rows that ``send_rows`` sent, fp32, flat."""
         return self._hops[0].gradient(in_flight, asked.batches)
 
     def _rows(self, asked: Asked) -> list[_Rows]:
-        """What this rank sends and gets on each hop."""
+        """Return the numbers of rows that this rank sends and gets on each hop."""
         if len(self._hops) == 1:
             return [_Rows(asked.batches, asked.source.batches[0])]
         local = self._hops[0].axis
-        # The rows that the ranks of this local position ask for, by node.
+        # The rows that the ranks with this local rank ask for, by node.
         by_node = asked.batches[local.rank :: local.size]
         by_local = [sum(asked.batches[other :: local.size]) for other in range(local.size)]
         return [_Rows(by_local, sum(by_node)), _Rows(by_node, asked.source.batches[0])]
 
 
 class SequenceOutput:
-    """One row for each id, in the order of the caller's ids."""
+    """The exchange of one row for each ID, in the order of the caller's IDs."""
 
     def __init__(self, routing: Routing, env: ShardingEnv, wire: WireFormats) -> None:
         self._routing, self._axis, self._wire = routing, env.shard, wire
@@ -278,15 +284,15 @@ class SequenceOutput:
         ]
 
     def send_rows(self, out: Tensor, asked: Asked) -> InFlight:
-        """Sends the lookup's rows; ``out`` is flat, block by block."""
+        """Send the lookup's rows. ``out`` is flat, block by block."""
         way = self._ways[0]
         if way.encodes:
             out = encode_blocks(way.wire, out, self._own_blocks(asked))
         return all_to_all(out, self._splits(way, asked), self._axis, "embeddings")
 
     def receive_rows(self, in_flight: InFlight, local: Tensor | None, asked: Asked) -> Tensor:
-        """Flat fp32: for each use [ids, dim]; the tables that every rank holds come last, as ``local`` has
-        them.
+        """Return the rows of each use, flat fp32 [ids, dim]. Those of data-parallel tables come last, as
+        ``local`` has them.
         """
         received, way = in_flight.wait(), self._ways[0]
         if way.encodes:
@@ -295,7 +301,9 @@ class SequenceOutput:
         return rows if local is None else torch.cat([rows, local])
 
     def send_gradient(self, grad: Tensor, asked: Asked, scale: float) -> tuple[InFlight, Tensor]:
-        """Send ``scale`` times the gradient of what ``receive_rows`` gave; also return that of local rows."""
+        """Send ``scale`` times the gradient of the result of ``receive_rows``; also return that of the local
+        rows.
+        """
         way = self._ways[1]
         splits = self._splits(way, asked)
         split = sum(splits.received)  # each element of the split tables' rows came from one rank
@@ -310,7 +318,7 @@ class SequenceOutput:
         return all_to_all(sent, back, self._axis, "gradients of embeddings"), grad[split:] * scale
 
     def receive_gradient(self, in_flight: InFlight, asked: Asked) -> Tensor:
-        """fp32, flat: the gradient of what ``send_rows`` was given."""
+        """Return the gradient of the rows that ``send_rows`` sent, fp32, flat."""
         message, way = in_flight.wait(), self._ways[1]
         if way.encodes:
             message = decode_blocks(way.wire, message, self._own_blocks(asked))
@@ -337,18 +345,18 @@ class SequenceOutput:
         return Splits(sent, received)
 
     def _own_counts(self, asked: Asked) -> Tensor:
-        """int64 [R, Q]: the IDs that each rank asks for on each route of this one."""
+        """Return the number of IDs that each rank asks for on each route of this rank, int64 [R, Q]."""
         ids = asked.ids
         starts = ids.offsets[ids.segments.to(ids.offsets.device)].cpu()
         return starts.diff().view(len(ids.batches), self._ways[0].own_units.numel())
 
     def _own_blocks(self, asked: Asked) -> list[Block]:
-        """The rows that are looked up here: rank by rank, lookup by lookup."""
+        """Return the blocks of rows that are looked up here: rank by rank, lookup by lookup."""
         counts_RQ = self._own_counts(asked).tolist()
         return [Block(counts[q], (width,)) for counts in counts_RQ for q, width in self._own]
 
     def _all_blocks(self, asked: Asked) -> list[Block]:
-        """The rows that all ranks look up for this one, in the same order."""
+        """Return the blocks of rows that all ranks look up for this one, in the same order."""
         counts = asked.source.counts.tolist()
         return [Block(counts[q], (width,)) for q, width in self._all]
 
@@ -358,15 +366,15 @@ class _Way(NamedTuple):
 
     wire: WireFormat
     encodes: bool
-    """Whether rows have to be encoded after their kernel, and decoded before the next one."""
+    """Whether rows are encoded after their kernel, and decoded before the next one."""
     own_units: Tensor
-    """For each route of this rank the elements of an encoded ID's rows."""
+    """For each route of this rank, the number of elements of an encoded ID's rows."""
     all_units: Tensor
-    """As ``own_units``, for the routes of all ranks."""
+    """Like ``own_units``, for the routes of all ranks."""
 
 
 def _travels(axis: Axis) -> bool:
-    """Whether the axis has other ranks: messages to oneself are not encoded."""
+    """Return whether the axis has other ranks. A rank's message to itself is not encoded."""
     return axis.group is not None and axis.size > 1
 
 
@@ -389,9 +397,9 @@ def _bags(source: SourceIds | None) -> tuple[Tensor | None, Tensor | None, int, 
 
 
 def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]:
-    """List the columns that the ranks of a node have together.
+    """List the columns that the ranks of a node hold together.
 
-    They are cut wherever a lookup of some rank begins or ends, so that a summed row, too, is encoded by the
+    They are cut at every start and end of a rank's lookup, so that a summed row is also encoded by the
     columns of one lookup.
     """
     found = [span for rank in ranks for span in rank_spans(routing, rank)]
@@ -411,6 +419,6 @@ def _node_spans(routing: Routing, ranks: Sequence[int], node: int) -> list[Span]
 
 
 def _places(spans: Sequence[Span]) -> dict[int, int]:
-    """For each column of the result its place in a row of the spans."""
+    """Return the position of each column of the result in a row of the spans."""
     columns = [column for span in spans for column in range(span.column, span.column + span.width)]
     return {column: place for place, column in enumerate(columns)}

@@ -1,8 +1,8 @@
-"""Where pooled results belong: which columns of which source are which columns of the result.
+"""The places of pooled results: which columns of which source become which columns of the result.
 
-A *source* is a row of columns that arrives from one rank (or is computed here, for tables that every rank
-holds). Each column of the result is written by the first source that has it; further sources are added, in
-the order of ranks, so that the sum does not depend on who was faster.
+A *source* is a row of columns that arrives from one rank, or is computed here for data-parallel tables. The
+first source that has a column of the result writes it, and further sources are added. Sources are in the
+order of ranks, so the sum does not depend on which rank is faster.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +15,9 @@ from meshrec.distributed.routing import Routing
 
 
 class Piece(NamedTuple):
-    """``width`` columns of a source that belong at ``column`` of the result.
+    """``width`` columns of a source that go to ``column`` of the result.
 
-    ``mean_use``: the use by whose bag lengths to divide, -1 for none.
+    ``mean_use``: the use by whose bag lengths to divide; -1 for none.
     """
 
     source: int
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Columns of a source, before it is known which of them come first."""
+    """Columns of a source, before it is known which source writes them."""
 
     source: int
     column: int
@@ -38,7 +38,9 @@ class Span(NamedTuple):
 
 
 def pieces_of(sources: Sequence[Iterable[Span]]) -> list[Piece]:
-    """Lays out the spans of each source one after the other; decides what is written and what is added."""
+    """Lay out the spans of each source one after the other, and decide which columns are written and which
+    are added.
+    """
     pieces: list[Piece] = []
     written: set[int] = set()
     for spans in sources:
@@ -50,14 +52,12 @@ def pieces_of(sources: Sequence[Iterable[Span]]) -> list[Piece]:
 
 
 def as_tensor(pieces: Sequence[Piece]) -> Tensor:
-    """int64 [P, 6], as ``gather_pooled`` reads them."""
+    """Return the pieces as int64 [P, 6], as ``gather_pooled`` reads them."""
     return torch.tensor([list(map(int, piece)) for piece in pieces], dtype=torch.int64).view(-1, 6)
 
 
 def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span]:
-    """The columns that a rank's lookups give; those of row-split MEAN tables must be divided where they are
-    summed.
-    """
+    """Return the columns of a rank's lookups. Those of row-split MEAN tables are divided after the sum."""
     return [
         Span(
             rank,
@@ -70,7 +70,7 @@ def rank_spans(routing: Routing, rank: int, *, divide: bool = True) -> list[Span
 
 
 def local_spans(routing: Routing) -> list[Span]:
-    """The columns of the tables that every rank holds: source 0 is this one."""
+    """Return the columns of the data-parallel tables. Source 0 is this rank."""
     return [
         Span(0, routing.columns[u], routing.dims[u])
         for u, use in enumerate(routing.uses)
@@ -79,7 +79,7 @@ def local_spans(routing: Routing) -> list[Span]:
 
 
 def divides_late(routing: Routing, use: int) -> bool:
-    """Whether no rank sees whole bags, so that the division of a MEAN waits until the parts are summed."""
+    """Return whether no rank sees whole bags of a MEAN, so that parts are summed before the division."""
     table = routing.uses[use].table
     return routing.tables[table].mean and routing.row_split[table]
 
@@ -98,7 +98,7 @@ def _split(span: Span, source_column: int, written: set[int]) -> list[Piece]:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Joins pieces that are neighbours in source and result."""
+    """Join pieces that are neighbours both in the source and in the result."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

@@ -1,8 +1,8 @@
-"""Makes the gradient of tables that live on several ranks the same on all of them.
+"""The gradient of tables that several ranks hold, made equal on all of them.
 
-Each table goes the way that moves fewer bytes: summed whole, or as ids and gradients of looked-up rows, from
-which every replica then works as if one rank had seen it all. Whatever the mix, that is one exchange of
-sizes, one sum, and one exchange of ids and gradients.
+For each table, the ranks choose the exchange with fewer bytes: the sum of whole gradients, or IDs with the
+gradients of looked-up rows, from which every replica works as if one rank had seen all of it. Whatever the
+mix, there is one exchange of sizes, one sum, and one exchange of IDs and gradients.
 """
 
 from torch import Tensor
@@ -28,8 +28,8 @@ from meshrec.tables.updates import LookedUp, TableGradient
 class Replicas:
     """The replicas of the tables that a rank looks up together.
 
-    ``axis``: the ranks that hold the same. ``blocks``: the order in which a rank unpacks its messages.
-    ``name``: of the phase that this is.
+    ``axis``: the ranks that hold the same rows. ``blocks``: the order in which a rank unpacks its messages.
+    ``name``: the name of this phase.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class Replicas:
         self._phase = name
 
     def sum_of_all(self, message: PackedIds, ids: LookupIds, grad: Tensor) -> TableGradient:
-        """The gradient of all replicas, from that of what was looked up here for ``message``, which holds
-        ``ids``. Collective over the axis.
+        """Return the gradient over all replicas. Collective over the axis.
+
+        ``grad`` is the gradient of the rows that were looked up here for ``message``, which contains ``ids``.
         """
         if self._axis.size == 1:
             return TableGradient(LookedUp(self._tables.shaped(grad, ids), self._tables.lookups(ids)), {})
@@ -56,7 +57,7 @@ class Replicas:
         return TableGradient(self._gathered(whole, message, ids, grad, sizes), rows)
 
     def _moved_whole(self, sizes: ReplicaSizes) -> frozenset[int]:
-        """The tables for which a sum moves fewer bytes: the same ones on every replica."""
+        """Return the tables for which a sum moves fewer bytes. They are equal on all replicas."""
         work, num_ranks = self._tables.work, self._axis.size
         elements = (
             sizes.bags
@@ -76,7 +77,7 @@ class Replicas:
         return frozenset(table for table in gathered if summed[table] < gathered[table])
 
     def _summed(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
-        """The rows of the rectangles of these tables."""
+        """Return the summed gradients of the rectangles of these tables."""
         rectangles = self._tables.work.rectangles
         chosen = [i for i, rectangle in enumerate(rectangles) if rectangle.table in whole]
         if not chosen:
@@ -89,7 +90,7 @@ class Replicas:
     def _gathered(
         self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
     ) -> LookedUp:
-        """What all replicas looked up in the other tables."""
+        """Return the lookups of all replicas in the other tables."""
         tables, headers, blocks = self._tables, sizes.headers, self._blocks
         if whole:
             tables = self._tables.without(whole)
@@ -103,5 +104,5 @@ class Replicas:
         message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
-        all_ids = tables.resolve(all_ids, train=True)  # what travels are keys
+        all_ids = tables.resolve(all_ids, train=True)  # ranks exchange keys, because slots differ between ranks
         return LookedUp(tables.shaped(grad, all_ids), tables.lookups(all_ids))

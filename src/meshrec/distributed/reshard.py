@@ -1,8 +1,8 @@
-"""Moves tables and their optimizer state from one plan to another, from rank to rank, without the disk.
+"""Moving tables and their optimizer state from one plan to another, from rank to rank, without the disk.
 
-Every rank makes the same list of transfers from the two plans: a rectangle that an old owner has and a new
-one needs. They travel in rounds of bounded size, one all-to-all each. The old tables stay as they are, so
-that whatever fails on the way, they are still there.
+Every rank makes the same list of transfers from the two plans. A transfer is a rectangle that an old owner
+has and a new one needs. Transfers travel in rounds of bounded size, with one all-to-all each. The old tables
+do not change, so they are still there if anything fails.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ from meshrec.tables.packing import Rectangle
 from meshrec.tables.storage import RowStorage
 
 _TRANSFER_BYTES = 1 << 22
-# What each rank sends in a round, on average.
+# Bytes that each rank sends in a round, on average.
 _ROUND_BYTES = 1 << 26
-# Transfers begin at multiples of it, so that their bytes can be seen as numbers of any type.
+# Transfers begin at multiples of this, so that their bytes can be viewed as any type.
 _ALIGNMENT = 8
 
 
 class RankRectangle(NamedTuple):
-    """A rectangle on a rank: ``number`` among the rectangles of its table there."""
+    """A rectangle on a rank. ``number`` is its index among the rectangles of its table there."""
 
     rank: int
     number: int
@@ -48,7 +48,7 @@ class Transfer(NamedTuple):
 
 
 class _Plane(NamedTuple):
-    """The weights of a table, or one slot of its state: the parts of this rank before and after."""
+    """The weights of a table, or one slot of its state, with this rank's parts before and after."""
 
     old: Sequence[Tensor]
     new: Sequence[Tensor]
@@ -57,16 +57,16 @@ class _Plane(NamedTuple):
     item_bytes: int
     device: torch.device
     place: Callable[[int], int] = int
-    """Where a column of the table lies in a part."""
+    """Returns the position of a column of the table in a part."""
 
 
 def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv) -> dict[str, ModuleParts]:
-    """The same tables under another (verified) plan; ``built`` is left as it is. Collective.
+    """Return the same tables under another (verified) plan. ``built`` does not change. Collective.
 
     Raises:
-        ValueError: on every rank, for tables with ordinary gradients, for quantised ones that are cut within
-            a byte, and where the optimizer of a table does not allow the plan.
-        RuntimeError: on every rank, when the memory of one does not suffice.
+        ValueError: tables have ordinary gradients, quantised tables are cut within a byte, or the optimizer
+            of a table does not allow the plan. It is raised on every rank.
+        RuntimeError: a rank has too little memory; raised on every rank.
     """
     for path, module in built.items():
         names = [table.name for table in module.routing.tables]
@@ -85,7 +85,7 @@ def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
         raise RuntimeError(
             f"there is no memory for the tables under the new plan: {reasons[0]}. The old plan stays."
         )
-    # What a plan may still be refused for is seen here, on all ranks, before anything moves.
+    # A plan may still be refused here, on all ranks, before anything moves.
     new = {path: allocated[path].assembled(module) for path, module in built.items()}
     planes = [plane for path, module in built.items() for plane in _planes(module, allocated[path])]
     with torch.no_grad():
@@ -94,7 +94,7 @@ def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
 
 
 class _New(NamedTuple):
-    """Memory for a module's tables under the new plan."""
+    """The memory for a module's tables under the new plan."""
 
     plan: EmbeddingModuleShardingPlan
     routing: Routing
@@ -118,7 +118,7 @@ class _New(NamedTuple):
 
 
 def _trained(built: Mapping[str, ModuleParts], env: ShardingEnv) -> set[tuple[str, str]]:
-    """The tables (module, name) that are not frozen, as those know who hold a part. Collective."""
+    """Return the tables (module, name) that are not frozen, from the ranks that hold a part. Collective."""
     own = {
         (path, name)
         for path, module in built.items()
@@ -188,12 +188,12 @@ def _planes(built: ModuleParts, new: _New) -> Iterator[_Plane]:
 def _parts(
     storage: RowStorage, rectangles: Sequence[Rectangle], weights: Sequence[Tensor]
 ) -> list[list[Tensor]]:
-    """What the rows of each rectangle consist of."""
+    """Return the parts of the rows of each rectangle."""
     return [storage.parts(w, r.c1 - r.c0) for w, r in zip(weights, rectangles, strict=True)]
 
 
 def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
-    """Who holds what of a table; None: everyone all of it."""
+    """Return the rectangles of a table and their ranks; None if every rank holds the whole table."""
     if routing.replicated[table]:
         return None
     found = []
@@ -206,7 +206,9 @@ def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
 def transfers_of(
     old: list[RankRectangle] | None, new: list[RankRectangle] | None, axis: Axis
 ) -> Iterator[Transfer]:
-    """What goes where, in an order that all ranks know. None: every rank holds the whole table."""
+    """Yield the transfers, in the same order on all ranks. None stands for a table that every rank holds
+    whole.
+    """
     if old is None and new is None:
         return
     everyone = range(axis.size)
@@ -225,7 +227,7 @@ def transfers_of(
 
 
 def _hull(held: Sequence[RankRectangle]) -> Rectangle:
-    """The whole table, which the rectangles cover."""
+    """Return the rectangle of the whole table, which the rectangles cover."""
     return Rectangle(
         held[0].rectangle.table,
         0,
@@ -236,10 +238,10 @@ def _hull(held: Sequence[RankRectangle]) -> Rectangle:
 
 
 def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Columns of one row have the same number: each target takes it once, from itself where it can.
+    """Yield one transfer per target and rows, from the target's own rank if possible.
 
-    All columns of a row-wise optimizer's table are cut at the same rows, so equal rows are all there is to
-    see.
+    State per row has the same value for all columns of a row. A row-wise optimizer's table is cut at the same
+    rows in all columns, so it is enough to compare rows.
     """
     chosen: dict[tuple[RankRectangle, int, int], Transfer] = {}
     for each in transfers:
@@ -257,11 +259,11 @@ class _CutTransfer(NamedTuple):
     num_bytes: int
 
     def source(self) -> Tensor:
-        """What is sent, on the rank that sends it."""
+        """Return the memory to send, on the sending rank."""
         return _region(self.plane, self.plane.old, self.transfer.source, self.transfer)
 
     def target(self) -> Tensor:
-        """Where it goes, on the rank that receives it."""
+        """Return the memory to fill, on the receiving rank."""
         return _region(self.plane, self.plane.new, self.transfer.target, self.transfer)
 
 
@@ -277,7 +279,7 @@ def _move(planes: Sequence[_Plane], axis: Axis) -> None:
     for plane in planes:
         if not plane.transfers:
             for old, new in zip(plane.old, plane.new, strict=True):
-                new.copy_(old)  # the table is whole everywhere, before and after
+                new.copy_(old)  # every rank holds the whole table before and after
         for cut in _cuts(plane, axis):
             rounds.append(cut)
             size += cut.num_bytes
@@ -288,7 +290,7 @@ def _move(planes: Sequence[_Plane], axis: Axis) -> None:
 
 
 def _cuts(plane: _Plane, axis: Axis) -> Iterator[_CutTransfer]:
-    """The transfers of a plane in pieces of bounded size; those within a rank are made at once."""
+    """Yield the transfers of a plane in pieces of bounded size. Transfers within a rank are done at once."""
     for transfer in plane.transfers:
         if transfer.source.rank == transfer.target.rank:
             if transfer.source.rank == axis.rank:
@@ -305,7 +307,7 @@ def _cuts(plane: _Plane, axis: Axis) -> Iterator[_CutTransfer]:
 
 
 def _send_round(cuts: Sequence[_CutTransfer], axis: Axis) -> None:
-    """One all-to-all. Pieces lie by the other rank, then in the order of the list."""
+    """Run one all-to-all. Pieces are ordered by the other rank, then as in the list."""
     if not cuts:
         return
     sent: list[list[_CutTransfer]] = [[] for _ in range(axis.size)]
@@ -335,7 +337,7 @@ def _bytes(cuts: Sequence[_CutTransfer]) -> int:
 def _rooms(
     by_rank: Sequence[Sequence[_CutTransfer]], buffer: Tensor
 ) -> Iterator[tuple[_CutTransfer, Tensor]]:
-    """Each piece with its part of the buffer."""
+    """Yield each piece with its part of the buffer."""
     begin = 0
     for cuts in by_rank:
         for cut in cuts:

@@ -1,10 +1,22 @@
-"""A plan compiled to what the run time needs: routes for ids, lookups on every rank, and where results
-belong.
+"""A plan, compiled for the run time: routes for IDs, lookups on every rank, and the places of results.
 
-Words: a *use* is a feature read in a table, the unit of the output. A *rectangle* is a part of a table on a
-rank. A *route* is what one rank gets of one use: the ids of one interval of rows. A *lookup* is a route read
-in a rectangle. Every rank compiles the same plan and gets the same numbers, so no rank has to tell another
-what it sends.
+[Note: how a plan becomes routes]
+
+A *use* is a feature read in a table, the unit of the output. A *rectangle* is a part of a table on a rank. A
+*route* is the part of one use that one rank gets: the IDs of one interval of rows. A *lookup* is a route read
+in a rectangle.
+
+1. ``compile_plan`` turns the shards of each table into rectangles by rank. Neighbours on one rank are joined;
+   if an optimizer needs sums over whole rows, rectangles are cut at common rows.
+2. ``_rank_work`` derives, for each rank, one route for each use and each interval of rows that the rank
+   holds, and one lookup for each rectangle with exactly these rows.
+3. ``Routing.router`` numbers the routes of all ranks and lists, for every interval between two row cuts of a
+   use, the routes that take its IDs. The kernel ``route_ids`` reads it. Data-parallel tables count as those
+   of one more rank, whose message stays here.
+4. ``pieces.py`` lays out the columns of each rank's lookups in the result, and ``output_dist.py`` makes the
+   hops of them.
+
+Every rank compiles the same plan into the same numbers, so no rank has to tell another what it sends.
 """
 
 from bisect import bisect_left
@@ -31,7 +43,7 @@ _INT32_ROWS = 1 << 31
 
 
 class RoutedTable(NamedTuple):
-    """A whole table and the features that read it."""
+    """A whole table, and the features that read it."""
 
     name: str
     num_rows: int
@@ -41,14 +53,14 @@ class RoutedTable(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A feature read in a table: ``dim`` columns of the output."""
+    """A feature read in a table. It has ``dim`` columns of the output."""
 
     table: int
     feature: str
 
 
 class Route(NamedTuple):
-    """The ids of one use whose rows lie in [r0, r1)."""
+    """The IDs of one use whose rows lie in [r0, r1)."""
 
     use: int
     r0: int
@@ -56,7 +68,7 @@ class Route(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """A route of a rank (position among its routes), read in one of its rectangles."""
+    """A route of a rank (as an index among its routes), read in one of its rectangles."""
 
     route: int
     rectangle: int
@@ -66,7 +78,9 @@ class Lookup(NamedTuple):
 
 
 class RankWork(NamedTuple):
-    """What one rank owns and looks up; its output row holds the lookups' columns in this order."""
+    """The rectangles and lookups of one rank. Its output row holds the columns of the lookups in this
+    order.
+    """
 
     rectangles: tuple[Rectangle, ...]
     routes: tuple[Route, ...]
@@ -74,7 +88,7 @@ class RankWork(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """Columns of the rank's output row."""
+        """The number of columns of the rank's output row."""
         return sum(lookup.width for lookup in self.lookups)
 
 
@@ -85,25 +99,25 @@ class Routing:
     tables: tuple[RoutedTable, ...]
     uses: tuple[Use, ...]
     work: tuple[RankWork, ...]
-    """[R] what each rank of the shard axis does."""
+    """[R]: the work of each rank of the shard axis."""
     local: RankWork
-    """What every rank does for itself: the data-parallel tables."""
+    """The work of every rank for itself: the data-parallel tables."""
     replicated: tuple[bool, ...]
-    """For each table whether every rank holds it whole (data-parallel)."""
+    """Whether every rank holds the table whole (data-parallel), for each table."""
 
     @cached_property
     def dims(self) -> list[int]:
-        """[U] columns of each use."""
+        """[U]: number of columns of each use."""
         return [self.tables[use.table].dim for use in self.uses]
 
     @cached_property
     def columns(self) -> list[int]:
-        """[U + 1] first column of each use in the output, and the output's width."""
+        """[U + 1]: first column of each use in the output, and the output's width."""
         return list(accumulate(self.dims, initial=0))
 
     @property
     def holders(self) -> list[list[list[Rectangle]]]:
-        """For each table, for each rank, the rectangles that it holds; none of data-parallel tables."""
+        """The rectangles of each table on each rank. Data-parallel tables have none."""
         found: list[list[list[Rectangle]]] = [[[] for _ in self.work] for _ in self.tables]
         for rank, work in enumerate(self.work):
             for rectangle in work.rectangles:
@@ -112,7 +126,7 @@ class Routing:
 
     @cached_property
     def row_split(self) -> list[bool]:
-        """For each table whether its rows lie on several rectangles, so that partial results are summed."""
+        """Whether the rows of each table lie in several rectangles, so that partial results are summed."""
         split = [False] * len(self.tables)
         for work in self.work:
             for rectangle in work.rectangles:
@@ -121,7 +135,7 @@ class Routing:
 
     @cached_property
     def wide(self) -> bool:
-        """Whether local ids need 64 bits."""
+        """Whether local IDs need 64 bits."""
         return any(q.r1 - q.r0 >= _INT32_ROWS for work in self._all_work for q in work.routes)
 
     @property
@@ -130,7 +144,7 @@ class Routing:
 
     @cached_property
     def router(self) -> list[Tensor]:
-        """What ``route_ids`` reads: cut_begin, cuts, interval_begin, interval_routes, routes
+        """The tensors that ``route_ids`` reads: cut_begin, cuts, interval_begin, interval_routes, routes
         (ops/dist/naive.py).
 
         The data-parallel tables are those of one more rank, number R, whose message stays here.
@@ -168,7 +182,9 @@ class Routing:
 
     @cached_property
     def first_columns(self) -> tuple[Tensor, Tensor]:
-        """Routes and their uses, two int64 tensors: these routes take each ID of a use exactly once."""
+        """Routes and their uses, two int64 tensors. Together these routes take each ID of a use exactly
+        once.
+        """
         routes, uses, first = [], [], 0
         for work in self._all_work:
             firsts = [lookup for lookup in work.lookups if lookup.c0 == 0]
@@ -179,7 +195,7 @@ class Routing:
 
     @cached_property
     def names(self) -> Tensor:
-        """uint8: a line "table, tab, feature" for each use, for the kernels' error messages."""
+        """The line "table, tab, feature" of each use, as uint8, for the kernels' error messages."""
         text = "".join(f"{self.tables[use.table].name}\t{use.feature}\n" for use in self.uses)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
@@ -191,10 +207,10 @@ def compile_plan(
     num_ranks: int,
     whole_rows: Collection[int] = (),
 ) -> Routing:
-    """Compiles a verified plan. Uses come in table order, for each table in the order of its features.
+    """Compile a verified plan. Uses are in table order, and for each table in the order of its features.
 
-    ``whole_rows``: the tables whose updates need sums over whole rows. Two of their rectangles have all rows
-    in common or none.
+    ``whole_rows``: the tables whose updates need sums over whole rows. Two of their rectangles have either
+    all rows in common or none.
     """
     uses = [Use(t, feature) for t, table in enumerate(tables) for feature in table.features]
     rectangles: list[list[Rectangle]] = [[] for _ in range(num_ranks)]
@@ -214,7 +230,7 @@ def compile_plan(
 
 
 def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict[int, list[Rectangle]]:
-    """What each rank has of a table, in as few rectangles as is known; a rank alone has the whole in one."""
+    """Return the rectangles of a table on each rank, as few as possible. A single owner has one."""
     own: dict[int, list[Rectangle]] = {}
     for shard in sharding.shards:
         own.setdefault(shard.placement.rank, []).append(Rectangle(table, *shard.rows, *shard.columns))
@@ -224,7 +240,7 @@ def _by_rank(sharding: ParameterSharding, table: int, *, in_bands: bool) -> dict
 
 
 def _in_bands(own: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangle]]:
-    """Cuts the rectangles of a table at common rows, and only there where its columns change hands."""
+    """Cut the rectangles of a table at common rows, but only where the owners of its columns change."""
     edges = sorted({edge for rectangles in own.values() for x in rectangles for edge in (x.r0, x.r1)})
     columns: list[list[tuple[int, int, int]]] = [[] for _ in edges[1:]]
     for rank, rectangles in own.items():
@@ -241,7 +257,7 @@ def _in_bands(own: Mapping[int, Sequence[Rectangle]]) -> dict[int, list[Rectangl
 
 
 def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(first, end, rank) in order, neighbours of one rank joined."""
+    """Return (first, end, rank) in order, with neighbours of one rank joined."""
     joined: list[tuple[int, int, int]] = []
     for c0, c1, rank in columns:
         if joined and joined[-1][1:] == (c0, rank):
@@ -252,7 +268,7 @@ def _joined_columns(columns: list[tuple[int, int, int]]) -> list[tuple[int, int,
 
 
 def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Joins neighbours of one table on one rank: fewer rectangles, the same elements."""
+    """Join neighbours of one table on one rank: fewer rectangles with the same elements."""
     by_columns: list[Rectangle] = []
     for rectangle in sorted(rectangles, key=lambda x: (x.r0, x.r1, x.c0)):
         last = by_columns[-1] if by_columns else None

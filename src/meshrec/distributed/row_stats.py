@@ -1,8 +1,8 @@
 """Norms and means over whole rows, for tables whose columns lie on several ranks.
 
-The ranks that hold the same rows of a table got the same ids, so they touch the same rows in the same order,
-and their partial sums line up without an id being sent. One all-to-all of a few numbers per touched row
-brings them together; PartialRowWiseLAMB needs two, because its second moment comes before its norm.
+Ranks that hold the same rows of a table get the same IDs. So they touch the same rows in the same order, and
+their partial sums match without sending an ID. One all-to-all with a few values per touched row is enough.
+PartialRowWiseLAMB needs two, because its second moment comes before its norm.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ from meshrec.tables.updates import Touched
 
 
 class ColumnPeers:
-    """Who holds other columns of the same rows, for the tables of one fused group, over all ranks.
+    """The ranks that hold other columns of the same rows, for the tables of one fused group.
 
-    ``tables``: the tables of the group; every rank must name the same. They were compiled for whole rows (see
-    ``compile_plan``).
+    ``tables``: the tables of the group. Every rank must give the same, and they must be compiled for whole
+    rows (see ``compile_plan``).
     """
 
     def __init__(self, routing: Routing, axis: Axis, tables: Sequence[int]) -> None:
         self._axis = axis
         self._bands: list[list[_Band]] = []
-        """For each rank the bands of rows it has columns of."""
+        """The bands of rows of which each rank has columns."""
         for work in routing.work:
             chosen = [rectangle for rectangle in work.rectangles if rectangle.table in tables]
             self._bands.append(sorted({_band(rectangle) for rectangle in chosen}))
@@ -41,7 +41,7 @@ class ColumnPeers:
         self._own = [_band(rectangle) for rectangle in own if rectangle.table in tables]
 
     def summed(self, partial: Sequence[Tensor]) -> list[Tensor]:
-        """For each own rectangle of the group its [U, S] sums, added over all columns of its rows.
+        """Return the sums over all columns of each own rectangle's rows, [U, S], from the partial sums.
 
         Parts are added in the order of ranks, so that all ranks get the same bits.
         """
@@ -65,8 +65,10 @@ class ColumnPeers:
         return [total[band] for band in self._own]
 
     def mean_squares(self, squares: Tensor, counts: Sequence[int], row_dims: Sequence[int]) -> Tensor:
-        """fp32 [sum of U]: the means of squared gradients over whole rows, from the sums over the columns of
-        each own rectangle, in order, which has ``counts`` rows of ``row_dims`` columns.
+        """Return the mean squared gradients over whole rows, fp32 [sum of U].
+
+        ``squares`` has the sums over the columns of each own rectangle, in order. Rectangle i has
+        ``counts[i]`` rows of ``row_dims[i]`` columns.
         """
         with phase("row_stats") if recorders else OFF:
             sums = self.summed(squares.split(counts))
@@ -74,7 +76,7 @@ class ColumnPeers:
             return torch.cat([squares[:0], *means])  # there may be none
 
     def row_stats(self, touched: Sequence[Touched], optimizer: int, hyper: Sequence[Hyper]) -> list[Tensor]:
-        """For each own rectangle what ``tbe_update`` takes as ``row_stats``: fp32 [U, 3]."""
+        """Return the ``row_stats`` of ``tbe_update`` for each own rectangle, fp32 [U, 3]."""
         with phase("row_stats") if recorders else OFF:
             return self._row_stats(touched, optimizer, hyper)
 
@@ -94,7 +96,7 @@ class ColumnPeers:
 def column_peers(
     routing: Routing, axis: Axis, rule: UpdateRule, tables: Sequence[int]
 ) -> tuple[frozenset[int], ColumnPeers | None]:
-    """Find the tables of a rule whose update needs columns of other ranks, and who has them.
+    """Return the tables of a rule whose update needs columns of other ranks, and the peers that hold them.
 
     All ranks get the same tables.
     """
@@ -121,12 +123,14 @@ def _band(rectangle: Rectangle) -> _Band:
 
 
 def _squares(x_UD: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # one pass: half the time of squares and their sum
+    norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # one pass takes half the time of squares and their sum
     return norms.square_()
 
 
 def _rounds(formula: Formula) -> list[list[int]]:
-    """The sums that travel together: a direction that takes the mean of squared gradients waits for them."""
+    """Return the sums to exchange in each round. A direction that uses the mean squared gradient needs a
+    second round.
+    """
     first = sorted(formula.row_sums)
     if {RowSum.GRADIENT, RowSum.DIRECTION} <= formula.row_sums:
         return [[which for which in first if which != RowSum.DIRECTION], [RowSum.DIRECTION]]
@@ -134,12 +138,12 @@ def _rounds(formula: Formula) -> list[list[int]]:
 
 
 def _own_sum(which: int, formula: Formula, touched: Touched, h: Hyper, known: Tensor) -> Tensor:
-    """[U]: over this rectangle's columns."""
+    """Return the sum over this rectangle's columns, [U]."""
     rows = Rows(touched.weight, touched.grad, touched.slots, known)
     if which == RowSum.WEIGHT:
         return _squares(rows.weight)
     if which == RowSum.GRADIENT:
         return _squares(formula.gradient(rows, h))
     assert formula.direction is not None
-    # It changes the state, which is for the update to do.
+    # The direction changes the state, but only the update may do that.
     return _squares(formula.direction(rows._replace(slots=[slot.clone() for slot in rows.slots]), h))

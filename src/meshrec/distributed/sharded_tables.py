@@ -1,8 +1,9 @@
-"""The tables of one module on this rank: one batch through routing, lookup and return, and back.
+"""The tables of one module on this rank, and the way of a batch through them: routing, lookup, return, and
+back.
 
 [Note: the stages of a batch]
 
-Each stage starts what the next one waits for, so that a pipeline can put other work in between::
+Each stage starts the communication that the next one waits for, so a pipeline can do other work in between::
 
     sizes = tables.route(features)      # route IDs; sizes are under way
     sent = tables.exchange(sizes)       # wait for sizes; IDs are under way
@@ -11,9 +12,9 @@ Each stage starts what the next one waits for, so that a pipeline can put other 
     results = tables.look_up(batch)     # look up; embeddings are under way
     embeddings = results.wait()         # ``receive``: wait for embeddings
 
-``arrive`` and ``resolve`` happen once for a batch. ``look_up`` may happen again when the tables have changed:
-it finds the slots in the batch. The backward pass runs ``send_grad`` and ``receive_grad``, which updates the
-tables.
+``arrive`` and ``resolve`` run once per batch. ``look_up`` may run again when the tables have changed; the
+slots are already in the batch. The backward pass runs ``send_grad``, and then ``receive_grad``, which updates
+the tables.
 """
 
 import functools
@@ -47,12 +48,13 @@ from meshrec.tables.writes import OwnWrites
 
 @dataclass(kw_only=True)
 class ArrivedBatch:
-    """The IDs of one batch on the ranks that look them up."""
+    """The IDs of one batch, on the ranks that look them up."""
 
     arrived: Arrived
     ids: list[LookupIds]
-    """For each rank that this process plays, the IDs to look up in the split tables; of tables with an index
-    keys at first, slots after ``ShardedTables.resolve``."""
+    """The IDs to look up in the split tables, for each rank that this process plays. For tables with an
+    index, they are keys first, and slots after ``ShardedTables.resolve``.
+    """
     asked: Asked
     local_ids: LookupIds | None
     """The IDs to look up in the data-parallel tables."""
@@ -61,16 +63,16 @@ class ArrivedBatch:
 
 @dataclass(kw_only=True)
 class PendingLookup:
-    """One lookup of a batch between its forward and its backward pass."""
+    """One lookup of a batch, between its forward and its backward pass."""
 
     batch: ArrivedBatch
     in_flight: InFlight | None = None
     foreign_writes: Sequence[int] = ()
-    """The writes of others to the tables when they were looked up."""
+    """The number of writes by others to each table at the time of the lookup."""
 
 
 class ShardedTables:
-    """Everything a rank does for one module.
+    """All work of one rank for one module.
 
     Args:
         routing: the compiled plan.
@@ -78,10 +80,10 @@ class ShardedTables:
         held: the rectangles of each rank that this process plays (one, or with ``env.devices`` all ranks of
             the shard axis), in the order of ``routing.work[rank].rectangles``.
         local: the whole data-parallel tables.
-        fused: by number, the tables with a fused rule; the others get ordinary gradients.
+        fused: the tables with a fused rule, by number. The others get ordinary gradients.
         input_dist: the routing of IDs.
         sequence: whether rows are not pooled.
-        wire: how rows and gradients travel.
+        wire: the wire formats of rows and gradients.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class ShardedTables:
         self.split = self._played[0]
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         self.needs_resolve = bool(split.indexes or local.indexes)
-        """Whether some table finds the slots of its keys in an index; other batches skip ``resolve``."""
+        """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
         self._fused, self._is_checked = list(fused.values()), False
         self._writes = OwnWrites(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
@@ -124,16 +126,20 @@ class ShardedTables:
         self.collected = (
             GradientSignal(input_dist.device) if any(t.rule.deferred for t in fused.values()) else None
         )
-        """The gradients that backward passes left for ``step``; None where the backward pass updates."""
+        """The gradients that backward passes have left for ``step``; None if the backward pass updates the
+        tables.
+        """
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
-        """Called with what each backward pass changes: of the split tables, then of data-parallel ones."""
+        """Called with the changes of each backward pass: those of the split tables, then of the data-parallel
+        ones.
+        """
         self.num_changes = 0
-        """The number of updates and other changes of all rows so far, the same on every rank."""
+        """The number of updates and other changes of all rows so far. It is equal on all ranks."""
         self._input = input_dist
         self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, wire)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
-        """For sequences: the uses in the order of their parts of the result."""
-        # A process that plays all ranks gets one message for each of them, and none from others.
+        """The uses of sequences, in the order of their parts of the result."""
+        # A process that plays all ranks has one message for each of them, and gets none from others.
         self._blocks = [0] if env.devices else self._output.blocks
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
         self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
@@ -145,9 +151,7 @@ class ShardedTables:
         return self._input.num_clamped_ids
 
     def route(self, features: KeyedJaggedTensor) -> SizesInFlight:
-        """Route the IDs and start to exchange sizes.
-
-        Bad input raises in ``exchange``, on every rank.
+        """Route the IDs and start to exchange sizes. Invalid input raises in ``exchange``, on every rank.
 
         Raises:
             ValueError: torch has attached another optimizer to a table beside its own.
@@ -167,7 +171,7 @@ class ShardedTables:
         """Wait for the sizes and start to exchange IDs.
 
         Raises:
-            ValueError: on every rank, when the input of any rank was bad.
+            ValueError: the input of a rank was invalid; raised on every rank.
         """
         with phase("ids") if recorders else OFF:
             return self._input.send_ids(sizes)
@@ -204,12 +208,14 @@ class ShardedTables:
     def look_up(self, batch: ArrivedBatch) -> "Results":
         """Look the IDs up and start to send the results back."""
         arrived, pending = batch.arrived, PendingLookup(batch=batch)
-        # With it every rank has a backward pass if any has: they exchange gradients.
+        # The anchor gives every rank a backward pass if any has one, because they exchange gradients.
         anchor = torch.empty(0, requires_grad=arrived.wishes.backward)
         return Results(self, pending, _send(self, pending, anchor, arrived.weights, *self._parameters))
 
     def send(self, pending: PendingLookup) -> Tensor:
-        """Run the forward pass up to the wire; return the rows of the data-parallel tables, fp32, flat."""
+        """Run the forward pass up to the exchange; return the rows of the data-parallel tables, fp32,
+        flat.
+        """
         batch = pending.batch
         if batch.arrived.wishes.backward:
             pending.foreign_writes = self._writes.foreign()
@@ -226,7 +232,7 @@ class ShardedTables:
         return local
 
     def receive(self, pending: PendingLookup, local: Tensor) -> Tensor:
-        """Run the forward pass from the wire on: [B, D], or flat rows per ID."""
+        """Run the forward pass from the exchange on; return [B, D], or flat rows per ID."""
         assert pending.in_flight is not None
         in_flight, pending.in_flight = pending.in_flight, None
         batch = pending.batch
@@ -236,7 +242,7 @@ class ShardedTables:
             )
 
     def send_grad(self, pending: PendingLookup, grad: Tensor) -> Tensor:
-        """Run the backward pass up to the wire; return the gradient of the data-parallel rows.
+        """Run the backward pass up to the exchange; return the gradient of the data-parallel rows.
 
         Raises:
             ValueError: the batch, or a table, was written to since the forward pass.
@@ -246,7 +252,7 @@ class ShardedTables:
         self._writes.check(pending.foreign_writes)
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
-        release_read(self._env.shard)  # the embeddings: all have read them by now
+        release_read(self._env.shard)  # all ranks have read the embeddings by now
         with phase("gradient") if recorders else OFF:
             pending.in_flight, local = self._output.send_gradient(grad, asked, scale)
         return local
@@ -254,10 +260,11 @@ class ShardedTables:
     def receive_grad(
         self, pending: PendingLookup, local_grad: Tensor
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run the backward pass from the wire on: update tables in place, or return their gradients.
+        """Run the backward pass from the exchange on: update tables in place, or return their gradients.
 
-        Returns: the gradient of the caller's per-sample weights, where some rank wants it, and a gradient for
-        each parameter, None for the fused ones.
+        Returns:
+            The gradient of the caller's per-sample weights, if some rank wants it, and the gradient of each
+                parameter; None for fused ones.
         """
         assert pending.in_flight is not None
         batch, local = pending.batch, None
@@ -288,10 +295,12 @@ class ShardedTables:
             self._apply([updates.collected() for updates in self._updates], deferred=True)
 
     def _apply(self, gradients: Sequence[TableGradient], *, deferred: bool) -> None:
-        """Make the updates of all rules that are deferred, or of the others: all or none."""
+        """Make the updates of all deferred rules, or of all others. Either all of these updates are made or
+        none.
+        """
         pairs = list(zip(self._updates, gradients, strict=False))
         prepared = [updates.prepare(gradient, deferred=deferred) for updates, gradient in pairs]
-        # From here on tables change: what can fail on the wire is behind us.
+        # Tables change from here on. All communication that can fail is done.
         self.num_changes += 1
         for (updates, gradient), each in zip(pairs, prepared, strict=True):
             updates.apply(each, gradient)
@@ -305,7 +314,9 @@ class ShardedTables:
         self.collected.agree(finite, self._env.world)
 
     def _sample_weight_grad(self, batch: ArrivedBatch, split_grad: Tensor, local_grad: Tensor) -> Tensor:
-        """Return the gradient of the per-sample weights, fp32 [N], of this rank's own loss: not averaged."""
+        """Return the gradient of the per-sample weights for this rank's own loss, fp32 [N]. It is not
+        averaged.
+        """
         header = batch.arrived.message.header
         own = self.split.sample_weight_grad(split_grad, batch.ids[0])
         local = None
@@ -332,7 +343,9 @@ class Results:
 
 
 class _Send(torch.autograd.Function):
-    """Lookup and departure; in the backward pass arrival and update."""
+    """The lookup and the start of the exchange; in the backward pass, the end of the exchange and the
+    update.
+    """
 
     @staticmethod
     def forward(
@@ -353,8 +366,9 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Arrival and assembly; in the backward pass departure. What travels does so in the step: to autograd,
-    ``local`` alone leads from one side to the other.
+    """The end of the exchange; in the backward pass, its start.
+
+    Values travel inside the stages. For autograd, only ``local`` connects the two functions.
     """
 
     @staticmethod
@@ -367,6 +381,6 @@ class _Receive(torch.autograd.Function):
         return None, None, ctx.tables.send_grad(ctx.pending, grads[0].contiguous())
 
 
-# Typed here, because torch's own is not.
+# torch's own has no types.
 _send: Any = _Send.apply
 _receive: Any = _Receive.apply

@@ -1,4 +1,4 @@
-"""Make sharded modules from unsharded ones."""
+"""The sharders, which make sharded modules from unsharded ones."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ FusedParams = OptimizerSpec | Mapping[str, Any] | None
 
 
 class _Sharder:
-    """What the sharders of both kinds of modules share."""
+    """The common part of the sharders of both kinds of modules."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class _Sharder:
         device: torch.device | None,
         **kind: bool,
     ) -> ModuleParts:
-        """Make the parts of a sharded module; ``kind``: ``weighted`` or ``sequence`` of `BuildOptions`.
+        """Make the parts of a sharded module. ``kind`` is ``weighted`` or ``sequence`` of `BuildOptions`.
         Collective.
         """
         env, device = _place(env, device)
@@ -77,15 +77,16 @@ class EmbeddingBagCollectionSharder(_Sharder):
     """Shards EmbeddingBagCollections.
 
     Args:
-        fused_params: the optimizer of the tables that have none of their own
-            (``apply_optimizer_in_backward``): a spec, or a mapping with ``"optimizer"`` (a spec, or a class
-            with its arguments beside it, such as ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: such
-            tables get ordinary gradients (a GradScaler for them must be torch's ShardedGradScaler: an
-            overflow shows only on the ranks that hold the table).
-        precision: the wire formats in which embeddings and their gradients travel.
-        update: ``"in_backward"``: the backward pass updates tables with an optimizer; ``"on_step"``: it
-            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused, and during
-            backward where it was not.
+        fused_params: the optimizer of the tables without their own (``apply_optimizer_in_backward``): a spec,
+            or a mapping with ``"optimizer"`` (a spec, or a class with its arguments beside it, such as
+            ``{"optimizer": RowWiseAdagrad, "lr": 0.02}``). None: these tables get ordinary gradients. A
+            GradScaler for them must be torch's ShardedGradScaler, because an overflow shows only on the ranks
+            that hold the table.
+        precision: the wire formats of embeddings and their gradients.
+        update: ``"in_backward"``: the backward pass updates tables with an optimizer. ``"on_step"``: it
+            collects their gradients for ``fused_optimizer.step()``. None: as the module was fused; in the
+            backward pass if it was not.
+        tables: the tables that ``fused_params`` is for (default: all).
     """
 
     module_type = EmbeddingBagCollection
@@ -97,14 +98,17 @@ class EmbeddingBagCollectionSharder(_Sharder):
         env: ShardingEnv | None = None,
         device: torch.device | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """The sharded module, with the weights of ``module`` (drawn anew where it is on ``meta``).
+        """Return the sharded module, with the weights of ``module``, or new ones if it is on ``meta``.
         Collective.
 
-        ``env``: all ranks of the default process group where it is None. ``device``: where this rank's
-        tables live, by default what the process group works on.
+        Args:
+            module: the unsharded module.
+            plan: the plan of its tables.
+            env: the ranks (default: all of the default process group).
+            device: device of this rank's tables (default: the device of the process group).
 
         Raises:
-            ValueError: for a plan or a device that does not fit, before anything is allocated.
+            ValueError: the plan or the device does not fit. It is raised before anything is allocated.
         """
         built = self.built(module, plan, env, device, weighted=module.is_weighted())
         return ShardedEmbeddingBagCollection(module, built)
@@ -122,7 +126,7 @@ class EmbeddingCollectionSharder(_Sharder):
         env: ShardingEnv | None = None,
         device: torch.device | None = None,
     ) -> ShardedEmbeddingCollection:
-        """The sharded module; see ``EmbeddingBagCollectionSharder.shard``."""
+        """Return the sharded module; see ``EmbeddingBagCollectionSharder.shard``."""
         return ShardedEmbeddingCollection(module, self.built(module, plan, env, device, sequence=True))
 
 

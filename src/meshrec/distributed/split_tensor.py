@@ -1,10 +1,10 @@
-"""A split table as torch's tools see it: a DTensor of the whole, of which some rectangles are here.
+"""A split table for torch's tools: a DTensor of the whole table, of which this rank holds some rectangles.
 
-DTensor's own placements know even chunks of one dimension. Here every rank may hold any rectangles, so what
-speaks of them is overridden: how the whole is put together (``full_tensor``, ``redistribute``), and the three
-methods by which torch.distributed.checkpoint (DCP) asks which pieces are here. The placement is
-``Replicate``: torch's tools then hand over, and ask for, whole tensors, and each rank takes its rectangles of
-them.
+DTensor's own placements describe even chunks of one dimension, but here a rank may hold any rectangles. So
+everything that depends on placements is overridden: how the whole is put together (``full_tensor``,
+``redistribute``), and the three methods by which torch.distributed.checkpoint (DCP) asks for the local
+pieces. The placement is ``Replicate``: torch's tools then give and ask for whole tensors, and each rank takes
+its rectangles of them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,9 +28,9 @@ _aten = torch.ops.aten
 
 
 class LocalRectangles(Tensor):
-    """What of a table is here, in the shape of the whole.
+    """The local rectangles of a table, in the shape of the whole table.
 
-    It takes copies from whole tensors, and gives copies of itself; it has no other arithmetic.
+    It can be copied from whole tensors, and be copied itself. It has no other arithmetic.
     """
 
     _parts: list[Tensor]
@@ -40,8 +40,8 @@ class LocalRectangles(Tensor):
     def __new__(
         cls, parts: Sequence[Tensor], rectangles: Sequence[Rectangle], like: Tensor, size: Sequence[int]
     ) -> "LocalRectangles":
-        """``like``: type and device, also where nothing is here. ``size``: of the whole; 1-D for state with a
-        number per row.
+        """Make the tensor. ``like`` gives the type and device, also if nothing is here. ``size`` is the size
+        of the whole: 1-D for state with one value per row.
         """
         made: LocalRectangles = Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=like.dtype, device=like.device
@@ -53,24 +53,26 @@ class LocalRectangles(Tensor):
         super().__init__()
 
     def local_shards(self) -> list[Tensor]:
-        """The parts. Of state per row, rectangles with the same rows have a part each, of equal numbers."""
+        """Return the parts. For state per row, rectangles with the same rows have one part each, with equal
+        values.
+        """
         return self._parts
 
     def local_offsets(self) -> list[tuple[int, ...]]:
-        """Where in the whole each of them begins."""
+        """Return the offset of each part in the whole."""
         return [rectangle.origin[: self.dim()] for rectangle in self._rectangles]
 
     def copy_from(self, source: Tensor) -> None:
-        """Copies from a whole tensor, or from one with the same rectangles; see ``parts_of``."""
+        """Copy from a whole tensor, or from one with the same rectangles; see ``parts_of``."""
         for part, values in zip(self._parts, self.parts_of(source), strict=True):
             if part.data_ptr() != values.data_ptr():
                 part.detach().copy_(values)
 
     def parts_of(self, source: Tensor) -> Sequence[Tensor]:
-        """For each rectangle its part of a whole tensor, or of one with the same rectangles.
+        """Return the part of each rectangle in a whole tensor, or in one with the same rectangles.
 
         Raises:
-            ValueError: for another shape, or other rectangles.
+            ValueError: the shape, or the rectangles, differ.
         """
         if source.shape != self.shape:
             raise ValueError(
@@ -88,7 +90,7 @@ class LocalRectangles(Tensor):
         return [region(source, rectangle) for rectangle in self._rectangles]
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> "LocalRectangles":
-        """The same rectangles with other parts."""
+        """Return the same rectangles with ``fn`` applied to their parts."""
         like = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         return LocalRectangles([fn(part) for part in self._parts], self._rectangles, like, self.shape)
 
@@ -123,19 +125,20 @@ _MAPPED = (
 
 
 class SplitTensor(DTensor):
-    """A table, or a state of it, that is split over the ranks of ``mesh`` by a plan.
+    """A table, or a state of it, that a plan splits over the ranks of ``mesh``.
 
-    ``full_tensor`` gives the whole on every rank. DCP saves it and loads into it, in place, whatever plan the
-    other side had; ``copy_`` takes whole tensors. Everything else is for plain tensors.
+    ``full_tensor`` returns the whole on every rank. DCP saves it, and loads into it in place, whatever the
+    plan of the other side. ``copy_`` takes whole tensors. Other operations need plain tensors.
     """
 
     _holders: Sequence[Sequence[Rectangle]]
 
     @staticmethod
     def of(local: LocalRectangles, holders: Sequence[Sequence[Rectangle]], mesh: DeviceMesh) -> "SplitTensor":
-        """``holders``: the rectangles of the table on each rank of the mesh, which has one axis.
+        """Make a split tensor. ``holders``: the rectangles of the table on each rank of the mesh, which has
+        one axis.
 
-        State per row lies in parts that are cut at the same rows everywhere: DCP takes no overlapping ones.
+        State per row is cut at the same rows on all ranks, because DCP does not accept overlapping parts.
         """
         if local.dim() == 1:
             local, holders = _cut_at_common_rows(local, holders)
@@ -147,20 +150,20 @@ class SplitTensor(DTensor):
 
     @property
     def local(self) -> LocalRectangles:
-        """What is here."""
+        """The local rectangles."""
         local = self._local_tensor
         assert isinstance(local, LocalRectangles)
         return local
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """What is here."""
+        """Return the local rectangles."""
         return self.local
 
     @torch.no_grad()
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole, as a plain tensor, on every rank. Collective over the ranks of the mesh.
+        """Return the whole, as a plain tensor, on every rank. Collective over the ranks of the mesh.
 
-        A rank needs memory for the whole, and for the largest rectangle beside it.
+        A rank needs memory for the whole, and for the largest rectangle.
         """
         group = self.device_mesh.get_group()
         axis = Axis(size=group.size(), rank=group.rank(), group=group)
@@ -172,7 +175,7 @@ class SplitTensor(DTensor):
             for rectangle in rectangles:
                 place = tuple(rectangle[1:] if self.dim() == 2 else rectangle[1:3])
                 if place in seen:
-                    continue  # columns of the same rows have the same number per row
+                    continue  # columns of the same rows have the same state per row
                 seen.add(place)
                 target = region(whole, rectangle)
                 buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
@@ -189,10 +192,10 @@ class SplitTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor:
-        """An ordinary DTensor of the whole, for placements of ``Replicate``; collective.
+        """Return an ordinary DTensor of the whole, for placements of ``Replicate``. Collective.
 
         Raises:
-            ValueError: for other placements.
+            ValueError: other placements are given.
         """
         if not placements or not all(placement.is_replicate() for placement in placements):
             raise ValueError(
@@ -203,7 +206,7 @@ class SplitTensor(DTensor):
         return DTensor.from_local(whole, self.device_mesh, [Replicate()], run_check=False)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """For DCP: what this rank can write. Of state per row, each row once."""
+        """Return, for DCP, the pieces that this rank can write. For state per row, each row appears once."""
         items: dict[tuple[int, ...], WriteItem] = {}
         for chunk, part in zip(self.__create_chunk_list__(), self.local._parts, strict=True):
             data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.shape)
@@ -212,14 +215,14 @@ class SplitTensor(DTensor):
         return list(items.values())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """For DCP: what this rank must read, every part of it."""
+        """Return, for DCP, the pieces that this rank must read: every part."""
         return [
             ChunkStorageMetadata(torch.Size(offset), part.shape)
             for offset, part in zip(self.local.local_offsets(), self.local._parts, strict=True)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """For DCP: the memory of a part. Parts with the same rows are told apart by their number."""
+        """Return, for DCP, the memory of a part. The index number tells parts with the same rows apart."""
         offsets, offset = self.local.local_offsets(), tuple(index.offset or ())
         number = index.index
         if number is None or number >= len(offsets) or offsets[number] != offset:
@@ -241,7 +244,9 @@ class SplitTensor(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Before torch 2.12, what follows is done in C++ for DTensors of every class, and not as below."""
+        """Run an operation on the rectangles. Before torch 2.12, C++ handles the listed operations for all
+        DTensors.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _OF_RECTANGLES:
                 return func(*args, **kwargs or {})
@@ -272,7 +277,7 @@ _OF_RECTANGLES = (
 def _cut_at_common_rows(
     local: LocalRectangles, holders: Sequence[Sequence[Rectangle]]
 ) -> tuple[LocalRectangles, list[list[Rectangle]]]:
-    """State per row and its rectangles, each cut where any other begins or ends."""
+    """Cut state per row and its rectangles where any rectangle begins or ends."""
     edges = sorted({row for held in holders for rectangle in held for row in (rectangle.r0, rectangle.r1)})
 
     def bands(of: Rectangle) -> list[Rectangle]:
@@ -289,7 +294,7 @@ def _cut_at_common_rows(
 
 
 def region(whole: Tensor, rectangle: Rectangle) -> Tensor:
-    """A rectangle in the memory of the whole, or its rows in that of state per row."""
+    """Return a rectangle in the memory of the whole; for state per row, its rows."""
     rows = whole[rectangle.r0 : rectangle.r1]
     return rows if whole.dim() == 1 else rows[:, rectangle.c0 : rectangle.c1]
 
@@ -301,7 +306,7 @@ def _plain(arg: Any) -> Any:
 
 
 def _wrapped(result: Any, first: Any) -> Any:
-    """What an operation on `first`'s rectangles gave, as a table of the same rectangles."""
+    """Wrap the result of an operation on the rectangles of ``first`` as a split tensor."""
     if not isinstance(result, LocalRectangles):
         return result
     return first if result is first.local else SplitTensor.of(result, first._holders, first.device_mesh)

@@ -13,14 +13,15 @@ from meshrec.tables.storage import RowStorage, check_loadable, copy_rectangle
 
 
 class SpreadTable(TableHolder):
-    """For inference: parameters ``part0``, ``part1``, ..., one for each device that has some of the table.
+    """A table for inference with the parameters ``part0``, ``part1``, ..., one for each device that holds
+    some of it.
 
-    ``state_dict`` has the whole table as the unsharded module has it, put together on the CPU.
+    ``state_dict`` returns the whole table, like the unsharded module, copied to the CPU.
 
     Args:
         table: the table.
-        storage: how its rows lie.
-        held: what each of the devices has of it.
+        storage: its row storage.
+        held: the part of each device.
     """
 
     def __init__(self, table: RoutedTable, storage: RowStorage, held: Sequence[Held]) -> None:
@@ -30,7 +31,7 @@ class SpreadTable(TableHolder):
             self.register_parameter(f"part{number}", each.parameter)
 
     def parts(self) -> list[tuple[Rectangle, Tensor]]:
-        """Every rectangle, and its rows."""
+        """Return every rectangle with its rows."""
         return [
             pair
             for each in self.held
@@ -42,7 +43,7 @@ class SpreadTable(TableHolder):
         return [part.name for part in self.storage.row_parts]
 
     def whole_parts(self) -> dict[str, Tensor]:
-        """What the rows of the whole table consist of, by name; a copy on the CPU."""
+        """Return the parts of the whole table's rows by name, copied to the CPU."""
         rows = self._allocated()
         wholes = self.storage.parts(rows, self._table.dim)
         for rectangle, own in self.parts():
@@ -54,10 +55,10 @@ class SpreadTable(TableHolder):
         return {part.name: whole for part, whole in zip(self.storage.row_parts, wholes, strict=True)}
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies what the rows of the whole table consist of to where they are.
+        """Copy the parts of the whole table's rows to their devices.
 
         Raises:
-            ValueError: when a value is missing, or its size or type differs; nothing is copied then.
+            ValueError: a value is missing, or its size or type differs. Nothing is copied then.
         """
         check_loadable(values["weight"], prefix + "weight", self.storage)
         rows = self._allocated()

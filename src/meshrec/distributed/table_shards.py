@@ -1,4 +1,4 @@
-"""A table as a sharded module holds it: the rectangles that are here, under the name of the whole table."""
+"""A table in a sharded module: the rectangles of this rank, under the name of the whole table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,22 +15,23 @@ from meshrec.tables.storage import RowStorage, check_loadable
 
 
 class TableShards(TableHolder):
-    """``weight`` is what this rank holds of the table: nothing (a parameter without rows), a rectangle, or
-    several in one parameter (see ``Packing``), so that the name of the whole table is the only one, and every
-    rank has it.
+    """The part of a table that this rank holds, as the parameter ``weight``.
 
-    ``state_dict`` has one entry ``weight`` for the whole table, on every rank (a quantised one has entries
-    for scales and biases beside it, see ``QuantisedRows``): a ``SplitTensor`` for a split table, which
-    torch.distributed.checkpoint saves and loads in place under any plan, and which gives the whole by
-    ``full_tensor()``; the plain tensor for a data-parallel one, and in one process.
+    ``weight`` has no rows, or is a rectangle, or holds several (see ``Packing``). So every rank has one
+    parameter, with the name of the whole table.
+
+    ``state_dict`` has one entry ``weight`` for the whole table, on every rank. A quantised table has further
+    entries for scales and biases, see ``QuantisedRows``. The entry of a split table is a ``SplitTensor``,
+    which torch.distributed.checkpoint saves, and loads in place, under any plan; ``full_tensor()`` returns
+    the whole. The entry of a data-parallel table, and in one process, is the plain tensor.
 
     Args:
         table: the table.
-        storage: how its rows lie.
-        held: what of it is here, None for nothing.
+        storage: its row storage.
+        held: the part on this rank; None if there is none.
         empty: the parameter of a rank that holds nothing.
         holders: the rectangles on every rank of ``mesh``.
-        mesh: the ranks that the table is split over; None where each has the whole.
+        mesh: the ranks that the table is split over; None if each holds the whole.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class TableShards(TableHolder):
         return self._mesh is not None
 
     def shards(self) -> list[Tensor]:
-        """The rectangles that are here: ``weight``, or views of it where there are several."""
+        """Return the rectangles of this rank: ``weight``, or views of it if there are several."""
         if self._packing is None:
             return []
         return [self.weight] if len(self.rectangles) == 1 else self._packing.views(self.weight.detach())
 
     def whole_state(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
-        """A state of the table, fp32 whatever its rows are, from what of it is here; without a copy."""
-        like = torch.empty(0, device=self.weight.device)  # the type is known also where nothing is
+        """Return a state of the table, fp32 whatever its rows are, from this rank's parts, without a copy."""
+        like = torch.empty(0, device=self.weight.device)  # gives the type if the rank holds nothing
         size = (self.table.num_rows,) if per_row else (self.table.num_rows, self.table.dim)
         return self._joined([part.detach() for part in parts], like, size, lambda column: column)
 
@@ -72,7 +73,7 @@ class TableShards(TableHolder):
         return [part.name for part in self.storage.row_parts]
 
     def whole_parts(self) -> dict[str, Tensor]:
-        """What the rows of the whole table consist of, by name; without a copy."""
+        """Return the parts of the whole table's rows by name, without a copy."""
         own = [
             self.storage.parts(shard.detach(), rectangle.c1 - rectangle.c0)
             for shard, rectangle in zip(self.shards(), self.rectangles, strict=True)
@@ -89,11 +90,12 @@ class TableShards(TableHolder):
         }
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies what the rows of a whole table consist of, or of one that the same plan has split, into what
-        of it is here: all of it, or, where something does not fit, nothing.
+        """Copy the values of a whole table, or of one that the same plan has split, to this rank's part.
+
+        Either everything is copied or, if something does not fit, nothing.
 
         Raises:
-            ValueError: when a size or a type differs, or a value holds other rectangles.
+            ValueError: a size or a type differs, or a value holds other rectangles.
         """
         check_loadable(values["weight"], prefix + "weight", self.storage)
         wholes = self.whole_parts()
@@ -123,10 +125,10 @@ class TableShards(TableHolder):
     def _joined(
         self, parts: Sequence[Tensor], like: Tensor, size: Sequence[int], place: Callable[[int], int]
     ) -> Tensor:
-        """``place``: where a column of the table lies in a part."""
+        """Join parts to a split tensor. ``place`` returns the position of a column of the table in a part."""
         if self._mesh is None:
             return parts[0]
-        # Imported here: torch's DTensor costs much.
+        # Imported here, because torch's DTensor is slow to import.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
 
         def placed(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
@@ -136,18 +138,17 @@ class TableShards(TableHolder):
         return SplitTensor.of(local, [placed(each) for each in self._holders], self._mesh)
 
     def extra_repr(self) -> str:
-        """The rectangles, for printing."""
         parts = [f"[{r.r0}:{r.r1}, {r.c0}:{r.c1}]" for r in self.rectangles]
         return f"{' '.join(parts) or 'nothing'} of {self.table.num_rows} x {self.table.dim}"
 
 
 def _pairs(whole: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What of a table is here, and what is to be copied there.
+    """Return pairs of this rank's memory of a table, and the values to copy there.
 
     Raises:
-        ValueError: where the value holds other rectangles.
+        ValueError: the value holds other rectangles.
     """
-    # Of a SplitTensor, whose class costs much to import.
+    # A SplitTensor has ``local``; its class is slow to import.
     local: Any = getattr(whole, "local", None)
     if local is not None and hasattr(value, "local"):
         value = value.local

@@ -1,4 +1,4 @@
-"""Which rows of the rectangles here were touched, and when: four bytes per row, a store per looked-up ID."""
+"""A record of the updated rows on this rank: four bytes per row, and one store per looked-up ID."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -13,12 +13,12 @@ from meshrec.tables.updates import TableGradient
 
 
 class TouchedRows:
-    """The rows of one module's tables that updates have touched, from now on.
+    """The rows of one module's tables that updates touch from now on.
 
     Args:
         tables: the tables of the module.
-        fused: the numbers of its fused tables, which alone are watched.
-        now: the number that rows touched now are marked with.
+        fused: the numbers of its fused tables. Only these are watched.
+        now: returns the mark for rows that are touched now.
     """
 
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
@@ -33,8 +33,8 @@ class TouchedRows:
         tables.watch = self._mark
 
     def touched(self, table: int, since: int) -> Iterator[tuple[Rectangle, Tensor, Tensor]]:
-        """Yield for each rectangle of a table here the rows that are marked with more than ``since``, counted
-        from the rectangle's first row, and the rectangle's weights.
+        """Yield, for each local rectangle of a table, the rows with a mark above ``since``, counted from the
+        rectangle's first row, and the rectangle's weights.
         """
         for part, marks in zip(self._parts, self._marks, strict=True):
             for rectangle, last, weight in zip(part.work.rectangles, marks, part.weights, strict=True):
@@ -64,7 +64,7 @@ def _marks(rectangle: Rectangle) -> Tensor:
 
 
 def by_key(lookups: tbe.Lookups) -> list[Tensor]:
-    """Return the IDs of each key (a route of this rank), of all blocks."""
+    """Return the IDs of each key (a route of this rank), over all blocks."""
     assert lookups.segments is not None
     bounds = lookups.offsets[lookups.segments.to(lookups.offsets.device)].tolist()
     num_keys = lookups.num_keys

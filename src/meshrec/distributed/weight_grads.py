@@ -1,5 +1,5 @@
-"""Brings gradients of per-sample weights home: from the ranks that looked the ids up to the one that gave
-them, on the reverse of the ids' way.
+"""The return of gradients of per-sample weights, from the ranks that looked IDs up to the rank that sent
+them.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from meshrec.plan.mesh import Axis
 
 
 class WeightGrads:
-    """The way back of one module."""
+    """The return of gradients of per-sample weights for one module."""
 
     def __init__(self, routing: Routing, axis: Axis) -> None:
         self._router, self._axis = routing.router, axis
         self._routes_per_rank = [len(work.routes) for work in routing.work]
 
     def send_home(self, by_rank: Sequence[Tensor], local: Tensor | None, source: SourceIds) -> Tensor:
-        """fp32 [N]: for each id of this rank the sum over all places where it was looked up. Collective.
+        """Return, for each ID of this rank, the sum over all of its lookups, fp32 [N]. Collective.
 
-        ``by_rank``: for every rank the gradients of the ids it sent here, in the order of its message.
-        ``local``: those of the tables that every rank holds.
+        ``by_rank``: the gradients of the IDs that each rank sent here, in the order of its message.
+        ``local``: those of the data-parallel tables.
         """
         *routes, _ = source.counts.split(
             [*self._routes_per_rank, source.counts.numel() - sum(self._routes_per_rank)]
