@@ -230,7 +230,7 @@ class PooledOutput:
             first, second = self._hops
             received = second.send_back(sent, *rows[1], "gradients between nodes")
             own = second.gradient(received, rows[1].sent)
-            own = own.view(rows[0].num_rows, first.out_dim)  # a node may hold nothing, so -1 would be ambiguous
+            own = own.view(rows[0].num_rows, first.out_dim)  # no -1: a node may hold nothing
             sent, _ = first.scatter(own, None, 1.0)
         return self._hops[0].send_back(sent, *rows[0], "gradients of embeddings"), local
 

@@ -104,5 +104,5 @@ class Replicas:
         message, grad = gather_gradients(message, grad, headers, num_grads, self._axis)
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
-        all_ids = tables.resolve(all_ids, train=True)  # ranks exchange keys, because slots differ between ranks
+        all_ids = tables.resolve(all_ids, train=True)  # keys travel: slots differ between ranks
         return LookedUp(tables.shaped(grad, all_ids), tables.lookups(all_ids))

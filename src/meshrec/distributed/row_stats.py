@@ -123,7 +123,7 @@ def _band(rectangle: Rectangle) -> _Band:
 
 
 def _squares(x_UD: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # one pass takes half the time of squares and their sum
+    norms: Tensor = torch.linalg.vector_norm(x_UD, dim=1)  # half the time of squares and their sum
     return norms.square_()
 
 
