@@ -156,7 +156,7 @@ def test_two_starts_with_one_name_do_not_both_train(tmp_path, nproc):
         _, errors = second.communicate(timeout=60)
         assert second.returncode == 1
         # One that comes late, because the machine is busy, finds what the first has written.
-        found = (f"is in use: process {first.pid} on", "holds a run already; take another --name")
+        found = (f"is in use: process {first.pid} on", "has a run already; take another --name")
         assert any(f"{tmp_path / 'mine'} {words}" in errors for words in found)
         assert "Traceback" not in errors
         while not list(tmp_path.glob("mine/checkpoints/*/manifest.json")) and time.monotonic() < deadline:
