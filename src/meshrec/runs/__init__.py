@@ -1,7 +1,8 @@
-"""What is done with a run: train it on ranks, read its recipe back, score and judge data, export, quantise.
+"""Work with runs: training one on ranks, reading its recipe back, scoring and judging data, exporting,
+quantising.
 
-``runs.export`` and ``runs.quantize`` are not imported here: they bring the compiler, which training needs
-nothing of.
+``runs.export`` and ``runs.quantize`` are not imported here, because they import the compiler, which training
+does not need.
 """
 
 from meshrec.runs.fitting import data_of_run, features_of
