@@ -3,8 +3,8 @@
 import os
 from dataclasses import replace
 
-from meshrec.runs.same_start import compare_ranks, describe_start
 from meshrec.runs import same_start
+from meshrec.runs.same_start import compare_ranks, describe_start
 from meshrec.train import join
 
 

@@ -14,9 +14,9 @@ from meshrec.export import Predictor
 from meshrec.export.raw_values import RawValues
 from meshrec.modules import DataType
 from meshrec.runs.export import export_run
+from meshrec.runs.fitting import features_of
 from meshrec.runs.quantize import quantize_run
 from meshrec.train import RunFolder, join
-from meshrec.runs.fitting import features_of
 from tests.export.conftest import torchs_own_warnings
 from tests.train.shop import shop, source, write_shop
 

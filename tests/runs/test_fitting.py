@@ -9,8 +9,8 @@ from meshrec.cli.train import main as train
 from meshrec.data import DataError
 from meshrec.data.features import Features
 from meshrec.runs import load_recipe
-from meshrec.train import Csv, Frame, RunFolder
 from meshrec.runs.fitting import FEATURES, data_of_run, features_of
+from meshrec.train import Csv, Frame, RunFolder
 from tests.train.shop import FEATURES as UNFITTED
 from tests.train.shop import shop, source, write_shop
 

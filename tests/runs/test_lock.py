@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrec.train.run_folder import CONFIG, RunFolder
 from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
+from meshrec.train.run_folder import CONFIG, RunFolder
 
 ROOT = Path(__file__).parents[2]
 HOLD = """

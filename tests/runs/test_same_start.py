@@ -11,10 +11,10 @@ import pytest
 
 from meshrec.data.features import Features, Hashed, Label
 from meshrec.runs import same_start
-from meshrec.train import Csv, SyntheticClicks
 from meshrec.runs.same_start import describe_dataset, describe_start
-from tests.train.clicks import Clicks, write_clicks
+from meshrec.train import Csv, SyntheticClicks
 from tests.runs.differing import compare_with_a_change
+from tests.train.clicks import Clicks, write_clicks
 
 ROOT = Path(__file__).parents[2]
 

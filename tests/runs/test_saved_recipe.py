@@ -8,9 +8,9 @@ import pytest
 from meshrec.data.features import Features, Hashed, Label
 from meshrec.optim import Adam
 from meshrec.runs import load_recipe
+from meshrec.runs.saved_recipe import changes, check_data, describe_data, restored
 from meshrec.train import Frame, MovieLens, Placement, Recipe, RunFolder, Training
 from meshrec.train.run_folder import CONFIG, to_json
-from meshrec.runs.saved_recipe import changes, check_data, describe_data, restored
 from tests.train import small as small_module
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from meshrec.cli.evaluate import main as evaluate
 from meshrec.runs import load_recipe
-from meshrec.train import RunFolder, find_run, resolve
-from meshrec.train.run_folder import CONFIG, to_json
 from meshrec.runs.source import keep_source, key_path
 from meshrec.runs.worker import Job, work
+from meshrec.train import RunFolder, find_run, resolve
+from meshrec.train.run_folder import CONFIG, to_json
 
 MINE = """
 from pathlib import Path

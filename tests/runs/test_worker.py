@@ -8,9 +8,9 @@ import pytest
 from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.data import IdColumn, Schema, parquet
 from meshrec.planner import load_plan
+from meshrec.runs.worker import Job, work
 from meshrec.train import DataSource
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
-from meshrec.runs.worker import Job, work
 
 
 def test_a_run_leaves_its_folder(tmp_path, small):

@@ -19,11 +19,11 @@ from meshrec.modules.table_lookup import storage_of
 from meshrec.quant.collections import empty_like
 from meshrec.quant.quantize import copied_but_for
 from meshrec.runs.fitting import data_of_run, features_of
+from meshrec.runs.saved_recipe import load_recipe
 from meshrec.train.losses import Tasks
 from meshrec.train.progress import origin_of
 from meshrec.train.recipe import FittedSource, Recipe
 from meshrec.train.run_folder import RunFolder
-from meshrec.runs.saved_recipe import load_recipe
 
 
 def export_run(

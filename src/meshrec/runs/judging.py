@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from meshrec.metrics import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
+from meshrec.runs.scoring import Scorer, gathered
 from meshrec.train.evaluation import Scored
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import Ranks
-from meshrec.runs.scoring import Scorer, gathered
 
 _MOST_SLICES = 20
 

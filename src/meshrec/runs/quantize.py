@@ -14,13 +14,13 @@ from meshrec.quant.from_checkpoint import quantised_about
 from meshrec.quant.page import page_of
 from meshrec.quant.precision import Rounding
 from meshrec.quant.quantize import quantize
-from meshrec.train.evaluation import score
 from meshrec.runs.fitting import data_of_run
+from meshrec.runs.saved_recipe import load_recipe
+from meshrec.train.evaluation import score
 from meshrec.train.progress import origin_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
-from meshrec.runs.saved_recipe import load_recipe
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset

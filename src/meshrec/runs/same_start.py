@@ -20,11 +20,11 @@ import torch
 
 from meshrec.ops import library
 from meshrec.ops.library import has_kernels, library_path
+from meshrec.runs.saved_recipe import describe_data
+from meshrec.runs.source import digests_of_source
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DataSource, Recipe
 from meshrec.train.run_folder import flat, to_json
-from meshrec.runs.source import digests_of_source
-from meshrec.runs.saved_recipe import describe_data
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader

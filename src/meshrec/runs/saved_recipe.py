@@ -8,11 +8,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
+from meshrec.runs.source import kept_recipe
 from meshrec.train.places import DATA
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
-from meshrec.runs.source import kept_recipe
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset

@@ -9,13 +9,13 @@ from torch import nn
 
 from meshrec.checkpoint import find_checkpoint, load, read_manifest
 from meshrec.optim import SGD
+from meshrec.runs.fitting import features_of
+from meshrec.runs.saved_recipe import describe_data, load_recipe
 from meshrec.train.building import build
 from meshrec.train.evaluation import Scored, score
-from meshrec.runs.fitting import features_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DataSource, FittedSource, Recipe
 from meshrec.train.run_folder import CONFIG, RunFolder
-from meshrec.runs.saved_recipe import describe_data, load_recipe
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset, Reader

@@ -9,9 +9,9 @@ from torch import Tensor
 from meshrec.checkpoint import find_checkpoint, load
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.runs.fitting import data_of_run, features_of
+from meshrec.runs.saved_recipe import load_recipe
 from meshrec.train.recipe import FittedSource
 from meshrec.train.run_folder import RunFolder
-from meshrec.runs.saved_recipe import load_recipe
 
 
 def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: bool = False) -> Tensor:

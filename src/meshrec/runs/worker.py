@@ -21,8 +21,13 @@ from meshrec.planner import save_plan
 from meshrec.reports.measured import compare, read_phases
 from meshrec.reports.plan_html import write_html
 from meshrec.reports.plan_report import make_report
-from meshrec.train.baselines import baselines, ranking_baselines
 from meshrec.runs.fitting import load_data
+from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
+from meshrec.runs.report import write_report
+from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
+from meshrec.runs.saved_recipe import Change, check_data, describe_data
+from meshrec.runs.source import keep_source
+from meshrec.train.baselines import baselines, ranking_baselines
 from meshrec.train.launch import RANK_TIMEOUT
 from meshrec.train.losses import NextItem
 from meshrec.train.observers import (
@@ -36,7 +41,6 @@ from meshrec.train.observers import (
 )
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.recipe import Recipe
-from meshrec.runs.report import write_report
 from meshrec.train.run_folder import (
     CONFIG,
     RUNS,
@@ -47,10 +51,6 @@ from meshrec.train.run_folder import (
     now,
     to_json,
 )
-from meshrec.runs.lock import RunLock, claim_run, hold_as_rank
-from meshrec.runs.source import keep_source
-from meshrec.runs.same_start import compare_ranks, describe_dataset, describe_start
-from meshrec.runs.saved_recipe import Change, check_data, describe_data
 from meshrec.train.stopping import StopRequest, stop_with_parent
 from meshrec.train.trackers import make_trackers
 from meshrec.train.trainer import Trainer
