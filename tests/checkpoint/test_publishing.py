@@ -98,7 +98,7 @@ def test_deltas_that_must_be_taken_back_and_are_missing_are_named(tmp_path):
         DeltaPublisher(model, tmp_path, run="r", step=1, after=first)
     damaged = tmp_path / "00000003.rows.safetensors"
     damaged.write_bytes(damaged.read_bytes() + b"x")
-    with pytest.raises(ValueError, match=r"cannot be continued: delta 3: .* is not what was written"):
+    with pytest.raises(ValueError, match=r"cannot be continued: delta 3: .* bytes from .* are of no tensor"):
         DeltaPublisher(model, tmp_path, run="r", step=1)
 
 
@@ -124,6 +124,16 @@ def test_deltas_bring_weights_up_to_date_and_are_verified(ranks, tmp_path):
     sound = path.read_bytes()
     path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     with pytest.raises(DeltaError, match=r"delta 1: .*rows.safetensors is not what was written"):
+        verify_deltas(tmp_path)
+    with path.open("wb") as file:
+        file.truncate(1 << 42)  # no memory is taken for it
+    with pytest.raises(DeltaError, match=r"delta 1: .*rows.safetensors is no safetensors file"):
+        verify_deltas(tmp_path)
+    path.write_bytes(sound)
+    path = tmp_path / "00000002.json"
+    sound = path.read_bytes()
+    path.write_bytes(sound + b" ")  # the next delta would follow on another digest than this one's
+    with pytest.raises(DeltaError, match=r"delta 2: .*its form is not the one in which it was written"):
         verify_deltas(tmp_path)
     path.write_bytes(sound)
     (tmp_path / "00000001.json").rename(tmp_path / "00000003.json")

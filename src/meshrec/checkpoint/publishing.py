@@ -235,6 +235,8 @@ def _record(content: bytes, number: int) -> DeltaRecord:
     version = integer(said.get("format"), "its format", 1, FORMAT)
     if version == FORMAT:
         said = unsealed(content, "it", required=True)
+        if content != sealed(said):  # the next delta names the digest of these bytes
+            raise DamageError("its form is not the one in which it was written")
     said = fields(said, "it", [*_FIELDS, "tracked", "whole"] if version == FORMAT else _FIELDS)
     integer(said["number"], "its number", number, number)
     step = integer(said["step"], "its step")

@@ -20,6 +20,9 @@ METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
 _MOST_DIMS = 64
 
+Entry = tuple[torch.dtype, tuple[int, ...], int, int]
+"""The type, the shape, the first byte and the end of a tensor in a file."""
+
 
 def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
     """Read a file into memory, and return its tensors.
@@ -29,7 +32,12 @@ def read_whole(path: Path, sha256: str) -> dict[str, Tensor]:
         OSError: the file cannot be read.
     """
     with open_regular(path) as descriptor:
-        content = torch.empty(os.fstat(descriptor).st_size, dtype=torch.uint8)
+        size = os.fstat(descriptor).st_size
+        _check_before_reading(descriptor, size, str(path))
+        try:
+            content = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise DamageError(f"{path} has {size:,} bytes, for which there is no memory") from error
         memory = memory_of(content)
         read_into(descriptor, memory, 0, str(path))
     if hashlib.sha256(memory).hexdigest() != sha256:
@@ -57,11 +65,8 @@ def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
     Raises:
         DamageError: the tensors do not cover the file exactly, from the header to its end.
     """
-    length = int.from_bytes(content[:8].numpy().tobytes(), "little") if len(content) >= 8 else 0
-    if length + 8 > len(content) or not 2 <= length <= _MOST_HEADER_BYTES:
-        raise DamageError(f"{path} is no safetensors file: its header would be longer than the file")
-    header = parse(content[8 : 8 + length].numpy().tobytes(), f"{path} is no safetensors file: its header")
-    entries = entries_of(header, len(content) - 8 - length, path)
+    length = _header_length(content[:8].numpy().tobytes(), len(content), path)
+    entries = _entries(content[8 : 8 + length].numpy().tobytes(), len(content), path)
     found = {}
     for name, (dtype, shape, begin, end) in entries.items():
         part = content[8 + length + begin : 8 + length + end]
@@ -71,7 +76,26 @@ def tensors_of(content: Tensor, path: str) -> dict[str, Tensor]:
     return found
 
 
-Entry = tuple[torch.dtype, tuple[int, ...], int, int]
+def _check_before_reading(descriptor: int, size: int, path: str) -> None:
+    """Check the header of an open file, before there is memory for all that the file says it has."""
+    first = bytearray(min(8, size))
+    read_into(descriptor, memoryview(first), 0, path)
+    header = bytearray(_header_length(first, size, path))
+    read_into(descriptor, memoryview(header), 8, path)
+    _entries(bytes(header), size, path)
+
+
+def _header_length(first: bytes | bytearray, size: int, path: str) -> int:
+    """Return the bytes of the header's JSON, as the first 8 bytes of a file of ``size`` bytes say."""
+    length = int.from_bytes(first, "little") if size >= 8 else 0
+    if length + 8 > size or not 2 <= length <= _MOST_HEADER_BYTES:
+        raise DamageError(f"{path} is no safetensors file: its header would be longer than the file")
+    return length
+
+
+def _entries(header: bytes, size: int, path: str) -> dict[str, Entry]:
+    found = parse(header, f"{path} is no safetensors file: its header")
+    return entries_of(found, size - 8 - len(header), path)
 
 
 def entries_of(header: Any, num_bytes: int, path: str) -> dict[str, Entry]:

@@ -135,7 +135,7 @@ class Deltas:
         self._looked_at = None
         if record.run != self._about.get("run"):
             raise DeltaError(
-                f"delta {record.number} is of run {record.run!r}, and the package of "
+                f"delta {record.number} is of run {record.run[:100]!r}, and the package of "
                 f"{self._about.get('run')!r}. Name the deltas of its own run."
             )
         check_follows(record, last, step)
