@@ -21,9 +21,9 @@ from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.checkpoint import async_save, load, save
 from meshrec.checkpoint.blocks import memory_of
+from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import RowWiseAdagrad
-from meshrec.plan.mesh import default_env
 from meshrec.testing import RankPool
 
 WORLD_SIZE = 2

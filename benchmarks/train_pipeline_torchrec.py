@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.dlrm_contenders import fill
-from meshrec.plan.mesh import ShardingEnv
+from meshrec.comms.mesh import ShardingEnv
 
 PATH = "dlrm.sparse_arch.embedding_bag_collection"
 

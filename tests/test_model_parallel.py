@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.comms.mesh import ShardingEnv, default_env
 from meshrec.distributed import sharders
 from meshrec.model_parallel import DistributedModelParallel, get_unwrapped_module
 from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward
-from meshrec.plan.mesh import ShardingEnv, default_env
 from meshrec.planner import EmbeddingShardingPlanner
 from meshrec.quant import quantize
 from meshrec.testing import RankError, RankPool, assert_equal_to_unsharded

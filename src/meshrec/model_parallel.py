@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from meshrec.comms.collectives import broadcast
 from meshrec.comms.dense_gradients import DenseGradients, average_gradients
+from meshrec.comms.mesh import Axis, ShardingEnv, default_env, group_device
+from meshrec.comms.same_plan import verify_same_plan
 from meshrec.distributed.reshard import moved
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from meshrec.optim.keyed import CombinedOptimizer
 from meshrec.optim.parts import mark_part
 from meshrec.plan.builders import tables_of
-from meshrec.plan.checks import verify_plan, verify_same_plan
-from meshrec.plan.mesh import Axis, ShardingEnv, default_env, group_device
+from meshrec.plan.checks import verify_plan
 from meshrec.plan.sharding_plan import ShardingPlan
 
 Sharder = EmbeddingBagCollectionSharder | EmbeddingCollectionSharder

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from meshrec.calibration.trials import Trial, make_trials, measure
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.plan.checks import verify_plan
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import ShardingPlan, TableSize
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.evaluate import evaluate

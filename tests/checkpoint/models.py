@@ -8,9 +8,9 @@ from torch import nn
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
 from meshrec.comms.collectives import gather_objects
+from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import Adam, RowWiseAdagrad
-from meshrec.plan.mesh import default_env
 
 SIZES = {"t0": (16, 8), "t1": (9, 4), "t2": (12, 6)}
 SPECS = {"rowwise": RowWiseAdagrad(lr=0.1), "adam": Adam(lr=0.01)}

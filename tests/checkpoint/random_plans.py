@@ -26,10 +26,10 @@ from meshrec import (
     optim,
 )
 from meshrec import distributed as md
+from meshrec.comms.mesh import ShardingEnv, default_env
 from meshrec.compat.bridge import sharders as bridge
 from meshrec.compat.bridge.optimizers import EmbOptimType
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.plan.mesh import ShardingEnv, default_env
 
 _spec = importlib.util.spec_from_file_location("checkpoint_reference", Path(__file__).parent / "reference.py")
 reference = importlib.util.module_from_spec(_spec)

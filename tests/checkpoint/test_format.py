@@ -13,9 +13,9 @@ from torch import nn
 
 from meshrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, checkpoint
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD, Adam, PartialRowWiseAdam, RowWiseAdagrad, apply_optimizer_in_backward
-from meshrec.plan.mesh import default_env
 
 _spec = importlib.util.spec_from_file_location("checkpoint_models", Path(__file__).parent / "models.py")
 models = importlib.util.module_from_spec(_spec)

@@ -15,7 +15,7 @@ from meshrec.checkpoint import (
     saving,
     snapshot,
 )
-from meshrec.plan.mesh import default_env
+from meshrec.comms.mesh import default_env
 from meshrec.testing import RankError
 
 

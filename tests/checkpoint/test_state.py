@@ -10,8 +10,8 @@ from meshrec import distributed as md
 from meshrec.checkpoint import DamagedCheckpointError, load, read_manifest, save
 from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.checkpoint.state import collect, merged
+from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.plan.mesh import default_env
 
 
 class Odd:

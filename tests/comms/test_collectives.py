@@ -23,7 +23,7 @@ from meshrec.comms.collectives import (
     release_read,
 )
 from meshrec.comms.host_link import links
-from meshrec.plan.mesh import Axis, default_env
+from meshrec.comms.mesh import Axis, default_env
 from meshrec.testing import RankError, RankPool
 
 

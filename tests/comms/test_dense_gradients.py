@@ -7,7 +7,7 @@ from torch import nn
 
 from meshrec.comms.dense_gradients import DenseGradients, average_gradients
 from meshrec.comms.host_link import links
-from meshrec.plan.mesh import Axis, default_env
+from meshrec.comms.mesh import Axis, default_env
 from meshrec.testing import RankError, RankPool
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from meshrec.comms import host_link
 from meshrec.comms.collectives import Splits, all_gather, all_to_all, release_read
 from meshrec.comms.host_link import links, open_link
+from meshrec.comms.mesh import Axis, default_env
 from meshrec.ops.library import has_kernels
-from meshrec.plan.mesh import Axis, default_env
 from meshrec.testing import RankError, RankPool
 
 pytestmark = pytest.mark.skipif(

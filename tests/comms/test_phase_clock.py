@@ -6,9 +6,9 @@ import torch
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
 from meshrec.comms import collectives, phase_clock
+from meshrec.comms.mesh import default_env
 from meshrec.comms.phase_clock import DENSE, phase, record_phases
 from meshrec.optim import RowWiseAdagrad
-from meshrec.plan.mesh import default_env
 from meshrec.planner.estimators import PHASES
 from meshrec.reports import measured
 

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 
 from meshrec.comms.collectives import Splits, all_to_all
+from meshrec.comms.mesh import default_env
 from meshrec.comms.timeouts import set_timeout
 from meshrec.distributed import CollectiveError
-from meshrec.plan.mesh import default_env
 from meshrec.testing.rank_pool import RankPool
 
 

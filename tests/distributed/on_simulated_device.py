@@ -23,8 +23,8 @@ from meshrec import (
     PoolingType,
 )
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import SGD, Adam, RowWiseAdagrad
-from meshrec.plan.mesh import default_env
 
 FEATURES = ["a", "b", "c", "nobody"]
 

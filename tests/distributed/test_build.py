@@ -3,8 +3,8 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import SGD, RowWiseAdagrad, apply_optimizer_in_backward, in_backward_optimizer_filter
-from meshrec.plan.mesh import default_env
 
 
 def collection(device=None):

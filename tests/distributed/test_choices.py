@@ -8,10 +8,10 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge import sharders as bridge
 from meshrec.compat.bridge.optimizers import EmbOptimType
 from meshrec.optim import SGD, Adam, RowWiseAdagrad, apply_optimizer_in_backward, in_backward_spec
-from meshrec.plan.mesh import ShardingEnv
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's package uses what torch has deprecated

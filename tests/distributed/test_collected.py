@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from meshrec.comms.mesh import default_env
 from meshrec.distributed.collected import GradientSignal
-from meshrec.plan.mesh import default_env
 
 
 def agree(finite):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -30,7 +31,6 @@ from meshrec.optim import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
-from meshrec.plan.mesh import default_env
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.testing import assert_equal_to_unsharded
 

@@ -7,7 +7,7 @@ import torch
 
 from meshrec import BoundsCheckMode, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
-from meshrec.plan.mesh import default_env
+from meshrec.comms.mesh import default_env
 from meshrec.testing import RankError
 
 

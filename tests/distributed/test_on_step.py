@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import (
     SGD,
@@ -19,7 +20,6 @@ from meshrec.optim import (
     KeyedOptimizerWrapper,
     RowWiseAdagrad,
 )
-from meshrec.plan.mesh import default_env
 from meshrec.testing import RankError
 
 TABLES = {"t0": (10, 6), "t1": (7, 5), "t2": (9, 4), "t3": (5, 4)}

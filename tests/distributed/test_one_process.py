@@ -14,9 +14,9 @@ from meshrec import (
 )
 from meshrec import distributed as md
 from meshrec.checkpoint import load, save
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import RowWiseAdagrad
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.quant import quantize
 
 SIZES = {"t0": (16, 8), "t1": (9, 4), "t2": (12, 16)}

@@ -7,11 +7,11 @@ from meshrec import (
     KeyedJaggedTensor,
 )
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.distributed.input_dist import SourceIds
 from meshrec.distributed.output_dist import Hop
 from meshrec.distributed.pieces import Span
 from meshrec.optim import SGD
-from meshrec.plan.mesh import default_env
 
 
 def steps(forward, backward):

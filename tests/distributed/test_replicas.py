@@ -12,8 +12,8 @@ from meshrec import (
     KeyedJaggedTensor,
 )
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import Adam
-from meshrec.plan.mesh import default_env
 from meshrec.testing import assert_equal_to_unsharded
 
 # Few rows, or many, and the way that their gradients go.

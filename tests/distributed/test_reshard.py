@@ -7,11 +7,11 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
+from meshrec.comms.mesh import Axis, ShardingEnv, default_env
 from meshrec.distributed import reshard
 from meshrec.distributed.reshard import RankRectangle, transfers_of
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD
-from meshrec.plan.mesh import Axis, ShardingEnv, default_env
 from meshrec.tables.packing import Rectangle
 from meshrec.testing import RankError
 

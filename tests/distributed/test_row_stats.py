@@ -1,12 +1,12 @@
 import pytest
 import torch
 
+from meshrec.comms.mesh import Axis
 from meshrec.distributed.routing import Lookup, RankWork, Route, RoutedTable, Routing, Use
 from meshrec.distributed.row_stats import ColumnPeers, Touched
 from meshrec.ops.tbe.formulas import Hyper
 from meshrec.ops.tbe.naive_update import update_rows
 from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad
-from meshrec.plan.mesh import Axis
 from meshrec.tables.packing import Rectangle
 
 

@@ -5,9 +5,9 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.distributed import CollectiveError, row_stats
 from meshrec.optim import SGD, RowWiseAdagrad
-from meshrec.plan.mesh import default_env
 
 
 def make(builder=None):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from meshrec.comms.mesh import default_env
 from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor, region
-from meshrec.plan.mesh import default_env
 from meshrec.tables.packing import Rectangle
 
 SIZE = (6, 5)

@@ -6,8 +6,8 @@ import torch.distributed.checkpoint as dcp
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import RowWiseAdagrad
-from meshrec.plan.mesh import default_env
 from meshrec.testing import RankError
 
 SIZES = {"t0": (10, 8), "t1": (7, 5), "t2": (3, 4)}

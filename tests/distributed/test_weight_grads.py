@@ -3,8 +3,8 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import SGD
-from meshrec.plan.mesh import default_env
 
 PLANS = {
     "rows": {"t0": md.row_wise(), "t1": md.row_wise()},

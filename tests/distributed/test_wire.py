@@ -16,9 +16,9 @@ from meshrec import (
     KeyedJaggedTensor,
 )
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.comms.wire import FORMATS, WireFormat
 from meshrec.optim import SGD
-from meshrec.plan.mesh import default_env
 from meshrec.planner import Topology
 from meshrec.planner.evaluate import evaluate
 from meshrec.planner.module_tables import tables_of_model

@@ -6,10 +6,10 @@ import torch
 
 from meshrec import DataType
 from meshrec import distributed as md
+from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.export import Predictor, export
 from meshrec.export.whole_tables import with_whole_tables
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.plan.mesh import Axis, ShardingEnv
 from meshrec.quant import quantize
 from tests.export.conftest import FEATURES, NUM_DENSE, torchs_own_warnings
 

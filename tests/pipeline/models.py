@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules import (
     EmbeddingBagCollection,
@@ -20,7 +21,6 @@ from meshrec.optim import (
     GradientClippingOptimizer,
     KeyedOptimizerWrapper,
 )
-from meshrec.plan.mesh import default_env
 from meshrec.sparse import KeyedJaggedTensor
 
 TABLES = [

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from meshrec.comms.collectives import CollectiveError
+from meshrec.comms.mesh import default_env
 from meshrec.distributed import ShardingEnv
 from meshrec.optim import SGD
 from meshrec.pipeline import TrainPipeline
-from meshrec.plan.mesh import default_env
 
 # Ranks do not know the folder of tests.
 _spec = importlib.util.spec_from_file_location("pipeline_models", Path(__file__).parent / "models.py")

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import LAMB, LARS, SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from meshrec.pipeline import TrainPipeline
-from meshrec.plan.mesh import default_env
 
 # Ranks do not know the folder of tests.
 _spec = importlib.util.spec_from_file_location("pipeline_models", Path(__file__).parent / "models.py")

@@ -2,7 +2,6 @@ import pytest
 
 from meshrec import distributed as md
 from meshrec.plan.builders import WorldShape
-from meshrec.plan.checks import _difference
 
 SIZE = md.TableSize(10, 8)
 
@@ -72,18 +71,3 @@ def test_tables_and_modules_must_match():
         md.verify_plan(plan, {"ebc": {"t0": SIZE}, "other": {}}, world_size=1)
     with pytest.raises(ValueError, match="the plan speaks of module 'ebc'"):
         md.verify_plan(plan, {}, world_size=1)
-
-
-def test_same_plan_needs_no_group_with_one_process():
-    md.verify_same_plan(md.ShardingPlan({}), None)
-
-
-def test_difference_names_the_table_and_the_ranks():
-    with_t1 = {("ebc", "t0"): "a", ("ebc", "t1"): "b"}
-    assert "table 't1' of module 'ebc': it is missing on rank 1" in _difference(
-        [with_t1, {("ebc", "t0"): "a"}]
-    )
-    moved = {("ebc", "t0"): "c", ("ebc", "t1"): "b"}
-    assert "table 't0' of module 'ebc': ranks 0 and 2 place it differently" in _difference(
-        [with_t1, with_t1, moved]
-    )

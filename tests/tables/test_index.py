@@ -7,10 +7,10 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, fuse
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.modules import table_lookup
 from meshrec.optim import RowWiseAdagrad
 from meshrec.pipeline.in_flight import LookupInFlight
-from meshrec.plan.mesh import default_env
 from meshrec.tables.index import slots_of
 from meshrec.tables.storage import DenseRows
 

@@ -2,8 +2,8 @@ import torch
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import Adagrad, RowWiseAdagrad
-from meshrec.plan.mesh import default_env
 from meshrec.tables.row_updates import slot_major, update_rows
 from meshrec.tables.rule import distinct
 from meshrec.testing import assert_equal_to_unsharded

@@ -4,8 +4,8 @@ from torch import nn
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from meshrec import distributed as md
+from meshrec.comms.mesh import default_env
 from meshrec.optim import SGD
-from meshrec.plan.mesh import default_env
 from meshrec.testing import RankError, assert_equal_to_unsharded
 from meshrec.testing.equality import compare
 

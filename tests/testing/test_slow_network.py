@@ -9,7 +9,7 @@ from torch import nn
 
 from meshrec.comms.collectives import Splits, all_gather, all_to_all
 from meshrec.comms.host_link import links
-from meshrec.plan.mesh import Axis
+from meshrec.comms.mesh import Axis
 from meshrec.testing import RankPool, set_network
 from meshrec.testing.slow_network import BACKEND
 

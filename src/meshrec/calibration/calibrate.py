@@ -15,7 +15,7 @@ from torch import Tensor
 from meshrec.calibration.fit import fit
 from meshrec.calibration.trials import make_trials, measure
 from meshrec.comms.collectives import Splits, all_gather, all_to_all
-from meshrec.plan.mesh import Axis, ShardingEnv
+from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.planner.estimators import PHASES
 from meshrec.planner.hardware import HardwareProfile, Link, get_profile
 from meshrec.planner.types import Topology

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import DENSE, record_phases
 from meshrec.distributed.sharders import EmbeddingBagCollectionSharder
 from meshrec.modules import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec.optim import RowWiseAdagrad
 from meshrec.plan.builders import WorldShape, column_wise, data_parallel, row_wise, table_wise
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, TableSize
 from meshrec.planner.types import OptimizerKind, Table
 from meshrec.sparse import KeyedJaggedTensor

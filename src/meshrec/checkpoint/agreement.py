@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from meshrec.comms.collectives import gather_objects
-from meshrec.plan.mesh import Axis
+from meshrec.comms.mesh import Axis
 
 T = TypeVar("T")
 

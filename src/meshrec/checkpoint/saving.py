@@ -22,8 +22,8 @@ from meshrec.checkpoint.manifest import MANIFEST, Manifest
 from meshrec.checkpoint.snapshot import read_note
 from meshrec.checkpoint.state import Collected, collect, merged, prepare
 from meshrec.checkpoint.storage import CheckpointReader, RankFiles, Writer, read_manifest
+from meshrec.comms.mesh import Axis
 from meshrec.durable import write_durably
-from meshrec.plan.mesh import Axis
 
 Group = dist.ProcessGroup | None
 _POLL_SECONDS = 0.02

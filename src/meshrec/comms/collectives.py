@@ -19,8 +19,8 @@ from torch import Tensor
 
 from meshrec.comms.host_link import Reading, links
 from meshrec.comms.joining import store_host
+from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import recorders
-from meshrec.plan.mesh import Axis
 
 _ANSWER_SECONDS = 3.0
 _GLOO = "gloo/transport"

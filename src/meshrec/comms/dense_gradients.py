@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from meshrec.comms.collectives import InFlight
 from meshrec.comms.host_link import HostLink, links, open_link
-from meshrec.plan.mesh import Axis
+from meshrec.comms.mesh import Axis
 
 # R ranks
 

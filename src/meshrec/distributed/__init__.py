@@ -2,7 +2,9 @@
 
 from meshrec.comms.collectives import CollectiveError, measure_traffic
 from meshrec.comms.leaving import leave_process_group
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import record_phases
+from meshrec.comms.same_plan import verify_same_plan
 from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -17,8 +19,7 @@ from meshrec.plan.builders import (
     table_row_wise,
     table_wise,
 )
-from meshrec.plan.checks import verify_module_plan, verify_plan, verify_same_plan
-from meshrec.plan.mesh import ShardingEnv
+from meshrec.plan.checks import verify_module_plan, verify_plan
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import broadcast, gather_objects
+from meshrec.comms.mesh import Axis, ShardingEnv
+from meshrec.comms.same_plan import verify_same_plan
 from meshrec.comms.wire import FULL_PRECISION, WireFormats
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
@@ -22,8 +24,7 @@ from meshrec.ops.memory import keep_freed_memory
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward, mark_sharded
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
 from meshrec.optim.parts import mark_part
-from meshrec.plan.checks import verify_module_plan, verify_same_plan
-from meshrec.plan.mesh import Axis, ShardingEnv
+from meshrec.plan.checks import verify_module_plan
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

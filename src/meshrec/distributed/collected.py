@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from meshrec.comms.collectives import all_reduce
-from meshrec.plan.mesh import Axis
+from meshrec.comms.mesh import Axis
 
 
 class GradientSignal:

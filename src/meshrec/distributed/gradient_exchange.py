@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import all_gather, all_reduce
+from meshrec.comms.mesh import Axis
 from meshrec.distributed.input_dist import LookupIds, PackedIds
-from meshrec.plan.mesh import Axis
 from meshrec.tables.packing import RowGradients
 
 # P replicas, n messages of each, Q routes of a message

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all, gather_objects
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BoundsCheckMode
 from meshrec.modules.input_checks import check_device, inverse_rows, positions_of, sample_weights
@@ -29,7 +30,6 @@ from meshrec.ops.dist import naive
 from meshrec.ops.tbe.lookup import BATCH_TENSORS
 from meshrec.ops.tbe.reporting import report_clamped
 from meshrec.ops.versions import check_unchanged, versions_of
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 
 # U uses, Q routes, R ranks, K keys, N ids

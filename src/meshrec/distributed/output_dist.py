@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, Splits, all_to_all
+from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.wire import Block, WireFormat, WireFormats, decode_blocks, encode_blocks
 from meshrec.distributed.input_dist import LookupIds, SourceIds
 from meshrec.distributed.pieces import Span, as_tensor, local_spans, pieces_of, rank_spans
 from meshrec.distributed.routing import Routing
-from meshrec.plan.mesh import Axis, ShardingEnv
 
 # B bags of this rank, D columns, Q routes, U uses
 

@@ -7,6 +7,7 @@ mix, there is one exchange of sizes, one sum, and one exchange of IDs and gradie
 
 from torch import Tensor
 
+from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.gradient_exchange import (
     ReplicaSizes,
@@ -18,7 +19,6 @@ from meshrec.distributed.gradient_exchange import (
 )
 from meshrec.distributed.input_dist import InputDist, LookupIds, PackedIds
 from meshrec.distributed.lookup import LookupTables
-from meshrec.plan.mesh import Axis
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.updates import LookedUp, TableGradient
 

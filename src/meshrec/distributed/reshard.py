@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_to_all, gather_objects
+from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts, compiled
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.table_shards import TableShards
-from meshrec.plan.mesh import Axis, ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.packing import Rectangle

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import Splits, all_to_all
+from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
 from meshrec.ops.tbe.formulas import Formula, Hyper, Rows, RowSum, formula_of
-from meshrec.plan.mesh import Axis
 from meshrec.tables.packing import Rectangle
 from meshrec.tables.rule import UpdateRule
 from meshrec.tables.updates import Touched

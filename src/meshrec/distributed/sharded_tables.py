@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, release_read
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.comms.wire import WireFormats
 from meshrec.distributed.collected import GradientSignal
@@ -38,7 +39,6 @@ from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_stats import column_peers
 from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.optim.in_backward import in_backward_spec
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.optimizer import FusedTable

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from meshrec.comms.mesh import ShardingEnv, default_env, group_device
 from meshrec.comms.wire import CommsPrecision
 from meshrec.distributed.build import BuildOptions, ModuleParts, build, source_tables
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -12,7 +13,6 @@ from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec
-from meshrec.plan.mesh import ShardingEnv, default_env, group_device
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan
 from meshrec.tables.optimizer import FusedOptimizer, UpdateMode
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from meshrec.comms.collectives import broadcast
-from meshrec.plan.mesh import Axis, group_device
+from meshrec.comms.mesh import Axis, group_device
 from meshrec.tables.packing import Rectangle
 
 _aten = torch.ops.aten

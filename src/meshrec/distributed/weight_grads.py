@@ -9,9 +9,9 @@ from torch import Tensor
 
 import meshrec.ops.dist  # noqa: F401 - the ops must exist
 from meshrec.comms.collectives import Splits, all_to_all
+from meshrec.comms.mesh import Axis
 from meshrec.distributed.input_dist import SourceIds
 from meshrec.distributed.routing import Routing
-from meshrec.plan.mesh import Axis
 
 # N ids of this rank, R ranks
 

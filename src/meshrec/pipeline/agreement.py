@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshrec.comms.collectives import InFlight, all_gather, gather_objects
+from meshrec.comms.mesh import Axis, group_device
 from meshrec.pipeline.in_flight import BatchInFlight
-from meshrec.plan.mesh import Axis, group_device
 
 Uneven = Literal["stop", "error"]
 _BITS = 62

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from meshrec.comms.mesh import Axis, default_env
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.model_parallel import DistributedModelParallel
@@ -22,7 +23,6 @@ from meshrec.pipeline.agreement import Agreed, Checking, Read, Telling, Uneven
 from meshrec.pipeline.batch_paths import find, follow
 from meshrec.pipeline.in_flight import BatchInFlight, Call, Collection
 from meshrec.pipeline.moving import Mover
-from meshrec.plan.mesh import Axis, default_env
 from meshrec.sparse import KeyedJaggedTensor
 
 _logger = logging.getLogger("meshrec")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.comms.collectives import all_gather, gather_objects
+from meshrec.comms.mesh import Axis
 from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble, check_cuts
 from meshrec.distributed.embedding_modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.distributed.routing import Routing
 from meshrec.modules import BaseEmbeddingConfig, DataType
 from meshrec.modules.table_lookup import storage_for
 from meshrec.ops import nbit
-from meshrec.plan.mesh import Axis
 from meshrec.quant.collections import empty_like
 from meshrec.quant.precision import Rounding, check_rows, encoded
 from meshrec.tables.holdings import Holdings

@@ -6,11 +6,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meshrec.comms.mesh import ShardingEnv, default_env
 from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.optim.in_backward import in_backward_spec
 from meshrec.optim.optimizers import OptimizerSpec
-from meshrec.plan.mesh import ShardingEnv, default_env
 from meshrec.plan.sharding_plan import ShardingPlan
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.row_updates import update_rows

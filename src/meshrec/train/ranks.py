@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from meshrec.comms.joining import form_group
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.timeouts import set_timeout
-from meshrec.plan.mesh import ShardingEnv
 
 _NO_TIMEOUT = timedelta(days=30)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -1,8 +1,8 @@
 import pytest
 import torch.distributed as dist
 
+from meshrec.comms import mesh
 from meshrec.compat.bridge.sharding_env import ShardingEnv, local_devices
-from meshrec.plan import mesh
 
 
 def test_one_process():

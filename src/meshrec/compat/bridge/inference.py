@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec import model_parallel as own
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation
 from meshrec.compat.bridge.plans import ShardingPlan, to_own
 from meshrec.compat.bridge.quant_sharders import (
@@ -16,7 +17,6 @@ from meshrec.compat.bridge.quant_sharders import (
 )
 from meshrec.compat.bridge.sharding_env import local_devices
 from meshrec.modules.embedding_modules import TableCollection
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import ShardingType
 from meshrec.planner import types
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from meshrec import model_parallel as own
+from meshrec.comms.mesh import ShardingEnv, default_env, group_device
 from meshrec.compat.bridge.keyed import CombinedOptimizer
 from meshrec.compat.bridge.planner import EmbeddingShardingPlanner
 from meshrec.compat.bridge.plans import EmbeddingModuleShardingPlan, ShardingPlan, from_own, to_own
@@ -20,7 +21,6 @@ from meshrec.compat.bridge.sharding_plan import (
     get_default_sharders,
     get_module_to_default_sharders,
 )
-from meshrec.plan.mesh import ShardingEnv, default_env, group_device
 from meshrec.plan.sharding_plan import ShardingPlan as OwnPlan
 from meshrec.planner import types
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge.plans import module_to_own
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from meshrec.compat.bridge.sharders import SharderAnswers
 from meshrec.distributed import sharders as own
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.compat.bridge.optimizers import spec_of
 from meshrec.compat.bridge.plans import module_to_own
 from meshrec.compat.bridge.sharded import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
@@ -15,7 +16,6 @@ from meshrec.distributed import sharders as own
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.optim.in_backward import in_backward_spec
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import (
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,

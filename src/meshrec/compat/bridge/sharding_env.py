@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from meshrec.plan import mesh
+from meshrec.comms import mesh
 
 
 class ShardingEnv(mesh.ShardingEnv):

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from meshrec.comms.mesh import ShardingEnv
 from meshrec.model_parallel import DistributedModelParallel, Sharder
 from meshrec.pipeline.stages.batch_norm import batch_norms, deferred_statistics
 from meshrec.pipeline.stages.messages import ElsewhereError, RankExchange, messages_of
@@ -27,7 +28,6 @@ from meshrec.pipeline.stages.samples import join, num_samples, split, split_size
 from meshrec.pipeline.stages.staged import take_apart
 from meshrec.pipeline.stages.timeline import Timeline
 from meshrec.pipeline.stages.tracing import PartProgram, trace
-from meshrec.plan.mesh import ShardingEnv
 from meshrec.plan.sharding_plan import ShardingPlan
 
 Criterion = Callable[[Any, Any], Tensor]
