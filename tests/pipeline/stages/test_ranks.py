@@ -1,6 +1,7 @@
 import copy
 import random
 import time
+import warnings
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ def staged_chain(names, sizes, seed=0):
 
 
 def fail_once(where):
-    staged = staged_chain(("shard", "stage"), (2, 2), seed=dist.get_rank())
+    staged = staged_chain(("replicate", "stage"), (2, 2), seed=dist.get_rank())
     lane = dist.get_rank() // 2
     torch.manual_seed(lane)
     x, y = torch.randn(2, 11, 6)
@@ -222,7 +223,7 @@ def test_an_error_reaches_every_rank_and_the_next_step_works(ranks, where, split
 
 def run_with_delays(repeats):
     losses = []
-    staged = staged_chain(("shard", "stage"), (2, 4))
+    staged = staged_chain(("replicate", "stage"), (2, 4))
     (slow,) = (module for module in staged.modules() if isinstance(module, Sometimes))
     lane = dist.get_rank() // 4
     for seed in range(repeats):
@@ -247,7 +248,9 @@ def dropout_loss():
     torch.manual_seed(3)
     x, y = torch.randn(2, 8, 6)
     torch.manual_seed(9)
-    result = staged.step(x, target=y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = staged.step(x, target=y)
     return float(result.loss), None if result.output is None else result.output
 
 

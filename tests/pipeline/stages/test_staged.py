@@ -291,6 +291,33 @@ def test_a_parameter_lives_in_one_stage():
         Staged(nn.Sequential(shared, nn.ReLU(), shared), cuts=["1"])
 
 
+class Twice(nn.Module):
+    """Uses ``a`` twice, and the weight of ``a`` in ``tied`` too if it is given one."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.first, self.a, self.b, self.last = (nn.Linear(8, 8) for _ in range(4))
+        self.tied = nn.Linear(8, 8)
+        if tied:
+            self.tied.weight = self.a.weight
+
+    def forward(self, x):
+        return self.last(self.tied(self.a(torch.relu(self.b(self.a(self.first(x)))))))
+
+
+@pytest.mark.parametrize(("tied", "most"), [(False, 4), (True, 3)])
+def test_chosen_stages_keep_the_uses_of_a_parameter_together(tied, most):
+    torch.manual_seed(0)
+    model = Twice(tied)
+    plain, x = copy.deepcopy(model), torch.randn(8, 8)
+    for num_stages in range(2, most + 1):
+        staged = Staged(copy.deepcopy(model), num_stages=num_stages, split_size=4)
+        torch.testing.assert_close(staged(x), plain(x))
+        assert len(staged.stages) == num_stages
+    with pytest.raises(ValueError, match=f"'a.weight'.* at most {most}, fewer than {most + 1} stages"):
+        Staged(model, num_stages=most + 1)
+
+
 class InPlace(nn.Module):
     def __init__(self):
         super().__init__()

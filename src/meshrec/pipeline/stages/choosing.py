@@ -10,8 +10,9 @@ before it (Huang et al., "GPipe", 2019). The sums of f and b are the same for ev
 in their slowest stages and their links.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 MOST_CUTS = 2000
@@ -76,7 +77,9 @@ def best_cut(
     needs: Sequence[set[int]],
     num_stages: int,
     num_splits: int,
-    links: "dict[int, float] | None" = None,
+    links: Mapping[int, float] = MappingProxyType({}),
+    *,
+    shared: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> StageCut:
     """Return the fastest assignment of units to stages in which no unit needs a later stage.
 
@@ -89,14 +92,14 @@ def best_cut(
         needs: for each unit the units whose results it reads.
         num_stages, num_splits: the numbers of stages n and of splits K.
         links: seconds of the link at each place; a missing place costs nothing.
+        shared: names of parameters, each with the units that use it. They stay in one stage.
 
     Raises:
-        ValueError: there are more stages than units.
+        ValueError: there are more stages than units, or than units that share no parameter.
     """
     if num_stages > len(costs):
         raise ValueError(f"{len(costs)} units cannot make {num_stages} stages. Take fewer stages.")
-    places, is_all = places_of(needs)
-    links = links or {}
+    places, is_all = _places_beside(needs, shared)
     forward = {place: sum(costs[u].forward for u in _units(place)) for place in places}
     backward = {place: sum(costs[u].backward for u in _units(place)) for place in places}
     everything = places[-1]
@@ -120,6 +123,11 @@ def best_cut(
                     for p in known
                 )
         parts = {place: _unbeaten(own) for place, own in found.items()}
+    if everything not in parts:
+        raise ValueError(
+            f"no cut into {num_stages} stages keeps the uses of each parameter together; several units use "
+            f"{', '.join(map(repr, shared))}. Take fewer stages."
+        )
     total = forward[everything] + backward[everything]
 
     def seconds(part: _Prefix) -> float:
@@ -128,6 +136,14 @@ def best_cut(
     best = min(parts[everything], key=seconds)
     stage_of = [next(s for s, place in enumerate(best.places) if place >> u & 1) for u in range(len(costs))]
     return StageCut(stage_of, seconds(best), is_all)
+
+
+def most_stages(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -> int:
+    """Return the largest number of stages into which `best_cut` can cut the units."""
+    most: dict[int, int] = {}
+    for place in _places_beside(needs, shared)[0]:
+        most[place] = max((1 + count for before, count in most.items() if not before & ~place), default=0)
+    return max(most.values())
 
 
 def bound(cut: StageCut, costs: Sequence[UnitCost], num_stages: int, num_splits: int) -> float:
@@ -173,6 +189,15 @@ def places_of(needs: Sequence[set[int]]) -> tuple[list[int], bool]:
         if len(found) > MOST_CUTS:
             return [(1 << length) - 1 for length in range(len(needs) + 1)], False
     return sorted(found, key=lambda place: (place.bit_count(), place)), True
+
+
+def _places_beside(needs: Sequence[set[int]], shared: Mapping[str, Sequence[int]]) -> tuple[list[int], bool]:
+    """Return the places of `places_of` that keep units that share a parameter on one side."""
+    places, is_all = places_of(needs)
+    for units in shared.values():
+        users = sum(1 << unit for unit in units)
+        places = [place for place in places if place & users in (0, users)]
+    return places, is_all
 
 
 def _units(place: int) -> Iterator[int]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshrec.modules import EmbeddingBagCollection, EmbeddingCollection
-from meshrec.pipeline.stages.choosing import UnitCost, best_cut, places_of
+from meshrec.pipeline.stages.choosing import UnitCost, best_cut, most_stages, places_of
 from meshrec.pipeline.stages.profiling import CANDIDATES, measured
-from meshrec.pipeline.stages.programs import names_of, program
+from meshrec.pipeline.stages.programs import names_of, program, shared_parameters
 from meshrec.pipeline.stages.ranks import schedule
 from meshrec.pipeline.stages.samples import split
 from meshrec.pipeline.stages.tracing import PartProgram, Traced, trace
@@ -54,7 +54,7 @@ class DenseLayout(NamedTuple):
 @dataclass(frozen=True)
 class _Problem:
     """A model and the machine to run it. ``parameters``: bytes per unit; ``values``: bytes per sample of each
-    value.
+    value; ``shared``: names of parameters that several units use, with these.
     """
 
     traced: Traced
@@ -65,6 +65,7 @@ class _Problem:
     link: Link
     parameters: list[int]
     values: dict[str, float]
+    shared: dict[str, list[int]]
 
 
 def layouts(
@@ -94,7 +95,8 @@ def layouts(
         with _tables_of_one_row(model):
             problem = _problem(trace(model), (dense, sparse), world_size, link)
             found = _unstaged(problem)
-            for num_stages in range(2, min(world_size, len(problem.programs)) + 1):
+            most = most_stages([unit.needs for unit in problem.traced.units], problem.shared)
+            for num_stages in range(2, min(world_size, most) + 1):
                 if world_size % num_stages == 0:
                     found.append(_staged(problem, num_stages))
     finally:
@@ -116,7 +118,9 @@ def _problem(traced: Traced, inputs: tuple[Any, ...], world_size: int, link: Lin
         for unit, own in zip(traced.units, programs, strict=True)
     ]
     sizes = {name: _num_bytes(value) / batch for name, value in values.items()}
-    return _Problem(traced, programs, taken, batch, world_size, link, parameters, sizes)
+    return _Problem(
+        traced, programs, taken, batch, world_size, link, parameters, sizes, shared_parameters(traced)
+    )
 
 
 def _unstaged(problem: _Problem) -> list[DenseLayout]:
@@ -169,7 +173,7 @@ def _cut(problem: _Problem, num_stages: int, num_splits: int, own: int, lanes: i
     per_byte = own / num_splits / problem.link.all_to_all
     transfers = {place: per_byte * _crossing(problem, place) for place in places_of(needs)[0]}
     links = {place: problem.link.latency + seconds for place, seconds in transfers.items()}
-    cut = best_cut(costs, needs, num_stages, num_splits, links)
+    cut = best_cut(costs, needs, num_stages, num_splits, links, shared=problem.shared)
     members = [[u for u, s in enumerate(cut.stage_of) if s == stage] for stage in range(num_stages)]
     ends = [sum(1 << u for stage in members[: end + 1] for u in stage) for end in range(num_stages - 1)]
     largest = max(sum(problem.parameters[unit] for unit in stage) for stage in members)

@@ -1,6 +1,9 @@
 """Messages between stages on several ranks: values of splits, their gradients, and failures."""
 
+import copyreg
+import io
 import pickle
+from collections import ChainMap
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +47,14 @@ class _TensorForm(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_gradient: bool
+
+
+def _reduced_leaf(spec: pytree.TreeSpec) -> Any:
+    return (pytree.tree_structure, (0,)) if spec.type is None else spec.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+# As torch pickles the spec of a leaf, loading it warns that its class is deprecated.
+_REDUCERS = ChainMap[type, Any]({type(pytree.tree_structure(0)): _reduced_leaf}, copyreg.dispatch_table)
 
 
 class ElsewhereError(RuntimeError):
@@ -143,7 +154,11 @@ class RankExchange(Exchange):
         return pytree.tree_unflatten(flat, header.spec)
 
     def _send_header(self, header: _Header, peer: int, message: Message) -> None:
-        data = pickle.dumps(tuple(header))
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file)
+        pickler.dispatch_table = _REDUCERS
+        pickler.dump(tuple(header))
+        data = file.getvalue()
         first = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         fits = len(data) <= _HEADER_BYTES - 8
         first[:8] = torch.tensor([len(data)]).view(torch.uint8)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from meshrec.distributed.awaitable import LazyAwaitable
 from meshrec.pipeline.stages.choosing import StageChoice, StageCut, UnitCost, best_cut, bound
-from meshrec.pipeline.stages.programs import Staging, program, stage_programs
+from meshrec.pipeline.stages.programs import Staging, program, shared_parameters, stage_programs
 from meshrec.pipeline.stages.running import entered
 from meshrec.pipeline.stages.samples import split, split_sizes
 from meshrec.pipeline.stages.tracing import PartProgram, Traced
@@ -57,6 +57,7 @@ def choose_for(
         counts = [len(split_sizes(batch, split_size))]
     final = set(traced.output.all_input_nodes)
     programs = [program(traced, unit.nodes, final) for unit in traced.units]
+    needs, shared = [unit.needs for unit in traced.units], shared_parameters(traced)
     before = [buffer.clone() for buffer in traced.model.buffers()]
     threads = torch.get_num_threads()
     choices: dict[int, _Measured] = {}
@@ -65,8 +66,7 @@ def choose_for(
         with torch.random.fork_rng(devices=[]):
             for count in counts:
                 costs = measured(traced, programs, taken, batch, count, num_stages)
-                needs = [unit.needs for unit in traced.units]
-                cut = best_cut(costs, needs, num_stages, count)
+                cut = best_cut(costs, needs, num_stages, count, shared=shared)
                 least = bound(cut, costs, num_stages, count)
                 if fixed is not None:
                     cut = StageCut(fixed, seconds_of(costs, fixed, count), False)

@@ -142,18 +142,24 @@ def program(traced: Traced, nodes: Sequence[fx.Node], final: set[fx.Node]) -> Pa
     return PartProgram(fx.GraphModule(traced.model, graph), takes, [node.name for node in gives])
 
 
-def _check_not_shared(traced: Traced, stage_of: Sequence[int]) -> None:
-    owner: dict[Tensor, tuple[int, str]] = {}
+def shared_parameters(traced: Traced) -> dict[str, list[int]]:
+    """Return the units that use a parameter, by its name, for each that several units use."""
+    users: dict[Tensor, tuple[str, dict[int, None]]] = {}
     for unit in traced.units:
-        stage = stage_of[unit.index]
         for node in unit.nodes:
             for name, parameter in _parameters_of(traced.model, node):
-                first = owner.setdefault(parameter, (stage, name))
-                if first[0] != stage:
-                    raise ValueError(
-                        f"{name!r} is used in stage {first[0]} and in stage {stage}: a parameter lives in "
-                        "one stage. Move the cut so that all its uses are in one, or give each its own."
-                    )
+                users.setdefault(parameter, (name, {}))[1][unit.index] = None
+    return {name: list(units) for name, units in users.values() if len(units) > 1}
+
+
+def _check_not_shared(traced: Traced, stage_of: Sequence[int]) -> None:
+    for name, units in shared_parameters(traced).items():
+        stages = sorted({stage_of[unit] for unit in units})
+        if len(stages) > 1:
+            raise ValueError(
+                f"{name!r} is used in stage {' and in stage '.join(map(str, stages))}: a parameter lives in "
+                "one stage. Move the cut so that all its uses are in one, or give each its own."
+            )
 
 
 def _parameters_of(model: nn.Module, node: fx.Node) -> list[tuple[str, nn.Parameter]]:

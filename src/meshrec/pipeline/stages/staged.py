@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshrec.pipeline.stages.batch_norm import batch_norms, deferred_statistics
-from meshrec.pipeline.stages.choosing import StageChoice
+from meshrec.pipeline.stages.choosing import StageChoice, most_stages
 from meshrec.pipeline.stages.links import DeviceLink, StageLink
 from meshrec.pipeline.stages.profiling import choose_for
-from meshrec.pipeline.stages.programs import Staging, at_cuts, stage_programs
+from meshrec.pipeline.stages.programs import Staging, at_cuts, shared_parameters, stage_programs
 from meshrec.pipeline.stages.running import Inputs, Mode
 from meshrec.pipeline.stages.samples import join_leaves, num_samples, split, split_sizes
 from meshrec.pipeline.stages.threads import ThreadedBatch, Workers
@@ -328,4 +328,13 @@ def _checked_num_stages(
             f"the model has {len(traced.units)} parts that could be stages, fewer than {wanted} stages: "
             f"{[unit.name for unit in traced.units]}. Take fewer stages."
         )
+    shared = shared_parameters(traced)
+    if cuts == "auto" and shared:
+        most = most_stages([unit.needs for unit in traced.units], shared)
+        if wanted > most:
+            raise ValueError(
+                f"several parts of the model use {', '.join(map(repr, shared))}, and a parameter lives in "
+                f"one stage: the model can have at most {most}, fewer than {wanted} stages. Take fewer "
+                "stages, or give each use a parameter of its own."
+            )
     return wanted
