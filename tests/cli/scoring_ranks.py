@@ -8,5 +8,5 @@ from meshrec.train import RunFolder, join
 def on_a_rank(run, data, out):
     ranks = join("cpu")
     scorer = load_scorer(RunFolder(run), ranks, data, labelled=False)
-    scored = gathered(scorer.model, scorer.dataset.train, ranks)
+    scored = gathered(scorer, ranks)
     return write_scores(out, scorer.dataset, scored) if ranks.is_first else list(scored)

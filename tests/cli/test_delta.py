@@ -30,4 +30,4 @@ def test_the_help_explains_the_folder(capsys):
     with pytest.raises(SystemExit) as ended:
         delta.main(["--help"])
     assert ended.value.code == 0
-    assert "Folder of the deltas" in capsys.readouterr().out
+    assert "Name or folder of a run" in capsys.readouterr().out

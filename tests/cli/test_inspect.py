@@ -72,3 +72,23 @@ def test_csv_files_of_two_forms_are_told(tmp_path):
     (tmp_path / "b.csv").write_text("y\n0\n")
     with pytest.raises(ValueError, match=r"b.csv and .*a.csv differ in \['user'\]"):
         inspect.main([str(tmp_path / "*.csv"), "--label", "y", "--out", str(tmp_path / "r.py")])
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        (np.arange(4000) % 3, "values from 0 to 2, not 0 and 1: rows with 1 or more count as positive"),
+        (
+            (np.arange(4000) % 200 == 0).astype(int),
+            "only 0.50% of the rows are positive, about 20 rows, and 2 of",
+        ),
+        ((np.arange(4000) % 200 != 0).astype(int), "only 0.50% of the rows are negative"),
+    ],
+)
+def test_what_is_decided_about_a_label_is_told(label, said, tmp_path, capsys):
+    table = pa.table({"user": np.arange(4000) % 91, "y": label})
+    pq.write_table(table, tmp_path / "a.parquet")
+    out = tmp_path / "r.py"
+    assert inspect.main([str(tmp_path / "a.parquet"), "--label", "y", "--out", str(out)]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert said in " ".join(out.read_text().split())

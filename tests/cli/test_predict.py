@@ -116,3 +116,14 @@ def test_damaged_rows_have_no_score(run, tmp_path):
     assert write_scores(tmp_path / "s.parquet", dataset, iter(scored)) == 1297
     found = pq.read_table(tmp_path / "s.parquet")["score"].to_pylist()
     assert found == [None, 0.5, 0.5, None, None, 0.5] + [None] * 1294
+
+
+def test_a_file_of_scores_is_replaced_only_with_force(run, tmp_path):
+    out = tmp_path / "s.parquet"
+    scores_of_data = [str(run), "--data", str(run.parent / "test.parquet"), "--out", str(out)]
+    out.write_text("mine")
+    with pytest.raises(ValueError, match=r"is there already; name another --out, or replace it: --force"):
+        predict.main(scores_of_data)
+    assert out.read_text() == "mine"
+    assert predict.main([*scores_of_data, "--force"]) == 0
+    assert out.read_bytes() != b"mine"

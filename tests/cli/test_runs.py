@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from meshrec.cli.runs import RunsOptions, run
+from meshrec.cli.arguments import UsageError
+from meshrec.cli.runs import CompareOptions, RemoveOptions, RunsOptions, main, run
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 
 
@@ -29,7 +30,7 @@ def test_runs_are_listed(runs, capsys):
 
 
 def test_two_runs_side_by_side(runs, capsys):
-    run(RunsOptions(words=("compare", "a", "b"), runs=runs))
+    run(CompareOptions(names=("a", "b"), runs=runs))
     out = capsys.readouterr().out
     assert "+0.05" in out
     assert "rank 0: lookup, ms" in out
@@ -42,7 +43,7 @@ def test_three_runs_are_compared_with_the_first(runs, capsys):
     worse.path.mkdir()
     worse.write_json(CONFIG, {"recipe": {"name": "other", "lr": 0.1}, "ranks": 2})
     worse.write_json(SUMMARY, {"state": "finished", "step": 20, "validation": {"auc": 0.6}})
-    run(RunsOptions(words=("compare", "a", "b", "c"), runs=runs))
+    run(CompareOptions(names=("a", "b", "c"), runs=runs))
     line = next(text for text in capsys.readouterr().out.splitlines() if "validation auc" in text)
     assert "+0.05" in line
     assert "better" in line
@@ -64,7 +65,7 @@ def test_runs_are_chosen_and_sorted(runs, capsys):
 
     assert listed(state="stopped") == ["c"]
     assert listed(recipe="small") == ["a", "b"]
-    assert listed(sort="auc") == ["c", "a", "b"]  # what has none comes first
+    assert listed(sort="validation") == ["c", "a", "b"]  # what has none comes first
     with pytest.raises(ValueError, match=r"none of the 3 runs in .* matches; leave --state or --recipe out"):
         listed(state="failed")
 
@@ -72,15 +73,53 @@ def test_runs_are_chosen_and_sorted(runs, capsys):
 def test_runs_are_removed_unless_they_are_running(runs):
     RunFolder(runs / "b").write_state("running", step=3)
     with pytest.raises(ValueError, match="is running; stop it first"):
-        run(RunsOptions(words=("rm", "b"), runs=runs))
-    run(RunsOptions(words=("rm", "a"), runs=runs))
+        run(RemoveOptions(names=("b",), runs=runs))
+    run(RemoveOptions(names=("a",), runs=runs))
     assert [path.name for path in runs.iterdir()] == ["b"]
 
 
 def test_mistakes_are_named(runs, tmp_path):
     with pytest.raises(ValueError, match=r"there is no run 'c' in /.*; there are: a, b"):
-        run(RunsOptions(words=("compare", "a", "c"), runs=runs))
-    with pytest.raises(ValueError, match=r"write `meshrec runs`, `meshrec runs compare A B ...`"):
-        run(RunsOptions(words=("delete",), runs=runs))
+        run(CompareOptions(names=("a", "c"), runs=runs))
+    with pytest.raises(
+        UsageError, match=r"no command 'compair'; there are compare, rm.* Did you mean compare"
+    ):
+        main(["compair", "a"])
+    with pytest.raises(UsageError, match=r"runs compare: name two runs or more"):
+        main(["--runs", str(runs), "compare", "a"])
     with pytest.raises(ValueError, match=r"there is no run in .*; start one: meshrec train RECIPE"):
         run(RunsOptions(runs=tmp_path / "nowhere"))
+
+
+def test_each_run_shows_its_own_leading_metric(runs, capsys):
+    folder = RunFolder(runs / "ranking")
+    folder.path.mkdir()
+    folder.write_json(CONFIG, {"recipe": {"name": "sasrec"}, "ranks": 1})
+    folder.write_json(
+        SUMMARY, {"validation": {"loss": 5.0, "ndcg@10": 0.0876}, "samples_per_second": 83.1955}
+    )
+    assert main(["--runs", str(runs)]) == 0
+    out = capsys.readouterr().out
+    assert "NDCG@10 0.0876" in out
+    assert "AUC 0.7000" in out
+    assert " 83.2 " in out
+
+
+def test_a_comparison_of_runs_on_other_data_is_warned_of(runs, capsys):
+    def compared():
+        assert main(["compare", "a", "b", "--runs", str(runs)]) == 0
+        return capsys.readouterr().out
+
+    assert "differ" not in compared().split("options that differ")[0]
+    folder = RunFolder(runs / "b")
+    folder.write_json(CONFIG, folder.read_json(CONFIG) | {"data": {"samples": {"test": 7}}})
+    assert "the data of a and b differ (samples.test None and 7)" in compared()
+
+
+@pytest.mark.parametrize(("command", "word"), [("compare", "RUN ..."), ("rm", "RUN ...")])
+def test_the_help_of_a_command_shows_its_arguments(command, word, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: meshrec runs {command} ")
+    assert word in out

@@ -27,6 +27,21 @@ def test_trials_are_kept_and_go_on_and_seeds_spread(tmp_path, capsys, monkeypatc
     assert "+-" in second
 
 
+def test_options_of_the_recipe_hold_for_all_trials(tmp_path, capsys):
+    args = [RECIPE, "--trials", "1", "--runs", str(tmp_path), "--space", "model.embedding_dim=4"]
+    assert tune.main([*args, "--training.max-steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert f"meshrec train {RECIPE} --training.max-steps 2 --model.embedding_dim 4" in out
+    assert tune.main([RECIPE, "--help"]) == 0
+    assert "--training.max-steps" in capsys.readouterr().out
+
+
+def test_trials_on_two_ranks(tmp_path, capfd):
+    args = [RECIPE, "--trials", "2", "--runs", str(tmp_path), "--training.max-steps", "2", "--nproc", "2"]
+    assert tune.main(args) == 0
+    assert "best of 2:" in capfd.readouterr().out
+
+
 def test_spaces_are_read():
     recipe = small()
     words = ["tables.lr=1e-3..0.1:log", "training.batch_size=50..200", "dense.kind=adam,sgd"]

@@ -48,6 +48,18 @@ def test_the_rows_of_the_test_split_are_scored_as_in_training(run, tmp_path):
     assert torch.equal(trained.sparse.lengths(), again.sparse.lengths())
 
 
+def test_a_column_of_values_that_training_never_saw_is_warned_of(run, tmp_path, caplog):
+    data = shop(100)
+    names = data.column_names
+    strange = data.set_column(names.index("user"), "user", [[f"other-{n}" for n in range(100)]])
+    pq.write_table(strange, tmp_path / "a.parquet")
+    args = [str(run.path), "--data", str(tmp_path / "a.parquet"), "--out", str(tmp_path / "s.parquet")]
+    assert predict.main(args) == 0
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "feature 'user': 100.0 % of the 100 values of column 'user' did not occur in training" in warning
+    assert "which holds 'user-" in warning
+
+
 def test_every_split_and_predictions_read_a_row_alike(run):
     data = data_of_run(load_recipe(run).data, run)
     path = run.path.parent / "all.parquet"

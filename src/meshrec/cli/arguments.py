@@ -214,9 +214,7 @@ def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
     for name in names:
         ends.setdefault(name.rpartition(".")[2].lstrip("-"), []).append(name)
     tail = word.rpartition(".")[2].lstrip("-")
-    near = [] if "." in word and nearest(word, names) else ends.get(tail, [])
-    if not near:
-        found = nearest(word, names)
-        near = [found] if found is not None else ends.get(nearest(tail, ends) or "", [])
+    found = nearest(word, names) if "." in word else None
+    near = [found] if found is not None else ends.get(tail) or ends.get(nearest(tail, ends) or "", [])
     guess = f" Did you mean {' or '.join(near[:3])}?" if near else ""
     return f"{command}: there is no option {option.partition('=')[0]}.{guess} {more}"

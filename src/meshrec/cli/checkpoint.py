@@ -16,7 +16,7 @@ from meshrec.checkpoint.manifest import DTYPE_NAMES, Manifest
 from meshrec.cli.arguments import parse
 from meshrec.cli.output import check_output
 from meshrec.plan.text import size_text
-from meshrec.train.run_folder import CONFIG, RUNS
+from meshrec.train.run_folder import RUNS, run_or_path
 
 _PIPE_WIDTH = 140
 
@@ -28,8 +28,9 @@ class CheckpointInspectOptions:
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of checkpoints (the newest is used), or a run (its reported weights are
-    used).
+    """A checkpoint, a folder of checkpoints (the newest is used), or the name or folder of a run (its
+    reported
+    weights are used).
     """
     step: int | None = None
     """Use the checkpoint of this step instead."""
@@ -37,6 +38,8 @@ class CheckpointInspectOptions:
     """Use a run's last checkpoint instead of its best one."""
     json: bool = False
     """Print JSON."""
+    runs: Path = RUNS
+    """Folder of all run folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,9 @@ class CheckpointVerifyOptions:
     """Read every byte of one checkpoint, or of all checkpoints in a folder, and compare the checksums."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of checkpoints, or a run."""
+    """A checkpoint, a folder of checkpoints, or the name or folder of a run."""
+    runs: Path = RUNS
+    """Folder of all run folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +59,9 @@ class CheckpointExportOptions:
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, a folder of checkpoints (the newest is used), or a run (its reported weights are
-    used).
+    """A checkpoint, a folder of checkpoints (the newest is used), or the name or folder of a run (its
+    reported
+    weights are used).
     """
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """File to write."""
@@ -69,6 +75,8 @@ class CheckpointExportOptions:
     """Entry of the saved state whose module is exported, such as model; needed if there are several
     modules.
     """
+    runs: Path = RUNS
+    """Folder of all run folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,21 +129,25 @@ def run(
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
     match options:
         case CheckpointInspectOptions():
-            path = find_checkpoint(_place(options.path), step=options.step, last=options.last)
+            path = find_checkpoint(
+                run_or_path(options.path, options.runs), step=options.step, last=options.last
+            )
             manifest = read_manifest(path)
             if options.json:
                 print(json.dumps(_summary(path, manifest)))
             else:
                 _print(console, path, manifest)
         case CheckpointVerifyOptions():
-            return _verify(console, options.path)
+            return _verify(console, run_or_path(options.path, options.runs))
         case CheckpointExportOptions():
             if options.to != "safetensors":
                 raise ValueError(
                     f"--to {options.to}: checkpoints are exported to safetensors. Leave --to out."
                 )
             check_output(options.out)
-            path = find_checkpoint(_place(options.path), step=options.step, last=options.last)
+            path = find_checkpoint(
+                run_or_path(options.path, options.runs), step=options.step, last=options.last
+            )
             names = export_safetensors(path, options.out, entry=options.entry)
             console.print(f"{path}: {len(names)} tensors in {options.out}")
         case ImportOptions():
@@ -144,14 +156,9 @@ def run(
     return 0
 
 
-def _place(path: Path) -> Path:
-    """Return the path, or, if it is the name of a run, the folder of that run."""
-    return RUNS / path if not path.exists() and (RUNS / path / CONFIG).is_file() else path
-
-
 def _verify(console: Console, path: Path) -> int:
     failed = 0
-    for each in all_checkpoints(_place(path)):
+    for each in all_checkpoints(path):
         try:
             manifest = read_manifest(each)
             verify_data(each, manifest)

@@ -9,14 +9,17 @@ import tyro
 
 from meshrec.checkpoint import DeltaError, verify_deltas
 from meshrec.cli.arguments import HELP, UsageError, parse
+from meshrec.train.run_folder import CONFIG, DELTAS, RUNS, run_or_path
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     """Verify the checksums and the order of all deltas in a folder. Every byte is read."""
 
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Folder of the deltas, such as runs/NAME/deltas."""
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Name or folder of a run, or the folder of its deltas, such as runs/NAME/deltas."""
+    runs: Path = RUNS
+    """Folder of all run folders."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,17 +33,21 @@ def main(arguments: Sequence[str]) -> int:
         )
         raise UsageError(f"delta: {what}. `meshrec delta --help` lists its options.")
     options: VerifyOptions = parse(VerifyOptions, rest, program="meshrec delta verify")
-    if not options.path.is_dir():
+    path = run_or_path(options.path, options.runs)
+    path = path / DELTAS if (path / CONFIG).is_file() else path
+    if not path.is_dir():
         raise ValueError(
-            f"{options.path} is not a folder. Give the folder of a run's deltas, runs/NAME/deltas."
+            f"{path} is not a folder of deltas. Give a run that publishes some "
+            f"(--training.publish-every), or "
+            "their folder, runs/NAME/deltas."
         )
     try:
-        records = verify_deltas(options.path)
+        records = verify_deltas(path)
     except DeltaError as error:
         print(error)
         return 1
     if not records:
-        print(f"{options.path} holds no deltas yet")
+        print(f"{path} holds no deltas yet")
         return 0
     rows = sum(sum(record.rows.values()) for record in records)
     first, last = records[0], records[-1]

@@ -34,6 +34,8 @@ class EmbedOptions:
     """Feature whose table is written."""
     out: Path
     """File to write: .parquet, .npy, .usearch or .faiss."""
+    force: bool = False
+    """Replace a file that exists."""
     step: int | None = None
     """Use the checkpoint of this step instead."""
     last: bool = False
@@ -46,7 +48,7 @@ class EmbedOptions:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(EmbedOptions, arguments, program="meshrec embed")
-    check_output(options.out)
+    check_output(options.out, force=options.force)
     write_index = _INDICES.get(options.out.suffix)
     if options.out.suffix not in (".parquet", ".npy", *_INDICES):
         raise ValueError(

@@ -55,10 +55,8 @@ class InspectOptions:
 def main(arguments: Sequence[str]) -> int:
     options = parse(InspectOptions, arguments, program="meshrec inspect")
     page = options.page or options.out.with_suffix(".html")
-    check_output(options.out)
+    check_output(options.out, force=options.force)
     check_output(page)
-    if options.out.exists() and not options.force:
-        raise ValueError(f"{options.out} is there already; name another --out, or replace it: --force.")
     if options.rows is not None and options.rows < 1:
         raise ValueError(f"--rows is {options.rows}; it must be at least 1.")
     from meshrec.data.profile import profile

@@ -28,7 +28,7 @@ from meshrec.reports.plan_text import render, render_diff, render_what_if
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
-from meshrec.train.run_folder import CONFIG, PLAN, RunFolder
+from meshrec.train.run_folder import CONFIG, PLAN, RunFolder, run_or_path
 
 _RANKS = 8
 _MAX_WORK = 1e9
@@ -43,7 +43,7 @@ class PlanOptions:
     """
 
     source: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE]")] = None
-    """Recipe or task file to plan, or saved plan to explain."""
+    """Recipe or task file to plan, or a saved plan or a run, by name or folder, to explain."""
     ranks: int | None = None
     """Number of ranks; if none, 8."""
     ranks_per_node: int | None = None
@@ -77,14 +77,15 @@ class PlanOptions:
     what_if: str | None = None
     """Compare with other numbers of ranks, such as ranks=16,32,64."""
     diff: tuple[Path, Path] | None = None
-    """Two saved plans: show what moves from the old to the new one."""
+    """Two saved plans or runs: show what moves from the old to the new one."""
     layouts: bool = False
     """For a recipe: measure its dense part on this machine, and compare replicating, sharding and staging
     it.
     """
     compare: Path | None = None
-    """Folder or phases.jsonl of a training run: compare its measured times with the times that SOURCE, or the
-    run's own plan, predicts.
+    """Name, folder or phases.jsonl of a training run: compare its measured times with the times that SOURCE,
+    or
+    the run's own plan, predicts.
     """
 
 
@@ -101,7 +102,7 @@ def run(options: PlanOptions) -> None:
     """
     _check_together(options)
     if options.diff is not None:
-        old, new = options.diff
+        old, new = map(_plan_of_run, options.diff)
         render_diff(diff(ShardingPlan.load(old), load_plan(new)))
         return
     _check(options)
@@ -112,7 +113,7 @@ def run(options: PlanOptions) -> None:
     if options.out is not None:
         save_plan(plan, options.out)
     if options.compare is not None:
-        _print_comparison(plan, options.compare)
+        _print_comparison(plan, run_or_path(options.compare))
         return
     if options.what_if is not None:
         render_what_if(what_if(plan, _ranks(options.what_if), _effort(options, _MAX_WORK)))
@@ -165,13 +166,19 @@ def _check(options: PlanOptions) -> None:
 
 def _source(options: PlanOptions) -> Path:
     if options.source is not None:
-        return options.source
+        return _plan_of_run(options.source)
     if options.compare is None:
         raise ValueError("name a recipe, a task file or a saved plan, or use --diff OLD NEW.")
-    plan = _folder(options.compare) / PLAN
+    plan = _folder(run_or_path(options.compare)) / PLAN
     if not plan.is_file():
         raise ValueError(f"--compare {options.compare}: there is no {plan}; name a run, or a SOURCE.")
     return plan
+
+
+def _plan_of_run(path: Path) -> Path:
+    """Return the plan of a run that is given by its name or folder, or else ``path`` itself."""
+    folder = run_or_path(path)
+    return folder / PLAN if (folder / CONFIG).is_file() else path
 
 
 def _folder(compare: Path) -> Path:

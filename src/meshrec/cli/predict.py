@@ -26,6 +26,8 @@ class PredictOptions:
     """Files, folders or patterns of data, in the format of the training data."""
     out: Path
     """File to write the scores to: .parquet or .csv."""
+    force: bool = False
+    """Replace a file that exists."""
     keep: Words = ()
     """Columns of the data to write beside the scores; if none, those of the IDs."""
     on_error: Literal["raise", "skip"] | None = None
@@ -46,7 +48,7 @@ class PredictOptions:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(PredictOptions, arguments, program="meshrec predict")
-    check_output(options.out)
+    check_output(options.out, force=options.force)
     run = find_run(options.run, options.runs, trust=options.trust)
 
     def work(ranks: Ranks) -> None:
@@ -59,8 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             step=options.step,
             last=options.last,
         )
-        bf16 = scorer.recipe.training.bf16
-        scored = gathered(scorer.model, scorer.dataset.train, ranks, bf16=bf16)
+        scored = gathered(scorer, ranks)
         if not ranks.is_first:
             for _ in scored:
                 pass

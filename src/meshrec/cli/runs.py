@@ -9,32 +9,61 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from meshrec.cli.arguments import parse
+from meshrec.cli.arguments import UsageError, parse
+from meshrec.data.nearest import did_you_mean
 from meshrec.runs.report import phase_times
+from meshrec.train.losses import leading_text, quality
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat, remove_run
 
 _PIPE_WIDTH = 140
-_USAGE = "`meshrec runs`, `meshrec runs compare A B ...` or `meshrec runs rm A ...`"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunsOptions:
-    """List the training runs. `compare A B ...` shows runs side by side; `rm A ...` removes runs."""
+    """List the training runs.
 
-    words: Annotated[
-        tuple[str, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="[compare A B ... | rm A ...]", help_behavior_hint=""),
-    ] = ()
-    """Names of runs to compare with the first one, or to remove; if none, all runs are listed."""
+    `meshrec runs compare A B ...` compares runs, and `meshrec runs rm A ...` removes some.
+    """
+
     runs: Path = RUNS
     """Folder of all run folders."""
     state: Literal["running", "stopped", "failed", "finished"] | None = None
     """List only the runs in this state."""
     recipe: str | None = None
     """List only the runs of this recipe."""
-    sort: Literal["began", "name", "state", "steps", "speed", "auc", "loss", "test"] = "began"
+    sort: Literal["began", "name", "state", "steps", "speed", "validation", "loss", "test"] = "began"
     """Column to sort by; the best run comes last."""
+
+
+Names = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Print the results of runs side by side, each beside its difference from the first run's, and the
+    options that differ.
+    """
+
+    names: Names
+    """Two runs or more, by name or folder."""
+    runs: Path = RUNS
+    """Folder of all run folders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveOptions:
+    """Remove runs with all their files."""
+
+    names: Names
+    """The runs, by name or folder."""
+    runs: Path = RUNS
+    """Folder of all run folders."""
+
+
+_COMMANDS: Mapping[str, type[CompareOptions] | type[RemoveOptions]] = {
+    "compare": CompareOptions,
+    "rm": RemoveOptions,
+}
 
 
 class Figure(NamedTuple):
@@ -57,30 +86,60 @@ _PLAIN = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    run(parse(RunsOptions, arguments, program="meshrec runs"))
+    command = next((word for word in arguments if word in _COMMANDS), None)
+    if command is not None:
+        rest = list(arguments)
+        rest.remove(command)
+        options: Any = parse(_COMMANDS[command], rest, program=f"meshrec runs {command}")
+    elif arguments and not arguments[0].startswith("-"):
+        raise UsageError(
+            f"runs: there is no command {arguments[0]!r}; there are {', '.join(_COMMANDS)}, and "
+            f"`meshrec runs` lists the runs.{did_you_mean(arguments[0], _COMMANDS)}"
+        )
+    else:
+        options = parse(RunsOptions, arguments, program="meshrec runs")
+    run(options)
     return 0
 
 
-def run(options: RunsOptions) -> None:
+def run(options: RunsOptions | CompareOptions | RemoveOptions) -> None:
     """List, compare or remove runs.
 
     Raises:
-        ValueError: A run does not exist, or the words are not understood.
+        ValueError: A run does not exist.
     """
     console = Console()
     console = console if console.is_terminal else Console(width=_PIPE_WIDTH)
-    match options.words:
-        case ():
+    match options:
+        case RunsOptions():
             console.print(_list(_wanted(options)))
-        case ("compare", first, second, *more):
-            for table in compare([find_run(name, options.runs) for name in (first, second, *more)]):
+        case CompareOptions():
+            if len(options.names) < 2:
+                raise UsageError("runs compare: name two runs or more. `meshrec runs` lists them.")
+            found = [find_run(name, options.runs) for name in options.names]
+            for text in _warnings(found):
+                console.print(text, style="yellow", soft_wrap=True)
+            for table in compare(found):
                 console.print(table)
-        case ("rm", first, *more):
-            for folder in [find_run(name, options.runs) for name in (first, *more)]:
+        case RemoveOptions():
+            for folder in [find_run(name, options.runs) for name in options.names]:
                 remove_run(folder)
                 console.print(f"removed {folder.path}")
-        case words:
-            raise ValueError(f"meshrec runs {' '.join(words)} is not understood; write {_USAGE}.")
+
+
+def _warnings(runs: Sequence[RunFolder]) -> list[str]:
+    """Return which runs were evaluated on other data than the first one."""
+    first, *others = [dict(flat((each.read_json(CONFIG) or {}).get("data"))) for each in runs]
+    found = []
+    for other, run in zip(others, runs[1:], strict=True):
+        differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differing:
+            told = ", ".join(f"{name} {first.get(name)} and {other.get(name)}" for name in differing[:3])
+            found.append(
+                f"the data of {runs[0].path.name} and {run.path.name} differ ({told}): their metrics are of "
+                "different samples. Evaluate both on the same data: meshrec evaluate RUN --data FILES."
+            )
+    return found
 
 
 def compare(runs: Sequence[RunFolder]) -> list[Table]:
@@ -165,15 +224,21 @@ _KEYS: Mapping[str, Callable[[RunFolder, Mapping[str, Any]], Any]] = {
     "state": lambda folder, _: folder.state().name,
     "steps": _of("step"),
     "speed": _of("samples_per_second"),
-    "auc": _of("validation", "auc"),
+    "validation": lambda _, summary: _worth(summary.get("validation")),
     "loss": _of("validation", "loss", sign=-1),
-    "test": _of("test", "auc"),
+    "test": lambda _, summary: _worth(summary.get("test")),
 }
+
+
+def _worth(metrics: Mapping[str, float] | None) -> float:
+    """Return the sort key of metrics: runs without any come first."""
+    found = quality(dict(metrics or {}))
+    return float("-inf") if found is None else found
 
 
 def _list(found: Sequence[RunFolder]) -> Table:
     table = Table()
-    numbers = ("ranks", "steps", "samples/s", "AUC", "log loss", "test AUC")
+    numbers = ("ranks", "steps", "samples/s", "validation", "test")
     for name in ("run", "recipe", "began", "ranks", "state", *numbers[1:]):
         table.add_column(name, justify="right" if name in numbers else "left")
     for folder in found:
@@ -191,9 +256,8 @@ def _list(found: Sequence[RunFolder]) -> Table:
             state.name if state.error is None else f"{state.name}: {state.error}",
             _number(summary.get("step") if state.step is None else state.step),
             _number(summary.get("samples_per_second")),
-            _number(validation.get("auc")),
-            _number(validation.get("loss")),
-            _number(test.get("auc")),
+            leading_text(validation),
+            leading_text(test),
         )
     return table
 
@@ -222,7 +286,10 @@ def _figures(folder: RunFolder) -> list[Figure]:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1000 else f"{value:.4f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    decimals = next((decimals for most, decimals in ((10, 4), (100, 1)) if abs(value) < most), 0)
+    return f"{value:,.{decimals}f}"
 
 
 def _text(value: Any) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from meshrec.planner import PlannedShardingPlan
 from meshrec.reports.plan_report import PlanReport, make_report
 from meshrec.runs.worker import commands
-from meshrec.train.losses import leading_metric
+from meshrec.train.losses import leading_metric, leading_text, title_of
 from meshrec.train.observers import (
     Advanced,
     Evaluated,
@@ -33,6 +33,7 @@ _CLICKS = {
     "calibration": "calibration",
 }
 _RANKING = {"recall@10": "recall@10", "mrr": "MRR", "loss": "log loss"}
+_NUMBERS = {"loss": "loss", "rmse": "RMSE", "mae": "MAE", "r2": "R2"}
 _MOST_RANKS = 16
 _MOST_NAMES = 8
 _MOST_FAILURES = 3
@@ -174,7 +175,8 @@ def plan_lines(report: PlanReport) -> list[str]:
 def validation_text(line: Line, is_best: bool) -> str:
     """Return the result of an evaluation as one line."""
     best = "  [green](best so far)[/green]" if is_best else ""
-    return f"{line['kind']} at step {line['step']:>6}: {_leading(line)}  loss {_loss(line)}{best}"
+    more = "" if leading_metric(line) is None else f"  loss {_loss(line)}"
+    return f"{line['kind']} at step {line['step']:>6}: {leading_text(line)}{more}{best}"
 
 
 def _loss(line: Line) -> str:
@@ -186,8 +188,11 @@ def summary_table(summary: Line) -> Table:
     """Return the metrics of the run and of the baselines, on validation data and on test data."""
     title = f"the weights of step {summary['weights_step']:,}"
     table = Table(title=title, title_justify="left", title_style="bold")
-    leading = leading_metric({**summary["validation"], **summary["test"]})
-    columns = _CLICKS if leading in ("auc", None) else {leading: leading.upper(), **_RANKING}
+    found = {**summary["validation"], **summary["test"]}
+    leading = leading_metric(found)
+    columns = _NUMBERS if "rmse" in found else _CLICKS
+    if leading not in ("auc", None):
+        columns = {leading: title_of(leading), **_RANKING}
     for name in ("", "data", *columns.values()):
         table.add_column(name, justify="left" if name in ("", "data") else "right")
     for data, key in (("validation", "baselines"), ("test", "baselines_test")):
@@ -215,6 +220,7 @@ def closing_lines(folder: RunFolder, summary: Line) -> list[str]:
     ]
     if summary["state"] == "failed":
         lines.append(f"[bold red]failed[/bold red]: {summary['error']}")
+    lines += [f"[yellow]look at this[/yellow]: {text}" for text in summary.get("remarks", [])]
     commanded = commands(folder)
     if summary["state"] == "stopped":
         lines.append(f"stopped as requested, with a checkpoint; to continue: {commanded['resume']}")
@@ -275,9 +281,8 @@ def _quality(quality: Line, columns: Iterable[str]) -> list[str]:
 
 
 def _leading(line: Line) -> str:
-    """Return the metric that selects the weights, such as "AUC 0.7906"."""
-    name = leading_metric(line)
-    return "" if name is None else f"{name.upper()} {line[name]:.4f}"
+    """Return the metric that selects the weights, such as "AUC 0.7906"; nothing if that is the loss."""
+    return "" if leading_metric(line) is None else leading_text(line)
 
 
 def _count(number: Any) -> str:

@@ -12,7 +12,7 @@ import tyro
 from meshrec.cli.arguments import Words, parse
 from meshrec.export.manifest import MANIFEST
 from meshrec.serve import ConnectionLimits, Limits, ServerOptions, serve
-from meshrec.train.run_folder import CONFIG
+from meshrec.train.run_folder import CONFIG, DELTAS, run_or_path
 
 TOKEN = "MESHREC_TOKEN"
 
@@ -62,8 +62,8 @@ class ServeOptions:
     samples.
     """
     deltas: Words = ()
-    """Folders of deltas that models follow, as NAME=FOLDER; a run with --training.publish-every writes them
-    to RUN/deltas.
+    """Runs whose deltas the models follow, as NAME=RUN or NAME=FOLDER; a run with --training.publish-every
+    writes them to RUN/deltas.
     """
     token_file: Path | None = None
     """File with the bearer token that clients must send; the environment variable MESHREC_TOKEN may hold it
@@ -132,7 +132,8 @@ def followed(named: Sequence[str], models: Mapping[str, Path]) -> dict[str, Path
         name, equals, folder = text.partition("=")
         if not equals or name not in models:
             raise ValueError(f"--deltas {text}: give NAME=FOLDER, with the name of a model: {list(models)}.")
-        found[name] = Path(folder)
+        path = run_or_path(Path(folder))
+        found[name] = path / DELTAS if (path / CONFIG).is_file() else path
     return found
 
 
@@ -161,8 +162,9 @@ def packages(named: Sequence[str]) -> dict[str, Path]:
 
 def _remedy(path: Path) -> str:
     """Return the command that makes a package, which needs a folder that is not there yet."""
-    run = path if (path / CONFIG).is_file() else "RUN"
+    run = run_or_path(path)
     out = path if path.name else path.absolute()
     while out.exists():
         out = out.with_name(f"{out.name}-package")
-    return f"Make one with `meshrec export {run} --out {out}`, then serve {out}."
+    named = run if (run / CONFIG).is_file() else "RUN"
+    return f"Make one with `meshrec export {named} --out {out}`, then serve {out}."

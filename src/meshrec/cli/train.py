@@ -83,8 +83,6 @@ class TrainOptions:
 
 HELP_ALL = "--help-all"
 _SUMMARY = "Train this recipe; its run folder holds everything to look at."
-_FLAGS = {each.name for each in dataclasses.fields(TrainOptions) if each.type in (bool, "bool")}
-_VALUED = {each.name for each in dataclasses.fields(TrainOptions)} - _FLAGS - {"recipe"}
 
 
 class _Asked(NamedTuple):
@@ -176,19 +174,25 @@ def _is_over(run: RunFolder, job: Job) -> bool:
     return RUN_VARIABLE not in os.environ and run.state().name == "finished" and not asks_more
 
 
-def recipe_at(arguments: Sequence[str]) -> int | None:
+def recipe_at(arguments: Sequence[str], kind: type = TrainOptions) -> int | None:
     """Return the index of the recipe among the arguments. Options may stand before and after it.
 
     The word after an option of a recipe may be the option's value. It counts as the recipe only if it looks
     like one.
+
+    Args:
+        arguments: The words of the command line.
+        kind: The dataclass of the command's own options.
     """
+    fields = dataclasses.fields(kind)
+    valued = {each.name for each in fields if each.type not in (bool, "bool")} - {"recipe"}
     candidates = []
     taken = False  # as a value by the option before
     unsure = False
     for number, word in enumerate(arguments):
         if word.startswith("-"):
             name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
-            taken = name in _VALUED and not equals
+            taken = name in valued and not equals
             unsure = "." in name and not equals
             continue
         if not taken:
@@ -196,7 +200,8 @@ def recipe_at(arguments: Sequence[str]) -> int | None:
         taken = unsure = False
     for doubt in (False, True):
         for number, unsure in candidates:
-            if unsure is doubt and (arguments[number] in RECIPES or ":" in arguments[number]):
+            word = arguments[number]
+            if unsure is doubt and (word in RECIPES or (":" in word and "=" not in word)):
                 return number
     return next((number for number, unsure in candidates if not unsure), None)
 
@@ -262,7 +267,9 @@ def _tell_failure(folder: RunFolder, error: str, code: int) -> int:
     return code
 
 
-def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recipe]:
+def parse(
+    arguments: Sequence[str], recipe: Recipe, kind: Any = TrainOptions, *, command: str = "train"
+) -> tuple[Any, Recipe]:
     """Read the command's options, and return the recipe with the values that they override."""
     name = _value(arguments, "--table-optimizer")
     if name is not None:
@@ -275,14 +282,14 @@ def parse(arguments: Sequence[str], recipe: Recipe) -> tuple[TrainOptions, Recip
     joined: Any = dataclasses.make_dataclass(
         "Train",
         [
-            ("options", Annotated[TrainOptions, tyro.conf.arg(name="")]),
+            ("options", Annotated[kind, tyro.conf.arg(name="")]),
             *((name, type(part), dataclasses.field(default=part)) for name, part in parts.items()),
         ],
         frozen=True,
         kw_only=True,
     )
     parsed = parse_arguments(
-        joined, arguments, program=f"meshrec train {arguments[0]}", description=inspect.getdoc(TrainOptions)
+        joined, arguments, program=f"meshrec {command} {arguments[0]}", description=inspect.getdoc(kind)
     )
     return parsed.options, dataclasses.replace(recipe, **{name: getattr(parsed, name) for name in parts})
 

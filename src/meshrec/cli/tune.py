@@ -1,5 +1,6 @@
 """``meshrec tune``: search a recipe's options, and train with several seeds."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +8,12 @@ from typing import Annotated
 
 import tyro
 
-from meshrec.cli.arguments import Words, parse
-from meshrec.train.ranks import choose_device, join
+from meshrec.cli.arguments import HELP, Words
+from meshrec.cli.arguments import parse as parse_arguments
+from meshrec.cli.on_ranks import on_ranks
+from meshrec.cli.recipe_help import recipe_help
+from meshrec.cli.train import HELP_ALL, parse, recipe_at
+from meshrec.train.ranks import Ranks
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import RUNS
 from meshrec.train.tuning import read_space, seeds, tune, with_options
@@ -19,6 +24,9 @@ class TuneOptions:
     """Search options of a recipe with Optuna, and measure how much the best one's metrics vary with the seed.
 
     Trials are stored in an SQLite file; the same command continues them.
+    Options of the recipe, such as --training.epochs 2, hold for all trials; `meshrec tune RECIPE --help`
+    lists
+    them.
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
@@ -35,32 +43,65 @@ class TuneOptions:
     """Seed of the search."""
     storage: Path | None = None
     """SQLite file of the trials; if none, RECIPE-tune.db in the folder of runs."""
+    nproc: int = 1
+    """Number of ranks on this machine that train each trial."""
     device: str | None = None
     """Device: cpu or cuda; if none, cuda where torch sees a GPU."""
     runs: Path = RUNS
     """Folder of all run folders."""
 
 
+_SUMMARY = "Search options of this recipe; those given here hold for all trials."
+
+
 def main(arguments: Sequence[str]) -> int:
-    options = parse(TuneOptions, arguments, program="meshrec tune")
-    recipe = resolve(options.recipe)
+    at = recipe_at(arguments, TuneOptions)
+    wants_help = any(word in (*HELP, HELP_ALL) for word in arguments)
+    if at is None:
+        parse_arguments(TuneOptions, [HELP[1]] if wants_help else arguments, program="meshrec tune")
+        raise AssertionError("it prints the help, or says that the recipe is missing")
+    source, rest = arguments[at], [word for number, word in enumerate(arguments) if number != at]
+    recipe = resolve(source)
+    if any(word in HELP for word in rest):
+        print(recipe_help(f"meshrec tune {source}", recipe, TuneOptions, summary=_SUMMARY))
+        return 0
+    words = [HELP[1]] if HELP_ALL in rest else rest
+    options, recipe = parse([source, *words], recipe, TuneOptions, command="tune")
     if options.trials < 0 or (options.trials == 0 and options.seeds is None):
         raise ValueError(f"--trials is {options.trials}: nothing would be done. Take 1 or more, or --seeds.")
     space = read_space(options.space, recipe)
-    ranks = join(choose_device(options.device))
-    best: dict[str, object] = {}
-    if options.trials:
-        storage = options.storage or options.runs / f"{recipe.name}-tune.db"
-        storage.parent.mkdir(parents=True, exist_ok=True)
-        study = tune(
-            recipe, ranks, space, trials=options.trials, storage=storage, seed=options.seed, tell=print
-        )
-        best = study.best_params
-        number = study.best_trial.number
-        print(f"best of {len(study.trials)}: {study.best_value:.5f}, trial {number} of {storage}")
-        words = " ".join(f"--{name} {value}" for name, value in best.items())
-        print(f"to train it: meshrec train {options.recipe} {words}")
-    if options.seeds is not None:
-        for name, spread in seeds(with_options(recipe, best), ranks, options.seeds, tell=print).items():
-            print(f"{name.replace('_', ' '):20} {spread.mean:.5f} +- {spread.deviation:.5f}")
-    return 0
+    recipe.check(options.nproc)
+
+    def work(ranks: Ranks) -> None:
+        tell = print if ranks.is_first else _silent
+        best: dict[str, object] = {}
+        if options.trials:
+            storage = options.storage or options.runs / f"{recipe.name}-tune.db"
+            storage.parent.mkdir(parents=True, exist_ok=True)
+            found = tune(
+                recipe, ranks, space, trials=options.trials, storage=storage, seed=options.seed, tell=tell
+            )
+            best = found.values
+            tell(f"best of {found.num_trials}: {found.worth:.5f}, trial {found.trial} of {storage}")
+            given = [*recipe_words(rest), *(f"--{name} {value}" for name, value in best.items())]
+            tell(f"to train it: meshrec train {source} {' '.join(given)}")
+        if options.seeds is not None:
+            for name, spread in seeds(with_options(recipe, best), ranks, options.seeds, tell=tell).items():
+                tell(f"{name.replace('_', ' '):20} {spread.mean:.5f} +- {spread.deviation:.5f}")
+
+    return on_ranks("tune", arguments, work, nproc=options.nproc, device=options.device)
+
+
+def recipe_words(words: Sequence[str]) -> list[str]:
+    """Return the options of the recipe among a command's words, with their values."""
+    found, taken = [], False
+    for word in words:
+        if word.startswith("--"):
+            taken = "." in word.partition("=")[0]
+        if taken:
+            found.append(shlex.quote(word))
+    return found
+
+
+def _silent(_: str) -> None:
+    pass

@@ -26,6 +26,8 @@ _FEW_ROWS = 1000
 _LARGE_VOCABULARY = 1_000_000
 _LARGEST_TABLE = 20_000_000
 _FEW_VALUES = 64
+_RARE = 0.02
+"""Share of a class of the label below which a warning tells so."""
 
 
 class ColumnChoice(NamedTuple):
@@ -69,6 +71,7 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
             "nothing to make tables of. Use a model without tables, or give columns of ids."
         )
     warnings = [choice.warning for choice in choices if choice.warning is not None]
+    warnings += _label_warnings(profile, chosen_label)
     if time is None:
         warnings.append(
             "no --time column: the split is random, which is kinder than the future: name one if you can"
@@ -114,6 +117,35 @@ def _label(profile: Profile, name: str) -> tuple[Label, str]:
     values_text = f"{len(distinct) + 1} values from {column.low:g} to {column.high:g}"
     why = f"{values_text}: 1 from {best:g} on ({share:.1%} of the rows)"
     return Label(column=name, positive_from=best), why
+
+
+def _label_warnings(profile: Profile, label: Label) -> list[str]:
+    """Tell what the proposal has decided about the label, and that one of the classes is rare."""
+    name, sample = label.column, profile.sample[label.column]
+    values = numbers_of(sample, None, "s")
+    found = []
+    positive = values > 0
+    if label.positive_from is not None:
+        low, high = values.min(), values.max()
+        positive = values >= label.positive_from
+        found.append(
+            f"label {name!r} has values from {low:g} to {high:g}, not 0 and 1: rows with "
+            f"{label.positive_from:g} or more count as positive. Change positive_from in the recipe, or "
+            f"predict the value: "
+            "Label(..., kind='number') with loss=SquaredError()"
+        )
+    share = positive.mean()
+    if min(share, 1 - share) < _RARE:
+        kind, rare = ("positive", share) if share < 0.5 else ("negative", 1 - share)
+        num = round(rare * profile.num_rows)
+        found.append(
+            f"label {name!r}: only {rare:.2%} of the rows are {kind}, about {num:,} rows, and "
+            f"{round(num / 10):,} of "
+            "the test data: metrics of so few vary by chance. Give more rows of them, and compare "
+            "results with "
+            "`meshrec evaluate --intervals 200`"
+        )
+    return found
 
 
 def _time(column: Column) -> ColumnChoice:
@@ -238,7 +270,7 @@ def _dense(column: Column, what: str) -> ColumnChoice:
 def _ids(column: Column) -> ColumnChoice:
     name, distinct = column.name, column.distinct
     each = column.num_rows * (1 - column.missing) / max(distinct, 1)
-    why = f"{distinct:,} values, each in {each:,.1f} rows"
+    why = f"{distinct:,} values, each in {each:,.{0 if each >= 10 else 1}f} rows"
     why += f", {column.missing:.1%} missing" if column.num_missing else ""
     if distinct > _LARGE_VOCABULARY:
         rows = min(2 * distinct, _LARGEST_TABLE)

@@ -1,6 +1,7 @@
 """Metrics of predictions and of retrieval, over all ranks, for the current window and since the start."""
 
 from meshrec.metrics.binary import area_under_curve, binary_metrics
+from meshrec.metrics.curves import auc_interval, curves_of, score_histograms
 from meshrec.metrics.grouped import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
 from meshrec.metrics.metric_set import MetricSet
 from meshrec.metrics.number import number_metrics
@@ -13,10 +14,13 @@ __all__ = [
     "MetricSet",
     "RetrievalMetrics",
     "area_under_curve",
+    "auc_interval",
     "binary_metrics",
     "bootstrap_intervals",
+    "curves_of",
     "grouped_auc",
     "number_metrics",
     "place_metrics",
+    "score_histograms",
     "sliced_metrics",
 ]

@@ -62,7 +62,7 @@ def judge(
     reader = scorer.dataset.train
     names = list(dict.fromkeys([*by, *([] if group is None else [group])]))
     columns = _columns(reader, names) if names and ranks.is_first else {}
-    found = list(gathered(scorer.model, reader, ranks, bf16=scorer.recipe.training.bf16))
+    found = list(gathered(scorer, ranks))
     if not ranks.is_first:
         return None
     whole = _joined(found)

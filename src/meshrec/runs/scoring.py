@@ -1,5 +1,6 @@
 """Scoring of new data with a run's weights, on any number of ranks, in the order of the data."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,10 +19,13 @@ from meshrec.train.recipe import DataSource, FittedSource, Recipe
 from meshrec.train.run_folder import CONFIG, RunFolder
 
 if TYPE_CHECKING:
-    from meshrec.data import Dataset, Reader
+    from meshrec.data import Batch, Dataset
     from meshrec.data.dataset import Paths
     from meshrec.data.faults import OnError
+    from meshrec.data.features import Features
 
+_MANY_UNSEEN = 0.5
+_logger = logging.getLogger("meshrec")
 # Sharding types with which one rank sums over all IDs of a column, in the order of a single process.
 _EXACT = ("data_parallel", "table_wise", "column_wise", "table_column_wise")
 
@@ -33,6 +37,8 @@ class Scorer(NamedTuple):
     recipe: Recipe
     dataset: "Dataset"
     step: int | None
+    features: "Features | None" = None
+    """The fitted features that read the data, if the recipe has some."""
 
 
 def load_scorer(
@@ -68,7 +74,8 @@ def load_scorer(
     scored = replace(recipe, tables=SGD(lr=0.0), training=replace(recipe.training, clip_norm=None))
     model = build(_placed(scored, run, ranks), dataset, ranks).model
     load(checkpoint, {"model": model})
-    return Scorer(model, recipe, dataset, read_manifest(checkpoint).step)
+    features = features_of(run) if isinstance(recipe.data, FittedSource) else None
+    return Scorer(model, recipe, dataset, read_manifest(checkpoint).step, features)
 
 
 def _handling(source: DataSource, on_error: "OnError | None") -> DataSource:
@@ -119,13 +126,17 @@ def _placed(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Recipe:
     return replace(recipe, placement=placement, training=replace(recipe.training, batch_size=batch))
 
 
-def gathered(model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False) -> Iterator[Scored]:
+def gathered(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
     """Yield the results of `score` of all ranks, step by step and in order, on rank 0. Other ranks yield
     nothing.
 
+    At the end, rank 0 logs a warning about each feature whose values training has rarely seen.
+
     Collective: every rank must exhaust the iterator.
     """
-    for mine in score(model, reader, ranks, bf16=bf16):
+    unseen = _UnseenValues(scorer.features)
+    bf16 = scorer.recipe.training.bf16
+    for mine in score(scorer.model, scorer.dataset.train, ranks, bf16=bf16, watch=unseen):
         every = ranks.collect(mine)
         if ranks.is_first:
             rows = [each.rows_B for each in every if each.rows_B is not None]
@@ -134,3 +145,40 @@ def gathered(model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = F
                 torch.cat([each.logits_B for each in every]),
                 torch.cat([each.labels_B for each in every]),
             )
+    unseen.tell(ranks)
+
+
+class _UnseenValues:
+    """Counts values that are in no vocabulary of the training data."""
+
+    def __init__(self, features: "Features | None") -> None:
+        self._features = (
+            [] if features is None else [each for each in features.ids if hasattr(each, "num_unseen")]
+        )
+        self._counts = [0.0] * (2 * len(self._features))
+
+    def __call__(self, batch: "Batch") -> None:
+        for number, feature in enumerate(self._features):
+            ids = batch.sparse[feature.name].values()
+            self._counts[2 * number] += int((ids > 0).sum())
+            self._counts[2 * number + 1] += int(((ids > 0) & (ids <= feature.num_unseen)).sum())
+
+    def tell(self, ranks: Ranks) -> None:
+        """Log a warning for each feature that has seen fewer than half of its values. Collective."""
+        counts = ranks.sum(self._counts) if self._counts else []
+        for number, feature in enumerate(self._features):
+            num, unseen = counts[2 * number : 2 * number + 2]
+            if ranks.is_first and num and unseen / num >= _MANY_UNSEEN:
+                known = feature.vocabulary.slice(0, 3).to_pylist()
+                _logger.warning(
+                    "feature %r: %.1f %% of the %s values of column %r did not occur in training, and "
+                    "are all alike "
+                    "to the model. Compare the column with the training data's, which holds %s, or train "
+                    "anew on "
+                    "newer data.",
+                    feature.name,
+                    100 * unseen / num,
+                    f"{num:,.0f}",
+                    feature.source,
+                    ", ".join(map(repr, known)),
+                )

@@ -41,6 +41,7 @@ from meshrec.train.observers import (
 )
 from meshrec.train.ranks import Ranks, choose_device, join
 from meshrec.train.recipe import Recipe
+from meshrec.train.remarks import remarks
 from meshrec.train.run_folder import (
     CONFIG,
     RUNS,
@@ -379,6 +380,7 @@ class _Run:
             "weights_step": trainer.weights_step,
             "validation": trainer.validation,
             "test": trainer.test,
+            "curves": trainer.curves,
             "baselines": {},
             "baselines_test": {},
             "best_possible_auc": trainer.dataset.best_auc,
@@ -411,6 +413,8 @@ class _Run:
 
     def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """Compute the baselines and write the reports, on rank 0."""
+        num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
+        summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
         judged = dataset.validation is not None or dataset.test is not None

@@ -1,6 +1,6 @@
 """Metrics over all ranks: of the training steps since the last line, and of validation data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from meshrec.train.ranks import Ranks
 from meshrec.train.step import Outputs, forward
 
 if TYPE_CHECKING:
-    from meshrec.data import Reader
+    from meshrec.data import Batch, Reader
 
 DEFAULT_LOSS = BinaryCrossEntropy()
 EVALUATION_BATCH = 4096
@@ -61,6 +61,7 @@ def score(
     *,
     batch_size: int = EVALUATION_BATCH,
     bf16: bool = False,
+    watch: "Callable[[Batch], None] | None" = None,
 ) -> Iterator[Scored]:
     """Yield the model's logits for this rank's part of ``reader``, in the reader's order.
 
@@ -68,10 +69,15 @@ def score(
     another order for other sizes, and logits must not depend on the number of ranks.
 
     Collective: all ranks take the same number of steps. The model is in training mode afterwards.
+
+    Args:
+        watch: is called with each batch.
     """
     model.eval()
     try:
         for batch in reader.batches(batch_size, rank=ranks.rank, world_size=ranks.size):
+            if watch is not None:
+                watch(batch)
             whole = batch.padded(batch_size).to(ranks.device)
             with torch.no_grad():
                 logits = forward(model, whole, ranks.device, bf16=bf16)
@@ -87,7 +93,12 @@ def evaluate(
 
     Collective. The model is in training mode afterwards.
     """
+    return loss.metrics(*outputs_of(model, reader, ranks, bf16=bf16), group=ranks.control)
+
+
+def outputs_of(
+    model: nn.Module, reader: "Reader", ranks: Ranks, *, bf16: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the logits and the labels of this rank's part of ``reader``. Collective."""
     found = list(score(model, reader, ranks, bf16=bf16))
-    logits = torch.cat([each.logits_B for each in found])
-    labels = torch.cat([each.labels_B for each in found])
-    return loss.metrics(logits, labels, group=ranks.control)
+    return torch.cat([each.logits_B for each in found]), torch.cat([each.labels_B for each in found])

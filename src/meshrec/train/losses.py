@@ -232,6 +232,17 @@ def leading_metric(metrics: Mapping[str, float]) -> str | None:
     return next((name for name in metrics if name == "auc" or name.startswith("ndcg@")), None)
 
 
+def leading_text(metrics: Mapping[str, float]) -> str:
+    """Return the metric that selects the best weights with its value, such as "AUC 0.7906" or "loss 0.5"."""
+    name = leading_metric(metrics) or ("loss" if "loss" in metrics else None)
+    return "-" if name is None else f"{title_of(name)} {metrics[name]:.4f}"
+
+
+def title_of(name: str) -> str:
+    """Return the name of a metric as people write it: AUC, NDCG@10, loss."""
+    return name.upper() if name == "auc" or name.startswith("ndcg@") else name
+
+
 def _check_shapes(outputs: Tensor, labels: Tensor) -> None:
     """Raise ValueError where one of the two would be broadcast to the other."""
     if outputs.shape != labels.shape:

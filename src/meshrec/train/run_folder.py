@@ -225,6 +225,11 @@ def find_run(name: str | Path, runs: Path = RUNS, *, trust: bool = False) -> Run
     )
 
 
+def run_or_path(path: Path, runs: Path = RUNS) -> Path:
+    """Return the folder of a run that is given by its name, or else ``path`` itself."""
+    return runs / path if not path.exists() and (runs / path / CONFIG).is_file() else path
+
+
 def remove_run(folder: RunFolder) -> None:
     """Remove a run and all its files.
 

@@ -85,6 +85,10 @@ class StopRequest:
         work.wait()
         return Agreement(*(bool(flag) for flag in flags.tolist()))
 
+    def request(self) -> None:
+        """Ask for an early end, as SIGINT does."""
+        self.signal = signal.SIGINT
+
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.signal = number
 

@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
 from meshrec.checkpoint.finding import BEST
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.distributed import record_phases
+from meshrec.metrics import curves_of, score_histograms
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.reports.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
 from meshrec.train.checkpoints import Checkpoints
-from meshrec.train.evaluation import Scored, Window, evaluate, score
-from meshrec.train.losses import quality
+from meshrec.train.evaluation import Scored, Window, evaluate, outputs_of, score
+from meshrec.train.losses import BinaryCrossEntropy, leading_metric, quality, title_of
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
 from meshrec.train.profiling import StepProfiler
 from meshrec.train.progress import Progress
@@ -51,6 +55,8 @@ class Trainer:
         stopped: whether `stop` ended the run.
         validation: validation metrics of the weights that the run reports.
         test: test metrics of these weights. The test data is read once, at the end.
+        curves: the ROC curve and the calibration of these weights by part of the data, for clicks only; see
+            `meshrec.metrics.curves_of`.
         weights_step: the step of these weights: the best by validation AUC, or the last.
         failures: the error of each checkpoint that could not be saved.
         is_saved: whether the final state is on disk; True if nothing is stored.
@@ -85,6 +91,8 @@ class Trainer:
         self.stopped = False
         self.validation: dict[str, float] = {}
         self.test: dict[str, float] = {}
+        self.curves: dict[str, Any] = {}
+        self._histograms: dict[str, Tensor] = {}
         self.weights_step = 0
         self.failures: list[str] = []
         self.is_saved = True
@@ -364,7 +372,7 @@ class Trainer:
         self._log_rest()
         if self.dataset.validation is None:
             return
-        self.validation = self._judge(self.dataset.validation)
+        self.validation = self._judge("validation", self.dataset.validation)
         self.weights_step = self._measured_step = self.progress.step
         found = quality(self.validation)
         best = self.early.improves(found, self.progress.step)
@@ -382,8 +390,12 @@ class Trainer:
             assert self._checkpoints is not None
             self._checkpoints.failed(error)
 
-    def _judge(self, reader: Reader) -> dict[str, float]:
-        found = self.evaluate(reader)
+    def _judge(self, data: str, reader: Reader) -> dict[str, float]:
+        recipe = self.recipe
+        outputs = outputs_of(self.built.model, reader, self.ranks, bf16=recipe.training.bf16)
+        found = recipe.loss.metrics(*outputs, group=self.ranks.control)
+        if isinstance(recipe.loss, BinaryCrossEntropy):
+            self._histograms[data] = score_histograms(*outputs)
         if not math.isfinite(found.get("loss", 0.0)):
             raise LossError(
                 f"step {self.progress.step}: the loss on the validation data is {found['loss']}. Lower the "
@@ -400,12 +412,16 @@ class Trainer:
             step = self._best.restore()
             if step is not None and step != self.progress.step:
                 self.weights_step = step
-                self.validation = self._judge(self.dataset.validation)
-                self._tell(Said(f"took the weights of step {step}, the best by validation AUC"))
+                self.validation = self._judge("validation", self.dataset.validation)
+                by = title_of(leading_metric(self.validation) or "loss")
+                self._tell(Said(f"took the weights of step {step}, the best by validation {by}"))
         if not self.stopped and self.dataset.test is not None:
-            self.test = self._judge(self.dataset.test)
+            self.test = self._judge("test", self.dataset.test)
             line = {"kind": "test", **self._where(), "step": self.weights_step, **self.test}
             self._tell(Evaluated(line, False))
+        for data, histograms in self._histograms.items():
+            total = self.ranks.sum(histograms.flatten().tolist())
+            self.curves[data] = curves_of(torch.tensor(total).double().view(histograms.shape))
 
     @contextmanager
     def _phases(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from meshrec.train.losses import quality
 from meshrec.train.observers import Evaluated, Event
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
+from meshrec.train.stopping import StopRequest
 from meshrec.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -140,6 +141,15 @@ def _replaced(holder: Any, path: Sequence[str], value: Any) -> Any:
     return dataclasses.replace(holder, **{first: new})
 
 
+class Best(NamedTuple):
+    """The best trial of a study, and the number of its trials."""
+
+    values: dict[str, Any]
+    worth: float
+    trial: int
+    num_trials: int
+
+
 def tune(
     recipe: Recipe,
     ranks: Ranks,
@@ -149,15 +159,15 @@ def tune(
     storage: Path,
     seed: int = 0,
     tell: Tell = lambda text: None,
-) -> "optuna.Study":
-    """Train up to ``trials`` variants in this process, and record the value of each in ``storage``.
+) -> Best:
+    """Train up to ``trials`` variants, and record the value of each in ``storage``. Collective.
 
     An existing study continues, and its finished trials count. The value of a trial is its best validation
     AUC, or its negative loss for numeric labels. A trial that lags behind the others is pruned.
 
     Args:
         recipe: the recipe whose options are searched.
-        ranks: ranks of a single process.
+        ranks: the ranks that train each trial; rank 0 proposes the values.
         space: the search space, see `read_space`.
         trials: number of trials of the study, including those of earlier calls.
         storage: an SQLite file.
@@ -170,6 +180,18 @@ def tune(
     if trials < 1:
         raise ValueError(f"--trials is {trials}; it must be at least 1.")
     search = needs("optuna", "tune")
+    dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
+
+    def train(values: Mapping[str, Any], trial: "optuna.Trial | None" = None) -> float:
+        chosen = with_options(recipe, values)
+        chosen.check(ranks.size)
+        return _trained(chosen, dataset or chosen.data.load(), ranks, trial)
+
+    if not ranks.is_first:
+        while (values := ranks.share(None)) is not None:
+            train(values)
+        best: Best = ranks.share(None)
+        return best
     search.logging.set_verbosity(search.logging.WARNING)
     with _logging_as_it_is():
         study: optuna.Study = search.create_study(
@@ -181,18 +203,18 @@ def tune(
             pruner=search.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
         )
     ended = [each for each in study.trials if each.state.is_finished()]
-    dataset = None if any(name.startswith("data.") for name in space) else recipe.data.load()
 
     def objective(trial: "optuna.Trial") -> float:
-        values = {name: each.suggest(trial, name) for name, each in space.items()}
-        chosen = with_options(recipe, values)
-        chosen.check(ranks.size)
-        worth = _trained(chosen, dataset or chosen.data.load(), ranks, trial)
+        values = ranks.share({name: each.suggest(trial, name) for name, each in space.items()})
+        worth = train(values, trial)
         tell(f"trial {trial.number}: {worth:.5f}  {_words(values)}")
         return worth
 
     study.optimize(objective, n_trials=max(0, trials - len(ended)), catch=())
-    return study
+    ranks.share(None)
+    found = study.best_trial
+    made: Best = ranks.share(Best(study.best_params, study.best_value, found.number, len(study.trials)))
+    return made
 
 
 @contextlib.contextmanager
@@ -206,20 +228,28 @@ def _logging_as_it_is() -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
 
 
-def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial") -> float:
+def _trained(recipe: Recipe, dataset: "Dataset", ranks: Ranks, trial: "optuna.Trial | None") -> float:
+    """Train one trial, and return its value, which rank 0 knows. ``trial``: on rank 0."""
     search = needs("optuna", "tune")
     best: list[float] = []
+    stop = StopRequest()
 
     def observe(event: Event) -> None:
+        assert trial is not None
         if isinstance(event, Evaluated) and event.line["kind"] == "validation":
             found = quality(dict(event.line))
             if found is not None:
                 best.append(found)
                 trial.report(max(best), len(best))
                 if trial.should_prune():
-                    raise search.TrialPruned
+                    stop.request()
 
-    Trainer(recipe, dataset, ranks, observer=observe).run()
+    trainer = Trainer(recipe, dataset, ranks, observer=observe, stop=stop)
+    trainer.run()
+    if trial is None:
+        return 0.0
+    if trainer.stopped:
+        raise search.TrialPruned
     if not best:
         raise ValueError("nothing was evaluated: tuning needs validation data. Give the recipe some.")
     return max(best)

@@ -1,0 +1,54 @@
+"""What the user should know of a run's result, and what to do about it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from meshrec.train.losses import leading_metric, title_of
+from meshrec.train.recipe import Training
+
+_DEVIATIONS = 2.0
+
+
+def remarks(summary: Mapping[str, Any], training: Training, num_evaluations: int) -> list[str]:
+    """Return remarks on the contents of ``summary.json``: a result no better than chance, and a run that was
+    still improving when it ended.
+    """
+    if summary["state"] != "finished":
+        return []
+    found = []
+    for data in ("test", "validation"):
+        text = _chance(data, summary[data], summary["curves"].get(data))
+        if text is not None:
+            found.append(text)
+            break
+    last = summary["step"]
+    limited = summary["num_steps"] == last  # neither early stopping nor the user ended it
+    if not found and limited and summary["best_step"] == last and num_evaluations > 1:
+        by = title_of(leading_metric(summary["validation"]) or "loss")
+        option = f"--training.epochs {2 * training.epochs}"
+        if training.max_steps is not None and training.max_steps == last:
+            option = f"--training.max-steps {2 * last}"
+        found.append(
+            f"the last step is the best by validation {by}: it was still improving. Train longer: {option}."
+        )
+    return found
+
+
+def _chance(data: str, metrics: Mapping[str, float], samples: Mapping[str, float] | None) -> str | None:
+    """Tell that an AUC cannot be told from 0.5.
+
+    Its standard deviation under chance is that of the Mann-Whitney statistic: Hanley and McNeil, "The meaning
+    and use of the area under a ROC curve" (1982).
+    """
+    if "auc" not in metrics or not samples or not samples["positive"] or not samples["negative"]:
+        return None
+    positive, negative = samples["positive"], samples["negative"]
+    deviation = math.sqrt((positive + negative + 1) / (12 * positive * negative))
+    if metrics["auc"] > 0.5 + _DEVIATIONS * deviation:
+        return None
+    return (
+        f"the {data} AUC of {metrics['auc']:.4f} is no better than chance: with {positive:,.0f} positive and "
+        f"{negative:,.0f} negative samples, a guess has 0.5 +- {_DEVIATIONS * deviation:.4f}. Look at "
+        "the label and the features (`meshrec inspect`), or give more data."
+    )
