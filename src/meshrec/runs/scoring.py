@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshrec.data import Batch, Dataset
     from meshrec.data.dataset import Paths
     from meshrec.data.faults import OnError
-    from meshrec.data.features import Features
+    from meshrec.data.features import Features, Vocabulary
 
 _MANY_UNSEEN = 0.5
 _logger = logging.getLogger("meshrec")
@@ -148,13 +148,17 @@ def gathered(scorer: Scorer, ranks: Ranks) -> Iterator[Scored]:
     unseen.tell(ranks)
 
 
+def _vocabularies(features: "Features") -> "list[Vocabulary]":
+    from meshrec.data.features import Vocabulary
+
+    return [each for each in features.ids if isinstance(each, Vocabulary)]
+
+
 class _UnseenValues:
     """Counts values that are in no vocabulary of the training data."""
 
     def __init__(self, features: "Features | None") -> None:
-        self._features = (
-            [] if features is None else [each for each in features.ids if hasattr(each, "num_unseen")]
-        )
+        self._features = [] if features is None else _vocabularies(features)
         self._counts = [0.0] * (2 * len(self._features))
 
     def __call__(self, batch: "Batch") -> None:
@@ -171,11 +175,9 @@ class _UnseenValues:
             if ranks.is_first and num and unseen / num >= _MANY_UNSEEN:
                 known = feature.vocabulary.slice(0, 3).to_pylist()
                 _logger.warning(
-                    "feature %r: %.1f %% of the %s values of column %r did not occur in training, and "
-                    "are all alike "
-                    "to the model. Compare the column with the training data's, which holds %s, or train "
-                    "anew on "
-                    "newer data.",
+                    "feature %r: %.1f %% of the %s values of column %r did not occur in training, and are all "
+                    "alike to the model. Compare the column with that of the training data, which holds %s, or "
+                    "train anew on newer data.",
                     feature.name,
                     100 * unseen / num,
                     f"{num:,.0f}",
