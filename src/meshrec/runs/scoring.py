@@ -175,8 +175,8 @@ class _UnseenValues:
             if ranks.is_first and num and unseen / num >= _MANY_UNSEEN:
                 known = feature.vocabulary.slice(0, 3).to_pylist()
                 _logger.warning(
-                    "feature %r: %.1f %% of the %s values of column %r did not occur in training, and are all "
-                    "alike to the model. Compare the column with that of the training data, which holds %s, or "
+                    "feature %r: %.1f %% of the %s values of column %r did not occur in training, and are "
+                    "all alike to the model. Compare the column with the training data, which holds %s, or "
                     "train anew on newer data.",
                     feature.name,
                     100 * unseen / num,
