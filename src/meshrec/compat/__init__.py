@@ -1,1 +1,1 @@
-"""Programs written for other libraries, run on MeshRec."""
+"""Bridges that run programs written for other libraries on MeshRec."""

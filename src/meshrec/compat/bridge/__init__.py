@@ -1,1 +1,3 @@
-"""What the bridges are made of: a finder of modules, the table of names, and classes with other arguments."""
+"""The building blocks of bridges: a finder of modules, the table of names, and classes with other
+arguments.
+"""

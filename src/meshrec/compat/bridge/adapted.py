@@ -1,4 +1,4 @@
-"""A class of MeshRec that is constructed in TorchRec's way."""
+"""Classes of MeshRec that are constructed with TorchRec's arguments."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -7,9 +7,9 @@ T = TypeVar("T")
 
 
 class Adapted(Generic[T]):
-    """Stands for ``target`` everywhere: as a function it constructs one with TorchRec's arguments.
+    """A stand-in for the class ``target``. Called, it makes an object from TorchRec's arguments.
 
-    ``isinstance``, ``issubclass``, class attributes and inheritance mean ``target`` itself, so that objects
+    ``isinstance``, ``issubclass``, class attributes and inheritance refer to ``target`` itself, so objects
     are MeshRec's own.
 
     Args:
@@ -25,7 +25,7 @@ class Adapted(Generic[T]):
         self.__wrapped__ = construct
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """A new object."""
+        """Make an object."""
         return self._construct(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

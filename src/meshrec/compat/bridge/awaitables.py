@@ -1,4 +1,4 @@
-"""Values that are on their way, with TorchRec's way to write one's own."""
+"""Values that are under way, with TorchRec's way of writing your own."""
 
 import operator
 from abc import ABC, ABCMeta, abstractmethod
@@ -11,19 +11,17 @@ W = TypeVar("W")
 
 
 class Awaitable(ABC, Generic[W]):
-    """What ``wait()`` gives is made by ``_wait_impl``, which the subclass writes, and passed through
-    ``callbacks``.
-    """
+    """A value that ``wait()`` returns. A subclass's ``_wait_impl`` makes it, and ``callbacks`` change it."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[W], W]] = []
 
     @abstractmethod
     def _wait_impl(self) -> W:
-        """Waits and gives the value."""
+        """Wait for the value and return it."""
 
     def wait(self) -> W:
-        """The value."""
+        """Return the value."""
         value = self._wait_impl()
         for callback in self._callbacks:
             value = callback(value)
@@ -31,12 +29,12 @@ class Awaitable(ABC, Generic[W]):
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:
-        """Functions that change the value, in order; append to it."""
+        """Functions that change the value, in order. Append yours."""
         return self._callbacks
 
 
 class NoWait(Awaitable[W]):
-    """A value that is there."""
+    """An awaitable whose value exists already."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()
@@ -47,7 +45,7 @@ class NoWait(Awaitable[W]):
 
 
 class _AnyLazy(ABCMeta):
-    """What sharded modules return counts as lazy too."""
+    """A metaclass that counts the results of sharded modules as instances."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if cls.__dict__.get("_is_root"):
@@ -56,9 +54,9 @@ class _AnyLazy(ABCMeta):
 
 
 class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
-    """A value that is waited for when it is first used; ``_wait_impl``, which the subclass writes, makes it.
+    """A value that is awaited at its first use. A subclass's ``_wait_impl`` makes it.
 
-    It is waited for once. Callbacks change it before that.
+    It is awaited once, and then changed by the callbacks.
     """
 
     _is_root = True
@@ -69,11 +67,11 @@ class LazyAwaitable(awaitable.LazyAwaitable[W], metaclass=_AnyLazy):
 
     @abstractmethod
     def _wait_impl(self) -> W:
-        """Waits and gives the value."""
+        """Wait for the value and return it."""
 
     @property
     def callbacks(self) -> list[Callable[[W], W]]:
-        """Functions that change the value, in order; append to it."""
+        """Functions that change the value, in order. Append yours."""
         return self._callbacks
 
     def _finish_with_callbacks(self) -> W:
@@ -106,7 +104,7 @@ setattr(LazyAwaitable, "__hash__", object.__hash__)  # noqa: B010  as if it were
 
 
 class LazyNoWait(LazyAwaitable[W]):
-    """A value that is there, in the form of one that is not."""
+    """A lazy awaitable whose value exists already."""
 
     def __init__(self, obj: W) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What TorchRec calls the columns of the Criteo and MovieLens files."""
+"""TorchRec's names of the columns of the Criteo and MovieLens files."""
 
 INT_FEATURE_COUNT = 13
 CAT_FEATURE_COUNT = 26

@@ -1,4 +1,4 @@
-"""Where this process is among the others, as the launcher's environment says."""
+"""The place of this process among the others, from the launcher's environment."""
 
 import os
 
@@ -11,8 +11,8 @@ _DEFAULT_LOCAL_SIZE = 8
 
 
 def get_local_size(world_size: int | None = None) -> int:
-    """Processes on this node: what the launcher says, else 8; all of them where that does not divide their
-    number.
+    """Return the number of processes on this node: the launcher's figure, else 8, or all if 8 does not divide
+    their number.
     """
     world_size = dist.get_world_size() if world_size is None else world_size
     local_size = _first(_SIZES)
@@ -21,7 +21,7 @@ def get_local_size(world_size: int | None = None) -> int:
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """This process's number on its node: what the launcher says, else the rank modulo ``get_local_size``."""
+    """Return the local rank: the launcher's figure, else the rank modulo ``get_local_size``."""
     local_size, local_rank = get_local_size(world_size), _first(_RANKS)
     if local_rank is not None and local_rank < local_size:
         return local_rank
@@ -29,18 +29,18 @@ def get_local_rank(world_size: int | None = None, rank: int | None = None) -> in
 
 
 def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """The number of this process's node."""
+    """Return the number of this process's node."""
     return (dist.get_rank() if rank is None else rank) // get_local_size(world_size)
 
 
 def get_num_groups(world_size: int | None = None) -> int:
-    """How many nodes there are."""
+    """Return the number of nodes."""
     world_size = dist.get_world_size() if world_size is None else world_size
     return world_size // get_local_size(world_size)
 
 
 def get_device_type() -> str:
-    """``"cuda"`` where there is a GPU, else ``"cpu"``."""
+    """Return ``"cuda"`` if there is a GPU, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

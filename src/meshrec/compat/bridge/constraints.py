@@ -1,4 +1,4 @@
-"""TorchRec's ``ParameterConstraints``: every field is followed, or refused with what to do instead."""
+"""TorchRec's ``ParameterConstraints``. Every field is followed, or refused with advice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -18,20 +18,20 @@ _REFUSED = {
 
 @dataclass
 class ParameterConstraints:
-    """What TorchRec's planner may do with one table, and what it should assume.
+    """TorchRec's constraints and assumptions of the planner for one table.
 
     Attributes:
-        sharding_types: the names of the allowed sharding types; None: all.
-        compute_kernels: ``dense`` gives ordinary gradients, ``fused`` updates in the backward pass; None:
-            what the sharder offers.
-        min_partition: the least number of columns of a column shard; None: 32.
-        pooling_factors, num_poolings, batch_sizes: one number for each feature of the table.
-        is_weighted, feature_names: must agree with the module, which says both itself.
-        stochastic_rounding, output_dtype, device_group: must ask for what MeshRec does anyway.
+        sharding_types: names of the allowed sharding types; None: all.
+        compute_kernels: ``dense`` gives ordinary gradients, ``fused`` updates in the backward pass; None: the
+            sharder's kernels.
+        min_partition: smallest number of columns of a column shard; None: 32.
+        pooling_factors, num_poolings, batch_sizes: one value for each feature of the table.
+        is_weighted, feature_names: must agree with the module.
+        stochastic_rounding, output_dtype, device_group: must ask for MeshRec's behaviour.
         cache_params, enforce_hbm, bounds_check_mode, key_value_params, use_virtual_table: must be left out.
 
     Raises:
-        ValueError: for a kernel or an option that MeshRec does not have.
+        ValueError: MeshRec lacks the kernel or the option.
     """
 
     sharding_types: Sequence[str] | None = None
@@ -59,13 +59,13 @@ class ParameterConstraints:
 
     @property
     def kernels(self) -> list[str] | None:
-        """The names of the allowed kernels; None: all."""
+        """Names of the allowed kernels; None: all."""
         if not self.compute_kernels:
             return None
         return [str(getattr(kernel, "value", kernel)) for kernel in self.compute_kernels]
 
     def check(self) -> None:
-        """Raise ValueError for a kernel or an option that MeshRec does not have."""
+        """Raise ValueError for a kernel or an option that MeshRec lacks."""
         kernels = self.kernels
         if kernels is not None and not set(kernels) & set(_KERNELS):
             raise ValueError(
@@ -89,10 +89,10 @@ class ParameterConstraints:
             )
 
     def to_own(self, table: str, *, device: str, features: Sequence[str], is_weighted: bool) -> Any:
-        """Return MeshRec's constraints of a table that has these features.
+        """Return MeshRec's constraints of a table with these features.
 
         Raises:
-            ValueError: where the constraints contradict the module or the topology.
+            ValueError: the constraints contradict the module or the topology.
         """
         self.check()
         if self.is_weighted and not is_weighted:

@@ -1,7 +1,7 @@
 """TorchRec's DeepFM model: embeddings and a dense vector, both halves of DeepFM, and a probability.
 
-Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). Names of parameters and the order
-of their draws are TorchRec's.
+Guo et al.: "DeepFM: a factorization-machine based neural network" (2017). The names of parameters, and the
+order in which they are drawn, are TorchRec's.
 """
 
 import torch
@@ -22,7 +22,7 @@ class SparseArch(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """[B, sum of D] by feature."""
+        """Return the embeddings by feature, [B, sum of D]."""
         return self.embedding_bag_collection(features)  # type: ignore[no-any-return]
 
 
@@ -39,12 +39,12 @@ class DenseArch(nn.Module):
         )
 
     def forward(self, features: Tensor) -> Tensor:
-        """[B, in_features] -> [B, embedding_dim]."""
+        """Map [B, in_features] to [B, embedding_dim]."""
         return self.model(features)  # type: ignore[no-any-return]
 
 
 class FMInteractionArch(nn.Module):
-    """The dense vector, the deep half and the second-order half side by side."""
+    """The dense vector, the deep half and the second-order half, concatenated."""
 
     def __init__(self, fm_in_features: int, sparse_feature_names: list[str], deep_fm_dimension: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FMInteractionArch(nn.Module):
         self.fm = FactorizationMachine()
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedTensor) -> Tensor:
-        """Dense [B, D] and embeddings -> [B, D + deep_fm_dimension + 1]."""
+        """Map dense [B, D] and embeddings to [B, D + deep_fm_dimension + 1]."""
         if not self.sparse_feature_names:
             return dense_features
         vectors = [dense_features, *(sparse_features[name] for name in self.sparse_feature_names)]
@@ -61,14 +61,14 @@ class FMInteractionArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """One layer and a sigmoid."""
+    """One layer with a sigmoid."""
 
     def __init__(self, in_features: int) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Linear(in_features, 1), nn.Sigmoid())
 
     def forward(self, features: Tensor) -> Tensor:
-        """[B, in_features] -> [B, 1]."""
+        """Map [B, in_features] to [B, 1]."""
         return self.model(features)  # type: ignore[no-any-return]
 
 
@@ -78,11 +78,11 @@ class SimpleDeepFMNN(nn.Module):
     Args:
         num_dense_features: columns of the dense input.
         embedding_bag_collection: the tables, all of one width D.
-        hidden_layer_size: of the layer over the dense features.
+        hidden_layer_size: size of the layer over the dense features.
         deep_fm_dimension: columns of the deep half.
 
     Raises:
-        AssertedError: for no tables, and for tables of several widths.
+        AssertedError: there are no tables, or tables of several widths.
     """
 
     def __init__(
@@ -103,16 +103,20 @@ class SimpleDeepFMNN(nn.Module):
         self.over_arch = OverArch(width + deep_fm_dimension + 1)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, num_dense_features] and the ids -> probabilities [B, 1]."""
+        """Map dense [B, num_dense_features] and IDs to probabilities [B, 1]."""
         dense = self.dense_arch(dense_features)
         sparse = self.sparse_arch(sparse_features)
         return self.over_arch(self.inter_arch(dense, sparse))  # type: ignore[no-any-return]
 
 
 class SimpleDeepFMNNWrapper(SimpleDeepFMNN):
-    """A SimpleDeepFMNN that takes a whole batch: while training its loss and output, otherwise the output."""
+    """A SimpleDeepFMNN that takes a whole batch. It returns loss and output in training, otherwise the
+    output.
+    """
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The output [B, 1], while training after its cross-entropy, taken as logits, with the labels [B]."""
+        """Return the output [B, 1]; in training, after its cross-entropy with the labels [B], as if it were
+        logits.
+        """
         output = super().forward(model_input.float_features, model_input.idlist_features)
         return with_loss(output, model_input.label) if self.training else output

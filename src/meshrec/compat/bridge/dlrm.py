@@ -1,4 +1,4 @@
-"""TorchRec's DLRMs: with its names, its parts, and the weights that it has for a seed."""
+"""TorchRec's DLRMs, with its names, its parts, and its weights for a seed."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from meshrec.modules import EmbeddingBagCollection, LowRankCrossNet
 
 @dataclass
 class ModelInput:
-    """A batch as the wrappers take it: dense features [B, I], ids, weighted ids, and labels [B]."""
+    """A batch for the wrappers: dense features [B, I], IDs, weighted IDs, and labels [B]."""
 
     float_features: Tensor
     idlist_features: KeyedJaggedTensor
@@ -23,7 +23,7 @@ class ModelInput:
     label: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "ModelInput":
-        """On another device."""
+        """Return the batch on another device."""
         scored = self.idscore_features
         return ModelInput(
             self.float_features.to(device, non_blocking=non_blocking),
@@ -33,7 +33,7 @@ class ModelInput:
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of all tensors until the work queued on ``stream`` is done."""
+        """Keep the memory of all tensors until the work queued on ``stream`` is done."""
         for part in (self.float_features, self.idlist_features, self.idscore_features, self.label):
             if part is not None:
                 part.record_stream(stream)
@@ -43,7 +43,7 @@ class SparseArch(own.SparseArch):
     """Embeddings of all features, which must have one width.
 
     Raises:
-        AssertedError: for no tables, and for tables of several widths.
+        AssertedError: there are no tables, or tables of several widths.
     """
 
     def __init__(self, embedding_bag_collection: EmbeddingBagCollection) -> None:
@@ -53,7 +53,7 @@ class SparseArch(own.SparseArch):
         self._sparse_feature_names = [name for config in configs for name in config.feature_names]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """[B, F, D]."""
+        """Return the embeddings [B, F, D]."""
         values: Tensor = self.embedding_bag_collection(features).values()
         return values.view(-1, self.F, self.D)
 
@@ -64,10 +64,10 @@ class SparseArch(own.SparseArch):
 
 
 class DLRM(own.DLRM):
-    """Embeddings and a dense vector, their dot products, and an MLP over all that; see MeshRec's.
+    """DLRM: embeddings and a dense vector, their dot products, and an MLP over all of them; see MeshRec's.
 
     Raises:
-        AssertedError: for no tables, and when widths do not fit.
+        AssertedError: there are no tables, or widths do not fit.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DLRM(own.DLRM):
         self.sparse_arch = SparseArch(embedding_bag_collection)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, dense_in_features] and the ids -> logits [B, over_arch_layer_sizes[-1]]."""
+        """Map dense [B, dense_in_features] and IDs to logits [B, over_arch_layer_sizes[-1]]."""
         embeddings = self.sparse_arch.embedding_bag_collection(sparse_features)
         dense = self.dense_arch(dense_features)
         sparse = embeddings.values().view(-1, self.sparse_arch.F, self.sparse_arch.D)
@@ -93,10 +93,10 @@ class DLRM(own.DLRM):
 
 
 class DLRMWrapper(DLRM):
-    """A DLRM that takes a whole batch: while training its loss and logits, otherwise the logits."""
+    """A DLRM that takes a whole batch. It returns loss and logits in training, otherwise the logits."""
 
     def forward(self, model_input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, 1], while training after the binary cross-entropy with the labels [B]."""
+        """Return logits [B, 1]; in training, after the binary cross-entropy with the labels [B]."""
         logits = super().forward(model_input.float_features, model_input.idlist_features)
         return with_loss(logits, model_input.label) if self.training else logits
 
@@ -119,7 +119,7 @@ class InteractionProjectionArch(nn.Module):
         self.interaction_branch2 = interaction_branch2
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
-        """Dense [B, D], sparse [B, F, D] -> [B, D + F1 F2]."""
+        """Map dense [B, D] and sparse [B, F, D] to [B, D + F1 F2]."""
         if self.F <= 0:
             return dense_features
         batch_size, width = dense_features.shape
@@ -130,16 +130,17 @@ class InteractionProjectionArch(nn.Module):
 
 
 class DLRM_Projection(DLRM):
-    """A DLRM whose dot products are those of two projections of all features.
+    """A DLRM with the dot products of two projections of all features.
 
     Args:
-        interaction_branch1_layer_sizes, interaction_branch2_layer_sizes: the MLPs that project; their last
-            sizes are multiples of the embedding_dim.
+        interaction_branch1_layer_sizes: layer sizes of the first projecting MLP. The last one is a multiple
+            of the embedding_dim.
+        interaction_branch2_layer_sizes: those of the second.
 
     The other arguments are those of DLRM.
 
     Raises:
-        ValueError: when widths do not fit.
+        ValueError: widths do not fit.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class DLRM_Projection(DLRM):
 class DLRM_DCN(DLRM):
     """DLRM with a low-rank cross network in place of the dot products; see MeshRec's.
 
-    With a seed it has the weights that TorchRec's has: there a DLRM is drawn first, then parts of it anew.
+    For a seed, it has the same weights as TorchRec's, which draws a DLRM first, and then some of its parts
+    again.
     """
 
     def __init__(
@@ -193,17 +195,17 @@ class DLRM_DCN(DLRM):
 
 
 def choose(n: int, k: int) -> int:
-    """How many sets of k there are among n; 0 for k outside 0 to n."""
+    """Return the number of sets of k among n; 0 for k outside 0 to n."""
     return math.comb(n, k) if 0 <= k <= n else 0
 
 
 def with_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The binary cross-entropy of logits [B, 1] and labels [B], and the logits."""
+    """Return the binary cross-entropy of logits [B, 1] and labels [B], and the logits."""
     return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(-1), labels), logits
 
 
 def check_tables(embedding_bag_collection: EmbeddingBagCollection) -> None:
-    """Raises an AssertedError if there are no tables, or tables of several widths."""
+    """Raise AssertedError if there are no tables, or tables of several widths."""
     configs = embedding_bag_collection.embedding_bag_configs()
     if not configs:
         raise AssertedError("the model needs tables, and the collection has none. Give it at least one.")

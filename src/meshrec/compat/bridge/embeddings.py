@@ -1,4 +1,4 @@
-"""Tables and their collections with TorchRec's arguments, and TorchRec's draws of the first weights."""
+"""Tables and their collections with TorchRec's arguments, and TorchRec's draws of initial weights."""
 
 import logging
 from collections import Counter
@@ -75,19 +75,19 @@ def _config(
 def _bag_config(
     *args: Any, pooling: PoolingType = PoolingType.SUM, **kwargs: Any
 ) -> embedding_configs.EmbeddingBagConfig:
-    """TorchRec's ``EmbeddingBagConfig(num_embeddings, embedding_dim, name="", ...)``."""
+    """Make TorchRec's ``EmbeddingBagConfig(num_embeddings, embedding_dim, name="", ...)``."""
     return embedding_configs.EmbeddingBagConfig(**_config(*args, **kwargs), pooling=pooling)
 
 
 def _sequence_config(*args: Any, **kwargs: Any) -> embedding_configs.EmbeddingConfig:
-    """TorchRec's ``EmbeddingConfig(num_embeddings, embedding_dim, name="", ...)``."""
+    """Make TorchRec's ``EmbeddingConfig(num_embeddings, embedding_dim, name="", ...)``."""
     return embedding_configs.EmbeddingConfig(**_config(*args, **kwargs))
 
 
 def _skip_draws(
     tables: Sequence[embedding_configs.BaseEmbeddingConfig], device: torch.device | str | None
 ) -> None:
-    """Moves the random numbers on by the normal draws with which torch's own tables start."""
+    """Advance the random numbers by the normal draws with which torch's own tables start."""
     if device is not None and torch.device(device).type == "meta":
         return
     for config in tables:
@@ -96,7 +96,7 @@ def _skip_draws(
 
 
 def _of_numbers(tables: Sequence[_C]) -> list[_C]:
-    """As TorchRec's collections that are trained have them: tables of 8 bits and less in fp16."""
+    """Return the tables as TorchRec's trained collections hold them: fp16 in place of 8 bits and fewer."""
     if quantised := [config.name for config in tables if config.data_type.bits]:
         _logger.warning(
             "the tables %s have quantised data types, and are in fp16 until they are quantised.", quantised
@@ -113,14 +113,14 @@ EmbeddingConfig = Adapted(embedding_configs.EmbeddingConfig, _sequence_config)
 class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
     """TorchRec's ``EmbeddingBagCollection(tables, is_weighted=False, device=None)``.
 
-    With a seed it has the weights that TorchRec's has: there every table is drawn twice, and the first draws
-    of all tables come before the second ones. TorchScript and torch.fx see one ``nn.EmbeddingBag`` after the
-    other; otherwise MeshRec's kernel looks all of them up at once.
+    For a seed, it has the same weights as TorchRec's, which draws every table twice: first all tables, then
+    all tables again. TorchScript and torch.fx see one ``nn.EmbeddingBag`` after the other; otherwise
+    MeshRec's kernel looks all of them up at once.
 
     Args:
         tables: the tables; there may be none.
-        is_weighted: whether each row is scaled by the input's weight of its id.
-        device: of the parameters.
+        is_weighted: whether each row is scaled by the input's weight of its ID.
+        device: device of the parameters.
     """
 
     __jit_ignored_attributes__ = __jit_unused_properties__ = _PYTHON_ONLY
@@ -153,7 +153,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         return self
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Looks up and pools: ``[B, sum of D]``, one block of columns per feature; see MeshRec's."""
+        """Look up and pool: [B, sum of D], one block of columns per feature; see MeshRec's."""
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
                 return in_float(super().forward(maybe_td_to_kjt(features)))
@@ -178,13 +178,14 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
 
 
 class EmbeddingCollection(embedding_modules.EmbeddingCollection):
-    """TorchRec's ``EmbeddingCollection(tables, device=None, ...)``, with the weights that it has for a seed.
+    """TorchRec's ``EmbeddingCollection(tables, device=None, ...)``, with TorchRec's weights for a seed.
 
     Args:
         tables: the tables; there may be none.
-        device: of the parameters.
-        need_indices: whether the results have the ids as weights.
-        use_gather_select, use_gather_select_per_sharding: change nothing.
+        device: device of the parameters.
+        need_indices: whether the results have the IDs as weights.
+        use_gather_select: changes nothing.
+        use_gather_select_per_sharding: changes nothing.
     """
 
     __jit_ignored_attributes__ = __jit_unused_properties__ = _PYTHON_ONLY
@@ -223,7 +224,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         return self
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """By feature one row of width D per id ``[n, D]``; see MeshRec's."""
+        """Look up: by feature, one row of width D per ID, [n, D]; see MeshRec's."""
         result: dict[str, JaggedTensor] = {}
         if not torch.jit.is_scripting():
             if not isinstance(features, Proxy) and self._configs:
@@ -256,28 +257,28 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         }
 
     def need_indices(self) -> bool:
-        """Whether the results have the ids as weights."""
+        """Return whether the results have the IDs as weights."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """The width of the first table; -1 without tables."""
+        """Return the width of the first table; -1 without tables."""
         return self._sequence_configs[0].embedding_dim if self._sequence_configs else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The keys of the result, table by table."""
+        """Return the keys of the result, table by table."""
         return self._embedding_names_by_table
 
     def use_gather_select(self) -> bool:
-        """As given."""
+        """Return the argument as it was given."""
         return self._gather_select[0]
 
     def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """As given."""
+        """Return the argument as it was given."""
         return self._gather_select[1]
 
 
 def names_by_table(tables: Sequence[embedding_configs.BaseEmbeddingConfig]) -> list[list[str]]:
-    """The keys of the results: ``feature``, or ``feature@table`` where several tables read it."""
+    """Return the keys of the results: ``feature``, or ``feature@table`` if several tables read it."""
     readers = Counter(name for table in tables for name in table.feature_names)
     return [
         [name if readers[name] == 1 else f"{name}@{table.name}" for name in table.feature_names]
@@ -288,7 +289,7 @@ def names_by_table(tables: Sequence[embedding_configs.BaseEmbeddingConfig]) -> l
 def concatenated_bags(
     pooled: list[Tensor], names: list[str], inverse_indices: tuple[list[str], Tensor] | None
 ) -> Tensor:
-    """The pooled rows of all features side by side, and of keys with own batch sizes each sample's."""
+    """Concatenate the pooled rows of all features; for keys with own batch sizes, each sample's row."""
     if inverse_indices is not None:
         rows: dict[str, int] = {}
         for i, key in enumerate(inverse_indices[0]):
@@ -299,32 +300,32 @@ def concatenated_bags(
 
 
 def keyed(kt: sparse.KeyedTensor) -> KeyedTensor:
-    """MeshRec's as TorchRec's."""
+    """Convert MeshRec's KeyedTensor to TorchRec's."""
     return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values(), kt.key_dim())
 
 
 def in_float(kt: sparse.KeyedTensor) -> KeyedTensor:
-    """MeshRec's as TorchRec's, which is in float32 whatever the tables' type."""
+    """Convert MeshRec's KeyedTensor to TorchRec's, which is float32 whatever the tables' type."""
     return KeyedTensor.unchecked(kt.keys(), kt.length_per_key(), kt.values().float(), kt.key_dim())
 
 
 def _fill_empty(collection: embedding_modules.TableCollection) -> None:
-    """What a collection without tables has: MeshRec's own has one at least."""
+    """Set the attributes of a collection without tables, which MeshRec's own constructor refuses."""
     nn.Module.__init__(collection)
     collection._configs = []
     collection._updater = None
 
 
 def data_type_to_dtype(data_type: DataType) -> torch.dtype:
-    """The torch dtype of a DataType."""
+    """Return the torch dtype of a DataType."""
     return data_type.dtype
 
 
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
-    """The DataType of a torch dtype.
+    """Return the DataType of a torch dtype.
 
     Raises:
-        ValueError: for a dtype that tables cannot have.
+        ValueError: tables cannot have the dtype.
     """
     for data_type in DataType:
         if data_type.dtype == dtype:
@@ -333,10 +334,10 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
 
 
 def pooling_type_to_str(pooling_type: PoolingType) -> str:
-    """``"sum"`` or ``"mean"``.
+    """Return ``"sum"`` or ``"mean"``.
 
     Raises:
-        ValueError: for NONE.
+        ValueError: the type is NONE.
     """
     if pooling_type is PoolingType.NONE:
         raise ValueError("PoolingType.NONE pools nothing, so it has no word. Use an EmbeddingCollection.")

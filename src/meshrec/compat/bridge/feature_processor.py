@@ -1,4 +1,4 @@
-"""TorchRec's older position weights: of a dictionary of features, and of a KeyedJaggedTensor."""
+"""TorchRec's older position weights, for a dictionary of features and for a KeyedJaggedTensor."""
 
 from collections.abc import Mapping
 
@@ -28,20 +28,20 @@ class _PositionWeighted(nn.Module):
 
 
 class PositionWeightedModule(_PositionWeighted):
-    """Gives the ids of some features learned weights by position; parameters at
+    """A module that gives the IDs of some features learned weights by position, at
     ``position_weights.<feature>``.
 
     Args:
-        max_feature_lengths: by feature the ids in its longest bag.
-        device: where the weights live.
+        max_feature_lengths: number of IDs in the longest bag of each feature.
+        device: device of the weights.
     """
 
     def reset_parameters(self) -> None:
-        """Sets all weights to 1."""
+        """Set all weights to 1."""
         self.position_weights.reset_parameters()
 
     def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """``features`` itself, with the bags of its features replaced by weighted ones."""
+        """Replace the bags of its features in ``features`` by weighted ones, and return ``features``."""
         if isinstance(features, Proxy):
             return weighted_bags(
                 features, list(self.max_feature_lengths), list(self.position_weights.values())
@@ -53,16 +53,18 @@ class PositionWeightedModule(_PositionWeighted):
 
 
 class PositionWeightedProcessor(_PositionWeighted):
-    """Gives the ids of some features learned weights by position; parameters at
+    """A module that gives the IDs of some features learned weights by position, at
     ``position_weights.<feature>``.
 
     Args:
-        max_feature_lengths: by feature the ids in its longest bag.
-        device: where the weights live.
+        max_feature_lengths: number of IDs in the longest bag of each feature.
+        device: device of the weights.
     """
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The bags of its features with weights, without other keys; all of them unchanged if it has none."""
+        """Return the bags of its features with weights, without other keys; without its features, the input
+        unchanged.
+        """
         if isinstance(features, Proxy):
             names = list(self.max_feature_lengths)
             return weighted_keys(features, names, list(self.position_weights.values()))
@@ -80,14 +82,16 @@ def _bare(bags: JaggedTensor) -> JaggedTensor:
 def weighted_bags(
     features: dict[str, JaggedTensor], names: list[str], weights: list[Tensor]
 ) -> dict[str, JaggedTensor]:
-    """``features`` itself, with the bags of the named ones replaced by weighted ones."""
+    """Replace the bags of the named features in ``features`` by weighted ones, and return ``features``."""
     for i in range(len(names)):
         features[names[i]] = weighted_by_position(features[names[i]], weights[i])
     return features
 
 
 def weighted_keys(features: KeyedJaggedTensor, names: list[str], weights: list[Tensor]) -> KeyedJaggedTensor:
-    """The bags of the named keys with weights, without other keys; all of them unchanged if none is there."""
+    """Return the bags of the named keys with weights, without other keys; without these keys, the input
+    unchanged.
+    """
     chosen: list[int] = []
     for i, key in enumerate(features.keys()):
         if key in names:
@@ -99,5 +103,5 @@ def weighted_keys(features: KeyedJaggedTensor, names: list[str], weights: list[T
 
 
 def offsets_to_range_traceble(offsets: Tensor, values: Tensor) -> Tensor:
-    """The position of each value in its bag."""
+    """Return the position of each value in its bag."""
     return positions_in_bags(offsets, values)

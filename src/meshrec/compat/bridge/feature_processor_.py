@@ -1,4 +1,4 @@
-"""Feature processors that TorchScript and torch.fx take too; in eager calls they are MeshRec's."""
+"""Feature processors that TorchScript and torch.fx accept as well. Eager calls run MeshRec's."""
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,12 @@ torch.fx.wrap("joined")
 
 
 class PositionWeightedModule(own.PositionWeightedModule):
-    """Gives the i-th id of every bag the i-th of ``max_feature_length`` learned weights, at first 1."""
+    """A module that gives the i-th ID of every bag the i-th of ``max_feature_length`` learned weights,
+    initially 1.
+    """
 
     def forward(self, features: JaggedTensor) -> JaggedTensor:
-        """The same bags with weights."""
+        """Return the same bags with weights."""
         if isinstance(features, Proxy):
             return weighted_by_position(features, self.position_weight)
         bags = super().forward(features)
@@ -33,7 +35,7 @@ class PositionWeightedModuleCollection(own.PositionWeightedModuleCollection):
         return dict(self.position_weights.items())
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same bags with weights; ids of keys without learned weights weigh 1."""
+        """Return the same bags with weights. IDs of keys without learned weights get 1."""
         if isinstance(features, Proxy):
             weights = self.position_weights_dict
             return keys_weighted_by_position(features, list(weights), list(weights.values()))
@@ -52,14 +54,14 @@ class PositionWeightedModuleCollection(own.PositionWeightedModuleCollection):
 
 
 class FeatureProcessorDictWrapper(own.FeatureProcessorsCollection):
-    """Processors of single features as one for all of them; other keys are left out."""
+    """Processors of single features, joined to one for all of them. Other keys are left out."""
 
     def __init__(self, feature_processors: nn.ModuleDict) -> None:
         super().__init__()
         self._feature_processors = feature_processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The changed bags, in the order of the processors."""
+        """Return the changed bags, in the order of the processors."""
         names = list(self._feature_processors)
         return joined(names, [self._feature_processors[name](features[name]) for name in names])
 
@@ -68,14 +70,14 @@ class FeatureProcessedEmbeddingBagCollection(own.FeatureProcessedEmbeddingBagCol
     """A weighted EmbeddingBagCollection, with feature processors that make the weights."""
 
     def split(self) -> tuple[own.FeatureProcessorsCollection, embedding_modules.EmbeddingBagCollection]:
-        """The processors, and the collection: the one after the other is what both together are."""
+        """Return the processors and the collection, which together do the same one after the other."""
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             processors = FeatureProcessorDictWrapper(processors)
         return processors, self._embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Processes, looks up and pools: as ``EmbeddingBagCollection.forward``."""
+        """Process, look up and pool, as ``EmbeddingBagCollection.forward`` does."""
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             names = self._feature_names
@@ -86,7 +88,7 @@ class FeatureProcessedEmbeddingBagCollection(own.FeatureProcessedEmbeddingBagCol
 
 
 def weighted_by_position(bags: JaggedTensor, weights: Tensor) -> JaggedTensor:
-    """Bags whose ids have the weights of their positions."""
+    """Return the bags with the weights of their positions."""
     positions = positions_in_bags(bags.offsets(), bags.values())
     return JaggedTensor(
         values=bags.values(), weights=weights[positions], lengths=bags.lengths(), offsets=bags.offsets()
@@ -96,7 +98,7 @@ def weighted_by_position(bags: JaggedTensor, weights: Tensor) -> JaggedTensor:
 def keys_weighted_by_position(
     features: KeyedJaggedTensor, names: list[str], weights: list[Tensor]
 ) -> KeyedJaggedTensor:
-    """Bags whose ids have the weights of their positions; 1 for keys that have no weights."""
+    """Return the bags of all keys with the weights of their positions; 1 for keys without weights."""
     known: dict[str, Tensor] = {}
     for i in range(len(names)):
         known[names[i]] = weights[i]
@@ -123,7 +125,7 @@ def keys_weighted_by_position(
 
 
 def joined(names: list[str], bags: list[JaggedTensor]) -> KeyedJaggedTensor:
-    """The bags of several features as one."""
+    """Join the bags of several features."""
     by_name: dict[str, JaggedTensor] = {}
     for i in range(len(names)):
         by_name[names[i]] = bags[i]
@@ -131,7 +133,7 @@ def joined(names: list[str], bags: list[JaggedTensor]) -> KeyedJaggedTensor:
 
 
 def positions_in_bags(offsets: Tensor, values: Tensor) -> Tensor:
-    """The position of each value in its bag."""
+    """Return the position of each value in its bag."""
     lengths = offsets[1:] - offsets[:-1]
     bags = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths)
     return torch.arange(values.size(0), device=offsets.device) - offsets[bags]

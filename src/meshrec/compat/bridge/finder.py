@@ -1,5 +1,6 @@
-"""Lets Python find MeshRec under TorchRec's import paths; modules and names are made when they are asked
-for."""
+"""The import hook that finds MeshRec under TorchRec's import paths. Modules and names are made on first
+use.
+"""
 
 import difflib
 import importlib
@@ -50,7 +51,9 @@ class _BridgedModule(ModuleType):
 
 
 class Bridge(MetaPathFinder, Loader):
-    """Finds what is below the given packages, and modules whose processes are to have the bridge."""
+    """A finder of the modules below the given packages, and of modules whose processes shall have the
+    bridge.
+    """
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -69,27 +72,28 @@ class Bridge(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin="meshrec.compat.torchrec", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module that looks names up."""
+        """Return an empty module that looks names up."""
         module = _BridgedModule(spec.name, f"MeshRec under the name {spec.name}.")
         vars(module)["__all__"] = [name for name in MODULES[spec.name] if not name.startswith("_")]
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Names are looked up on first use; FBGEMM's operators, found by no import, are made now."""
+        """Register FBGEMM's operators, which no import finds. Other names are looked up on first use."""
         if module.__name__ in self.packages and "fbgemm_gpu" in self.packages:
             importlib.import_module(_OPERATORS).register_fbgemm_operators()
 
 
 def install(*, force: bool = False) -> tuple[str, ...]:
-    """Bridges ``torchrec`` and ``fbgemm_gpu`` where they are not installed, or both if forced.
+    """Bridge ``torchrec`` and ``fbgemm_gpu`` if they are not installed, or both if forced.
 
     Args:
-        force: also in place of installed packages; ``MESHREC_COMPAT_FORCE=1`` does the same.
+        force: also replace installed packages, as ``MESHREC_COMPAT_FORCE=1`` does.
 
-    Returns: what is bridged now.
+    Returns:
+        The packages that are bridged now.
 
     Raises:
-        ImportError: if it is forced after the real package was imported.
+        ImportError: it is forced after the real package was imported.
     """
     force = force or os.environ.get(FORCE, "") not in ("", "0")
     uninstall()
@@ -110,7 +114,9 @@ def install(*, force: bool = False) -> tuple[str, ...]:
 
 
 class _BridgeThere:
-    """Unpickled, it bridges the process: a spawned one reads it before it imports the script."""
+    """An object that bridges a process when it is unpickled: a spawned process reads it before it imports the
+    script.
+    """
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -133,7 +139,7 @@ _SPAWNERS = (
 
 
 class _Following(Loader):
-    """Loads a module that starts processes, and lets these have the bridge."""
+    """A loader of a module that starts processes, which gives these the bridge."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -154,7 +160,7 @@ def _followed(fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def _follow_spawned(module: Any) -> None:
-    """Let the processes that a module spawns have the bridge that this process has then."""
+    """Let the processes that a module spawns have the bridge of this process."""
     describe = module.get_preparation_data
     if hasattr(describe, "has_bridge"):
         return
@@ -170,7 +176,7 @@ def _follow_spawned(module: Any) -> None:
 
 
 def uninstall() -> None:
-    """Removes the bridge, and the modules that it made."""
+    """Remove the bridge, and the modules that it made."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Bridge)]
     for name in [name for name, module in sys.modules.items() if isinstance(module, _BridgedModule)]:
         del sys.modules[name]
@@ -179,12 +185,12 @@ def uninstall() -> None:
 
 
 def bridged_packages() -> tuple[str, ...]:
-    """The packages whose names lead to MeshRec at present."""
+    """Return the packages whose names lead to MeshRec at present."""
     return tuple(p for finder in sys.meta_path if isinstance(finder, Bridge) for p in finder.packages)
 
 
 def explain(path: str) -> str:
-    """Why a dotted name of TorchRec has no counterpart, and what is nearest."""
+    """Explain why a dotted name of TorchRec has no counterpart, and name the nearest thing."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         known = MISSING.get(".".join(parts[:length]))

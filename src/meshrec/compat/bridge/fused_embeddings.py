@@ -1,4 +1,4 @@
-"""TorchRec's collections that come with an optimizer: ``meshrec.fuse`` under its names."""
+"""TorchRec's collections with a built-in optimizer: ``meshrec.fuse`` under TorchRec's names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,10 +18,12 @@ _PLACES = ("DEVICE", "HOST")  # where tables are anyway
 
 
 class CallableFusedOptimizer(tables.FusedOptimizer):
-    """MeshRec's, which TorchRec's programs ask for with a call: ``collection.fused_optimizer()``."""
+    """MeshRec's fused optimizer, which TorchRec's programs get by a call:
+    ``collection.fused_optimizer()``.
+    """
 
     def __call__(self) -> "CallableFusedOptimizer":
-        """Return itself."""
+        """Return this object."""
         return self
 
 
@@ -30,14 +32,14 @@ class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
 
     Args:
         tables: the tables, with unique names.
-        optimizer_type: SGD, Adagrad or Adam of torch.optim, or torchrec.optim's classes.
-        optimizer_kwargs: its arguments.
-        is_weighted: whether each row is scaled by the input's weight of its id.
-        device: of the parameters; not ``meta``.
+        optimizer_type: SGD, Adagrad or Adam of torch.optim, or a class of torchrec.optim.
+        optimizer_kwargs: arguments of the optimizer.
+        is_weighted: whether each row is scaled by the input's weight of its ID.
+        device: device of the parameters; not ``meta``.
         location: must be left out, or DEVICE or HOST.
 
     Raises:
-        ValueError: for an optimizer that cannot be fused, and other locations.
+        ValueError: the optimizer cannot be fused, or the location is another one.
     """
 
     def __init__(
@@ -65,11 +67,12 @@ class FusedEmbeddingBagCollection(embeddings.EmbeddingBagCollection):
 class FusedEmbeddingCollection(embeddings.EmbeddingCollection):
     """An EmbeddingCollection whose backward pass updates the tables.
 
-    Args: ``need_indices``: whether the results have the ids as weights; the others are those of
-        FusedEmbeddingBagCollection.
+    Args:
+        need_indices: whether the results have the IDs as weights. The other arguments are those of
+            FusedEmbeddingBagCollection.
 
     Raises:
-        ValueError: for an optimizer that cannot be fused, and other locations.
+        ValueError: the optimizer cannot be fused, or the location is another one.
     """
 
     def __init__(
@@ -101,17 +104,20 @@ def fuse_embedding_optimizer(
     device: torch.device | str | None = None,
     location: Any = None,
 ) -> nn.Module:
-    """Puts fused collections in the place of all collections in a model; they keep the weights.
+    """Replace all collections in a model by fused ones, which keep the weights.
 
     Args:
-        model: a collection, or a model that contains some; it is changed.
-        optimizer_type, optimizer_kwargs, location: of the fused collections.
-        device: where they are.
+        model: a collection, or a model that contains some. It is changed.
+        optimizer_type: optimizer of the fused collections.
+        optimizer_kwargs: arguments of the optimizer.
+        device: device of the fused collections.
+        location: see ``FusedEmbeddingBagCollection``.
 
-    Returns: the model, or the fused collection if it is one.
+    Returns:
+        The model, or the fused collection if it is a collection.
 
     Raises:
-        ValueError: for an optimizer that cannot be fused, and other locations.
+        ValueError: the optimizer cannot be fused, or the location is another one.
     """
 
     def fused(module: nn.Module) -> nn.Module:

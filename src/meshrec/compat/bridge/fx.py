@@ -1,4 +1,4 @@
-"""torchrec.fx: torch's tracer, which also knows values that are on their way."""
+"""torchrec.fx: torch's tracer, extended to awaitables."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,8 @@ from meshrec.model_parallel import DistributedModelParallel
 
 
 class Tracer(torch.fx.Tracer):
-    """Records programs with awaitables; a model in DistributedModelParallel is recorded without the wrapper.
+    """A tracer of programs with awaitables. A model in DistributedModelParallel is recorded without the
+    wrapper.
 
     Args:
         leaf_modules: names of classes whose modules are recorded as one call.
@@ -23,18 +24,18 @@ class Tracer(torch.fx.Tracer):
         self._leaf_modules = list(leaf_modules or [])
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        """Also those that were named."""
+        """Return whether a module is recorded as one call, also by the names that were given."""
         return type(m).__name__ in self._leaf_modules or super().is_leaf_module(m, module_qualified_name)
 
     def trace(
         self, root: torch.nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None
     ) -> torch.fx.Graph:
-        """The graph of ``root``."""
+        """Return the graph of ``root``."""
         inner = root.module if isinstance(root, DistributedModelParallel) else root
         return super().trace(inner, concrete_args)
 
     def create_arg(self, a: Any) -> Any:
-        """An argument of a node; of awaitables the value."""
+        """Return an argument of a node; of an awaitable, its value."""
         if isinstance(a, NoWait):
             return self.create_node(
                 "call_function", NoWait, (self.create_arg(a.wait()),), {}, type_expr=NoWait
@@ -49,12 +50,12 @@ def symbolic_trace(
     concrete_args: dict[str, Any] | None = None,
     leaf_modules: list[str] | None = None,
 ) -> torch.fx.GraphModule:
-    """A module that does what ``root`` did when it was recorded."""
+    """Return a module that repeats what ``root`` did when it was recorded."""
     tracer = Tracer(leaf_modules)
     graph = tracer.trace(root, concrete_args)
     return torch.fx.GraphModule(tracer.root, graph)
 
 
 def is_fx_tracing() -> bool:
-    """Whether torch.fx is recording."""
+    """Return whether torch.fx is recording."""
     return bool(is_fx_symbolic_tracing())

@@ -1,4 +1,4 @@
-"""TorchRec's path to inference: dense layers in fp16, and sharding of a quantised model."""
+"""TorchRec's path to inference: dense layers in fp16, and the sharding of a quantised model."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -34,20 +34,23 @@ def shard_quant_model(
     ddr_cap: int | None = None,
     sharding_plan: ShardingPlan | None = None,
 ) -> tuple[nn.Module, ShardingPlan]:
-    """``model`` with its quantised collections spread over devices of this process, in place, and the plan.
+    """Spread the quantised collections of ``model`` over devices of this process, in place. Return it and the
+    plan.
 
     Args:
-        model: quantised.
-        world_size: how many devices.
-        compute_device: their type. On ``"cpu"`` all of them are the CPU.
-        sharding_device: changes nothing: rows are always where they are looked up, and never on ``meta``.
-        sharders: default: those of quantised collections.
-        device_memory_size, ddr_cap: bytes of a device, and of the host.
-        constraints: default: whole tables.
-        sharding_plan: where tables go; None: the planner makes it.
+        model: the quantised model.
+        world_size: number of devices.
+        compute_device: type of the devices. With ``"cpu"``, all of them are the CPU.
+        sharding_device: changes nothing: rows are always on the device of their lookup, and never on
+            ``meta``.
+        sharders: the sharders (default: those of quantised collections).
+        device_memory_size: bytes of a device.
+        constraints: constraints of the planner (default: whole tables).
+        ddr_cap: bytes of the host.
+        sharding_plan: placement of the tables; None: the planner makes it.
 
     Raises:
-        ValueError: for GPUs that are not there.
+        ValueError: there are fewer GPUs.
     """
     env = ShardingEnv.from_local(local_devices(world_size, compute_device))
     sharders = list(DEFAULT_SHARDERS if sharders is None else sharders)
@@ -80,13 +83,13 @@ def shard_quant_model(
 
 
 def quantize_feature(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors of fp32 and fp64 in fp16; a hook before ``forward``."""
+    """Convert tensors of fp32 and fp64 to fp16, in a hook before ``forward``."""
     wide = (torch.float32, torch.float64)
     return tuple(x.half() if isinstance(x, Tensor) and x.dtype in wide else x for x in inputs)
 
 
 class PredictModule(nn.Module, abc.ABC):
-    """A model to be asked with a dict of tensors: a subclass says how, in ``predict_forward``."""
+    """A model that maps a dict of tensors to a dict of tensors. Subclasses write ``predict_forward``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -99,15 +102,15 @@ class PredictModule(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def predict_forward(self, batch: dict[str, Tensor]) -> Any:
-        """A dict of tensors for a dict of tensors."""
+        """Return the predictions for a batch, both dicts of tensors."""
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """``predict_forward`` without gradients."""
+        """Run ``predict_forward`` without gradients."""
         with torch.inference_mode():
             return self.predict_forward(batch)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's."""
+        """Return the model's state dict."""
         return self._module.state_dict(*args, **kwargs)
 
 
@@ -116,10 +119,10 @@ def quantize_dense(
     dtype: torch.dtype,
     additional_embedding_module_type: Sequence[type[nn.Module]] = (),
 ) -> nn.Module:
-    """The children of the model that are no embedding collections in fp16, and what they are given.
+    """Convert the children of the model other than embedding collections, and their inputs, to fp16.
 
     Raises:
-        ValueError: for another type.
+        ValueError: ``dtype`` is another type.
     """
     if dtype != torch.half:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Keyed optimizers with TorchRec's arguments; their state_dict has groups only if ``save_param_groups`` says
-so, as there.
+"""Keyed optimizers with TorchRec's arguments. As there, state_dict has groups only after
+``save_param_groups``.
 """
 
 from abc import ABCMeta
@@ -15,7 +15,7 @@ from meshrec.optim import clipping, keyed, warmup
 
 
 class _AnyKeyed(ABCMeta):
-    """What sharded models have counts as a keyed optimizer too."""
+    """A metaclass that counts the optimizers of sharded models as keyed optimizers."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if cls.__dict__.get("_is_root"):
@@ -24,11 +24,11 @@ class _AnyKeyed(ABCMeta):
 
 
 class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
-    """Keeps state by the names of parameters; write a subclass with a ``step``.
+    """An optimizer that stores state by the names of parameters. Subclasses write ``step``.
 
     Args:
         params: the parameters by name.
-        state: per parameter a dict of its state.
+        state: a dict of state for each parameter.
         param_groups: torch's groups.
     """
 
@@ -44,48 +44,49 @@ class KeyedOptimizer(keyed.KeyedOptimizer, metaclass=_AnyKeyed):
         _settle(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Creates the state of all trained parameters; leaves zero gradients where there are none."""
+        """Create the state of all trained parameters. Missing gradients become zeros."""
         super().init_state(sparse_grad_parameter_names)
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Called after loading; for subclasses to write."""
+        """Do nothing; subclasses may override what happens after loading."""
 
     @property
     def updates_in_backward(self) -> bool:
-        """Never."""
+        """False: the optimizer never updates in the backward pass."""
         return False
 
     def step(self, closure: Any = None) -> Any:
-        """For subclasses to write."""
+        """Raise NotImplementedError, because subclasses write it."""
         raise NotImplementedError(
             f"{type(self).__name__} has no step. Write one, or use KeyedOptimizerWrapper."
         )
 
     def add_param_group(self, param_group: Any) -> None:
-        """For subclasses to write."""
+        """Raise NotImplementedError, because subclasses write it."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot take another group. Name its parameters when it is made."
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Lets the subclass step with zero gradients, and undoes all but the creation of state."""
+        """Let the subclass step with zero gradients, and undo everything but the creation of state."""
         keyed.create_by_step(self, lambda: self.step(None), names, sparse_names)
 
 
 class DummyKeyedOptimizer(KeyedOptimizer):
-    """A step that does nothing, to try wrappers with."""
+    """An optimizer whose step does nothing, for trying wrappers."""
 
     def step(self, closure: Any = None) -> Any:
-        """Nothing."""
+        """Do nothing."""
 
 
 class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
-    """Any torch optimizer, keyed by names.
+    """A torch optimizer with names for its parameters.
 
     Args:
         params: the parameters by name.
-        optim_factory: makes the optimizer from their list, or from the mapping if ``pass_params_dict``.
+        optim_factory: makes the optimizer from the list of parameters, or from the mapping if
+            ``pass_params_dict``.
     """
 
     def __init__(
@@ -98,19 +99,19 @@ class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
         _settle(self)
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Creates the state of all trained parameters; leaves zero gradients where there are none."""
+        """Create the state of all trained parameters. Missing gradients become zeros."""
         super().init_state(sparse_grad_parameter_names)
         _fill_gradients(self.params, sparse_grad_parameter_names or ())
 
     def post_load_state_dict(self) -> None:
-        """Called after loading; for subclasses to write."""
+        """Do nothing; subclasses may override what happens after loading."""
 
     def set_optimizer_step(self, step: int) -> None:
-        """Tells the torch optimizer, where it wants to know."""
+        """Pass the step to the torch optimizer if it has this method."""
         _tell([self._optimizer], "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Tells the torch optimizer, where it wants to know."""
+        """Pass the values to the torch optimizer if it has this method."""
         _tell([self._optimizer], "update_hyper_parameters", params_dict)
 
 
@@ -125,56 +126,56 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
         return [optimizer for _, optimizer in self.optimizers]
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Lets the optimizers inside create their state."""
+        """Create the state of the inner optimizers."""
         for each in self._inner():
             each.init_state(sparse_grad_parameter_names)
 
     def post_load_state_dict(self) -> None:
-        """Called after loading: tells the optimizers inside."""
+        """Call the method of the inner optimizers after loading."""
         _tell(self._inner(), "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
-        """Tells the optimizers inside, where they want to know."""
+        """Pass the step to the inner optimizers that have this method."""
         _tell(self._inner(), "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Tells the optimizers inside, where they want to know."""
+        """Pass the values to the inner optimizers that have this method."""
         _tell(self._inner(), "update_hyper_parameters", params_dict)
 
     def rebind(self, *args: Any) -> None:
-        """Let the optimizer of a sharded module inside go on with tables that have moved."""
+        """Let the optimizer of a sharded module continue with tables that have moved."""
         _tell(self._inner(), "rebind", *args)
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
-        """``opt_key.name``, or the one that is not empty."""
+        """Return ``opt_key.name``, or the one that is not empty."""
         return ".".join(part for part in (opt_key, name) if part)
 
 
 class _Passing:
-    """What TorchRec's optimizers around another pass on to it."""
+    """The methods that TorchRec's wrappers pass on to the optimizer inside."""
 
     _optimizer: keyed.KeyedOptimizer
 
     def init_state(self, sparse_grad_parameter_names: Collection[str] | None = None) -> None:
-        """Lets the optimizer inside create its state."""
+        """Create the state of the inner optimizer."""
         self._optimizer.init_state(sparse_grad_parameter_names)
 
     def post_load_state_dict(self) -> None:
-        """Called after loading: tells the optimizer inside."""
+        """Call the method of the inner optimizer after loading."""
         _tell([self._optimizer], "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
-        """Tells the optimizer inside, where it wants to know."""
+        """Pass the step to the inner optimizer if it has this method."""
         _tell([self._optimizer], "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Tells the optimizer inside, where it wants to know."""
+        """Pass the values to the inner optimizer if it has this method."""
         _tell([self._optimizer], "update_hyper_parameters", params_dict)
 
 
 class OptimizerWrapper(_Passing, keyed.OptimizerWrapper):
-    """A keyed optimizer around another; write a subclass with a ``step`` of its own."""
+    """A keyed optimizer around another. Subclasses write their own ``step``."""
 
     def __init__(self, optimizer: keyed.KeyedOptimizer) -> None:
         super().__init__(optimizer)
@@ -182,12 +183,12 @@ class OptimizerWrapper(_Passing, keyed.OptimizerWrapper):
 
 
 class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
-    """Clips the gradients before each step.
+    """A wrapper that clips the gradients before each step.
 
     Args:
-        optimizer, clipping, max_gradient, norm_type: as there.
+        optimizer, clipping, max_gradient, norm_type: as for MeshRec's.
         enable_global_grad_clip, param_to_pgs: must be left out.
-        track_grad_norm: whether ``last_total_grad_norm`` is there without NORM clipping too.
+        track_grad_norm: whether ``last_total_grad_norm`` is computed without NORM clipping as well.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
         _settle(self)
 
     def step(self, closure: Any = None) -> Any:
-        """Evaluates the closure, clips, and steps the wrapped optimizer."""
+        """Evaluate the closure, clip, and step the wrapped optimizer."""
         if any(parameter.is_meta for parameter in self.params.values()):
             self._last_total_grad_norm = None
             return self._optimizer.step(closure)
@@ -223,14 +224,14 @@ class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
         return super().step(closure)
 
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
-        """The norm of all gradients together, and the gradients."""
+        """Return the norm of all gradients together, and the gradients."""
         whole = get_grads(self._replicate_params)
         parts = {groups: get_grads(params) for groups, params in self._sharded_params.items()}
         total = compute_total_norm(whole, parts, self._norm_type, self._max_gradient)
         return total, [grad for grads in (*parts.values(), whole) for grad in grads]
 
     def clip_grad_norm_(self) -> Tensor:
-        """Scales all gradients so that their total norm is at most the limit; returns what it was."""
+        """Scale all gradients so that their total norm is at most the limit; return the norm before."""
         total, grads = self.compute_total_grad_norm()
         scale = (self._max_gradient / (total + 1e-6)).clamp(max=1.0)
         for grad in grads:
@@ -239,7 +240,9 @@ class GradientClippingOptimizer(_Passing, clipping.GradientClippingOptimizer):
 
 
 def _settle(optimizer: keyed.KeyedOptimizer) -> None:
-    """TorchRec's ways: groups are saved if asked for, and loading ends with ``post_load_state_dict``."""
+    """Apply TorchRec's conventions: groups are saved only on request, and loading ends with
+    ``post_load_state_dict``.
+    """
     optimizer.save_param_groups(False)
     optimizer.register_load_state_dict_post_hook(_after_loading)
 
@@ -262,7 +265,7 @@ def _fill_gradients(params: Mapping[str, Tensor], sparse_names: Collection[str])
 
 
 def get_grads(param_list: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there and not empty."""
+    """Return the gradients that exist and are not empty."""
     grads = [parameter.grad for parameter in param_list]
     local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads if grad is not None]
     return [grad for grad in local if grad.numel()]
@@ -274,7 +277,7 @@ def batch_cal_norm(
     norm_type: float = 2.0,
     process_groups: Iterable[dist.ProcessGroup] | None = None,
 ) -> Tensor:
-    """The p-th power of the norm of all tensors, over the groups too; for p = inf the norm itself.
+    """Return the p-th power of the norm of all tensors, also over the groups; for p = inf, the norm itself.
 
     ``max_norm`` changes nothing.
     """
@@ -292,7 +295,9 @@ def compute_total_norm(
     norm_type: float = 2.0,
     max_grad_norm: float = 1.0,
 ) -> Tensor:
-    """The norm of what every rank has, and of what each tuple of groups has in parts."""
+    """Return the total norm of gradients that every rank holds whole, and of those that groups of ranks hold
+    in parts.
+    """
     parts = [batch_cal_norm(replicate_grads, max_grad_norm, norm_type)] if replicate_grads else []
     parts += [
         batch_cal_norm(grads, max_grad_norm, norm_type, groups) for groups, grads in sharded_grads.items()
@@ -304,7 +309,7 @@ def compute_total_norm(
 
 
 class WarmupOptimizer(_Passing, warmup.WarmupOptimizer):
-    """Sets the learning rate by stages."""
+    """A wrapper that sets the learning rate by stages."""
 
     def __init__(
         self,
@@ -322,7 +327,7 @@ _STAGE = ("policy", "max_iters", "value", "lr_scale", "decay_iters", "sgdr_perio
 
 
 def _stage(*args: Any, **kwargs: Any) -> warmup.WarmupStage:
-    """TorchRec's ``WarmupStage(policy, max_iters, value, ...)``."""
+    """Make TorchRec's ``WarmupStage(policy, max_iters, value, ...)``."""
     return warmup.WarmupStage(**dict(zip(_STAGE, args, strict=False)), **kwargs)
 
 

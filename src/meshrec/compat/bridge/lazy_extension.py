@@ -1,4 +1,4 @@
-"""Functions that wait for a module's first forward pass. torch's lazy modules take keywords by now."""
+"""Functions that wait for a module's first forward pass. torch's lazy modules take keyword arguments now."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,9 +12,10 @@ Function = Callable[[nn.Module], object]
 
 
 def lazy_apply(module: M, fn: Function) -> M:
-    """Applies ``fn`` to a module and all modules inside it, once, right after its first forward pass.
+    """Apply ``fn`` to a module and all modules inside it, once, right after its first forward pass.
 
-    Returns: the module.
+    Returns:
+        The module.
     """
     waiting: list[Function] | None = getattr(module, "_functions_to_lazy_apply", None)
     if waiting is None:
@@ -31,15 +32,16 @@ def _apply_waiting(module: nn.Module, args: Any, output: Any) -> None:
 
 
 class LazyModuleExtensionMixin(LazyModuleMixin):
-    """torch's LazyModuleMixin, whose ``initialize_parameters`` is given keyword arguments as well; ``apply``
-    before the first forward pass is an error.
+    """torch's LazyModuleMixin with keyword arguments for ``initialize_parameters``.
+
+    ``apply`` before the first forward pass is an error.
     """
 
     def apply(self, fn: Function) -> Any:
-        """Applies ``fn`` to every module inside, and to this one.
+        """Apply ``fn`` to every module inside, and to this one.
 
         Raises:
-            RuntimeError: before the first forward pass.
+            RuntimeError: there was no forward pass yet.
         """
         if hasattr(self, "_initialize_hook"):
             raise RuntimeError(

@@ -1,5 +1,6 @@
-"""What of TorchRec MeshRec has not: why, and what is nearest. A module's line speaks for all that is in
-it."""
+"""The parts of TorchRec that MeshRec lacks, with the reason and the nearest thing. A module's entry is for
+all that is in it.
+"""
 
 _LOOP = "Nearest: TrainPipelineSparseDist."
 _QUANT = (

@@ -1,4 +1,4 @@
-"""DistributedModelParallel and sharding of single modules with TorchRec's arguments."""
+"""DistributedModelParallel, and the sharding of single modules, with TorchRec's arguments."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -35,21 +35,25 @@ _SYNC_BUFFERS = (
 
 
 class DataParallelWrapper(ABC):
-    """How the dense part becomes data-parallel; ``wrap`` puts what it makes into
-    ``dmp._dmp_wrapped_module``."""
+    """The way in which the dense part becomes data-parallel. ``wrap`` stores its result in
+    ``dmp._dmp_wrapped_module``.
+    """
 
     @abstractmethod
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
-        """Wraps ``dmp._dmp_wrapped_module`` in place."""
+        """Wrap ``dmp._dmp_wrapped_module`` in place."""
 
 
 class DefaultDataParallelWrapper(DataParallelWrapper):
-    """DistributedDataParallel.
+    """A dense part under DistributedDataParallel.
 
     Args:
-        bucket_cap_mb, static_graph, find_unused_parameters, ddp_kwargs: for DistributedDataParallel.
+        bucket_cap_mb: for DistributedDataParallel.
+        static_graph: for DistributedDataParallel.
+        find_unused_parameters: for DistributedDataParallel.
         allreduce_comm_precision: ``"fp16"`` or ``"bf16"`` sends gradients in that type.
         params_to_ignore: must be empty.
+        ddp_kwargs: further arguments of DistributedDataParallel.
     """
 
     def __init__(
@@ -81,18 +85,18 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         }
 
     def wrap(self, dmp: "DistributedModelParallel", env: ShardingEnv, device: torch.device) -> None:
-        """Makes the dense part data-parallel, once."""
+        """Make the dense part data-parallel. Further calls do nothing."""
         own.DistributedModelParallel.init_data_parallel(dmp)
         if self._precision and isinstance(dmp._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
             dmp.register_comm_hook(None, _HOOKS[self._precision])
 
 
 class DistributedModelParallel(own.DistributedModelParallel):
-    """MeshRec's with TorchRec's arguments; ``plan`` is in TorchRec's form, or MeshRec's.
+    """MeshRec's DistributedModelParallel with TorchRec's arguments. ``plan`` may have either library's form.
 
     Args:
-        module, env, device, plan, sharders, init_data_parallel, init_parameters: as there.
-        data_parallel_wrapper: how the dense part becomes data-parallel.
+        module, env, device, plan, sharders, init_data_parallel, init_parameters: as for MeshRec's.
+        data_parallel_wrapper: the way in which the dense part becomes data-parallel.
         model_tracker_configs: must be None.
     """
 
@@ -130,25 +134,25 @@ class DistributedModelParallel(own.DistributedModelParallel):
             self.init_data_parallel()
 
     def init_data_parallel(self) -> None:
-        """Makes the dense part data-parallel, once."""
+        """Make the dense part data-parallel. Further calls do nothing."""
         if not isinstance(self._dmp_wrapped_module, nn.parallel.DistributedDataParallel):
             self._wrapper.wrap(self, self._env, self._device)
 
     @property
     def plan(self) -> ShardingPlan:  # type: ignore[override]
-        """Where every table is, and the kernel that updates it."""
+        """The placement of every table, and the kernel that updates it."""
         shard = self._env.shard
         return from_own(self._plan, world_size=shard.size, local_size=self._env.local_size)
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
-        """What updates the tables during backward."""
+        """The optimizer that updates the tables during the backward pass."""
         return combined(self.sharded_modules)
 
     def bare_named_parameters(
         self, prefix: str = "", recurse: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same as ``named_parameters``."""
+        """Yield the same as ``named_parameters``."""
         return self.named_parameters(prefix, recurse)
 
 
@@ -159,16 +163,17 @@ def shard(
     device: torch.device | None = None,
     sharder: Any = None,
 ) -> nn.Module:
-    """The sharded form of one embedding module. Collective.
+    """Return the sharded form of one embedding module. Collective.
 
     Args:
         module: the module.
-        plan: its plan, a generator for all tables, or one generator per table.
-        env, device: default: all ranks, and the device that their group works on.
-        sharder: default: the module's own.
+        plan: its plan, one generator for all tables, or one generator per table.
+        env: the ranks (default: all).
+        device: the device (default: that of the ranks' group).
+        sharder: the sharder (default: the one for the module's type).
 
     Raises:
-        ValueError: for a module that no sharder is for.
+        ValueError: there is no sharder for the module.
     """
     sharder = sharder or get_module_to_default_sharders().get(type(module))
     if sharder is None:
@@ -198,7 +203,7 @@ def shard_modules(
     sharders: Sequence[Any] | None = None,
     init_params: bool = False,
 ) -> nn.Module:
-    """Shard the embedding modules of ``module``, in place; the rest stays as it is. Collective."""
+    """Shard the embedding modules of ``module``, in place. The rest does not change. Collective."""
     env = default_env() if env is None else env
     sharders = get_default_sharders() if sharders is None else sharders
     return own.DistributedModelParallel(

@@ -1,4 +1,4 @@
-"""TorchRec's names, module by module, and what each is in MeshRec (``module:name``, or a module)."""
+"""TorchRec's names, module by module, with MeshRec's counterpart of each (``module:name``, or a module)."""
 
 _C = "meshrec.compat.bridge"
 _T = "torch.distributed._shard"
@@ -280,4 +280,4 @@ MODULES: dict[str, dict[str, str]] = {
 }
 
 VERSION = "1.8.0"
-"""The release of TorchRec whose interface the bridge has."""
+"""The release of TorchRec whose interface the bridge provides."""

@@ -1,5 +1,6 @@
-"""TorchRec's words for the optimizers of tables: classes for apply_optimizer_in_backward, and FBGEMM's
-enums."""
+"""TorchRec's names for the optimizers of tables: classes for apply_optimizer_in_backward, and FBGEMM's
+enums.
+"""
 
 import logging
 import re
@@ -41,7 +42,7 @@ _logger = logging.getLogger("meshrec")
 
 
 class _KnownNames(EnumMeta):
-    """Says which optimizers there are, where one is asked for that is not there."""
+    """A metaclass that lists the known optimizers in the error about an unknown one."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
@@ -95,10 +96,10 @@ _SPECS: dict[str, type[OptimizerSpec]] = {
 
 
 def spec_of(fused_params: Any) -> OptimizerSpec:
-    """Return the optimizer that a sharder's ``fused_params`` ask for; without one FBGEMM's default, SGD.
+    """Return the optimizer that a sharder's ``fused_params`` ask for; by default FBGEMM's default, SGD.
 
     Raises:
-        ValueError: for an optimizer that MeshRec does not have, and arguments that it cannot follow.
+        ValueError: MeshRec lacks the optimizer, or cannot follow an argument.
     """
     if isinstance(fused_params, OptimizerSpec):
         return fused_params
@@ -160,7 +161,9 @@ def _check_output(output_dtype: Any) -> None:
 
 
 class _ForTables(torch.optim.Optimizer):
-    """Names an optimizer of fused tables to ``apply_optimizer_in_backward``; it cannot step by itself."""
+    """The name of an optimizer of fused tables for ``apply_optimizer_in_backward``. It cannot step by
+    itself.
+    """
 
     spec: ClassVar[type[OptimizerSpec]]
 
@@ -169,11 +172,11 @@ class _ForTables(torch.optim.Optimizer):
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return what the tables' kernels compute."""
+        """Return the spec that the tables' kernels compute."""
         return _from_fbgemm(cls.spec, kwargs)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Raise ValueError: tables that are not fused have no such step."""
+        """Raise ValueError, because tables that are not fused have no such step."""
         raise ValueError(
             f"torchrec.optim.{type(self).__name__} only names an optimizer for tables that are sharded "
             "or fused, and these are not. Use one of torch.optim, or shard the module first."
@@ -223,11 +226,11 @@ class PartialRowWiseLAMB(_ForTables):
 
 
 class _SGDWithMomentum(TorchSGD):
-    """torch's SGD; a table that is sharded or fused follows FBGEMM, whose SGD ignores momentum."""
+    """torch's SGD with momentum. Sharded and fused tables follow FBGEMM, whose SGD ignores momentum."""
 
     @classmethod
     def fused_spec(cls, kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """Return what the tables' kernels compute."""
+        """Return the spec that the tables' kernels compute."""
         _logger.warning(
             "torch.optim.SGD(momentum=%s): sharded and fused tables are updated without momentum, as FBGEMM "
             "does.",
@@ -242,7 +245,7 @@ def apply_optimizer_in_backward(
     params: Iterable[torch.nn.Parameter],
     optimizer_kwargs: dict[str, Any],
 ) -> None:
-    """Let an optimizer step as soon as a parameter's gradient is there, as torch's function does; sharding
+    """Let an optimizer step as soon as a parameter's gradient exists, like torch's function. Sharding
     fuses it.
     """
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The planner with TorchRec's arguments; its plans have TorchRec's form and MeshRec's proof."""
+"""The planner with TorchRec's arguments. Its plans have TorchRec's form and MeshRec's proof."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,10 +34,10 @@ def _topology(
     inter_host_bw: float | None = None,
     **more: Any,
 ) -> types.Topology:
-    """TorchRec's ``Topology(world_size, compute_device, hbm_cap=None, ...)``; bandwidths in bytes/ms.
+    """Make TorchRec's ``Topology(world_size, compute_device, hbm_cap=None, ...)``; bandwidths in bytes/ms.
 
     Raises:
-        ValueError: for figures that MeshRec's hardware profiles hold otherwise.
+        ValueError: figures are given that belong into MeshRec's hardware profiles.
     """
     more = {"ssd_cap": ssd_cap, "pod_size": pod_size, **more}
     if given := sorted(name for name, value in more.items() if value is not None):
@@ -60,7 +60,7 @@ Topology = Adapted(types.Topology, _topology)
 
 
 class FixedPercentageStorageReservation:
-    """A fraction of the memory that tables may not take."""
+    """A fraction of the memory that tables may not use."""
 
     def __init__(self, percentage: float) -> None:
         self.percentage = percentage
@@ -68,7 +68,7 @@ class FixedPercentageStorageReservation:
 
 
 class HeuristicalStorageReservation(FixedPercentageStorageReservation):
-    """The same, and the dense model's memory if ``dense_tensor_estimate`` tells it in bytes."""
+    """A fraction of the memory, and the dense model's bytes if ``dense_tensor_estimate`` is given."""
 
     def __init__(
         self,
@@ -84,14 +84,15 @@ class EmbeddingShardingPlanner:
     """MeshRec's planner with TorchRec's arguments.
 
     Args:
-        topology, batch_size, constraints: as TorchRec's; constraints may be MeshRec's, too.
-        storage_reservation: one of the two above; default: 15% of the memory are kept free.
-        timeout_seconds: for how long it searches at most.
-        stats, debug: nothing is printed; ``print(plan.planned)`` shows the plan and how good it is.
+        topology, batch_size, constraints: as for TorchRec's. Constraints may also be MeshRec's.
+        storage_reservation: one of the two above (default: 15 % of the memory are kept free).
+        timeout_seconds: limit of the search in seconds.
+        stats, debug: change nothing: nothing is printed. ``print(plan.planned)`` shows the plan and its
+            proof.
         enumerator, proposer, partitioner, performance_model, callbacks, plan_loader: must be None.
 
     Raises:
-        ValueError: for one of the last.
+        ValueError: one of the last is given.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class EmbeddingShardingPlanner:
         self._time_limit = DEFAULT_EFFORT.time_limit if timeout_seconds is None else float(timeout_seconds)
 
     def plan(self, module: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
-        """Return the plan of all tables of ``module`` that the sharders shard; an empty one where there are
-        none.
+        """Return the plan of all tables of ``module`` that the sharders shard. Without tables, it is
+        empty.
         """
         tables = list(_tables(module, sharders))
         if not tables:
@@ -173,7 +174,7 @@ class EmbeddingShardingPlanner:
         )
 
     def _own_constraints(self, table: "_Table") -> types.ParameterConstraints:
-        """Return MeshRec's constraints of a table: what was said of it, and what its sharder allows."""
+        """Return MeshRec's constraints of a table: the given ones, restricted to what its sharder allows."""
         given = self._constraints.get(table.name)
         if isinstance(given, ParameterConstraints):
             given = given.to_own(
@@ -201,7 +202,7 @@ class EmbeddingShardingPlanner:
         return replace(present, sharding_types=both, all_ranks=present.ranks is None)
 
     def _kernel(self, table: "_Table", kind: ShardingType) -> str | None:
-        """Return the kernel of a table that is sharded in that way; None: the way is not allowed."""
+        """Return the kernel of a table under a sharding type; None if the type is not allowed."""
         offered = _kernels_of(table.sharder, kind, self._topology.compute_device)
         given = self._constraints.get(table.name)
         wanted = given.kernels if isinstance(given, ParameterConstraints) else None
@@ -226,7 +227,7 @@ class EmbeddingShardingPlanner:
 
 
 class _Table(NamedTuple):
-    """A table of the model that is planned, and the sharder that will shard it."""
+    """A table of the planned model, and the sharder that will shard it."""
 
     path: str
     name: str
@@ -249,7 +250,7 @@ def _tables(model: nn.Module, sharders: Sequence[Any]) -> Iterator[_Table]:
 
 
 def _kernels_of(sharder: Any, kind: ShardingType, device: str) -> list[str]:
-    """Return those of a sharder's kernels that MeshRec has."""
+    """Return a sharder's kernels that MeshRec has."""
     if not hasattr(sharder, "compute_kernels"):
         is_dense = kind is ShardingType.DATA_PARALLEL or getattr(sharder, "optimizer", None) is None
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
@@ -258,12 +259,12 @@ def _kernels_of(sharder: Any, kind: ShardingType, device: str) -> list[str]:
 
 
 def bytes_to_gb(num_bytes: int) -> float:
-    """Bytes in units of 1024^3."""
+    """Return bytes in units of 1024^3."""
     return num_bytes / 1024**3
 
 
 def sharder_name(t: type[Any]) -> str:
-    """A name for the type that a sharder is for."""
+    """Return a name for the type that a sharder shards."""
     return f"{t.__module__}.{t.__name__}"
 
 

@@ -1,6 +1,6 @@
-"""Sharding plans in TorchRec's form: strings, lists and torch's metadata of shards; printed as TorchRec does.
+"""Sharding plans in TorchRec's form: strings, lists and torch's metadata of shards, printed as TorchRec does.
 
-``to_own`` makes MeshRec's plans of them, ``from_own`` the other way round.
+``to_own`` converts them to MeshRec's plans, and ``from_own`` converts MeshRec's plans to them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,10 @@ _NOT_HERE = ("cache_params", "enforce_hbm", "bounds_check_mode", "output_dtype",
 
 @dataclass
 class ParameterSharding:
-    """The placement of one table: names of ``ShardingType`` and ``EmbeddingComputeKernel``, the rank of every
-    shard, and the shards themselves (none for data-parallel tables).
+    """The placement of one table: the names of its sharding type and kernel, the rank of every shard, and the
+    shards.
+
+    A data-parallel table has no shards.
     """
 
     sharding_type: str
@@ -57,7 +59,7 @@ class ShardingPlan:
     plan: dict[str, EmbeddingModuleShardingPlan]
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """The plan of the module at that path, if it has one."""
+        """Return the plan of the module at that path; None if there is none."""
         return self.plan.get(module_path)
 
     def __str__(self) -> str:
@@ -80,10 +82,10 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def to_own(plan: Any) -> own.ShardingPlan:
-    """MeshRec's form of a plan in either form.
+    """Return a plan of either form in MeshRec's form.
 
     Raises:
-        ValueError: for what MeshRec's plans cannot say.
+        ValueError: MeshRec's plans cannot express it.
     """
     if isinstance(plan, own.ShardingPlan):
         return plan
@@ -91,10 +93,10 @@ def to_own(plan: Any) -> own.ShardingPlan:
 
 
 def module_to_own(tables: Mapping[str, Any]) -> own.EmbeddingModuleShardingPlan:
-    """MeshRec's form of the plan of one module in either form.
+    """Return the plan of one module, of either form, in MeshRec's form.
 
     Raises:
-        ValueError: for what MeshRec's plans cannot say.
+        ValueError: MeshRec's plans cannot express it.
     """
     return own.EmbeddingModuleShardingPlan(
         {
@@ -105,7 +107,7 @@ def module_to_own(tables: Mapping[str, Any]) -> own.EmbeddingModuleShardingPlan:
 
 
 def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> ShardingPlan:
-    """TorchRec's form of MeshRec's plan for ``world_size`` ranks, ``local_size`` of them on a node."""
+    """Return MeshRec's plan for ``world_size`` ranks, ``local_size`` of them per node, in TorchRec's form."""
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan(
@@ -120,7 +122,7 @@ def from_own(plan: own.ShardingPlan, *, world_size: int, local_size: int) -> Sha
 
 
 def table_from_own(placed: own.ParameterSharding, *, world_size: int, local_size: int) -> ParameterSharding:
-    """TorchRec's form of the placement of one table."""
+    """Return the placement of one table in TorchRec's form."""
     if placed.sharding_type is own.ShardingType.DATA_PARALLEL:
         kernel, ranks = placed.compute_kernel.value, list(range(world_size))
         return ParameterSharding(placed.sharding_type.value, kernel, ranks)

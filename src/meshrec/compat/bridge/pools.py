@@ -1,4 +1,4 @@
-"""Rows and bags that are kept under ids: written with ``update``, read with ``lookup``; on one rank."""
+"""Pools that store rows or bags by ID, on one rank: ``update`` writes them, ``lookup`` reads them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 class ObjectPool(nn.Module, ABC, Generic[T]):
-    """What the pools share: ids from 0 to ``pool_size``, and the last of equal ids in an update wins."""
+    """The common part of the pools. IDs go from 0 to ``pool_size``; of equal IDs in an update, the last one
+    wins.
+    """
 
     def __init__(self, pool_size: int, device: torch.device | None) -> None:
         super().__init__()
@@ -25,24 +27,24 @@ class ObjectPool(nn.Module, ABC, Generic[T]):
 
     @property
     def pool_size(self) -> int:
-        """The number of places."""
+        """The number of entries."""
         return self._pool_size
 
     @property
     def device(self) -> torch.device:
-        """Where the pool is; ``meta`` unless it was given."""
+        """The device of the pool; ``meta`` unless it was given."""
         return self._device
 
     @abstractmethod
     def lookup(self, ids: Tensor) -> T:
-        """What is kept under the ids [I]."""
+        """Return the entries of the IDs [I]."""
 
     @abstractmethod
     def update(self, ids: Tensor, values: T) -> None:
-        """Keeps new values under the ids [I]."""
+        """Store new values for the IDs [I]."""
 
     def forward(self, ids: Tensor) -> T:
-        """``lookup``."""
+        """Return ``lookup(ids)``."""
         return self.lookup(ids)
 
     def _checked(self, ids: Tensor) -> Tensor:
@@ -60,14 +62,14 @@ class ObjectPool(nn.Module, ABC, Generic[T]):
 
 
 class TensorPool(ObjectPool[Tensor]):
-    """Rows of one width, zeros at first.
+    """A pool of rows of one width, initially zeros.
 
     Args:
-        pool_size: P.
-        dim: D.
-        dtype: of the elements.
-        device: where the pool is.
-        loaded_values: the rows to start with [P, D].
+        pool_size: number of rows P.
+        dim: width D.
+        dtype: type of the elements.
+        device: device of the pool.
+        loaded_values: initial rows [P, D].
         enable_uvm: must be False.
     """
 
@@ -97,7 +99,7 @@ class TensorPool(ObjectPool[Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the elements."""
+        """Type of the elements."""
         return self._pool.dtype
 
     @property
@@ -106,11 +108,19 @@ class TensorPool(ObjectPool[Tensor]):
         return self._pool
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """[I, D]. Raises ValueError for ids outside the pool."""
+        """Return the rows of the IDs [I, D].
+
+        Raises:
+            ValueError: an ID is outside the pool.
+        """
         return self._pool[self._checked(ids)]
 
     def update(self, ids: Tensor, values: Tensor) -> None:
-        """Keeps the rows ``values`` [I, D]. Raises ValueError for ids or values that do not fit."""
+        """Store the rows ``values`` [I, D].
+
+        Raises:
+            ValueError: IDs or values do not fit.
+        """
         places = self._checked(ids)
         _check_rows("values", values, self._pool, places.numel())
         last = _last_of_each(places)
@@ -118,14 +128,14 @@ class TensorPool(ObjectPool[Tensor]):
 
 
 class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
-    """A bag of every feature under each id, empty at first.
+    """A pool of bags: one of every feature for each ID, initially empty.
 
     Args:
-        pool_size: P.
-        feature_max_lengths: by feature the longest bag.
-        values_dtype: of the values.
-        is_weighted: whether weights (float32) are kept too.
-        device: where the pool is.
+        pool_size: number of entries P.
+        feature_max_lengths: length of the longest bag of each feature.
+        values_dtype: type of the values.
+        is_weighted: whether weights (float32) are stored as well.
+        device: device of the pool.
         enable_uvm: must be False.
     """
 
@@ -158,21 +168,25 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
 
     @property
     def feature_max_lengths(self) -> dict[str, int]:
-        """By feature the longest bag."""
+        """Length of the longest bag of each feature."""
         return self._feature_max_lengths
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Type of the values."""
         return self.values.dtype
 
     @property
     def is_weighted(self) -> bool:
-        """Whether weights are kept too."""
+        """Whether weights are stored as well."""
         return self._is_weighted
 
     def lookup(self, ids: Tensor) -> KeyedJaggedTensor:
-        """The bags of all features, I of each. Raises ValueError for ids outside the pool."""
+        """Return the bags of all features, I of each.
+
+        Raises:
+            ValueError: an ID is outside the pool.
+        """
         places = self._checked(ids)
         lengths = self.key_lengths[places]  # [I, F]
         values, weights = [], []
@@ -191,10 +205,10 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
         )
 
     def update(self, ids: Tensor, values: KeyedJaggedTensor) -> None:
-        """Keeps the bags of all features of the pool; other keys are left out.
+        """Store the bags of all features of the pool. Other keys are ignored.
 
         Raises:
-            ValueError: for ids or bags that do not fit, with the first feature at fault.
+            ValueError: IDs or bags do not fit; the error names the first feature at fault.
         """
         places = self._checked(ids)
         bags = [self._bags_of(name, values, places.numel()) for name in self._feature_max_lengths]
@@ -229,7 +243,7 @@ class KeyedJaggedTensorPool(ObjectPool[KeyedJaggedTensor]):
 
 
 def _last_of_each(ids: Tensor) -> Tensor:
-    """The positions of the ids that no later one equals."""
+    """Return the positions of the IDs that no later ID equals."""
     order = torch.argsort(ids, stable=True)
     ordered = ids[order]
     is_last = torch.ones_like(ordered, dtype=torch.bool)

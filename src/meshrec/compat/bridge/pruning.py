@@ -1,4 +1,4 @@
-"""Tables of which quantisation takes the first rows only, with TorchRec's words."""
+"""Tables of which quantisation keeps only the first rows, under TorchRec's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +19,9 @@ def set_pruning_data(
     tables_to_rows_post_pruning: Mapping[str, int],
     module_types: Sequence[type[nn.Module]] | None = None,
 ) -> nn.Module:
-    """Of the tables named here, quantisation takes the first so many rows only.
+    """Let quantisation keep only the first rows of the named tables, in the given numbers.
 
-    ``module_types``: the types of modules that are meant; default: every EmbeddingBagCollection.
+    ``module_types``: the types of modules to change (default: EmbeddingBagCollection).
     """
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection if module_types is None else tuple(module_types)):
@@ -30,7 +30,9 @@ def set_pruning_data(
 
 
 def pruned(module: nn.Module) -> nn.Module:
-    """``module`` as it is; after ``set_pruning_data`` a copy whose tables are the first rows of its own."""
+    """Return ``module`` unchanged; after ``set_pruning_data``, a copy with only the first rows of its
+    tables.
+    """
     replaced: dict[int, nn.Module] = {}
     for child in module.modules():
         if isinstance(child, TableCollection):

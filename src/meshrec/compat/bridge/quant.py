@@ -1,4 +1,4 @@
-"""TorchRec's quantisation: its functions and classes make MeshRec's quantised collections."""
+"""TorchRec's quantisation functions and classes, which make MeshRec's quantised collections."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ _DATA_TYPES = {
 
 
 class QuantConfig(NamedTuple):
-    """Observers that tell the types of results and of weights, such as
+    """The types of results and of weights, as observers such as
     ``torch.quantization.PlaceholderObserver.with_args(dtype=torch.int8)``.
     """
 
@@ -44,10 +44,10 @@ class QuantConfig(NamedTuple):
 
 
 def data_type_of(dtype: torch.dtype) -> DataType:
-    """MeshRec's name for a type of TorchRec's.
+    """Return MeshRec's data type for one of TorchRec's.
 
     Raises:
-        ValueError: for a type that rows cannot have, such as uint8.
+        ValueError: rows cannot have the type, such as uint8.
     """
     if dtype not in _DATA_TYPES:
         raise ValueError(
@@ -61,10 +61,10 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
     """TorchRec's quantised ``EmbeddingBagCollection(tables, is_weighted, device, output_dtype=torch.float)``.
 
     Args:
-        tables: with ``data_type`` INT8, INT4 or INT2; or any other.
-        is_weighted: whether each row is scaled by the input's weight of its id.
-        device: of the rows.
-        output_dtype: of the result.
+        tables: the tables, with ``data_type`` INT8, INT4 or INT2, or any other type.
+        is_weighted: whether each row is scaled by the input's weight of its ID.
+        device: device of the rows.
+        output_dtype: type of the result.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
         _set_rows(self, [weight.detach() for _, weight in self.tables().values()])
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
-        """``[B, sum of D]``; torch.fx sees one lookup after the other."""
+        """Look up: [B, sum of D]. torch.fx records one lookup after the other."""
         if not isinstance(features, Proxy):
             return embeddings.keyed(super().forward(maybe_td_to_kjt(features)))
         bags = features.to_dict()
@@ -97,16 +97,16 @@ class EmbeddingBagCollection(embedding_modules.EmbeddingBagCollection):
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
-        """From a collection with a ``qconfig``, which is a ``QuantConfig``."""
+        """Make a quantised collection from a collection with a ``qconfig``, which is a ``QuantConfig``."""
         made: Self = _from_float(cls, module)
         return made
 
 
 class EmbeddingCollection(embedding_modules.EmbeddingCollection):
     """TorchRec's quantised ``EmbeddingCollection(tables, device, need_indices=False,
-    output_dtype=torch.float)``; see ``EmbeddingBagCollection``.
+    output_dtype=torch.float)``.
 
-    With ``need_indices`` the results have the ids as weights.
+    See ``EmbeddingBagCollection``. With ``need_indices``, the results have the IDs as weights.
     """
 
     _need_indices = False  # of collections that a quantised model brings along
@@ -123,13 +123,13 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
         self._need_indices = need_indices
 
     def need_indices(self) -> bool:
-        """Whether the results have the ids as weights."""
+        """Return whether the results have the IDs as weights."""
         return self._need_indices
 
     def forward(  # type: ignore[override]
         self, features: KeyedJaggedTensor
     ) -> dict[str, JaggedTensor]:
-        """By feature ``[n, D]``; torch.fx sees one lookup after the other."""
+        """Look up: [n, D] by feature. torch.fx records one lookup after the other."""
         if not isinstance(features, Proxy):
             bags = maybe_td_to_kjt(features).to_dict()
             looked_up = super().forward(maybe_td_to_kjt(features))
@@ -160,7 +160,7 @@ class EmbeddingCollection(embedding_modules.EmbeddingCollection):
 
     @classmethod
     def from_float(cls, module: nn.Module, use_precomputed_fake_quant: bool = False) -> Self:
-        """From a collection with a ``qconfig``, which is a ``QuantConfig``."""
+        """Make a quantised collection from a collection with a ``qconfig``, which is a ``QuantConfig``."""
         made: Self = _from_float(cls, module)
         made._need_indices = getattr(module, "_need_indices", False)
         return made
@@ -171,17 +171,17 @@ def _dtype_of(collection: TableCollection) -> torch.dtype:
 
 
 def quant_prep_enable_quant_state_dict_split_scale_bias(module: nn.Module) -> None:
-    """Nothing: state dicts always have scales and biases as tensors of their own."""
+    """Do nothing, because state dicts always have scales and biases as separate tensors."""
 
 
 def quant_prep_enable_quant_state_dict_split_scale_bias_for_types(
     module: nn.Module, module_types: Sequence[type[nn.Module]]
 ) -> None:
-    """Nothing: state dicts always have scales and biases as tensors of their own."""
+    """Do nothing, because state dicts always have scales and biases as separate tensors."""
 
 
 def meta_to_cpu_placement(module: nn.Module) -> None:
-    """Moves quantised collections that are on ``meta`` to the CPU, in place, with rows of no value."""
+    """Move quantised collections on ``meta`` to the CPU, in place. Their rows are zeros."""
     for child in module.modules():
         if isinstance(child, EmbeddingBagCollection | EmbeddingCollection):
             weights = [weight for _, weight in child.tables().values()]
@@ -197,8 +197,9 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """TorchRec's: every embedding collection in ``module``, quantised. ``additional_...``: not needed, all
-    kinds of collections are.
+    """Quantise every embedding collection in ``module``, as TorchRec's function does.
+
+    The arguments ``additional_...`` are not needed, because all kinds of collections are quantised.
     """
     made = _quantized(module, dtype, per_table_weight_dtype, output_dtype)
     return _put_into(module, made) if inplace else made
@@ -212,11 +213,12 @@ def quantize_inference_model(
     quantization_dtype: torch.dtype = torch.int8,
     output_dtype: torch.dtype = torch.float,
 ) -> nn.Module:
-    """TorchRec's: ``model`` with its embedding collections quantised, in place; those in feature-processed
-    ones have the type ``fp_weight_dtype``, where it is that of all.
+    """Quantise the embedding collections of ``model`` in place, as TorchRec's function does.
+
+    Feature-processed collections get the type ``fp_weight_dtype``, which must be the type of all.
 
     Raises:
-        ValueError: for a ``quantization_mapping``, or an ``fp_weight_dtype`` of its own.
+        ValueError: a ``quantization_mapping`` is given, or ``fp_weight_dtype`` differs.
     """
     if quantization_mapping is not None or fp_weight_dtype != quantization_dtype:
         raise ValueError(
@@ -277,7 +279,7 @@ def _adopted(made: Any, cls: Any = None) -> Any:
 
 
 def _set_rows(collection: TableCollection, rows: Sequence[Tensor]) -> None:
-    """Hold rows as buffers, as TorchRec does: they are no parameters, since nothing trains them."""
+    """Hold rows as buffers, as TorchRec does. They are not parameters, because nothing trains them."""
     _, holders = collection.table_holders()
     for (config, _), own in zip(collection.tables().values(), rows, strict=True):
         holder = holders._modules[config.name]
@@ -288,7 +290,7 @@ def _set_rows(collection: TableCollection, rows: Sequence[Tensor]) -> None:
 
 
 def _put_into(model: nn.Module, made: nn.Module) -> nn.Module:
-    """Return ``model`` with the collections of ``made`` in the place of its own."""
+    """Return ``model`` with its collections replaced by those of ``made``."""
     if isinstance(model, TableCollection):
         return made
     for path, child in list(made.named_modules()):

@@ -76,19 +76,22 @@ def rows_within(
     pooling: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return what one part of a table gives for one feature, on the device of the ids.
+    """Return the rows that one part of a table gives for one feature, on the device of the IDs.
 
     Args:
         weight: the parameter that holds the part.
-        place: where the part begins in it, the shape of the part, its first row in the table, and the number
-            of rows of the whole table.
-        values, offsets, sample_weights: the bags of the feature.
-        bits, dim: of a code, and the number of columns of the part.
-        pooling: 0: sum, 1: mean; 2: a row for each id, 0 for ids of other parts.
-        dtype: of the result.
+        place: start of the part in the parameter, shape of the part, its first row in the table, and the
+            number of rows of the whole table.
+        values: IDs of the feature.
+        offsets: start of each bag.
+        sample_weights: per-sample weights, or None.
+        bits: bits per code.
+        dim: number of columns of the part.
+        pooling: 0: sum, 1: mean; 2: a row for each ID, 0 for IDs of other parts.
+        dtype: type of the result.
 
     Raises:
-        ValueError: for an id outside the table.
+        ValueError: an ID is outside the table.
     """
     start, num_rows, width, first, total = place[0], place[1], place[2], place[3], place[4]
     rows = weight.flatten()[start : start + num_rows * width].view(num_rows, width)

@@ -15,11 +15,11 @@ from meshrec.plan.sharding_plan import EmbeddingComputeKernel
 
 
 class QuantEmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAnswers):
-    """MeshRec's sharder, for quantised collections.
+    """MeshRec's sharder for quantised collections.
 
     Args:
-        fused_params: TorchRec's options of its kernels; they change nothing here. No optimizer.
-        shardable_params: must be None: all tables are sharded.
+        fused_params: TorchRec's kernel options, which change nothing here. They must not name an optimizer.
+        shardable_params: must be None, because all tables are sharded.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class QuantEmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, Shar
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module, by a plan of either library's form. Collective."""
+        """Return the sharded module. The plan may have either library's form. Collective."""
         built = self.built(module, module_to_own(params), env, device, weighted=module.is_weighted())
         return ShardedEmbeddingBagCollection(module, built)
 
 
 class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers):
-    """MeshRec's sharder, for quantised collections; see ``QuantEmbeddingBagCollectionSharder``."""
+    """MeshRec's sharder for quantised collections; see ``QuantEmbeddingBagCollectionSharder``."""
 
     def __init__(
         self, fused_params: Mapping[str, Any] | None = None, shardable_params: object | None = None
@@ -68,7 +68,7 @@ class QuantEmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAns
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module, by a plan of either library's form. Collective."""
+        """Return the sharded module. The plan may have either library's form. Collective."""
         built = self.built(module, module_to_own(params), env, device, sequence=True)
         return ShardedEmbeddingCollection(module, built)
 

@@ -1,4 +1,4 @@
-"""Random batches, the same that TorchRec's dataset gives for a seed."""
+"""Random batches, equal to those of TorchRec's dataset for the same seed."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,14 @@ from meshrec.sparse import KeyedJaggedTensor
 
 @dataclass
 class Batch(Pipelineable):
-    """What TorchRec's models read: dense features [B, num_dense], sparse ones, labels [B]."""
+    """The input of TorchRec's models: dense features [B, num_dense], sparse features, and labels [B]."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """On another device."""
+        """Return the batch on another device."""
         return Batch(
             self.dense_features.to(device, non_blocking=non_blocking),
             self.sparse_features.to(device, non_blocking=non_blocking),
@@ -29,32 +29,36 @@ class Batch(Pipelineable):
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until the work queued on ``stream`` is done."""
+        """Keep the memory until the work queued on ``stream`` is done."""
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)
 
     def pin_memory(self) -> "Batch":
-        """In pinned host memory."""
+        """Return the batch in pinned host memory."""
         return Batch(
             self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory()
         )
 
 
 class RandomRecDataset(IterableDataset[Batch]):
-    """Batches of uniform ids, normal dense features and random labels.
+    """Batches of uniform IDs, normal dense features and random labels.
 
     Args:
         keys: the sparse features.
         batch_size: samples of a batch.
-        hash_size, hash_sizes: ids are below it (default 100), or below each key's own.
-        ids_per_feature, ids_per_features: most ids of a bag (default 2), or each key's own.
-        num_dense: dense features.
+        hash_size: upper limit of IDs, exclusive (default 100).
+        hash_sizes: the limit of each key instead.
+        ids_per_feature: largest number of IDs in a bag (default 2).
+        ids_per_features: that of each key instead.
+        num_dense: number of dense features.
         manual_seed: makes the batches reproducible.
-        num_batches: how many there are; None: without end.
-        num_generated_batches: so many are made, and repeated; below 0: each is made when it is asked for.
-        min_ids_per_feature, min_ids_per_features: fewest ids of a bag (default: ``ids_per_feature``, so that
-            all bags have as many, and 0 without that either), or each key's own.
+        num_batches: number of batches; None: endless.
+        num_generated_batches: number of batches that are made, and then repeated; below 0: each batch is made
+            when it is needed.
+        min_ids_per_feature: smallest number of IDs in a bag (default: ``ids_per_feature``, so that all bags
+            have equally many; without that, 0).
+        min_ids_per_features: that of each key instead.
     """
 
     def __init__(

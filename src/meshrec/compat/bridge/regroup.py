@@ -1,4 +1,4 @@
-"""KTRegroupAsDict that TorchScript and torch.fx take too."""
+"""A KTRegroupAsDict that TorchScript and torch.fx accept as well."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from meshrec.modules import regroup as own
 
 
 class KTRegroupAsDict(own.KTRegroupAsDict):
-    """``KeyedTensor.regroup_as_dict`` with the groups fixed; see ``meshrec.modules.regroup``."""
+    """``KeyedTensor.regroup_as_dict`` with fixed groups; see ``meshrec.modules.regroup``."""
 
     _groups: list[list[str]]
     _keys: list[str]
     _dtype: torch.dtype | None
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
-        """By group [B, sum of D]."""
+        """Return [B, sum of D] by group."""
         grouped = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._keys)
         dtype = self._dtype
         if dtype is None:

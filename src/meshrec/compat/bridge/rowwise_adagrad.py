@@ -1,6 +1,6 @@
 """Row-wise Adagrad as an ordinary torch optimizer, for tables that are not fused.
 
-The spec of the same formula for fused tables is ``meshrec.optim.RowWiseAdagrad``.
+``meshrec.optim.RowWiseAdagrad`` is the spec of the same formula for fused tables.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,18 +18,20 @@ from meshrec.optim.optimizers import RowWiseAdagrad as RowWiseAdagradSpec
 class RowWiseAdagrad(torch.optim.Optimizer):
     """``s += mean(g^2); w -= lr_t * g / (sqrt(s) + eps)``, with one ``s`` per row [R, 1].
 
-    ``g`` includes ``weight_decay * w``; ``lr_t = lr / (1 + (t - 1) * lr_decay)`` in step ``t``. Of a sparse
-    gradient only its rows are updated (and decay).
+    ``g`` includes ``weight_decay * w``; ``lr_t = lr / (1 + (t - 1) * lr_decay)`` in step ``t``. For a sparse
+    gradient, only its rows are updated and decayed.
 
     Args:
         params: parameters [R, D], or groups of them.
-        lr, lr_decay, weight_decay: see above.
-        initial_accumulator_value: the first ``s``.
+        lr: learning rate.
+        lr_decay: decay of the learning rate, see above.
+        weight_decay: factor of ``w`` in the gradient.
+        initial_accumulator_value: initial ``s``.
         eps: keeps the first steps of a row finite.
-        maximize: goes up instead of down.
+        maximize: maximize instead of minimizing.
 
     Raises:
-        ValueError: for a negative number, and for parameters that are not matrices.
+        ValueError: a value is negative, or a parameter is not a matrix.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @staticmethod
     def fused_spec(kwargs: Mapping[str, Any]) -> OptimizerSpec:
-        """The spec that computes what ``RowWiseAdagrad(params, **kwargs)`` says, for fused tables.
+        """Return the spec for fused tables that computes the same as ``RowWiseAdagrad(params, **kwargs)``.
 
         Raises:
-            ValueError: for ``lr_decay`` and ``maximize``, which cannot be fused, and for unknown arguments.
+            ValueError: ``lr_decay`` or ``maximize`` is given, which cannot be fused, or an argument is
+                unknown.
         """
         rest: dict[str, Any] = {"lr": 1e-2, "eps": 1e-10, **kwargs}
         if rest.pop("lr_decay", 0.0) or rest.pop("maximize", False):
@@ -74,7 +77,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return RowWiseAdagradSpec(**rest)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, and the state of its parameters."""
+        """Add a group, and the state of its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for parameter in group["params"]:
@@ -89,7 +92,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters with a gradient; returns the closure's loss if there is one."""
+        """Update all parameters that have a gradient; return the closure's loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

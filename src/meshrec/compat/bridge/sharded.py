@@ -1,4 +1,6 @@
-"""Sharded collections with what TorchRec's programs ask them: a combined optimizer, and stages to print."""
+"""Sharded collections with the attributes that TorchRec's programs use: a combined optimizer, and stages to
+print.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -67,7 +69,7 @@ class ShardedEmbeddingCollection(_Shown, own.ShardedEmbeddingCollection):
 
 
 def _as_combined(tables: FusedOptimizer) -> CombinedOptimizer:
-    """Return the optimizer of a module's tables as a combination of one; of none where no table is fused."""
+    """Return a module's optimizer as a combination of one; of none if no table is fused."""
     return CombinedOptimizer([("", tables)] if tables.params else [])
 
 

@@ -1,8 +1,8 @@
 """Programs of sharded quantised collections for torch.fx and TorchScript.
 
-A sharded collection routes ids in Python, which neither of them follows. What is recorded looks up each part
-of each table by itself, on the device where it is, and puts the results together: the same numbers, one
-lookup after the other.
+A sharded collection routes IDs in Python, which neither of them can record. The recorded program looks up
+each part of each table separately, on its device, and puts the results together. The results are the same,
+with one lookup after the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _SUM, _MEAN, _NONE = 0, 1, 2
 
 
 class _Part(NamedTuple):
-    """A rectangle of a table: the parameter that holds it, and where it begins there."""
+    """A rectangle of a table: the parameter that holds it, and its start there."""
 
     weight: nn.Parameter
     start: int
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
 
 
 class TableProgram:
-    """Records the lookup of one feature in one sharded table."""
+    """A recorder of the lookup of one feature in one sharded table."""
 
     def __init__(self, built: ModuleParts, config: Any) -> None:
         shards = built.shards[config.name]
@@ -62,7 +62,7 @@ class TableProgram:
         self._columns = [by_columns[key] for key in sorted(by_columns)]
 
     def look_up(self, bag: Any, *, pooled: bool, weighted: bool) -> Any:
-        """Return the proxy of ``[B, D]``, or of ``[N, D]`` where the rows are not pooled."""
+        """Return the proxy of [B, D], or of [N, D] if rows are not pooled."""
         pooling = _NONE
         if pooled:
             pooling = _MEAN if self._config.pooling is PoolingType.MEAN else _SUM

@@ -1,4 +1,4 @@
-"""Sharders with TorchRec's arguments and questions."""
+"""Sharders with TorchRec's arguments and methods."""
 
 import logging
 from abc import ABCMeta
@@ -36,7 +36,7 @@ class ModuleSharder(Generic[M], metaclass=_AnySharder):
 
 
 class SharderAnswers:
-    """What planners ask a sharder; a subclass may answer ``sharding_types`` with less."""
+    """The answers of a sharder to planners. A subclass may return fewer ``sharding_types``."""
 
     fused_params: Any
 
@@ -61,8 +61,8 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
     """MeshRec's sharder with TorchRec's arguments.
 
     Args:
-        fused_params: the optimizer of the tables that the plan has with the kernel ``fused`` and that have
-            none of their own, such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate":
+        fused_params: the optimizer of the tables that have the kernel ``fused`` in the plan and no optimizer
+            of their own, such as ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate":
             0.02}``. None: FBGEMM's default, SGD with the learning rate 0.01.
         qcomm_codecs_registry: must be None.
     """
@@ -84,7 +84,7 @@ class EmbeddingBagCollectionSharder(own.EmbeddingBagCollectionSharder, SharderAn
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
-        """Return the sharded module, by a plan of either library's form. Collective."""
+        """Return the sharded module. The plan may have either library's form. Collective."""
         plan = module_to_own(params)
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         plain = own.EmbeddingBagCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
@@ -113,7 +113,7 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        """Return the sharded module, by a plan of either library's form. Collective."""
+        """Return the sharded module. The plan may have either library's form. Collective."""
         plan = module_to_own(params)
         tables = _fused_tables(module, plan, has_params=self.fused_params is not None)
         plain = own.EmbeddingCollectionSharder(self.optimizer, precision=self.precision, tables=tables)
@@ -124,8 +124,10 @@ class EmbeddingCollectionSharder(own.EmbeddingCollectionSharder, SharderAnswers)
 def _fused_tables(
     module: TableCollection, plan: EmbeddingModuleShardingPlan, *, has_params: bool
 ) -> list[str]:
-    """Return the tables that the sharder's optimizer is for: those that the plan has with the kernel
-    ``fused``, where they have no optimizer of their own. As in TorchRec the others have ordinary gradients.
+    """Return the tables that get the sharder's optimizer: those with the kernel ``fused`` and without their
+    own optimizer.
+
+    As in TorchRec, the other tables get ordinary gradients.
     """
     fused, left = [], []
     for config, weight in module.tables().values():

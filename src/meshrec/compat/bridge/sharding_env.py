@@ -1,4 +1,4 @@
-"""The ranks that share a model, with TorchRec's names for their numbers."""
+"""The ranks that share a model, with TorchRec's attribute names."""
 
 import torch
 import torch.distributed as dist
@@ -7,16 +7,16 @@ from meshrec.comms import mesh
 
 
 class ShardingEnv(mesh.ShardingEnv):
-    """MeshRec's ``ShardingEnv``, which also tells ``world_size``, ``rank`` and ``process_group``."""
+    """MeshRec's ``ShardingEnv`` with the attributes ``world_size``, ``rank`` and ``process_group``."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are; in one process, devices."""
+        """The number of ranks; in one process, of devices."""
         return len(self.devices) or self.world.size
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
         return self.world.rank
 
     @property
@@ -26,11 +26,11 @@ class ShardingEnv(mesh.ShardingEnv):
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> "ShardingEnv":  # type: ignore[override]
-        """One process without a group: alone, or for inference with so many devices, GPUs where there are
-        as many.
+        """Return one process without a group: alone, or, for inference, with ``world_size`` devices: GPUs if
+        there are enough.
 
         Raises:
-            ValueError: for another rank than 0: it would be another process.
+            ValueError: the rank is not 0, so it would be another process.
         """
         if world_size < 1 or rank != 0:
             raise ValueError(
@@ -45,10 +45,10 @@ class ShardingEnv(mesh.ShardingEnv):
 
 
 def local_devices(number: int, kind: str) -> list[torch.device]:
-    """So many devices of this host: GPUs, or the CPU each time.
+    """Return ``number`` devices of this host: GPUs, or the CPU several times.
 
     Raises:
-        ValueError: for GPUs that are not there.
+        ValueError: there are fewer GPUs.
     """
     if kind == "cpu":
         return [torch.device("cpu")] * number

@@ -1,4 +1,4 @@
-"""Plans by hand with TorchRec's arguments; a generator makes the placement of one table from its weight."""
+"""Plans by hand with TorchRec's arguments. A generator makes the placement of one table from its weight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,7 +43,7 @@ def _generator(
 
 
 def data_parallel() -> ParameterShardingGenerator:
-    """The whole table on every rank."""
+    """Place the whole table on every rank."""
     copies = OwnSharding(
         sharding_type=ShardingType.DATA_PARALLEL, compute_kernel=EmbeddingComputeKernel.DENSE
     )
@@ -53,7 +53,7 @@ def data_parallel() -> ParameterShardingGenerator:
 def table_wise(
     rank: int, device: str | None = None, compute_kernel: str | None = None
 ) -> ParameterShardingGenerator:
-    """The whole table on one rank."""
+    """Place the whole table on one rank."""
     _check_device(device)
     return _generator(own.table_wise, compute_kernel, rank=rank)
 
@@ -61,7 +61,7 @@ def table_wise(
 def row_wise(
     sizes_placement: object | None = None, compute_kernel: str | None = None, num_buckets: int | None = None
 ) -> ParameterShardingGenerator:
-    """Rows split over all ranks, as evenly as can be."""
+    """Split the rows over all ranks, as evenly as possible."""
     if sizes_placement is not None or num_buckets is not None:
         raise ValueError(
             "row_wise splits rows evenly: MeshRec has no sizes_placement and no num_buckets. For other "
@@ -76,7 +76,7 @@ def column_wise(
     compute_kernel: str | None = None,
     device_types: Sequence[str] | None = None,
 ) -> ParameterShardingGenerator:
-    """Columns split over ``ranks``, or in the given sizes over ranks 0, 1, ..."""
+    """Split the columns over ``ranks``, or in the given sizes over ranks 0, 1, ..."""
     for device in device_types or ():
         _check_device(device)
     if size_per_rank is not None:
@@ -87,29 +87,29 @@ def column_wise(
 
 
 def table_row_wise(host_index: int) -> ParameterShardingGenerator:
-    """Rows split over the ranks of one node."""
+    """Split the rows over the ranks of one node."""
     return _generator(own.table_row_wise, node=host_index)
 
 
 def grid_shard(host_indexes: Sequence[int]) -> ParameterShardingGenerator:
-    """Columns split over nodes, the rows of each part over the ranks of its node."""
+    """Split the columns over nodes, and the rows of each part over the ranks of its node."""
     return _generator(own.grid_shard, nodes=list(host_indexes))
 
 
 def get_default_sharders() -> list[Any]:
-    """A sharder for every kind of embedding module."""
+    """Return a sharder for each kind of embedding module."""
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 def get_module_to_default_sharders() -> dict[type[nn.Module], Any]:
-    """The default sharders by the module they are for."""
+    """Return the default sharders by the type of module that they shard."""
     return {sharder.module_type: sharder for sharder in get_default_sharders()}
 
 
 def apply_to_all(
     module: nn.Module, parameter_sharding_generator: ParameterShardingGenerator, sharder: Any = None
 ) -> dict[str, ParameterShardingGenerator]:
-    """The same generator for every table of ``module``."""
+    """Return the same generator for every table of ``module``."""
     return dict.fromkeys(own.tables_of(module), parameter_sharding_generator)
 
 
@@ -121,10 +121,10 @@ def construct_module_sharding_plan(
     world_size: int | None = None,
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """The plan of ``module`` from one generator per table.
+    """Return the plan of ``module`` from one generator per table.
 
     Raises:
-        ValueError: when tables and generators differ, and for ranks or nodes that are not there.
+        ValueError: tables and generators differ, or ranks or nodes do not exist.
     """
     tables = own.tables_of(module)
     if set(tables) != set(per_param_sharding):
@@ -177,7 +177,9 @@ def _columns_of(sizes: list[int], compute_kernel: EmbeddingComputeKernel) -> own
 
 
 def _kernel(compute_kernel: Any, param: nn.Parameter) -> EmbeddingComputeKernel:
-    """The one that is asked for; else ``fused`` for a table with an optimizer of its own, and ``dense``."""
+    """Return the requested kernel; by default ``fused`` for a table with its own optimizer, else
+    ``dense``.
+    """
     if compute_kernel is None:
         has_optimizer = in_backward_spec(param) is not None
         return EmbeddingComputeKernel.FUSED if has_optimizer else EmbeddingComputeKernel.DENSE

@@ -1,4 +1,4 @@
-"""TorchRec's pipeline of stages that a batch passes before the model sees it."""
+"""TorchRec's pipeline of stages that a batch passes before it reaches the model."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,12 +19,12 @@ _MOST_BATCHES = 4  # whose lookups are under way: the model may leave a batch ou
 
 @dataclass
 class PipelineStage:
-    """What is done to a batch.
+    """A stage of the pipeline.
 
     Attributes:
-        name: of the stage.
-        runnable: from a batch to a batch.
-        stream: where the stage computes, on CUDA; None on a CPU.
+        name: name of the stage.
+        runnable: maps a batch to a batch.
+        stream: the stream on which the stage computes, on CUDA; None on a CPU.
         fill_callback: called after the stage's run on each batch that fills the pipeline.
         data_exhausted_callback: called once, when the stage has seen the last batch.
     """
@@ -37,16 +37,16 @@ class PipelineStage:
 
 
 class StagedTrainPipeline:
-    """Gives batches that have passed all stages, while newer ones are in the stages before::
+    """A pipeline that returns batches that have passed all stages, while newer ones are in earlier stages::
 
         while (batch := pipeline.progress(iterator)) is not None:
             losses, output = model(batch)
             ...
 
     Args:
-        pipeline_stages: in the order in which a batch passes them.
+        pipeline_stages: the stages, in the order in which a batch passes them.
         debug_mode: changes nothing here.
-        compute_stream: what waits for the stages, on CUDA; None: the current stream.
+        compute_stream: the stream that waits for the stages, on CUDA; None: the current stream.
         on_flush_end: called when a flush, see ``set_flush``, has emptied the pipeline.
     """
 
@@ -65,7 +65,7 @@ class StagedTrainPipeline:
         self._has_ended, self._flushes = False, False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """The next batch for the model; None after the last one, and the call after that reads on."""
+        """Return the next batch for the model; None after the last one. The call after that reads on."""
         if all(batch is None for batch in self._passed) and not self._has_ended:
             for _ in self._stages:
                 self._advance(dataloader_iter, fills=True)
@@ -84,11 +84,13 @@ class StagedTrainPipeline:
         return batch
 
     def set_flush(self, flush: bool) -> None:
-        """True: ``progress`` takes no new batch until it has given all that are in the pipeline."""
+        """With True, make ``progress`` take no new batch until it has returned all that are in the
+        pipeline.
+        """
         self._flushes = flush
 
     def _advance(self, iterator: Iterator[Any], *, fills: bool) -> None:
-        """Moves every batch on by a stage, the oldest first, as far as there is room."""
+        """Move every batch to the next stage, the oldest first, if that stage is free."""
         for place in reversed(range(len(self._stages))):
             if self._passed[place] is not None:
                 continue
@@ -129,18 +131,18 @@ class StagedTrainPipeline:
 
 
 class SparseDataDistUtil:
-    """As the last stage of a StagedTrainPipeline, starts the exchange of ids before the model needs them::
+    """The last stage of a StagedTrainPipeline, which starts the exchange of IDs before the model needs them::
 
         util = SparseDataDistUtil(model, stream)
         PipelineStage("ids", util.start_sparse_data_dist, util.data_dist_stream, util.wait_sparse_data_dist)
 
     Nothing is traced: the first forward pass shows which part of a batch each sharded module is called with,
-    and later batches start ahead. Embeddings are looked up when the model asks, so the numbers are those of a
-    plain loop.
+    and later batches start ahead. Embeddings are looked up when the model asks for them, so the results are
+    those of a plain loop.
 
     Args:
-        model: with sharded modules somewhere.
-        data_dist_stream: kept for the stage.
+        model: a model with sharded modules somewhere in it.
+        data_dist_stream: the stream of the stage.
         apply_jit, prefetch_stream, pipeline_postproc: change nothing here.
     """
 
@@ -164,7 +166,7 @@ class SparseDataDistUtil:
             module.ahead = self._asked(module)
 
     def start_sparse_data_dist(self, batch: Any) -> Any:
-        """The batch; its ids are on their way where it is known which module they are for. Collective."""
+        """Start to exchange the IDs of the batch, for the modules whose input is known. Collective."""
         for earlier in self._batches:
             earlier.send_ids()
         in_flight = BatchInFlight(batch)
@@ -176,12 +178,12 @@ class SparseDataDistUtil:
         return batch
 
     def wait_sparse_data_dist(self) -> None:
-        """Sends the ids of all batches whose sizes are under way. Collective."""
+        """Send the IDs of all batches whose sizes are under way. Collective."""
         for batch in self._batches:
             batch.send_ids()
 
     def detach(self) -> nn.Module:
-        """The model, which from now on does the plain thing; a second call does the same."""
+        """Return the model, which runs plain lookups from now on. A second call does the same."""
         for module in self._modules:
             module.ahead = None
         self._batches.clear()

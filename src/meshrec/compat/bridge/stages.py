@@ -1,4 +1,4 @@
-"""What a sharded module does in a forward pass, stage by stage, to be printed."""
+"""The stages of a sharded module's forward pass, for printing."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingType
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, for all tables of one sharding type."""
+    """A stage, for all tables of one sharding type."""
 
     what: str
     sharding_type: str
     tables: dict[str, tuple[str, ...]]
-    """By table its shards: rows, columns and rank, as ``[0:10, 0:4]@1``."""
+    """The shards of each table, as text: rows, columns and rank, such as ``[0:10, 0:4]@1``."""
 
     def __repr__(self) -> str:
         shards = [f"    {name}: {', '.join(texts) or 'nothing'}" for name, texts in self.tables.items()]
@@ -20,7 +20,9 @@ class Stage:
 
 
 def stages(what: str, plan: EmbeddingModuleShardingPlan, rank: int | None = None) -> list[Stage]:
-    """Return a stage for each sharding type of the plan; with ``rank`` only the shards of that rank."""
+    """Return a stage for each sharding type of the plan. With ``rank``, only the shards of that rank are
+    listed.
+    """
     by_type: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, sharding in plan.items():
         here = [shard for shard in sharding.shards if rank in (None, shard.placement.rank)]

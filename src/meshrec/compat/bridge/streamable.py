@@ -1,4 +1,4 @@
-"""What pipelines ask of a batch."""
+"""The methods of a batch that pipelines need."""
 
 from abc import ABC, abstractmethod
 
@@ -6,21 +6,21 @@ import torch
 
 
 class Multistreamable(ABC):
-    """What may be used on another stream than the one it was made on."""
+    """An object that may be used on another stream than the one it was made on."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until the work queued on ``stream`` is done."""
+        """Keep the memory until the work queued on ``stream`` is done."""
 
 
 @Multistreamable.register
 class Pipelineable(ABC):
-    """What can be moved to a device ahead of its use; it is ``Multistreamable`` too."""
+    """An object that can be moved to a device ahead of its use. It is ``Multistreamable`` as well."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory until the work queued on ``stream`` is done."""
+        """Keep the memory until the work queued on ``stream`` is done."""
 
     @abstractmethod
     def to(self, device: torch.device, non_blocking: bool) -> "Pipelineable":
-        """On another device."""
+        """Return the object on another device."""

@@ -1,4 +1,4 @@
-"""What TorchRec's users import to write tests with."""
+"""Helpers for tests that TorchRec's users import."""
 
 import os
 import socket
@@ -13,14 +13,14 @@ _REASON = "not with the address sanitizer"
 
 
 def get_free_port() -> int:
-    """A port of this machine that nobody listens to at the moment."""
+    """Return a port of this machine on which nobody listens at the moment."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return int(listener.getsockname()[1])
 
 
 def skip_if_asan(function: F) -> F:
-    """A test that is skipped under the address sanitizer."""
+    """Skip a test under the address sanitizer."""
     return unittest.skipIf(_HAS_SANITIZER, _REASON)(function)
 
 

@@ -1,5 +1,5 @@
-"""TorchRec's training pipelines, by ``meshrec.pipeline``: nothing is traced, and the numbers are the plain
-loop's.
+"""TorchRec's training pipelines on ``meshrec.pipeline``. Nothing is traced, and results are those of the
+plain loop.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ Forward = Callable[[Any], tuple[Tensor, Any]]
 
 
 class TrainPipelineBase:
-    """Trains ``model`` on one batch with each call of ``progress``; in eval mode it only computes.
+    """A pipeline that trains ``model`` on one batch per call of ``progress``. In eval mode it only computes.
 
     Args:
-        model: from a batch to (losses, output).
-        optimizer: of the dense part, or all of it combined.
-        device: where batches go; they have a method ``to(device, non_blocking)``.
-        custom_model_fwd: in place of ``model`` for the forward pass.
+        model: maps a batch to (losses, output).
+        optimizer: the optimizer of the dense part, or a combination of all.
+        device: device to move batches to. They have a method ``to(device, non_blocking)``.
+        custom_model_fwd: called in place of ``model`` in the forward pass.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class TrainPipelineBase:
         self._forward = model if custom_model_fwd is None else custom_model_fwd
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Takes the next batch and gives the model's output.
+        """Train on the next batch, and return the model's output.
 
         Raises:
-            StopIteration: when there is no batch left.
+            StopIteration: there is no batch left.
         """
         batch = next(dataloader_iter).to(self._device, non_blocking=True)
         if not self._model.training:
@@ -49,11 +49,11 @@ class TrainPipelineBase:
         return output
 
     def reset(self) -> None:
-        """Nothing: no batch is held back."""
+        """Do nothing, because no batch is in flight."""
 
 
 class _Overlapping:
-    """What the overlapping pipelines share."""
+    """The common part of the overlapping pipelines."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class _Overlapping:
         self._pipeline = self._made()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Trains on the next batch and gives the model's output; in eval mode it only computes.
+        """Train on the next batch, and return the model's output. In eval mode, only compute it.
 
         Raises:
-            StopIteration: on every rank, when there is no batch left; the next call may bring another
+            StopIteration: there is no batch left; raised on every rank. The next call may bring another
                 iterator.
-            ValueError: for bad ids, and for batches that were written to in flight.
+            ValueError: IDs are invalid, or a batch was written to in flight.
         """
         if not self._execute_all_batches and self._pipeline.has_ended:
             self.reset()
@@ -83,21 +83,22 @@ class _Overlapping:
         return self._pipeline.progress(dataloader_iter)
 
     def reset(self) -> None:
-        """Drops the batches in flight; on all ranks."""
+        """Drop the batches in flight. Call it on all ranks."""
         self._pipeline.reset()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
-        """Goes on, with another model if one is given; that drops the batches in flight.
+        """Continue, with another model if one is given. Another model drops the batches in flight.
 
-        ``sparse_dist``: changes nothing here.
+        ``sparse_dist`` changes nothing here.
         """
         if model is not None and model is not self._model:
             self._model = model
             self._pipeline = self._made()
 
     def detach(self) -> nn.Module:
-        """The model, which is as it was in any case: a pipeline changes nothing in it. Batches in flight
-        stay there, and ``progress`` goes on with them; a second call does the same.
+        """Return the model. A pipeline never changes it.
+
+        Batches stay in flight, and ``progress`` continues with them. A second call does the same.
         """
         return self._model
 
@@ -112,16 +113,16 @@ class _Overlapping:
 
 
 class TrainPipelineSparseDist(_Overlapping):
-    """The next batch's ids and the data of the one after it travel while a batch computes.
+    """A pipeline that exchanges the next batch's IDs, and moves the batch after it, while a batch computes.
 
     Args:
-        model: from a batch to (losses, output); DistributedModelParallel, or with one inside.
-        optimizer: of the dense part, or all of it combined.
-        device: where batches go.
-        execute_all_batches: False leaves out the batches that are in flight when the loader ends.
-        apply_jit, context_type, pipeline_postproc: change nothing here. What a model does to ids before a
-            lookup is done in its forward pass; such a lookup does not overlap, and a log line says so.
-        custom_model_fwd: in place of ``model`` for the forward pass.
+        model: maps a batch to (losses, output); a DistributedModelParallel, or a model with one inside.
+        optimizer: the optimizer of the dense part, or a combination of all.
+        device: device to move batches to.
+        execute_all_batches: False drops the batches that are in flight when the loader ends.
+        apply_jit, context_type, pipeline_postproc: change nothing here. What a model does to IDs before a
+            lookup runs in its forward pass; such a lookup does not overlap, and a log line says so.
+        custom_model_fwd: called in place of ``model`` in the forward pass.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class TrainPipelineSparseDist(_Overlapping):
 
 
 class PrefetchTrainPipelineSparseDist(_Overlapping):
-    """The same: rows lie in memory, so there is nothing to prefetch into a cache.
+    """The same pipeline. Rows are in memory, so nothing is prefetched into a cache.
 
     Args:
         model, optimizer, device, execute_all_batches, custom_model_fwd: see ``TrainPipelineSparseDist``.
@@ -160,8 +161,9 @@ class PrefetchTrainPipelineSparseDist(_Overlapping):
 
 
 class TrainPipelineSemiSync(_Overlapping):
-    """From batch ``start_batch`` on, embeddings are those of before the last batch's update: other numbers
-    than the plain loop's.
+    """A pipeline that, from batch ``start_batch`` on, takes embeddings before the previous batch's update.
+
+    Its results thus differ from the plain loop's.
 
     Args:
         model, optimizer, device, execute_all_batches, custom_model_fwd: see ``TrainPipelineSparseDist``.
@@ -185,12 +187,12 @@ class TrainPipelineSemiSync(_Overlapping):
 
 
 class EvalPipelineSparseDist:
-    """Computes without gradients, in eval mode; the next batch's exchanges run meanwhile.
+    """A pipeline that computes without gradients, in eval mode. The next batch's exchanges run meanwhile.
 
     Args:
-        model: from a batch to (losses, output).
+        model: maps a batch to (losses, output).
         optimizer: not used.
-        device: where batches go.
+        device: device to move batches to.
         apply_jit: changes nothing here.
     """
 
@@ -205,11 +207,11 @@ class EvalPipelineSparseDist:
         self._ahead = Lookahead(model, device=torch.device(device), uneven="stop", strict=False)
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Takes the next batch and gives the model's output.
+        """Compute the next batch, and return the model's output.
 
         Raises:
-            StopIteration: on every rank, when there is no batch left.
-            ValueError: if the model is in training mode.
+            StopIteration: there is no batch left; raised on every rank.
+            ValueError: the model is in training mode.
         """
         if self._model.training:
             raise ValueError("the model is in training mode. Call model.eval() before evaluating it.")
@@ -223,5 +225,5 @@ class EvalPipelineSparseDist:
         return output
 
     def reset(self) -> None:
-        """Drops the batches in flight; on all ranks."""
+        """Drop the batches in flight. Call it on all ranks."""
         self._ahead.reset()

@@ -1,4 +1,6 @@
-"""``python -m meshrec.compat.torchrec [--force] script.py ARGUMENTS``: runs a script written for TorchRec."""
+"""The command ``python -m meshrec.compat.torchrec [--force] script.py ARGUMENTS``, which runs a TorchRec
+script.
+"""
 
 import os
 import runpy
@@ -12,9 +14,9 @@ _USAGE = "usage: python -m meshrec.compat.torchrec [--force] script.py [ARGUMENT
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the script that ``arguments`` names, as ``__main__``, with the rest of them.
+    """Run the script that ``arguments`` names as ``__main__``, with the rest of them.
 
-    Processes that it starts with ``multiprocessing`` have the bridge too.
+    Processes that it starts with ``multiprocessing`` get the bridge as well.
     """
     rest = list(arguments)
     if rest[:1] == ["--force"]:

@@ -1,4 +1,4 @@
-"""The script that ``python -m meshrec.compat.torchrec`` runs, as a module that can be imported by name."""
+"""The script that ``python -m meshrec.compat.torchrec`` runs, as a module that other processes can import."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""TorchRec's three sparse types: MeshRec's, so written that TorchScript compiles and torch.fx traces them.
+"""TorchRec's three sparse types: MeshRec's types, written so that TorchScript compiles and torch.fx traces
+them.
 
-TorchScript compiles every method that stands in a class's own body, and nothing that it inherits. So what
-these classes do themselves is in its language, and what they inherit from MeshRec's works in Python only.
+TorchScript compiles every method in a class's own body, and no inherited method. So methods in these bodies
+are in TorchScript's language, and methods inherited from MeshRec's types work in Python only.
 """
 
 from meshrec.compat.bridge.sparse import pytrees  # noqa: F401  registers the types

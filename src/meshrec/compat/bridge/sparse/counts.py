@@ -5,17 +5,17 @@ from torch import Tensor
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
-    """Where each bag starts, and the number of values at the end."""
+    """Return the start of each bag, and the number of values at the end."""
     return torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0).to(lengths.dtype)])
 
 
 def to_lengths(offsets: Tensor) -> Tensor:
-    """How many values each bag has."""
+    """Return the number of values of each bag."""
     return offsets[1:] - offsets[:-1]
 
 
 def running_sum(counts: list[int]) -> list[int]:
-    """0, and the sums of the first 1, 2, ... counts."""
+    """Return 0, and the sums of the first 1, 2, ... counts."""
     sums = [0]
     for count in counts:
         sums.append(sums[-1] + count)
@@ -23,7 +23,9 @@ def running_sum(counts: list[int]) -> list[int]:
 
 
 def counts_between(offsets: Tensor, bags: list[int], num_values: int) -> list[int]:
-    """The number of values between bags; ``bags`` are the first bag of each key, and the number of bags."""
+    """Return the number of values of each key. ``bags`` has the first bag of each key, and the number of
+    bags.
+    """
     if offsets.numel() == 0:
         return [0] * (len(bags) - 1)
     if offsets.is_meta:  # nothing to read: as if the first key had what does not divide

@@ -1,4 +1,4 @@
-"""What ranks send each other of a KeyedJaggedTensor, in TorchRec's order."""
+"""The parts of a KeyedJaggedTensor that ranks send each other, in TorchRec's order."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from meshrec.compat.bridge.sparse.rearranging import reordered
 
 
 def sums_of(counts: list[int], groups: list[int]) -> list[int]:
-    """The sums of the first ``groups[0]`` counts, of the next ``groups[1]``, and so on."""
+    """Return the sums of the first ``groups[0]`` counts, of the next ``groups[1]``, and so on."""
     ends = running_sum(counts)
     sums: list[int] = []
     first = 0
@@ -27,7 +27,7 @@ def received(
     stride_per_rank: list[int] | None,
     stagger: int,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, int | None]:
-    """Values, weights, lengths, strides per key and rank, and stride, key by key."""
+    """Return values, weights, lengths, strides per key and rank, and stride, key by key."""
     lengths, values = tensors[0], tensors[1]
     has_weights = len(tensors) > (3 if variable else 2)
     weights: Tensor | None = tensors[-1] if has_weights else None
@@ -52,5 +52,5 @@ def received(
 
 
 def reordered_or_none(order: Tensor, counts: Tensor, rows: Tensor | None) -> Tensor | None:
-    """``reordered``, if there is anything."""
+    """Return ``reordered``, or None for None."""
     return None if rows is None else reordered(order, counts, rows)

@@ -1,6 +1,6 @@
-"""FBGEMM's regrouping operators under their names in ``torch.ops.fbgemm``, where FBGEMM itself is not loaded.
+"""FBGEMM's regrouping operators under their names in ``torch.ops.fbgemm``, for processes without FBGEMM.
 
-They are made of torch's operators, so that autograd, every device and ``meta`` work as ever.
+They consist of torch's operators, so autograd, all devices and ``meta`` work.
 """
 
 import torch
@@ -58,7 +58,7 @@ _registered: list[torch.library.Library] = []
 
 
 def register_fbgemm_operators() -> None:
-    """Makes the operators that nobody has made already."""
+    """Register the operators that do not exist yet."""
     missing = {
         schema: function
         for schema, function in _OPERATORS.items()
@@ -74,7 +74,7 @@ def register_fbgemm_operators() -> None:
 
 
 def remove_fbgemm_operators() -> None:
-    """Takes them away: FBGEMM, loaded later, cannot make operators that are there."""
+    """Remove the operators, because FBGEMM, loaded later, cannot register operators that exist."""
     while _registered:
         _registered.pop()._destroy()
         for schema in _OPERATORS:

@@ -1,4 +1,4 @@
-"""What TorchRec's module of sparse types has beside them: conversions as modules, and comparisons."""
+"""Helpers of TorchRec's module of sparse types: conversions as modules, and comparisons."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class ComputeKJTToJTDict(nn.Module):
     """``KeyedJaggedTensor.to_dict`` as a module."""
 
     def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The bags of every key."""
+        """Return the bags of every key."""
         return keyed_jagged_tensor.to_dict()
 
 
@@ -24,19 +24,19 @@ class ComputeJTDictToKJT(nn.Module):
     """``KeyedJaggedTensor.from_jt_dict`` as a module."""
 
     def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """The JaggedTensors one after another."""
+        """Return the JaggedTensors one after another as one KeyedJaggedTensor."""
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
 def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
-    """Whether both are JaggedTensors with the same bags, values and weights, up to rounding."""
+    """Return whether both are JaggedTensors with the same bags, values and weights, up to rounding."""
     if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
         return False
     return all(map(_is_close, _parts(jt_1), _parts(jt_2)))
 
 
 def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
-    """Whether both are KeyedJaggedTensors with the same keys in order, bags, values and weights, up to
+    """Return whether both are KeyedJaggedTensors with equal keys in order, bags, values and weights, up to
     rounding.
     """
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):

@@ -1,4 +1,4 @@
-"""JaggedTensor, for TorchScript and torch.fx too."""
+"""JaggedTensor, for TorchScript and torch.fx as well."""
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ torch.fx.wrap("counting")
 
 
 class JaggedTensor(own.JaggedTensor, metaclass=Kind):
-    """A batch of bags of varying length. As in TorchRec nothing but dtypes is checked before it is used.
+    """A batch of bags of varying length. As in TorchRec, only dtypes are checked at construction.
 
     Args:
         values: [N, ...], the bags one after another.
         weights: one weight per value [N, ...].
         lengths: values per bag [B].
-        offsets: start of each bag, and N [B+1]. At least one of lengths and offsets.
+        offsets: start of each bag, and N [B+1]. At least one of lengths and offsets is needed.
 
     Raises:
-        AssertedError: lengths or offsets are no integers, or neither is given.
+        AssertedError: lengths or offsets are not integers, or neither is given.
     """
 
     _like = own.JaggedTensor
@@ -49,7 +49,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
     def unchecked(
         values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """A JaggedTensor of parts that are known to fit."""
+        """Make a JaggedTensor of parts that are known to fit."""
         jt = JaggedTensor.__new__(JaggedTensor)
         vars(jt).update(_values=values, _weights=weights, _lengths=lengths, _offsets=offsets)
         return jt
@@ -62,7 +62,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """No bags and no values."""
+        """Make a JaggedTensor without bags and values."""
         weights: Tensor | None = None
         if is_weighted:
             weights = torch.empty(0, dtype=weights_dtype, device=device)
@@ -75,7 +75,9 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def empty_like(jt: "JaggedTensor", device: torch.device | None = None) -> "JaggedTensor":
-        """No bags and no values, of the dtypes of ``jt``; with a device, room for those of ``jt`` there."""
+        """Make a JaggedTensor without bags, with the dtypes of ``jt``. With a device, allocate room for
+        ``jt`` there.
+        """
         weights, lengths, offsets = jt.weights_or_none(), jt.lengths_or_none(), jt.offsets_or_none()
         if device is None:
             return JaggedTensor(
@@ -92,7 +94,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         )
 
     def copy_(self, jt: "JaggedTensor", non_blocking: bool = False) -> "JaggedTensor":
-        """Takes over the numbers of ``jt``, which must have the same parts of the same shapes."""
+        """Copy the values of ``jt``, which must have the same parts of the same shapes."""
         self._values.copy_(jt._values, non_blocking=non_blocking)
         copy_part(self._weights, jt._weights, non_blocking)
         copy_part(self._lengths, jt._lengths, non_blocking)
@@ -101,7 +103,9 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """From a padded tensor [B, T, ...], of whose row ``b`` the first ``lengths[b]`` entries count."""
+        """Make a JaggedTensor from a padded tensor [B, T, ...]. Of row ``b``, it takes the first
+        ``lengths[b]`` entries.
+        """
         counts = counting(values, lengths)
         return JaggedTensor(
             values=values[counts], weights=masked(weights, counts), lengths=lengths, offsets=None
@@ -109,7 +113,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> "JaggedTensor":
-        """From one tensor per bag."""
+        """Make a JaggedTensor from one tensor per bag."""
         lengths = torch.tensor([bag.size(0) for bag in values], dtype=torch.int32, device=values[0].device)
         return JaggedTensor(
             values=torch.cat(values),
@@ -119,12 +123,12 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         )
 
     def to_dense(self) -> list[Tensor]:
-        """One view of the values per bag."""
+        """Return one view of the values per bag."""
         sizes: list[int] = self.lengths().tolist()
         return list(torch.split(self._values, sizes)) if len(sizes) > 0 else []
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """One view of the weights per bag, if there are weights."""
+        """Return one view of the weights per bag; None if there are no weights."""
         weights = self._weights
         if weights is None:
             return None
@@ -132,56 +136,56 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
         return list(torch.split(weights, sizes))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Values as [B, T, ...]; shorter bags are padded, longer ones cut."""
+        """Return the values as [B, T, ...]. Shorter bags are padded, longer ones cut."""
         return padded(self._values, self.lengths(), self.offsets(), desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Weights as [B, T, ...], if there are weights."""
+        """Return the weights as [B, T, ...]; None if there are no weights."""
         weights = self._weights
         if weights is None:
             return None
         return padded(weights, self.lengths(), self.offsets(), desired_length, padding_value)
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._values.device
 
     def values(self) -> Tensor:
-        """All values [N, ...], bag after bag."""
+        """Return all values [N, ...], bag after bag."""
         return self._values
 
     def weights(self) -> Tensor:
-        """One weight per value."""
+        """Return one weight per value."""
         return weights_of(self._weights)
 
     def weights_or_none(self) -> Tensor | None:
-        """One weight per value, if there are weights."""
+        """Return one weight per value; None if there are no weights."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """The number of values of each bag [B]."""
+        """Return the number of values of each bag [B]."""
         lengths = either_lengths(self._lengths, self._offsets)
         self._lengths = lengths
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """The lengths, if they were given or have been computed."""
+        """Return the lengths if they were given or computed."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Where each bag starts, and the number of values at the end [B+1]."""
+        """Return the start of each bag, and the number of values at the end [B+1]."""
         offsets = either_offsets(self._lengths, self._offsets)
         self._offsets = offsets
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """The offsets, if they were given or have been computed."""
+        """Return the offsets if they were given or computed."""
         return self._offsets
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "JaggedTensor":
-        """On another device."""
+        """Return the tensor on another device."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         return JaggedTensor(
             values=self._values.to(device, non_blocking=non_blocking),
@@ -196,7 +200,7 @@ class JaggedTensor(own.JaggedTensor, metaclass=Kind):
 
 
 def check_counts(lengths: Tensor | None, offsets: Tensor | None) -> None:
-    """Raises an AssertedError for lengths and offsets that are no integers."""
+    """Raise AssertedError if lengths or offsets are not integers."""
     for name, counts in (("lengths", lengths), ("offsets", offsets)):
         if (
             counts is not None
@@ -207,7 +211,7 @@ def check_counts(lengths: Tensor | None, offsets: Tensor | None) -> None:
 
 
 def weights_of(weights: Tensor | None) -> Tensor:
-    """The weights.
+    """Return the weights.
 
     Raises:
         AssertedError: there are none.
@@ -220,7 +224,7 @@ def weights_of(weights: Tensor | None) -> Tensor:
 
 
 def either_lengths(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """The lengths, from the offsets if need be."""
+    """Return the lengths, computed from the offsets if necessary."""
     if lengths is None:
         assert offsets is not None
         lengths = to_lengths(offsets)
@@ -228,7 +232,7 @@ def either_lengths(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
 
 
 def either_offsets(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """The offsets, from the lengths if need be."""
+    """Return the offsets, computed from the lengths if necessary."""
     if offsets is None:
         assert lengths is not None
         offsets = to_offsets(lengths)
@@ -236,7 +240,7 @@ def either_offsets(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
 
 
 def copy_part(target: Tensor | None, source: Tensor | None, non_blocking: bool) -> None:
-    """Copies what both have."""
+    """Copy ``source`` to ``target`` if both exist."""
     if target is not None and source is not None:
         target.copy_(source, non_blocking=non_blocking)
 
@@ -244,7 +248,7 @@ def copy_part(target: Tensor | None, source: Tensor | None, non_blocking: bool) 
 def padded(
     rows: Tensor, lengths: Tensor, offsets: Tensor, desired_length: int | None, padding_value: float
 ) -> Tensor:
-    """The bags as [B, T, ...], filled up with ``padding_value``."""
+    """Return the bags as [B, T, ...], padded with ``padding_value``."""
     longest = 0
     if desired_length is not None:
         longest = desired_length
@@ -258,10 +262,10 @@ def padded(
 
 
 def counting(values: Tensor, lengths: Tensor) -> Tensor:
-    """Which entries of a padded tensor are values [B, T]."""
+    """Return which entries of a padded tensor are values [B, T]."""
     return torch.arange(values.size(1), device=values.device) < lengths[:, None]
 
 
 def masked(rows: Tensor | None, mask: Tensor) -> Tensor | None:
-    """The chosen rows, if there are any to choose from."""
+    """Return the rows that the mask selects; None if there are no rows."""
     return None if rows is None else rows[mask]

@@ -1,4 +1,4 @@
-"""KeyedTensor and its regrouping, for TorchScript and torch.fx too."""
+"""KeyedTensor and its regrouping, for TorchScript and torch.fx as well."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ torch.fx.wrap("regrouped")
 
 
 class KeyedTensor(own.KeyedTensor, metaclass=Kind):
-    """A tensor whose dimension ``key_dim`` is cut into one piece per key; see ``meshrec.sparse.KeyedTensor``.
+    """A tensor whose dimension ``key_dim`` is divided into one piece per key; see
+    ``meshrec.sparse.KeyedTensor``.
 
     Raises:
         AssertedError: The lengths do not match the keys or the tensor.
@@ -41,7 +42,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
 
     @staticmethod
     def unchecked(keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int) -> "KeyedTensor":
-        """A KeyedTensor of parts that are known to fit."""
+        """Make a KeyedTensor of parts that are known to fit."""
         kt = KeyedTensor.__new__(KeyedTensor)
         vars(kt).update(
             _keys=keys,
@@ -57,7 +58,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """From one tensor per key, concatenated along ``cat_dim``."""
+        """Make a KeyedTensor from one tensor per key, concatenated along ``cat_dim``."""
         return KeyedTensor(
             keys=keys,
             length_per_key=[tensor.size(key_dim) for tensor in tensors],
@@ -66,27 +67,27 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         )
 
     def keys(self) -> list[str]:
-        """The names of the pieces, in order."""
+        """Return the names of the pieces, in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """All pieces, side by side."""
+        """Return all pieces, concatenated."""
         return self._values
 
     def key_dim(self) -> int:
-        """The dimension that is cut."""
+        """Return the dimension that is divided."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """The size of each piece along ``key_dim``."""
+        """Return the size of each piece along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where each piece starts along ``key_dim``, and the end."""
+        """Return the start of each piece along ``key_dim``, and the end."""
         given = self._offset_per_key
         if given is not None:
             return given
@@ -105,7 +106,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         return index
 
     def __getitem__(self, key: str) -> Tensor:
-        """The piece of ``key``, a view."""
+        """Return the piece of ``key``, a view."""
         index = self._key_indices()[key]
         if not torch.jit.is_scripting():
             if not is_traced():
@@ -113,7 +114,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         return self._values.narrow(self._key_dim, self.offset_per_key()[index], self._length_per_key[index])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """All pieces by key, as views."""
+        """Return all pieces by key, as views."""
         pieces = torch.split(self._values, self._length_per_key, dim=self._key_dim)
         result: dict[str, Tensor] = {}
         for i, key in enumerate(self._keys):
@@ -122,14 +123,14 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
 
     @staticmethod
     def regroup(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> list[Tensor]:
-        """One tensor per group, with the pieces of the group's keys side by side; differentiable."""
+        """Return one tensor per group: the pieces of the group's keys, concatenated. Differentiable."""
         return regrouped(keyed_tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
         keyed_tensors: list["KeyedTensor"], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """:meth:`regroup`, with a name for each group."""
+        """Return the tensors of :meth:`regroup` by the names of the groups."""
         assert len(groups) == len(keys), "each group needs a key"
         tensors = regrouped(keyed_tensors, groups)
         result: dict[str, Tensor] = {}
@@ -138,7 +139,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         return result
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "KeyedTensor":
-        """On another device."""
+        """Return the tensor on another device."""
         return KeyedTensor(
             keys=self._keys,
             length_per_key=self._length_per_key,
@@ -149,7 +150,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
         )
 
     def size_in_bytes(self) -> int:
-        """The size of the values."""
+        """Return the bytes of the values."""
         return self._values.numel() * self._values.element_size()
 
     @torch.jit.unused
@@ -158,7 +159,7 @@ class KeyedTensor(own.KeyedTensor, metaclass=Kind):
 
 
 def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """``KeyedTensor.regroup``."""
+    """Return ``KeyedTensor.regroup(keyed_tensors, groups)``."""
     if not torch.jit.is_scripting():
         return own.KeyedTensor.regroup(keyed_tensors, groups)
     values: list[Tensor] = []
@@ -174,7 +175,7 @@ def regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list
 def regrouped_values(
     values: list[Tensor], keys: list[list[str]], lengths: list[list[int]], groups: list[list[str]], dim: int
 ) -> list[Tensor]:
-    """Of tensors that hold ``keys[i]`` side by side along ``dim``, one tensor per group."""
+    """Return one tensor per group, from tensors that hold the pieces of ``keys[i]`` along ``dim``."""
     pieces: dict[str, Tensor] = {}
     for i in range(len(values)):
         cut = torch.split(values[i], lengths[i], dim=dim)

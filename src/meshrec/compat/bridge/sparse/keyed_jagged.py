@@ -1,4 +1,4 @@
-"""KeyedJaggedTensor, for TorchScript and torch.fx too."""
+"""KeyedJaggedTensor, for TorchScript and torch.fx as well."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ torch.fx.wrap("empty_on")
 class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
     """The bags of several features; see ``meshrec.sparse.KeyedJaggedTensor`` for the arguments.
 
-    As in TorchRec nothing but dtypes is checked before it is used; ``validate`` and
-    ``jagged_tensor_validator`` check everything.
+    As in TorchRec, only dtypes are checked at construction. ``validate`` and ``jagged_tensor_validator``
+    check everything.
 
     Raises:
-        AssertedError: lengths or offsets are no integers.
+        AssertedError: lengths or offsets are not integers.
     """
 
     _fields = (
@@ -102,7 +102,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
-        """No keys, no bags, no values."""
+        """Make a KeyedJaggedTensor without keys, bags and values."""
         weights: Tensor | None = None
         if is_weighted:
             weights = torch.empty(0, dtype=weights_dtype, device=device)
@@ -124,7 +124,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         length_per_key: list[int] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """A KeyedJaggedTensor of parts that are known to fit; ``strides``: stride_per_key_per_rank."""
+        """Make a KeyedJaggedTensor of parts that are known to fit. ``strides`` is stride_per_key_per_rank."""
         kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         if isinstance(strides, list):
             strides = torch.tensor(strides, dtype=torch.int32).view(len(keys), -1)
@@ -186,7 +186,9 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """From offsets, with everything that is needed on the host read at once; see :meth:`sync`."""
+        """Make a KeyedJaggedTensor from offsets, and read everything that the host needs at once; see
+        :meth:`sync`.
+        """
         strides = stride_per_key_per_rank
         return KeyedJaggedTensor._made(
             keys, values, weights, None, offsets, stride, strides, None, inverse_indices
@@ -202,7 +204,9 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> "KeyedJaggedTensor":
-        """From lengths, with everything that is needed on the host read at once; see :meth:`sync`."""
+        """Make a KeyedJaggedTensor from lengths, and read everything that the host needs at once; see
+        :meth:`sync`.
+        """
         strides = stride_per_key_per_rank
         return KeyedJaggedTensor._made(
             keys, values, weights, lengths, None, stride, strides, None, inverse_indices
@@ -210,7 +214,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """The JaggedTensors one after another; they may have different numbers of bags."""
+        """Concatenate JaggedTensors by key. They may have different numbers of bags."""
         values: list[Tensor] = []
         weights: list[Tensor] = []
         lengths: list[Tensor] = []
@@ -240,12 +244,14 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
 
     @staticmethod
     def concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """The keys of all, one after another."""
+        """Concatenate KeyedJaggedTensors with different keys."""
         return concatenated(kjt_list)
 
     @staticmethod
     def empty_like(kjt: "KeyedJaggedTensor", device: torch.device | None = None) -> "KeyedJaggedTensor":
-        """No keys and no values, with ``kjt``'s dtypes and batch size; with a device, room for ``kjt``."""
+        """Make one without keys, with the dtypes and batch size of ``kjt``. With a device, allocate room for
+        ``kjt`` there.
+        """
         return empty_of_stride(kjt) if device is None else empty_on(kjt, device)
 
     @staticmethod
@@ -258,7 +264,9 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         stride_per_rank: list[int] | None,
         stagger: int = 1,
     ) -> "KeyedJaggedTensor":
-        """From what the ranks sent; ``recat``: the order of (key, rank) among (rank, key)."""
+        """Make a KeyedJaggedTensor from what the ranks sent. ``recat``: the order of (key, rank) among (rank,
+        key).
+        """
         values, weights, lengths, strides, stride = received(
             len(keys), tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
         )
@@ -267,7 +275,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         ).sync()
 
     def copy_(self, kjt: "KeyedJaggedTensor", non_blocking: bool = False) -> "KeyedJaggedTensor":
-        """Takes over the numbers of ``kjt``, which must have the same parts of the same shapes."""
+        """Copy the values of ``kjt``, which must have the same parts of the same shapes."""
         self._values.copy_(kjt._values, non_blocking=non_blocking)
         copy_part(self._weights, kjt._weights, non_blocking)
         copy_part(self._lengths, kjt._lengths, non_blocking)
@@ -285,22 +293,22 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         return self
 
     def sync(self) -> "KeyedJaggedTensor":
-        """Reads on the host what ``split``, ``to_dict`` and ``kjt[key]`` need; returns itself."""
+        """Read on the host what ``split``, ``to_dict`` and ``kjt[key]`` need; return this object."""
         self.offset_per_key()
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Forgets what :meth:`sync` read; returns itself."""
+        """Forget what :meth:`sync` read; return this object."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Lengths are flat from the start here; returns itself."""
+        """Return this object, whose lengths are always flat."""
         return self
 
     def split(self, segments: list[int]) -> list["KeyedJaggedTensor"]:
-        """Groups of neighbouring keys, as views; ``segments``: the number of keys of each."""
+        """Return groups of neighbouring keys, as views. ``segments`` has the number of keys of each."""
         groups: list[KeyedJaggedTensor] = []
         starts, bags, counts = self.offset_per_key(), self.lengths_offset_per_key(), self.length_per_key()
         weights, strides = self._weights, self._stride_per_key_per_rank
@@ -334,7 +342,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
         return groups
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
-        """The keys in another order; some may be left out, or come twice."""
+        """Return the keys in another order. Keys may be left out or repeated."""
         counts, strides = self.length_per_key(), self._stride_per_key_per_rank
         values, weights, lengths = permuted_segments(
             indices, self._values, self._weights, self.lengths(), counts, self.lengths_offset_per_key()
@@ -359,7 +367,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> "KeyedJaggedTensor":
-        """On another device; ``dtype``: of the weights."""
+        """Return the tensor on another device. ``dtype`` is that of the weights."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse_indices
         if inverse is not None:
@@ -391,7 +399,7 @@ class KeyedJaggedTensor(KeyedParts, own.KeyedJaggedTensor, metaclass=Kind):
 
 
 def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-    """``KeyedJaggedTensor.concat``."""
+    """Return ``KeyedJaggedTensor.concat(kjts)``."""
     if len(kjts) == 0:
         raise ValueError("KeyedJaggedTensor.concat: the list is empty; pass at least one")
     keys: list[str] = []
@@ -446,7 +454,7 @@ def concatenated(kjts: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
 
 
 def empty_of_stride(kjt: "KeyedJaggedTensor") -> "KeyedJaggedTensor":
-    """No keys and no values, with the dtypes and batch size of ``kjt``."""
+    """Make one without keys and values, with the dtypes and batch size of ``kjt``."""
     weights, strides = kjt.weights_or_none(), kjt._stride_per_key_per_rank
     return KeyedJaggedTensor(
         keys=torch.jit.annotate(list[str], []),
@@ -459,7 +467,7 @@ def empty_of_stride(kjt: "KeyedJaggedTensor") -> "KeyedJaggedTensor":
 
 
 def empty_on(kjt: "KeyedJaggedTensor", device: torch.device) -> "KeyedJaggedTensor":
-    """Room for ``kjt`` on a device."""
+    """Allocate room for ``kjt`` on a device."""
     weights, lengths, offsets = kjt.weights_or_none(), kjt.lengths_or_none(), kjt.offsets_or_none()
     inverse, strides = kjt.inverse_indices_or_none(), kjt._stride_per_key_per_rank
     return KeyedJaggedTensor(

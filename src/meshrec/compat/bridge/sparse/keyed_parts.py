@@ -1,4 +1,4 @@
-"""The parts of a KeyedJaggedTensor, and what is computed from them once."""
+"""The parts of a KeyedJaggedTensor, and the figures that are computed from them once."""
 
 import inspect
 
@@ -13,7 +13,9 @@ from meshrec.sparse.counting import count_per_key
 
 
 class KeyedParts:
-    """The methods of KeyedJaggedTensor that do not name it. TorchScript compiles them as part of it."""
+    """The methods of KeyedJaggedTensor that do not name the class. TorchScript compiles them as part of
+    it.
+    """
 
     _keys: list[str]
     _values: Tensor
@@ -37,47 +39,49 @@ class KeyedParts:
                 setattr(cls, name, method)
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._values.device
 
     def keys(self) -> list[str]:
-        """The features' names, in order."""
+        """Return the names of the features, in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """All values [N, ...], key after key, bag after bag."""
+        """Return all values [N, ...], key after key, bag after bag."""
         return self._values
 
     def weights(self) -> Tensor:
-        """One weight per value."""
+        """Return one weight per value."""
         return weights_of(self._weights)
 
     def weights_or_none(self) -> Tensor | None:
-        """One weight per value, if there are weights."""
+        """Return one weight per value; None if there are no weights."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """The number of values of each bag [B]."""
+        """Return the number of values of each bag [B]."""
         lengths = either_lengths(self._lengths, self._offsets)
         self._lengths = lengths
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """The lengths, if they were given or have been computed."""
+        """Return the lengths if they were given or computed."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Where each bag starts, and the number of values at the end [B+1]."""
+        """Return the start of each bag, and the number of values at the end [B+1]."""
         offsets = either_offsets(self._lengths, self._offsets)
         self._offsets = offsets
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """The offsets, if they were given or have been computed."""
+        """Return the offsets if they were given or computed."""
         return self._offsets
 
     def stride(self) -> int:
-        """Bags per key; where keys differ, the batch size of ``inverse_indices``, or else the most bags."""
+        """Return the number of bags per key. If keys differ, return the batch size of ``inverse_indices``, or
+        else the maximum.
+        """
         given = self._stride
         if given is not None:
             return given
@@ -98,7 +102,7 @@ class KeyedParts:
         return stride
 
     def stride_per_key(self) -> list[int]:
-        """Bags of each key."""
+        """Return the number of bags of each key."""
         given = self._stride_per_key
         if given is not None:
             return given
@@ -114,7 +118,7 @@ class KeyedParts:
         return bags
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Bags of each key and source rank; empty where all keys have ``stride()`` bags."""
+        """Return the number of bags of each key and source rank; empty if all keys have ``stride()`` bags."""
         strides = self._stride_per_key_per_rank
         if strides is None:
             return torch.jit.annotate(list[list[int]], [])
@@ -122,25 +126,25 @@ class KeyedParts:
         return rows
 
     def variable_stride_per_key(self) -> bool:
-        """Whether each key has its own number of bags."""
+        """Return whether each key has its own number of bags."""
         return self._stride_per_key_per_rank is not None
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """Which bag each sample takes."""
+        """Return the bag that each sample takes."""
         inverse = self._inverse_indices
         if inverse is None:
             raise AssertionError("this KeyedJaggedTensor has no inverse indices")
         return inverse
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Which bag each sample takes, if that was given."""
+        """Return the bag that each sample takes; None if it was not given."""
         return self._inverse_indices
 
     def _key_indices(self) -> dict[str, int]:
         return self.index_per_key()
 
     def index_per_key(self) -> dict[str, int]:
-        """The position of each key."""
+        """Return the index of each key."""
         given = self._index_per_key
         if given is not None:
             return given
@@ -151,7 +155,7 @@ class KeyedParts:
         return index
 
     def length_per_key(self) -> list[int]:
-        """The number of values of each key. Reads the lengths on the host once."""
+        """Return the number of values of each key. The host reads the lengths once."""
         given = self._length_per_key
         if given is not None:
             return given
@@ -168,11 +172,11 @@ class KeyedParts:
         return counts_between(self.offsets(), self.lengths_offset_per_key(), self._values.size(0))
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """The number of values of each key, if it is known on the host."""
+        """Return the number of values of each key if the host knows it."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """The first value of each key, and N. Reads the lengths on the host once."""
+        """Return the first value of each key, and N. The host reads the lengths once."""
         given = self._offset_per_key
         if given is not None:
             return given
@@ -181,11 +185,11 @@ class KeyedParts:
         return starts
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """The first value of each key, and N, if they are known on the host."""
+        """Return the first value of each key, and N, if the host knows them."""
         return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
-        """The first bag of each key, and the number of bags."""
+        """Return the first bag of each key, and the number of bags."""
         given = self._lengths_offset_per_key
         if given is not None:
             return given
@@ -194,7 +198,7 @@ class KeyedParts:
         return starts
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one key, as views."""
+        """Return the bags of one key, as views."""
         index = self.index_per_key()[key]
         starts, bags = self.offset_per_key(), self.lengths_offset_per_key()
         start = starts[index]
@@ -208,7 +212,9 @@ class KeyedParts:
         )
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """The bags of every key, as views; kept, unless a gradient goes through the weights."""
+        """Return the bags of every key, as views. They are cached, unless a gradient flows through the
+        weights.
+        """
         known = self._jt_dict
         if known is not None:
             return known
@@ -232,7 +238,7 @@ class KeyedParts:
         return result
 
     def size_in_bytes(self) -> int:
-        """The size of all tensors."""
+        """Return the bytes of all tensors."""
         size = self._values.numel() * self._values.element_size()
         for part in [self._weights, self._lengths, self._offsets, self._stride_per_key_per_rank]:
             if part is not None:
@@ -240,7 +246,7 @@ class KeyedParts:
         return size
 
     def dist_labels(self) -> list[str]:
-        """What :meth:`dist_tensors` are."""
+        """Return the names of :meth:`dist_tensors`."""
         labels = ["lengths", "values"]
         if self.variable_stride_per_key():
             labels.append("strides")
@@ -249,7 +255,9 @@ class KeyedParts:
         return labels
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """How many numbers of each of :meth:`dist_tensors` go to each rank, which gets that many keys."""
+        """Return how many elements of each of :meth:`dist_tensors` go to each rank. Rank i gets
+        ``key_splits[i]`` keys.
+        """
         bags, counts = sums_of(self.stride_per_key(), key_splits), sums_of(self.length_per_key(), key_splits)
         splits = [bags, counts]
         if self.variable_stride_per_key():
@@ -259,7 +267,7 @@ class KeyedParts:
         return splits
 
     def dist_tensors(self) -> list[Tensor]:
-        """What is sent to other ranks."""
+        """Return the tensors that are sent to other ranks."""
         tensors = [self.lengths(), self._values]
         if self.variable_stride_per_key():
             tensors.append(torch.tensor(self.stride_per_key(), device=self.device()))
@@ -270,7 +278,7 @@ class KeyedParts:
 
     @torch.jit.unused
     def clear_storage(self) -> int:
-        """Frees the memory of all tensors; returns how many bytes they had."""
+        """Free the memory of all tensors, and return its bytes."""
         size = sum(tensor.nbytes for tensor in self._tensors())
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)

@@ -1,4 +1,4 @@
-"""What the three types share: how they are made, compared with MeshRec's, and checked."""
+"""The common part of the three types: construction, comparison with MeshRec's types, and errors."""
 
 from abc import ABCMeta
 from typing import Any
@@ -11,14 +11,16 @@ from torch.fx._symbolic_trace import (
 
 
 class AssertedError(AssertionError, ValueError):
-    """What does not fit: a ValueError as everywhere in MeshRec, and an AssertionError as in TorchRec."""
+    """An invalid argument: a ValueError as everywhere in MeshRec, and an AssertionError as in TorchRec."""
 
 
 class Kind(ABCMeta, ProxyableClassMeta):
-    """Made of proxies, an object is a node of the program; what MeshRec's own modules return counts too."""
+    """A metaclass that records a node if an object is made of proxies, and counts MeshRec's types as
+    instances.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object, or the node that makes one."""
+        """Return an object, or the node that makes one."""
         if is_fx_symbolic_tracing():
             return super().__call__(*args, **kwargs)
         return type.__call__(cls, *args, **kwargs)
@@ -29,5 +31,5 @@ class Kind(ABCMeta, ProxyableClassMeta):
 
 
 def is_traced() -> bool:
-    """Whether a program is being recorded, so that numbers and sizes say nothing yet."""
+    """Return whether a program is being recorded, so that values and sizes mean nothing yet."""
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[no-untyped-call]

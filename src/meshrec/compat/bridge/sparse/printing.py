@@ -1,4 +1,4 @@
-"""The text of the three types exactly as TorchRec prints it: all digits, all bags."""
+"""The text of the three types exactly as TorchRec prints it, with all digits and all bags."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def jagged_text(jt: "JaggedTensor") -> str:
-    """The bags, or values and weights on lines of their own.
+    """Return the bags, or values and weights in separate lines.
 
     Raises:
-        ValueError: for values of more than two dimensions.
+        ValueError: values have more than two dimensions.
     """
     if not is_readable(*jt._tensors()):
         return shape_text("JaggedTensor", values=jt._values, weights=jt._weights, lengths=jt._lengths)
@@ -30,10 +30,10 @@ def jagged_text(jt: "JaggedTensor") -> str:
 
 
 def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
-    """One line per key.
+    """Return one line per key.
 
     Raises:
-        ValueError: for values of more than two dimensions.
+        ValueError: values have more than two dimensions.
     """
     if not kjt._keys or (kjt._lengths is None and kjt._offsets is None):
         return "KeyedJaggedTensor()\n"
@@ -58,7 +58,7 @@ def keyed_jagged_text(kjt: "KeyedJaggedTensor") -> str:
 
 
 def keyed_text(kt: "KeyedTensor") -> str:
-    """One line per key."""
+    """Return one line per key."""
     if not kt._keys:
         return "KeyedTensor()\n"
     if not is_readable(kt._values):

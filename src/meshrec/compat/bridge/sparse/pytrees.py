@@ -1,4 +1,4 @@
-"""How torch's trees take the three types apart and put them together: the leaves are the tensors."""
+"""The three types as torch pytrees. The leaves are the tensors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from meshrec.compat.bridge.sparse.keyed_jagged import KeyedJaggedTensor
 
 
 class KJTContext(NamedTuple):
-    """What a flattened KeyedJaggedTensor keeps beside its tensors."""
+    """The parts of a flattened KeyedJaggedTensor that are not tensors."""
 
     keys: list[str]
     inverse_keys: list[str] | None
@@ -22,7 +22,7 @@ class KJTContext(NamedTuple):
 
 
 class KTContext(NamedTuple):
-    """What a flattened KeyedTensor keeps beside its tensor."""
+    """The parts of a flattened KeyedTensor that are not tensors."""
 
     keys: list[str]
     length_per_key: list[int]
@@ -81,7 +81,7 @@ def _flatten_keyed_as(kt: KeyedTensor, spec: pytree.TreeSpec) -> list[Any]:
 
 
 def flatten_kjt_list(kjts: Sequence[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[KJTContext]]:
-    """The tensors of all, one after another, and what else each of them has."""
+    """Return the tensors of all, one after another, and the other parts of each."""
     flat = [_flatten_keyed_jagged(kjt) for kjt in kjts]
     return [leaf for leaves, _ in flat for leaf in leaves], [context for _, context in flat]
 
@@ -89,7 +89,7 @@ def flatten_kjt_list(kjts: Sequence[KeyedJaggedTensor]) -> tuple[list[Tensor | N
 def unflatten_kjt_list(
     values: Sequence[Tensor | None], contexts: Sequence[KJTContext]
 ) -> list[KeyedJaggedTensor]:
-    """The reverse of :func:`flatten_kjt_list`."""
+    """Reverse :func:`flatten_kjt_list`."""
     size = len(KeyedJaggedTensor._fields)
     return [
         _unflatten_keyed_jagged(values[i * size : (i + 1) * size], context)

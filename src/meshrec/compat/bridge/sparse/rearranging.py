@@ -1,4 +1,4 @@
-"""Pieces of jagged tensors in another order, in TorchScript's language."""
+"""Reordering of pieces of jagged tensors, in TorchScript's language."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from meshrec.compat.bridge.sparse.counts import to_offsets
 
 
 def reordered(order: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
-    """The pieces of ``rows``, of ``counts`` rows each, in another order; differentiable."""
+    """Return the pieces of ``rows``, of ``counts`` rows each, in another order. Differentiable."""
     chosen = order.long()
     starts, sizes = to_offsets(counts.long())[:-1][chosen], counts.long()[chosen]
     ends = to_offsets(sizes)
@@ -23,8 +23,9 @@ def permuted_segments(
     counts: list[int],
     bags: list[int],
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Values, weights and lengths of the keys ``indices``; key ``i`` has the bags ``bags[i]`` to
-    ``bags[i + 1]`` and ``counts[i]`` values.
+    """Return values, weights and lengths of the keys ``indices``.
+
+    Key ``i`` has the bags ``bags[i]`` to ``bags[i + 1]``, and ``counts[i]`` values.
     """
     if len(indices) == 0:
         return values[:0], None if weights is None else weights[:0], lengths[:0]
@@ -43,7 +44,7 @@ def permuted_segments(
 def split_bags(
     lengths: Tensor, strides: list[int], variable: bool, compute_offsets: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Lengths and offsets of each key; no offsets unless asked for."""
+    """Return lengths and offsets of each key. There are no offsets unless ``compute_offsets``."""
     parts = list(torch.split(lengths, strides))
     offsets: list[Tensor] = []
     if not compute_offsets:

@@ -1,4 +1,4 @@
-"""The older ways to regroup KeyedTensors; all of them give what ``KeyedTensor.regroup`` gives."""
+"""The older functions that regroup KeyedTensors. All of them return the result of ``KeyedTensor.regroup``."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ _WIDTH = 6  # numbers that describe one piece: see kt_regroup_arguments
 
 
 def regroup_kts(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """``KeyedTensor.regroup``."""
+    """Return ``KeyedTensor.regroup(keyed_tensors, groups)``."""
     return regrouped(keyed_tensors, groups)
 
 
 def permute_multi_embedding(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-    """``KeyedTensor.regroup``."""
+    """Return ``KeyedTensor.regroup(keyed_tensors, groups)``."""
     return regrouped(keyed_tensors, groups)
 
 
@@ -35,12 +35,13 @@ def _regroup_keyed_tensors(keyed_tensors: list[KeyedTensor], groups: list[list[s
 def kt_regroup_arguments(
     value: Tensor, keys: list[list[str]], key_lengths: list[list[int]], groups: list[list[str]]
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """FBGEMM's description of a regrouping.
+    """Return FBGEMM's description of a regrouping.
 
-    Returns: int32 [P, 6], a row per piece: input, output, start in the input, start in the output, width, and
-        a link to the next piece that reads the same columns (0: none; the first of a chain points ahead, the
-        others are negative, and the last points behind the end); then the widths of inputs and outputs,
-        as tensors, and those of outputs as a list.
+    Returns:
+        int32 [P, 6], a row per piece: input, output, start in the input, start in the output, width, and a
+            link to the next piece that reads the same columns (0: none; the first of a chain points ahead,
+            the others are negative, and the last points behind the end). Then the widths of inputs and
+            outputs as tensors, and those of outputs as a list.
     """
     places: dict[str, tuple[int, int, int]] = {}
     for i in range(len(keys)):

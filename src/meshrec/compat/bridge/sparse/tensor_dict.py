@@ -1,4 +1,6 @@
-"""TensorDicts as KeyedJaggedTensors; the package tensordict is needed only by those who have one."""
+"""The conversion of TensorDicts to KeyedJaggedTensors. The package tensordict is needed only by users of
+TensorDicts.
+"""
 
 import sys
 
@@ -10,11 +12,12 @@ torch.fx.wrap("maybe_td_to_kjt")
 
 
 def maybe_td_to_kjt(features: KeyedJaggedTensor, keys: list[str] | None = None) -> KeyedJaggedTensor:
-    """A TensorDict of jagged nested tensors as a KeyedJaggedTensor; anything else as it is.
+    """Convert a TensorDict of jagged nested tensors to a KeyedJaggedTensor. Other objects are returned as
+    they are.
 
     Args:
         features: a TensorDict or a KeyedJaggedTensor.
-        keys: which of the TensorDict's entries, in this order; without them, all.
+        keys: the entries of the TensorDict to use, in this order; None: all.
     """
     if not torch.jit.is_scripting():
         package = sys.modules.get("tensordict")

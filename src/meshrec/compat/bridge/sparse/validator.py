@@ -1,4 +1,4 @@
-"""TorchRec's validator of KeyedJaggedTensors: what cannot be is an error, what is only doubtful a warning."""
+"""TorchRec's validator of KeyedJaggedTensors. Invalid input is an error, doubtful input a warning."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ _logger = logging.getLogger("torchrec.sparse.jagged_tensor_validator")
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Sequence[BaseEmbeddingConfig] | None = None
 ) -> bool:
-    """Checks bags, keys and weights; with ``configs`` the ids too.
+    """Check bags, keys and weights; with ``configs``, the IDs as well.
 
     Returns:
-        whether all ids are rows of their tables; those that are not are named in the log.
+        Whether all IDs are rows of their tables. The log names those that are not.
 
     Raises:
-        ValueError: for lengths, offsets, keys or weights that do not fit.
+        ValueError: lengths, offsets, keys or weights do not fit.
     """
     lengths, offsets, values = kjt.lengths_or_none(), kjt.offsets_or_none(), kjt.values()
     if lengths is None and offsets is None:
