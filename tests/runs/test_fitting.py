@@ -116,5 +116,5 @@ def test_frames_and_csv_give_what_parquet_gives(tmp_path):
 
 
 def test_what_is_no_table_is_named():
-    with pytest.raises(ValueError, match="a dict is no table"):
+    with pytest.raises(ValueError, match="a dict is not a table"):
         Frame(train={}, features=UNFITTED).load()

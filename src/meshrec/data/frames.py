@@ -34,7 +34,8 @@ def to_table(frame: Any) -> "pa.Table":
     if hasattr(frame, "__arrow_c_stream__"):
         return _without_views(pa.table(frame))
     raise ValueError(
-        f"a {type(frame).__name__} is no table. Give one of Arrow, pandas, polars or Hugging Face, or paths."
+        f"a {type(frame).__name__} is not a table. Give a table of Arrow, pandas, polars or Hugging "
+        "Face, or paths."
     )
 
 

@@ -75,5 +75,5 @@ class OwnWrites:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has other parameters, whose versions begin anew; a lock cannot be copied.
+        # A copy has other parameters, whose versions start again; a lock cannot be copied.
         return OwnWrites, (self._names, self._weights)

@@ -112,5 +112,5 @@ def test_wrong_arguments():
         DefaultDataParallelWrapper(allreduce_comm_precision="fp8")
     with pytest.raises(ValueError, match="params_to_ignore cannot be passed on"):
         DefaultDataParallelWrapper(params_to_ignore=["w"])
-    with pytest.raises(ValueError, match="Linear is no embedding module"):
+    with pytest.raises(ValueError, match="Linear is not an embedding module"):
         shard(nn.Linear(1, 1), sp.row_wise())

@@ -376,5 +376,5 @@ def test_times_that_are_none_are_null_and_bytes_that_are_no_text_are_named():
         assert ids[0] > 0
         assert not ids[1:].any()
     texts = pa.table({"x": pa.array([b"a|b", b"\xff|c"])})
-    with pytest.raises(DataError, match="feature 'x': column 'x' has bytes that are no UTF-8"):
+    with pytest.raises(DataError, match="feature 'x': column 'x' has bytes that are not UTF-8"):
         Features(labels=(), features=(Vocabulary(name="x", separator="|"),)).fit([texts])

@@ -171,7 +171,7 @@ def test_texts_that_are_saved_as_bytes_are_texts(tmp_path) -> None:
     fitted.save(tmp_path / "features.json")
     assert rows_of(Features.load(tmp_path / "features.json"), texts) == rows_of(fitted, in_bytes)
     broken = pa.table({"y": [0], "user": [b"\xff"]})
-    with pytest.raises(DataError, match=r"'user' has bytes that are no UTF-8.*Hash it"):
+    with pytest.raises(DataError, match=r"'user' has bytes that are not UTF-8.*Hash it"):
         Features(labels=LABEL, features=(Vocabulary(name="user"),)).fit([broken])
 
 

@@ -340,5 +340,5 @@ def pooling_type_to_str(pooling_type: PoolingType) -> str:
         ValueError: the type is NONE.
     """
     if pooling_type is PoolingType.NONE:
-        raise ValueError("PoolingType.NONE pools nothing, so it has no word. Use an EmbeddingCollection.")
+        raise ValueError("PoolingType.NONE does not pool, so it has no name. Use an EmbeddingCollection.")
     return str(pooling_type.value).lower()

@@ -178,7 +178,7 @@ def shard(
     sharder = sharder or get_module_to_default_sharders().get(type(module))
     if sharder is None:
         raise ValueError(
-            f"{type(module).__name__} is no embedding module, so it cannot be sharded by itself. "
+            f"{type(module).__name__} is not an embedding module, so it cannot be sharded by itself. "
             "shard_modules shards what is inside it."
         )
     env = default_env() if env is None else env

@@ -48,7 +48,7 @@ def changed_kind(column: str, kind: Kind, found: Kind, feature: str) -> str:
     """Return the error of a column whose kind is not the one of the fit."""
     return (
         f"column {column!r} holds {kind}, and held {found} when feature {feature!r} was fitted. Give it "
-        "as it was, or fit and train anew"
+        "as it was, or fit and train again"
     )
 
 

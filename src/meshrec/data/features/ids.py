@@ -133,7 +133,7 @@ class IdFeature(ABC):
                 return split_values_of(table[self.source], self.separator)
             except pa.ArrowInvalid as error:
                 raise DataError(
-                    f"feature {self.name!r}: column {self.source!r} has bytes that are no UTF-8, and are not "
+                    f"feature {self.name!r}: column {self.source!r} has bytes that are not UTF-8 and are not "
                     f"split: {error}. Repair the data"
                 ) from error
         array, offsets = values_of(table[self.source])
@@ -177,7 +177,7 @@ class IdFeature(ABC):
             faults.check(
                 kept,
                 ~(bad & (np.diff(offsets) > 0)),
-                f"{where} has a weight that is no number",
+                f"{where} has a weight that is not a number",
                 place.first_row,
                 place.file,
             )

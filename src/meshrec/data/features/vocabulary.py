@@ -77,7 +77,7 @@ class Vocabulary(IdFeature):
                 ordered = Counts(ordered.values.cast(pa.large_string()), ordered.counts)
             except pa.ArrowInvalid as error:
                 raise DataError(
-                    f"feature {self.name!r}: column {self.source!r} has bytes that are no UTF-8: "
+                    f"feature {self.name!r}: column {self.source!r} has bytes that are not UTF-8: "
                     f"{error}. Hash it."
                 ) from error
         if kind in ("integer", "number"):
