@@ -7,6 +7,24 @@ A right checksum does not mean right content: a manifest may come from another p
 checkpoint. So every number in it is checked before anything is allocated or read by it. Version 2 differs
 from version 1 in what the checksum of a block covers, see `place_of`, and in that every tensor has the name
 of its place in the values.
+
+[Note: what a version of a file format promises]
+
+A release reads the versions of its own format and those before it, as listed here, and refuses a later one
+with an error that says what to do. It never guesses. A format gets a new version when a reader of the present
+one would misread a file. Readers of checkpoints, deltas and packages also refuse unknown fields, so a new
+field takes a new version as well.
+
+- Checkpoints: this release writes version 2, and reads 1 and 2.
+- Deltas (publishing.py): it writes format 2, and reads 1 and 2.
+- Packages (export/manifest.py): it reads format 2 only. A package is compiled for one machine and one version
+  of torch; ``meshrec export PACKAGE`` compiles it again.
+- Plans (plan/sharding_plan.py) and features (data/features/features.py): version 1. Fields that an old plan
+  lacks have defaults.
+- A run's config.json and summary.json have no version: a field that is missing has its default, and a value
+  that cannot be read back is an error (runs/saved_recipe.py).
+
+The files of version 1 in tests/checkpoint/format1 hold later releases to this.
 """
 
 import json

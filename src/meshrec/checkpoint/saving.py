@@ -1,4 +1,24 @@
-"""``save``, ``async_save`` and ``load`` of one checkpoint, with DCP's planning and our file formats."""
+"""``save``, ``async_save`` and ``load`` of one checkpoint, with DCP's planning and our file formats.
+
+[Note: what a checkpoint promises]
+
+1. It is whole, or it is not there. Data files get new names and reach the disk first; then the manifest takes
+   its place in one moment. A crash leaves the old checkpoint or the new one.
+2. It holds one moment. ``async_save`` writes the state at the time of the call, whatever training changes
+   meanwhile.
+3. It does not depend on the plan. Names and shapes are those of the unsharded model, so any plan on any
+   number of ranks can load it.
+4. It is verified. Every block has a checksum that covers its place as well; no byte is used before it is
+   checked, and nothing in a file is executed.
+5. It continues the run. Weights, optimizer state, the position in the data, and the random numbers of every
+   rank are in it: on the same ranks, a resumed run gives the same bits as one that was not stopped. A rank
+   that did not exist then starts with random numbers of its own.
+6. It knows its deltas. The trainer publishes a delta before each checkpoint, so servers and a resumed run
+   miss no step.
+
+It does not promise that two runs may save to one path at once (runs/lock.py prevents that), or that a file
+system keeps a file after ``fsync`` has returned.
+"""
 
 import secrets
 import shutil

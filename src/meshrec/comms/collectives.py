@@ -1,7 +1,29 @@
-"""The collectives that sharded modules use: started here, waited for where the value is needed.
+"""The collectives of sharded modules. They start here, and are awaited where the value is needed.
 
-A failure names the collective, this rank, and the ranks that do not answer. The ranks find that out through
-the store of the process group, since a broken connection tells an address, not a rank.
+The error of a failed collective names it, this rank, and the ranks that do not answer. The ranks find these
+through the store of the process group, because a broken connection tells an address, not a rank.
+
+[Note: what may run on which thread]
+
+Ranks match collectives by their order, so all collectives of a process group start on one thread at a time,
+in the same order on all ranks. The threads of a rank are
+
+1. the main thread: it runs steps, checkpoints and evaluations, and starts all collectives of the forward
+   pass. Signal handlers only set a flag, which the main thread reads after a step (train/stopping.py);
+2. autograd's threads: on a GPU they run the backward pass, and start its collectives, while the main thread
+   waits for them. Two backward passes of one module must not run at the same time; the tables' locks
+   (tables/locking.py, tables/writes.py) protect only updates of unsharded tables;
+3. the kernels' threads: they split the rows of one call, and end with it;
+4. the prefetch thread (data/prefetch.py): it runs the reader of the data, and nothing else. It starts no
+   collective;
+5. the "checkpoint" thread of the first rank: it waits for files and writes the manifest. A forked child of
+   each rank writes the data (checkpoint/snapshot.py); it must not use threads, devices or sockets;
+6. the workers and carriers of stages in one process (pipeline/stages/threads.py): each runs only its own
+   stage.
+
+The launcher has a thread that kills ranks which keep others waiting (train/launch.py). A server answers on
+the thread of its event loop, reads packed requests on another one, and computes on one thread per model
+(serve/batching.py); nothing else may call a predictor.
 """
 
 import logging

@@ -4,6 +4,23 @@ Gloo sends messages through TCP sockets even on one host. A link replaces its co
 whose ranks all run on one Linux host and may read each other's memory. The ranks find that out together at
 the group's first collective; if there can be no link, one log line says why. Results are the same bits. The
 environment variable ``MESHREC_HOST_LINK=0``, on any rank, switches links off.
+
+[Note: why ranks may read each other's memory]
+
+A rank reads with ``process_vm_readv``, which the system allows for processes of one user (with Yama, after
+the ``prctl`` in csrc/host/host_link.cpp). It only reads: no rank writes to another's memory. The reads are
+safe because
+
+1. all ranks start the same exchanges in the same order, and number them. A rank publishes the addresses of a
+   message on its board before it raises the number of started exchanges, so no reader sees half an entry;
+2. nobody writes to a message, or frees it, before all ranks have read it. ``HostLink.sent`` keeps it alive
+   until the boards say so. Therefore collectives get tensors of their own, never the caller's;
+3. a board carries a random token. A process that has the number of a dead peer does not have its token;
+4. a peer that dies makes the read fail, and one that hangs meets the timeout of the process group. Both raise
+   on the reader; the other ranks learn of it as in [Note: how errors reach every rank]
+   (checkpoint/agreement.py);
+5. a forked child forgets the link, because it belongs to the parent. At its end, a rank waits some seconds
+   until the others have read its last messages.
 """
 
 import ctypes

@@ -18,11 +18,11 @@ import torch.distributed.nn.functional  # noqa: F401
 
 
 def leave_process_group() -> None:
-    """Destroys all process groups, and sees to it that their threads end before the interpreter does.
+    """Destroy all process groups, and make their threads end before the interpreter does.
 
-    Call it in place of ``torch.distributed.destroy_process_group``, as the last thing that a rank does.
-    Models that are local to functions may still be there: they are let go at exit. ``meshrec.distributed``
-    must have been imported before the groups were made.
+    Call it in place of ``torch.distributed.destroy_process_group``, as the last action of a rank. Local
+    variables of functions may still hold models; these are freed at exit. ``meshrec.distributed`` must be
+    imported before the groups are made.
     """
     dist.destroy_process_group()
     atexit.register(_let_go)

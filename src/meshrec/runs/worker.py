@@ -1,4 +1,23 @@
-"""The work of one rank, from joining the others to the last report."""
+"""The work of one rank, from joining the others to the last report.
+
+[Note: who closes what at the end of a run]
+
+Whoever opens something closes it, in the reverse order, also after an error:
+
+1. ``Trainer`` closes what a step uses: the prefetch thread at the end of each epoch, the batches in flight
+   with it, and the profiler. Then it waits for the checkpoint in the background, and saves the last one.
+2. ``_Run.do`` ends the observers with the event ``Finished``, after the first rank has written the summary
+   and the report. It returns only when all ranks have arrived, so that no rank ends while another one waits
+   for it.
+3. ``work`` writes an error to the rank's file before it closes anything. Closing the process group makes the
+   other ranks fail, too, and the launcher must find the first cause.
+4. ``_logged`` gives back the rank's lock and the log file; ``_held_folder`` gives back the lock of the
+   folder.
+5. ``leave_process_group`` comes last: it closes the links between ranks, which wait until the others have
+   read, and then the sockets.
+
+The launcher removes the store of the ranks, and kills ranks that do not end (train/launch.py).
+"""
 
 import logging
 import os
