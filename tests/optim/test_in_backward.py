@@ -86,3 +86,27 @@ def test_torchs_choice_beside_ours_is_an_error_that_names_both(second):
         in_backward_spec(model["a"].weight)
     with pytest.raises(ValueError, match=r"already has .* RowWiseAdagrad.* and torch's .* given Adam"):
         apply_optimizer_in_backward(torch.optim.Adam, [model["a"].weight], {"lr": 0.1})
+
+
+def sharded(spec):
+    """A model with a sharded table, which ``spec`` updates in the backward pass."""
+    from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from meshrec import distributed as md
+    from meshrec.model_parallel import DistributedModelParallel
+
+    table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=4, feature_names=["f"])
+    model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection([table]), "over": torch.nn.Linear(4, 1)})
+    return DistributedModelParallel(model, sharders=[md.EmbeddingBagCollectionSharder(spec)])
+
+
+def test_an_optimizer_that_would_change_no_table_is_refused_at_its_first_step():
+    model = sharded(optim.SGD(lr=0.1))
+    wrong = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"Adam was given a parameter of shape \[4, 4\] of a sharded table"
+        ):
+            wrong.step()
+    right = torch.optim.Adam(dict(in_backward_optimizer_filter(model.named_parameters())).values())
+    right.step()
+    torch.optim.Adam(sharded(None).parameters()).step()  # whose table has ordinary gradients

@@ -1,15 +1,24 @@
 """Choice of the optimizer that the backward pass applies, parameter by parameter."""
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshrec.optim.from_torch import from_torch
 from meshrec.optim.optimizers import OptimizerSpec
+from meshrec.optim.parts import part_of
 
+_logger = logging.getLogger("meshrec")
+
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+_accepts_fused = False
+_hooks: list[Any] = []
 _SPEC = "_meshrec_in_backward"
 _SHARDED = "_meshrec_sharded"
 # Where torch.distributed.optim._apply_optimizer_in_backward records its optimizers.
@@ -65,6 +74,44 @@ def mark_sharded(parameter: Tensor) -> None:
     chosen.
     """
     setattr(parameter, _SHARDED, True)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_check_parameters))
+
+
+def accept_fused_parameters() -> None:
+    """Let torch's optimizers hold sharded tables that the backward pass updates, from now on. They then do
+    nothing to these, as TorchRec's programs expect.
+    """
+    global _accepts_fused
+    _accepts_fused = True
+
+
+def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Look at an optimizer's sharded tables at its first step, and not when its state is saved.
+
+    Raises:
+        ValueError: The backward pass updates one of them: the optimizer would never change it.
+    """
+    if optimizer in _checked or hasattr(optimizer, "updates_in_backward"):
+        return
+    name = type(optimizer).__name__
+    tables = [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _SHARDED)]
+    fused = [each for each in tables if hasattr(each, _SPEC)]
+    if fused and not _accepts_fused:
+        raise ValueError(
+            f"{name} was given a parameter of shape {list(fused[0].shape)} of a sharded table, which "
+            f"{getattr(fused[0], _SPEC)} updates in the backward pass: {name} would never change it. Give "
+            f"{name} the parameters that meshrec.optim.in_backward_optimizer_filter(model.named_parameters()) "
+            "yields."
+        )
+    if any(part_of(each) is not None for each in tables if not hasattr(each, _SPEC)):
+        _logger.warning(
+            "%s trains a table that is split over ranks: its state cannot be saved in a checkpoint. Give "
+            "the table an optimizer that is fused into the backward pass: the sharder's, or "
+            "apply_optimizer_in_backward.",
+            name,
+        )
+    _checked.add(optimizer)
 
 
 def in_backward_spec(parameter: Tensor) -> OptimizerSpec | None:

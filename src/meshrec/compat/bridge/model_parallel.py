@@ -21,9 +21,11 @@ from meshrec.compat.bridge.sharding_plan import (
     get_default_sharders,
     get_module_to_default_sharders,
 )
+from meshrec.optim.in_backward import accept_fused_parameters
 from meshrec.plan.sharding_plan import ShardingPlan as OwnPlan
 from meshrec.planner import types
 
+accept_fused_parameters()
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 # Its name changes with torch's version, and the old one warns.
