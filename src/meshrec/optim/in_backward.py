@@ -101,7 +101,7 @@ def _check_parameters(optimizer: Any, args: Any, kwargs: Any) -> None:
         raise ValueError(
             f"{name} was given a parameter of shape {list(fused[0].shape)} of a sharded table, which "
             f"{getattr(fused[0], _SPEC)} updates in the backward pass: {name} would never change it. Give "
-            f"{name} the parameters that meshrec.optim.in_backward_optimizer_filter(model.named_parameters()) "
+            "it the parameters that meshrec.optim.in_backward_optimizer_filter(model.named_parameters()) "
             "yields."
         )
     if any(part_of(each) is not None for each in tables if not hasattr(each, _SPEC)):
