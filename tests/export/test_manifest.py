@@ -1,10 +1,13 @@
+import hashlib
 import json
+from math import prod
 
 import pytest
 
+from meshrec.durable import write_digests
 from meshrec.export import PackageError, Predictor, compile_anew
 from meshrec.export.manifest import layout_of, read_manifest, verify_package
-from tests.export.conftest import torchs_own_warnings
+from tests.export.conftest import NUM_ROWS, torchs_own_warnings
 from tests.export.test_package import copied, replace
 
 
@@ -68,6 +71,37 @@ def test_a_manifest_that_differs_from_the_layout_is_told(uncompiled, tmp_path):
         folder / "manifest.json", json.dumps({**manifest, "features": ["a", "b", "c"], "rows": {}}).encode()
     )
     with pytest.raises(PackageError, match=r"does not say what layout.txt says"):
+        Predictor(folder)
+
+
+def reverse_features(manifest):
+    manifest["features"].reverse()
+
+
+def flatten(manifest):
+    manifest["weights"][0]["shape"] = [prod(manifest["weights"][0]["shape"])]
+
+
+def exchange_names(manifest):
+    first, second, *_ = (each for each in manifest["weights"] if each["shape"] == [NUM_ROWS, 8])
+    first["name"], second["name"] = second["name"], first["name"]
+
+
+def raise_rows(manifest):
+    manifest["rows"] = {feature: 10 * rows for feature, rows in manifest["rows"].items()}
+
+
+@pytest.mark.parametrize("change", [reverse_features, flatten, exchange_names, raise_rows])
+def test_a_manifest_with_right_digests_that_is_not_the_programs_is_told(uncompiled, tmp_path, change):
+    folder = copied(uncompiled, tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    replace(folder / "layout.txt", layout_of(manifest).encode())
+    manifest["sha256"]["layout.txt"] = hashlib.sha256((folder / "layout.txt").read_bytes()).hexdigest()
+    replace(folder / "manifest.json", json.dumps(manifest).encode())
+    (folder / "digests.txt").unlink()
+    write_digests(folder)
+    with pytest.raises(PackageError, match=r"manifest.json does not say what exported.pt2 was exported with"):
         Predictor(folder)
 
 

@@ -1,13 +1,17 @@
 """Damaged and crafted packages: each is refused with words that say what to do, before any of it is used."""
 
+import contextlib
+import hashlib
 import json
 import random
 
 import pytest
 
 import meshrec
+from meshrec.durable import write_digests
 from meshrec.export import PackageError, Predictor, export
 from meshrec.export import predictor as predictor_module
+from meshrec.export.manifest import layout_of
 from meshrec.models.dlrm import DLRM
 from tests.export.conftest import torchs_own_warnings
 from tests.hostile.damage import Tally, crafted, harm, number
@@ -67,7 +71,8 @@ def test_damaged_files_of_packages(exported, opened, has_digests):
     contents = {path: path.read_bytes() for path in files}
 
     def check(path):
-        is_same = path.is_file() and not path.is_symlink() and path.read_bytes() == contents[path]
+        is_file = path.is_file() and not path.is_symlink() and path.stat().st_size == len(contents[path])
+        is_same = is_file and path.read_bytes() == contents[path]
         is_gone = path.name == "digests.txt" and not path.exists() and not path.is_symlink()
         opened(is_same or is_gone)
 
@@ -108,5 +113,38 @@ def test_crafted_manifests(exported, opened):
         tally.attempt(what, check)
     path.write_bytes(content)
     (exported / "digests.txt").write_bytes(digests)
+    opened(True)
+    tally.finish()
+
+
+def test_crafted_manifests_with_right_digests(exported, opened):
+    """Layout and digests are made anew for each: only the programs tell what they must be called with."""
+    tally, draw = Tally("crafted manifests of packages, digests made anew"), random.Random(33)
+    changed = [exported / name for name in ("manifest.json", "layout.txt", "digests.txt")]
+    contents = {path: path.read_bytes() for path in changed}
+    manifest = json.loads(contents[exported / "manifest.json"])
+    sound = {name: manifest[name] for name in ("features", "num_dense", "outputs", "rows", "weights")}
+    types = [(name, weight.dtype, weight.shape) for name, weight in Predictor(exported).weights.items()]
+
+    def check():
+        try:
+            found = Predictor(exported)
+        except PackageError:
+            return
+        assert types == [(name, weight.dtype, weight.shape) for name, weight in found.weights.items()]
+        assert {name: predictor_module.read_manifest(exported)[name] for name in sound} == sound
+
+    for _ in range(number(60)):
+        what, said = crafted(manifest, draw)
+        # What cannot be written as a layout is a wrong manifest already.
+        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+            (exported / "layout.txt").write_text(layout_of(said))
+            digest = hashlib.sha256((exported / "layout.txt").read_bytes()).hexdigest()
+            said["sha256"] = {**said["sha256"], "layout.txt": digest}
+        (exported / "manifest.json").write_text(json.dumps(said))
+        write_digests(exported)
+        tally.attempt(what, check)
+        for path, content in contents.items():
+            path.write_bytes(content)
     opened(True)
     tally.finish()

@@ -44,13 +44,16 @@ class FileDigest(NamedTuple):
     checksums: tuple[int, ...]
 
 
-def sha256_of(path: Path) -> str:
-    """Compute the SHA-256 of a regular file.
+def sha256_of(path: Path, *, most: int | None = None) -> str:
+    """Compute the SHA-256 of a regular file, of at most ``most`` bytes.
 
     Raises:
-        DamageError: for anything but a regular file.
+        DamageError: for anything but a regular file, and a longer one.
     """
     with open_regular(path) as descriptor:
+        num_bytes = os.fstat(descriptor).st_size
+        if most is not None and num_bytes > most:
+            raise DamageError(f"{path} has {num_bytes:,} bytes; at most {most:,} were expected")
         return _sha256(descriptor)
 
 

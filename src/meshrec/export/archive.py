@@ -6,6 +6,7 @@ exported program can execute code. See "Packages" in docs/guides/security.md.
 
 import json
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -36,6 +37,23 @@ def load_exported(path: Path) -> "torch.export.ExportedProgram":
             f"{path} cannot be loaded by this version ({type(error).__name__}: {error}). "
             "Export the model again."
         ) from error
+
+
+def extra_file(path: Path, name: str, most: int) -> bytes | None:
+    """Read a file that was saved beside an exported program; return None if the archive has no such file.
+
+    Raises:
+        PackageError: for what is not an archive, and a file of more than ``most`` bytes.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [each for each in archive.namelist() if each.endswith(f"/extra/{name}")]
+            content = archive.open(found[0]).read(most + 1) if found else None
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as error:
+        raise PackageError(f"{path} cannot be read ({error}). Export the model again.") from error
+    if content is not None and len(content) > most:
+        raise PackageError(f"{name} in {path} has more than {most:,} bytes. Export the model again.")
+    return content
 
 
 def _pickles(path: Path) -> list[str]:

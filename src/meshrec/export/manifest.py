@@ -6,6 +6,7 @@ long. Both find accidents. Neither finds a forger, who can write new
 digests as well: see docs/guides/security.md.
 """
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from meshrec.durable import DIGESTS, DamageError, read_digests, read_regular, sha256_of, verify_folder
 from meshrec.durable.sealed import fields, integer, integers, items, mapping, parse, text, texts
-from meshrec.export.archive import PackageError
+from meshrec.export.archive import PackageError, extra_file
 from meshrec.export.program import DENSE
 
 _log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ FORMAT = 2
 MANIFEST, LAYOUT, WEIGHTS = "manifest.json", "layout.txt", "weights.bin"
 COMPILED, EXPORTED = "program.pt2", "exported.pt2"
 SHARED, SHARED_EXPORTED = "shared.pt2", "shared-exported.pt2"
+INTERFACE = "interface.json"
+"""The file in every exported program that holds what `interface_of` returned."""
 ALIGNMENT = 4096
 """Bytes to whose multiples the tensors in ``weights.bin`` are padded."""
 DTYPES = {
@@ -36,11 +39,14 @@ DTYPES = {
 }
 _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 _MOST_BYTES = 1 << 28
+_MOST_UNKNOWN_BYTES = 1 << 34
+"""The most bytes of a file whose size neither ``digests.txt`` nor the manifest says."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = (
     *("format", "torch", "isa", "operators", "compiled", "features", "num_dense", "outputs", "shared"),
     *("rows", "weights", "quantised", "rounding", "about", "sha256"),
 )
+_INTERFACE = ("features", "num_dense", "outputs", "shared", "rows", "quantised", "rounding")
 _WHAT_TO_DO = "Copy the package again from where it was exported, or export the model again."
 
 
@@ -101,6 +107,16 @@ def layout_of(manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def interface_of(manifest: Mapping[str, Any]) -> str:
+    """Return what a program was exported with, and must be called with, as JSON.
+
+    Every exported program has a copy. So a manifest whose weights have other types or shapes, or whose
+    features stand in another order, does not pass for that of the program.
+    """
+    said = {name: manifest[name] for name in _INTERFACE}
+    return json.dumps({**said, "weights": [WeightRecord(**each) for each in manifest["weights"]]})
+
+
 def verify_package(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Compare every file of a package with its digest; the log says how far it is if that takes seconds.
 
@@ -121,14 +137,28 @@ def verify_package(folder: Path, manifest: Mapping[str, Any]) -> None:
         else:
             _log.info("%s has no %s; its SHA-256s are compared, which takes longer", folder, DIGESTS)
             for name, digest in manifest["sha256"].items():
-                if sha256_of(folder / name) != digest:
+                most = _weights_end(manifest) if name == WEIGHTS else _MOST_UNKNOWN_BYTES
+                if sha256_of(folder / name, most=most) != digest:
                     raise DamageError(f"{folder / name} is not what was written: its SHA-256 is another")
         if read_regular(folder / LAYOUT, _MOST_BYTES) != layout_of(manifest).encode():
             raise DamageError(f"{folder / MANIFEST} does not say what {LAYOUT} says")
+        for name in (EXPORTED, SHARED_EXPORTED) if manifest["shared"] else (EXPORTED,):
+            said = extra_file(folder / name, INTERFACE, _MOST_BYTES)  # None in packages of earlier releases
+            if said is not None and said != interface_of(manifest).encode():
+                raise DamageError(f"{folder / MANIFEST} does not say what {name} was exported with")
     except DamageError as error:
         raise PackageError(f"{error}. {_WHAT_TO_DO}") from error
     except OSError as error:
         raise PackageError(f"{error.filename} cannot be read ({error.strerror}). {_WHAT_TO_DO}") from error
+
+
+def _weights_end(manifest: Mapping[str, Any]) -> int:
+    """Return the size of ``weights.bin``."""
+    if not manifest["weights"]:
+        return 0
+    last = WeightRecord(**manifest["weights"][-1])
+    end = last.offset + last.num_bytes
+    return end + -end % ALIGNMENT
 
 
 def _is_there(path: Path) -> bool:

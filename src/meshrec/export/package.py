@@ -34,12 +34,14 @@ from meshrec.export.manifest import (
     DTYPES,
     EXPORTED,
     FORMAT,
+    INTERFACE,
     LAYOUT,
     MANIFEST,
     SHARED,
     SHARED_EXPORTED,
     WEIGHTS,
     WeightRecord,
+    interface_of,
     layout_of,
     read_manifest,
     verify_package,
@@ -106,6 +108,18 @@ def export(
     model = with_whole_tables(model)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(state, features, num_dense, shared, raw)
+    records = _records(state)
+    manifest = {
+        "features": list(features),
+        "num_dense": num_dense,
+        "outputs": "vectors" if scores is None else "scores",
+        "shared": sorted(shared),
+        "rows": {feature: num for feature, num in rows_of(model).items() if feature in features},
+        "weights": [record._asdict() for record in records],
+        "quantised": _types_of(model),
+        "rounding": rounding,
+        "about": dict(about or {}),
+    }
     with durable_folder(folder) as parts:
         was_training = model.training
         model.eval()
@@ -120,7 +134,9 @@ def export(
                 )
                 why_not = compile_program(found, parts / compiled_name) if compile else "compile=False"
                 found._example_inputs = None  # the weights were among them
-                torch.export.save(found, parts / exported_name)
+                torch.export.save(
+                    found, parts / exported_name, extra_files={INTERFACE: interface_of(manifest)}
+                )
                 if torchscript and not given_once:
                     write_torchscript(found, state, parts / TORCHSCRIPT)
         finally:
@@ -129,20 +145,8 @@ def export(
             _log.warning("the package %s holds no compiled program (%s): Python serves it", folder, why_not)
         if raw is not None:
             raw.save(parts)
-        records = _write_weights(parts / WEIGHTS, state)
-        manifest = {
-            "compiled": why_not is None,
-            "features": list(features),
-            "num_dense": num_dense,
-            "outputs": "vectors" if scores is None else "scores",
-            "shared": sorted(shared),
-            "rows": {feature: num for feature, num in rows_of(model).items() if feature in features},
-            "weights": [record._asdict() for record in records],
-            "quantised": _types_of(model),
-            "rounding": rounding,
-            "about": dict(about or {}),
-        }
-        finish(parts, manifest)
+        _write_weights(parts / WEIGHTS, state, records)
+        finish(parts, {**manifest, "compiled": why_not is None})
     return folder
 
 
@@ -280,18 +284,24 @@ def link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _write_weights(path: Path, state: Mapping[str, Tensor]) -> list[WeightRecord]:
-    records = []
+def _records(state: Mapping[str, Tensor]) -> list[WeightRecord]:
+    """Give each tensor its place in the file of weights."""
+    records, end = [], 0
+    for name, tensor in state.items():
+        record = WeightRecord(name, DTYPES[tensor.dtype], list(tensor.shape), end + -end % ALIGNMENT)
+        records.append(record)
+        end = record.offset + record.num_bytes
+    return records
+
+
+def _write_weights(path: Path, state: Mapping[str, Tensor], records: Sequence[WeightRecord]) -> None:
     with path.open("wb") as file:
-        for name, tensor in state.items():
-            file.write(b"\0" * (-file.tell() % ALIGNMENT))
-            shape = list(tensor.shape)
-            records.append(WeightRecord(name, DTYPES[tensor.dtype], shape, file.tell()))
+        for tensor, record in zip(state.values(), records, strict=True):
+            file.write(b"\0" * (record.offset - file.tell()))
             flat = tensor.detach().cpu().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
             for start in range(0, flat.numel(), _BLOCK):
                 file.write(flat[start : start + _BLOCK].numpy().tobytes())
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
-    return records
 
 
 def finish(parts: Path, manifest: Mapping[str, Any]) -> None:
