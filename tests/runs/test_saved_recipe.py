@@ -47,6 +47,14 @@ def test_what_cannot_be_read_back_is_named(small):
         restored(small(), broken, "x")
 
 
+@pytest.mark.parametrize("recipe", [None, [], {"type": "Recipe", "data": 5, "placement": {"type": []}}, {}])
+def test_a_config_without_a_recipe_is_named(tmp_path, recipe):
+    folder = RunFolder(tmp_path)
+    folder.write_json(CONFIG, {"source": "sasrec", "recipe": recipe})
+    with pytest.raises(ValueError, match=r"config.json: recipe(\.\w+)? (cannot be read back|is a|was)"):
+        load_recipe(folder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files(MovieLens):
     pass

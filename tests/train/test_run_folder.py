@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from meshrec.reports.measured import PhaseTime, read_phases, write_phases
@@ -72,3 +74,21 @@ def test_a_recipe_as_json(small):
     config = to_json(small())
     assert config["tables"] == config["tables"] | {"type": "RowWiseAdagrad", "lr": 0.1}
     assert dict(flat(config))["training.batch_size"] == 100
+
+
+def test_a_sealed_file_that_was_changed_is_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    config = {"recipe": {"lr": 0.1, "rows": {3: 1, 20: 2}}}
+    folder.write_json(CONFIG, config, seal=True)
+    sound = (tmp_path / CONFIG).read_text()
+    assert folder.read_json(CONFIG) == {"recipe": {"lr": 0.1, "rows": {"3": 1, "20": 2}}}
+    (tmp_path / CONFIG).write_text(sound.replace("0.1", "0.5"))
+    with pytest.raises(ValueError, match=r"config.json is damaged: .* the checksum .* delete its 'crc32'"):
+        folder.read_json(CONFIG)
+    (tmp_path / CONFIG).write_text(sound[:-20])
+    with pytest.raises(ValueError, match=r"config.json is damaged: config.json is not JSON"):
+        folder.read_json(CONFIG)
+    (tmp_path / CONFIG).unlink()
+    os.mkfifo(tmp_path / CONFIG)
+    with pytest.raises(ValueError, match=r"config.json is damaged: .* is a pipe instead of a regular file"):
+        folder.read_json(CONFIG)

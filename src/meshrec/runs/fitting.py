@@ -2,7 +2,6 @@
 commands read them.
 """
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from meshrec.data.faults import DataError
@@ -33,7 +32,7 @@ def load_data(source: DataSource, folder: RunFolder, ranks: Ranks) -> "Dataset":
             saved = folder.read_json(FEATURES)
             if saved is None:
                 saved = source.fit().to_json()
-                folder.write_json(FEATURES, saved)
+                folder.write_json(FEATURES, saved, seal=True)
         except ValueError as error:
             saved = error
     saved = ranks.share(saved)
@@ -52,8 +51,8 @@ def features_of(folder: RunFolder) -> "Features":
 
     try:
         saved = folder.read_json(FEATURES)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{folder.path / FEATURES} is damaged: {error}") from error
+    except ValueError as error:
+        raise DataError(str(error)) from error
     if saved is None:
         raise DataError(f"{folder.path} has no {FEATURES}: its features were never fitted. Train again.")
     return Features.from_json(saved)

@@ -49,10 +49,16 @@ def load_recipe(folder: RunFolder, source: str | None = None) -> Recipe:
         raise ValueError(
             f"{folder.path.resolve()} is not a run: there is no {CONFIG} in it. Name a run's folder."
         )
-    if source is None and config.get("source") is None:
+    if source is None and not isinstance(config.get("source"), str):
         raise ValueError(f"{folder.path} does not record its recipe; name the recipe.")
     template = kept_recipe(folder, config) if source is None else resolve(source)
-    return restored(template, config["recipe"], f"{folder.path / CONFIG}: recipe")
+    where = f"{folder.path / CONFIG}: recipe"
+    try:
+        return restored(template, config["recipe"], where)
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"{where} cannot be read back ({type(error).__name__}: {error}). Restore the file, or train anew."
+        ) from error
 
 
 def restored(template: T, saved: Any, where: str) -> T:
@@ -66,8 +72,8 @@ def restored(template: T, saved: Any, where: str) -> T:
     kind = type(template)
     if saved.get("type") != kind.__name__:
         raise ValueError(
-            f"{where} is a {saved.get('type')}, where the recipe now has a {kind.__name__}. Resume with the "
-            "recipe that the run was trained with."
+            f"{where} is a {saved.get('type')!s:.100}, where the recipe now has a {kind.__name__}. Resume "
+            "with the recipe that the run was trained with."
         )
     hints = typing.get_type_hints(kind)
     values = {}
@@ -115,8 +121,8 @@ def _value(hint: Any, saved: Any, where: str) -> Any:
     elif hint is Any or (hint in (bool, int, str) and type(saved) is hint):
         return saved
     raise ValueError(
-        f"{where} was {saved!r}, which cannot be read back as {hint}. Resume with the recipe that the run "
-        "was trained with."
+        f"{where} was {saved!r:.100}, which cannot be read back as {hint}. Resume with the recipe that "
+        "the run was trained with."
     )
 
 

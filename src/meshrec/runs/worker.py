@@ -368,7 +368,7 @@ class _Run:
             "starts": [*before.get("starts", []), start],
             "commands": commands(self._folder),
         }
-        self._folder.write_json(CONFIG, config)
+        self._folder.write_json(CONFIG, config, seal=True)
         self._folder.write_state("running", step=trainer.progress.step)
         plan = trainer.built.plan
         if plan is not None:

@@ -13,6 +13,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from meshrec.durable import DamageError, read_regular, sealed, unsealed
+from meshrec.durable.sealed import SEAL
+
 CONFIG = "config.json"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
@@ -20,6 +23,7 @@ SUMMARY = "summary.json"
 STATE = "state.json"
 DELTAS = "deltas"
 RUNS = Path("runs")
+_MOST_BYTES = 1 << 28
 
 StateName = Literal["running", "stopped", "failed", "finished"]
 
@@ -86,9 +90,17 @@ class RunFolder:
         """Whether the folder has a state from which training can continue."""
         return any(self.path.glob("checkpoints/step-*/manifest.json"))
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a file atomically: readers see the old or the new contents. NaN and infinity become null."""
+    def write_json(self, name: str, value: Any, *, seal: bool = False) -> None:
+        """Write a file atomically: readers see the old or the new contents. NaN and infinity become null.
+
+        Args:
+            name: the file's name.
+            value: its contents.
+            seal: add a checksum, for an object that decides what a run computes.
+        """
         text = json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
+        if seal:
+            text = sealed(json.loads(text)).decode()  # loaded: keys are text then, as they are when read
         scratch = self.path / f".{name}.{os.getpid()}"
         try:
             scratch.write_text(text)
@@ -127,10 +139,23 @@ class RunFolder:
         return max((line["step"] for line in self.metrics()), default=None)
 
     def read_json(self, name: str) -> Any:
-        """Read what `write_json` wrote; None if there is no such file."""
-        with contextlib.suppress(FileNotFoundError):
-            return json.loads((self.path / name).read_text())
-        return None
+        """Read what `write_json` wrote; return None if the file does not exist.
+
+        Raises:
+            ValueError: the file cannot be read, is damaged, or was changed without its checksum.
+        """
+        path = self.path / name
+        try:
+            return unsealed(read_regular(path, _MOST_BYTES), name, required=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}).") from error
+        except DamageError as error:
+            raise ValueError(
+                f"{path} is damaged: {error}. Restore it from a copy. If you changed it yourself, delete its "
+                f"{SEAL!r}."
+            ) from error
 
     def append_metrics(self, values: dict[str, Any]) -> None:
         """Add a line to ``metrics.jsonl``."""
