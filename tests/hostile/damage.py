@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,7 +94,8 @@ def harm(path: Path, draw: random.Random) -> tuple[str, Callable[[], None]]:
             path.unlink(missing_ok=True)
         path.write_bytes(content)
 
-    rare = ["longer", "zeros", "empty", "missing", "pipe", "folder", "endless", "swap"]
+    rare = ["longer", "space", "zeros", "empty", "missing", "swap"]
+    rare += ["pipe", "folder", "socket", "endless", "circle", "hole"]
     kind = draw.choice(["flip"] * 6 + ["cut"] * 2 + rare)
     place = draw.randrange(max(1, len(content)))
     harmed: bytes | None = None
@@ -104,6 +106,8 @@ def harm(path: Path, draw: random.Random) -> tuple[str, Callable[[], None]]:
         harmed = content[:place]
     elif kind == "longer":
         harmed = content + draw.randbytes(draw.choice([1, 8, 4096]))
+    elif kind == "space":
+        harmed = content + b" "
     elif kind == "zeros":
         length = draw.choice([1, 64, 4096])
         harmed = content[:place] + bytes(len(content[place : place + length])) + content[place + length :]
@@ -120,8 +124,15 @@ def harm(path: Path, draw: random.Random) -> tuple[str, Callable[[], None]]:
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
     elif kind == "endless":
         path.symlink_to("/dev/zero")
+    elif kind == "circle":
+        path.symlink_to(path.name)
+    elif kind == "hole":
+        with path.open("wb") as file:
+            file.truncate(1 << 42)
     elif kind in ("empty", "flip"):
         path.write_bytes(b"")
     return f"{kind} at {place} of {path.name}", mend
@@ -151,33 +162,42 @@ def crafted(said: Any, draw: random.Random) -> tuple[str, Any]:
     """Change one value of a JSON document in a way that is drawn; give the change's name and the result."""
     places = list(_places(said, ()))
     changed = json.loads(json.dumps(said))
-    place = draw.choice(places)
-    parent, value = None, changed
-    for step in place:
-        parent, value = value, value[step]
-    kind = draw.choice(["strange", "strange", "near", "near", "drop", "repeat", "swap"])
-    key = place[-1] if place else None
-    if parent is None or (kind == "near" and not isinstance(value, int | str | list)):
+    place, other = draw.choice(places), draw.choice(places)
+    kind = draw.choice(
+        ["strange"] * 3 + ["near"] * 3 + ["drop", "repeat", "copy", "exchange", "rename", "deep"]
+    )
+    value = _at(changed, place)
+    if not place or (kind == "near" and not isinstance(value, int | str | list)):
         kind = "strange"
+    elif kind == "exchange" and (place[: len(other)] == other or other[: len(place)] == place):
+        kind = "copy"  # one lies within the other
+    parent, key = (_at(changed, place[:-1]), place[-1]) if place else ([changed], 0)
     new = draw.choice(_STRANGE)
     if kind == "near":
         new = _near(value, draw)
-    elif kind == "swap":
-        other = draw.choice(places)
-        new = said
-        for step in other:
-            new = new[step]
+    elif kind in ("copy", "exchange"):
+        new = json.loads(json.dumps(_at(said, other)))
+    elif kind == "deep":
+        new = json.loads("[" * 500 + "]" * 500)
     if kind == "drop":
         del parent[key]
     elif kind == "repeat" and isinstance(parent, list):
         parent.insert(key, value)
     elif kind == "repeat":
         parent[f"{key}'"] = value
-    elif parent is None:
-        changed = new
+    elif kind == "rename" and isinstance(parent, dict):
+        parent[draw.choice([f"{key}'", key[1:], "", "__metadata__", "random"])] = parent.pop(key)
     else:
         parent[key] = json.loads(json.dumps(new))
-    return f"{kind} {_short(new)} at {'/'.join(map(str, place))}", changed
+        if kind == "exchange":
+            _at(changed, other[:-1])[other[-1]] = value
+    return f"{kind} {_short(new)} at {'/'.join(map(str, place))}", changed if place else parent[0]
+
+
+def _at(said: Any, place: tuple[Any, ...]) -> Any:
+    for step in place:
+        said = said[step]
+    return said
 
 
 def _near(value: Any, draw: random.Random) -> Any:

@@ -10,6 +10,7 @@ import torch
 from meshrec.checkpoint import CheckpointError, load, read_manifest, save, verify_data
 from meshrec.checkpoint.manifest import MANIFEST
 from tests.hostile.damage import Tally, crafted, number
+from tests.hostile.two_ranks import load_each, save_sharded
 
 SIZE = (6, 4)
 
@@ -90,6 +91,18 @@ def test_crafted_files_and_tensors_are_refused(target):
 
 def test_crafted_values_do_not_change_weights_silently(target):
     """A plain value may be another, as nothing else says it: then every tensor is right all the same."""
+
+    def plain_tensors_are_right(target, numbers):
+        """Where the lists and dicts around them are still there."""
+        try:
+            found = [numbers[0], numbers[1]["n"]]
+        except (TypeError, KeyError, IndexError):
+            return True
+        return all(
+            not isinstance(tensor, torch.Tensor) or torch.equal(tensor, target.saved[name])
+            for name, tensor in zip("01", found, strict=True)
+        )
+
     tally, draw = Tally("crafted values of manifests"), random.Random(12)
 
     def check():
@@ -107,10 +120,32 @@ def test_crafted_values_do_not_change_weights_silently(target):
         else:
             model = {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
             assert all(torch.equal(tensor, target.saved[name]) for name, tensor in model.items())
+            assert plain_tensors_are_right(target, state["numbers"])
 
     for _ in range(number(40)):
         part = draw.choice(["step", "world_size", "values", "values", "plans", "version", "format"])
         what, changed = crafted(target.said[part], draw) if part != "step" else ("strange", [])
         target.seal({**target.said, part: changed})
         tally.attempt(f"{part}: {what}", check)
+    tally.finish()
+
+
+def test_crafted_manifests_are_told_alike_on_both_ranks(ranks, tmp_path):
+    tally, draw = Tally("crafted manifests on two ranks"), random.Random(14)
+    ranks(2).run(save_sharded, tmp_path)
+    said = json.loads((tmp_path / MANIFEST).read_bytes().split(b"\n")[0])
+    attacks, contents = [], []
+    for _ in range(number(30)):
+        part = draw.choice(["files", "tensors", "tensors", "values"])
+        what, changed = crafted(said[part], draw)
+        body = json.dumps({**said, part: changed}).encode()
+        attacks.append(f"{part}: {what}")
+        contents.append(body + f'\n{{"crc32": {zlib.crc32(body)}}}\n'.encode())
+
+    def check(one, other):
+        assert one == other
+        assert one is None or one[0] in ("CheckpointError", "DamagedCheckpointError", "ValueError")
+
+    for what, *told in zip(attacks, *ranks(2).run(load_each, tmp_path, contents), strict=True):
+        tally.attempt(what, lambda told=told: check(*told))
     tally.finish()
