@@ -67,7 +67,7 @@ def test_values_that_are_called_like_the_others_are_judged_by_themselves():
 def test_made_up_data_has_no_files(tmp_path):
     args = ["tests/train/small.py:small", "--runs", str(tmp_path), "--name", "r", "--quiet"]
     assert train(args) == 0
-    with pytest.raises(ValueError, match="SyntheticClicks reads no files of its own"):
+    with pytest.raises(ValueError, match="SyntheticClicks reads no files"):
         evaluate.main([str(tmp_path / "r"), "--data", "x"])
     with pytest.raises(ValueError, match="SyntheticClicks has no on_error"):
         evaluate.main([str(tmp_path / "r"), "--data", "x", "--on-error", "skip"])

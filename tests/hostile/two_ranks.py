@@ -2,13 +2,13 @@
 
 import torch
 import torch.distributed as dist
+from meshrec.plan.mesh import default_env
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.checkpoint import load, save
 from meshrec.checkpoint.manifest import MANIFEST
 from meshrec.model_parallel import DistributedModelParallel
-from meshrec.plan.mesh import default_env
 
 
 def sharded():
