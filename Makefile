@@ -139,6 +139,7 @@ TUTORIALS := $(patsubst examples/%.py,$(GENERATED)/tutorials/%.md,$(wildcard exa
 docs: $(TUTORIALS)
 	$(BIN)/python docs/errors.py $(GENERATED)/errors.md
 	$(BIN)/python docs/command_line.py $(GENERATED)/cli.md
+	$(BIN)/python docs/house.py $(GENERATED)/house.md
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 	@echo "open docs/_build/index.html"
 
