@@ -42,7 +42,7 @@ def csv_to_parquet(
 
     Args:
         source: the file, plain or compressed.
-        out: the file to write.
+        out: the file to write; its folder is made.
         columns: column names, if the file has no header.
         delimiter: delimiter between values.
         texts: columns that stay text, whatever they look like.
@@ -59,6 +59,7 @@ def csv_to_parquet(
     convert = csv.ConvertOptions(
         column_types=types, timestamp_parsers=list(times.values()), strings_can_be_null=True
     )
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     rows = 0
     with (
         csv.open_csv(
