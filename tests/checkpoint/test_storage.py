@@ -165,13 +165,13 @@ def test_the_checksum_of_a_block_covers_its_place(folder):
     record = manifest.tensors["a"]
     piece = record.pieces[0]
     with open_data(folder, manifest, piece.file) as descriptor:
-        sound = stored_rows(folder, manifest, descriptor, "a", record, piece)
+        sound = stored_rows(folder, manifest, descriptor, "a", record=record, piece=piece)
         read_region(sound, (0, 0), torch.empty(100, 8))
         for name, other in [
             ("c", record),
             ("a", record._replace(dtype=torch.int32)),
             ("a", record._replace(shape=(200, 8))),
         ]:
-            stored = stored_rows(folder, manifest, descriptor, name, other, piece)
+            stored = stored_rows(folder, manifest, descriptor, name, record=other, piece=piece)
             with pytest.raises(DamagedCheckpointError, match="checksums differ"):
                 read_region(stored, (0, 0), torch.empty(100, 8))

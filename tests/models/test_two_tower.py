@@ -20,7 +20,9 @@ def make_model():
             name="item", num_embeddings=NUM_ITEMS, embedding_dim=8, feature_names=["item", "history"]
         ),
     ]
-    return TwoTower(EmbeddingBagCollection(tables=tables), ["user", "history"], ["item"], [16, 8], 2)
+    return TwoTower(
+        EmbeddingBagCollection(tables=tables), ["user", "history"], ["item"], [16, 8], dense_in_features=2
+    )
 
 
 class Batch:

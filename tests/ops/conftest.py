@@ -34,8 +34,16 @@ class Case(NamedTuple):
 
     @property
     def out_size(self):
-        layout = (self.num_keys, self.keys, self.dims, self.pooling, self.flat)
-        return make_layout(self.offsets, self.segments, *layout).out_size
+        layout = make_layout(
+            self.offsets,
+            self.segments,
+            self.num_keys,
+            self.keys,
+            self.dims,
+            pooling=self.pooling,
+            flat=self.flat,
+        )
+        return layout.out_size
 
     def gradient(self, *, seed=1, exact=True):
         """Shaped like the output; ``exact``: sums of some thousands are the same in every order."""

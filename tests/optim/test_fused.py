@@ -291,7 +291,9 @@ def test_rows_as_lookups_look_every_row_up_once():
     lookups = rows_as_lookups(rows, [2, 4], [1, 0])
     weights = [torch.arange(20.0).view(5, 4), torch.arange(8.0).view(4, 2)]
     names = torch.tensor(list(b"a\tb\nc\td\n"), dtype=torch.uint8)
-    found = meshrec.ops.tbe.forward(weights, lookups, 6, torch.float32, True, names)
+    found = meshrec.ops.tbe.forward(
+        weights, lookups, meshrec.ops.tbe.LookupOptions(6, torch.float32, True, names)
+    )
     assert torch.equal(found, weights[1][rows[0]].flatten())
 
 

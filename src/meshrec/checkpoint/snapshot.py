@@ -70,7 +70,7 @@ class Snapshot:
                     os.close(begun)
                     raise
             if pid == 0:
-                _write_and_exit(parent, prctl, begun, path, parts, note)
+                _write_and_exit(parent, prctl, begun, path=path, parts=parts, note=note)
             os.close(begun)
             snapshot = cls(pid, note)
             poll = select.poll()  # unlike select, it takes descriptors above 1023
@@ -129,7 +129,7 @@ def failure_of(note: Path) -> Path:
 
 
 def _write_and_exit(
-    parent: int, prctl: Any, begun: int, path: Path, parts: Sequence[TensorPart], note: Path
+    parent: int, prctl: Any, begun: int, *, path: Path, parts: Sequence[TensorPart], note: Path
 ) -> None:
     code = 1
     try:

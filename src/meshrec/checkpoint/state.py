@@ -119,7 +119,7 @@ def prepare(state: Mapping[str, Any], manifest: Manifest, rank: int, *, partial:
                 )
         else:
             own = {name: _empty(manifest, name) for name in saved.get(entry, ())}
-            job = _replaced(state, entry, item, kind, content, own)
+            job = _replaced(state, entry, item, kind, content=content, own=own)
         tensors.update(own)
         jobs.append(job)
     prefix = f"{RANDOM}.{rank}."
@@ -255,7 +255,7 @@ def _common(
 
 
 def _replaced(
-    state: Mapping[str, Any], entry: str, item: Any, kind: str, content: Any, own: dict[str, Tensor]
+    state: Mapping[str, Any], entry: str, item: Any, kind: str, *, content: Any, own: dict[str, Tensor]
 ) -> Callable[[], None]:
     def finish() -> None:
         value = decode(content, own.__getitem__)

@@ -211,7 +211,12 @@ class CheckpointReader(StorageReader):
                 for _, _, item, record, piece in (each for each in work if each[0] == number):
                     target = planner.resolve_tensor(item).detach()
                     stored = stored_rows(
-                        self._folder, self._manifest, descriptor, item.storage_index.fqn, record, piece
+                        self._folder,
+                        self._manifest,
+                        descriptor,
+                        item.storage_index.fqn,
+                        record=record,
+                        piece=piece,
                     )
                     read_region(stored, tuple(item.storage_offsets), target)
                     planner.commit_tensor(item, target)
@@ -285,7 +290,7 @@ def verify_data(folder: Path, manifest: Manifest) -> None:
         with open_data(folder, manifest, number) as descriptor:
             buffer = torch.empty(0, dtype=torch.uint8)
             for name, record, piece in contents:
-                stored = stored_rows(folder, manifest, descriptor, name, record, piece)
+                stored = stored_rows(folder, manifest, descriptor, name, record=record, piece=piece)
                 if stored.grid.block_bytes > buffer.numel():
                     buffer = torch.empty(stored.grid.block_bytes, dtype=torch.uint8)
                 verify_rows(stored, buffer)
@@ -340,7 +345,7 @@ def _piece_at(record: TensorRecord, offset: tuple[int, ...]) -> StoredPiece:
 
 
 def stored_rows(
-    folder: Path, manifest: Manifest, descriptor: int, name: str, record: TensorRecord, piece: StoredPiece
+    folder: Path, manifest: Manifest, descriptor: int, name: str, *, record: TensorRecord, piece: StoredPiece
 ) -> StoredRows:
     """Return a piece in its open file."""
     file = manifest.files[piece.file].name

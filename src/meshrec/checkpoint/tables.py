@@ -161,7 +161,7 @@ def whole_blocks(folder: Path, manifest: Manifest, name: str, record: TensorReco
                 target = block[low - first : high - first]
                 for dim in range(1, len(size)):
                     target = target.narrow(dim, offset[dim], size[dim])
-                stored = stored_rows(folder, manifest, opened[piece.file], name, record, piece)
+                stored = stored_rows(folder, manifest, opened[piece.file], name, record=record, piece=piece)
                 if not piece.shape:
                     target = target[0]
                 read_region(stored, (low - offset[0], *[0] * (len(size) - 1))[: len(piece.shape)], target)

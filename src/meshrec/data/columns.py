@@ -59,13 +59,13 @@ def encode(
     kept = np.ones(num, np.bool_)
     numbers = np.empty((num, len(dense)), np.float32)
     for number, column in enumerate(dense):
-        values = _numbers(table[column.name], column.name, column.missing, place, kept, faults)
+        values = _numbers(table[column.name], column.name, column.missing, place, kept=kept, faults=faults)
         numbers[:, number] = np.log1p(np.maximum(values, 0)) if column.log else values
     if label is None:
         labels = np.full(num, np.nan, np.float32)
     else:
-        labels = _numbers(table[label], label, None, place, kept, faults)
-        check_labels(labels, label_range, f"{place.name}, column {label!r}", place, kept, faults)
+        labels = _numbers(table[label], label, None, place, kept=kept, faults=faults)
+        check_labels(labels, label_range, f"{place.name}, column {label!r}", place, kept=kept, faults=faults)
     encoded = tuple(_ids(table[column.name], column, place, kept, faults) for column in ids)
     return Samples(numbers, labels, encoded, None if kept.all() else kept)
 
@@ -75,6 +75,7 @@ def check_labels(
     label_range: tuple[float, float] | None,
     where: str,
     place: Place,
+    *,
     kept: Bools,
     faults: Faults,
 ) -> None:
@@ -93,7 +94,7 @@ def check_labels(
 
 
 def _numbers(
-    chunks: Any, name: str, missing: float | None, place: Place, kept: Bools, faults: Faults
+    chunks: Any, name: str, missing: float | None, place: Place, *, kept: Bools, faults: Faults
 ) -> Floats:
     values: Floats = pc.cast(chunks, pa.float32(), safe=False).combine_chunks().to_numpy(zero_copy_only=False)
     finite = np.isfinite(values)  # null has become NaN
@@ -109,7 +110,7 @@ def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Fault
     array = chunks.combine_chunks() if isinstance(chunks, pa.ChunkedArray) else chunks
     if not _is_list(array.type):
         offsets = np.arange(len(array) + 1, dtype=np.int64)
-        return Ragged(_checked(array, offsets, column, place, kept, faults), offsets)
+        return Ragged(_checked(array, offsets, column, place, kept=kept, faults=faults), offsets)
     if array.null_count:
         if column.missing is None:
             where = f"{place.name}, column {column.name!r}: row {{row}} is null{_MISSING}"
@@ -122,10 +123,12 @@ def _ids(chunks: Any, column: IdColumn, place: Place, kept: Bools, faults: Fault
     else:
         offsets = array.offsets.to_numpy().astype(np.int64)
         offsets -= offsets[0]
-    return Ragged(_checked(array.flatten(), offsets, column, place, kept, faults), offsets)
+    return Ragged(_checked(array.flatten(), offsets, column, place, kept=kept, faults=faults), offsets)
 
 
-def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults) -> Ints:
+def _checked(
+    array: Any, offsets: Ints, column: IdColumn, place: Place, *, kept: Bools, faults: Faults
+) -> Ints:
     """Return the IDs of a column, and remove rows with invalid IDs from ``kept``."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -147,12 +150,12 @@ def _checked(array: Any, offsets: Ints, column: IdColumn, place: Place, kept: Bo
             faults.check(kept, ~_any(missing, offsets), where, place.first_row, place.file)
         values = np.where(missing, column.missing or 0, values)
     if not column.hashed and len(values):
-        _check_range(values, offsets, column, place, kept, faults)
+        _check_range(values, offsets, column, place, kept=kept, faults=faults)
     return values
 
 
 def _check_range(
-    values: Ints, offsets: Ints, column: IdColumn, place: Place, kept: Bools, faults: Faults
+    values: Ints, offsets: Ints, column: IdColumn, place: Place, *, kept: Bools, faults: Faults
 ) -> None:
     # Seen as unsigned numbers, negative ones are large.
     if int(values.view(np.uint64).max()) < column.num_embeddings:

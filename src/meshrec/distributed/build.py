@@ -354,7 +354,9 @@ def _allocate(
 def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) -> None:
     rows, columns = (rectangle.r0, rectangle.r1), (rectangle.c0, rectangle.c1)
     if not source.weight.is_meta:
-        copy_rectangle(source.storage, weight, source.weight.detach(), source.table.dim, rows, columns)
+        copy_rectangle(
+            source.storage, weight, source.weight.detach(), source.table.dim, rows=rows, columns=columns
+        )
         return
     draw = functools.partial(
         init_rectangle,
@@ -372,7 +374,9 @@ def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) 
         draw(numbers, first=(first, 0))
         target = weight[first - rectangle.r0 :][: len(numbers)]
         whole = source.storage.encode(numbers)
-        copy_rectangle(source.storage, target, whole, source.table.dim, (0, len(numbers)), columns)
+        copy_rectangle(
+            source.storage, target, whole, source.table.dim, rows=(0, len(numbers)), columns=columns
+        )
 
 
 def _take_state(rule: UpdateRule, rectangle: Rectangle, source: SourceTable, state: Sequence[Tensor]) -> None:

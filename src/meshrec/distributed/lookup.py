@@ -10,6 +10,7 @@ from torch import Tensor
 from meshrec.distributed.input_dist import LookupIds
 from meshrec.distributed.routing import RankWork, Route, Routing
 from meshrec.ops import tbe
+from meshrec.ops.tbe import LookupOptions
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.index import slots_of
@@ -147,7 +148,8 @@ class LookupTables:
         # Gradients are made elsewhere: skip the op's own, which costs time in Python and is not used.
         with torch._C._AutoDispatchBelowAutograd():
             weights = self._plain or self.weights
-            return self._look_up(weights, lookups, size, self._out_dtype, False, self._names)
+            options = LookupOptions(size, self._out_dtype, False, self._names)
+            return self._look_up(weights, lookups, options)
 
     def shaped(self, grad: Tensor, ids: LookupIds) -> Tensor:
         """Return a gradient in fp32 with the shape of the output."""

@@ -75,7 +75,7 @@ class SpreadTable(TableHolder):
             whole.copy_(value)
         for rectangle, own in self.parts():
             r, c = (rectangle.r0, rectangle.r1), (rectangle.c0, rectangle.c1)
-            copy_rectangle(self.storage, own, rows, self._table.dim, r, c)
+            copy_rectangle(self.storage, own, rows, self._table.dim, rows=r, columns=c)
 
     def _allocated(self) -> Tensor:
         columns = self.storage.columns(self._table.dim)

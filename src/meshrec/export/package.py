@@ -130,7 +130,12 @@ def export(
             for compiled_name, exported_name, given_once in kinds:
                 program = Program(model, list(state), features, scores, given_once)
                 found = _exported(
-                    program, model, [t.detach() for t in state.values()], features, num_dense, given_once
+                    program,
+                    model,
+                    [t.detach() for t in state.values()],
+                    features,
+                    num_dense=num_dense,
+                    shared=given_once,
                 )
                 why_not = compile_program(found, parts / compiled_name) if compile else "compile=False"
                 found._example_inputs = None  # the weights were among them
@@ -263,6 +268,7 @@ def _exported(
     model: nn.Module,
     weights: list[Tensor],
     features: Sequence[str],
+    *,
     num_dense: int,
     shared: Sequence[str],
 ) -> "torch.export.ExportedProgram":

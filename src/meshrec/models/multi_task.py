@@ -85,6 +85,7 @@ class PLE(Mixture):
         in_features: int,
         layer_sizes: Sequence[int],
         num_tasks: int,
+        *,
         num_shared: int = 2,
         num_own: int = 2,
         num_layers: int = 2,

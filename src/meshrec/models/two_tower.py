@@ -72,6 +72,7 @@ class TwoTower(nn.Module):
         query_features: Sequence[str],
         item_features: Sequence[str],
         layer_sizes: Sequence[int],
+        *,
         dense_in_features: int = 0,
         dense_device: torch.device | None = None,
     ) -> None:

@@ -134,12 +134,12 @@ class TableLookup:
         dtype = torch.float32 if self.output_dtype is None else self.output_dtype.dtype
         if self.output_dtype is None and not self._quantised:
             dtype = functools.reduce(torch.promote_types, {weight.dtype for weight in weights})
-        options = (out_size, dtype, self._checks_ids, self._names)
+        options = tbe.LookupOptions(out_size, dtype, self._checks_ids, self._names)
         if updater is not None and torch.is_grad_enabled():
             plain = [table for table in updater.plain_tables if weights[table].requires_grad]
             result: Tensor = tbe.fused_forward(weights, lookups, updater, plain, options)
             return result
-        return self._look_up(weights, lookups, *options)
+        return self._look_up(weights, lookups, options)
 
     def _resolved(self, lookups: tbe.Lookups) -> tbe.Lookups:
         """Replace the keys of tables with an index by slots."""

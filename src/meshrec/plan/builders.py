@@ -65,7 +65,12 @@ def table_wise(
 
     def generate(table: str, size: TableSize, ranks: WorldShape) -> ParameterSharding:
         return _grid(
-            table, ShardingType.TABLE_WISE, size, [(0, size.embedding_dim, [rank])], ranks, compute_kernel
+            table,
+            ShardingType.TABLE_WISE,
+            size,
+            [(0, size.embedding_dim, [rank])],
+            world=ranks,
+            compute_kernel=compute_kernel,
         )
 
     return generate
@@ -81,7 +86,7 @@ def row_wise(
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         bands = [(0, size.embedding_dim, owners)]
-        return _grid(table, ShardingType.ROW_WISE, size, bands, world, compute_kernel)
+        return _grid(table, ShardingType.ROW_WISE, size, bands, world=world, compute_kernel=compute_kernel)
 
     return generate
 
@@ -96,7 +101,12 @@ def column_wise(
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = list(range(world.world_size)) if ranks is None else list(ranks)
         return _grid(
-            table, ShardingType.COLUMN_WISE, size, _column_bands(size, owners), world, compute_kernel
+            table,
+            ShardingType.COLUMN_WISE,
+            size,
+            _column_bands(size, owners),
+            world=world,
+            compute_kernel=compute_kernel,
         )
 
     return generate
@@ -113,7 +123,9 @@ def table_row_wise(
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         owners = _node_ranks(table, node if node is not None else host_index, world)
         bands = [(0, size.embedding_dim, owners)]
-        return _grid(table, ShardingType.TABLE_ROW_WISE, size, bands, world, compute_kernel)
+        return _grid(
+            table, ShardingType.TABLE_ROW_WISE, size, bands, world=world, compute_kernel=compute_kernel
+        )
 
     return generate
 
@@ -125,7 +137,9 @@ def table_column_wise(
 
     def generate(table: str, size: TableSize, world: WorldShape) -> ParameterSharding:
         bands = _column_bands(size, _node_ranks(table, node, world))
-        return _grid(table, ShardingType.TABLE_COLUMN_WISE, size, bands, world, compute_kernel)
+        return _grid(
+            table, ShardingType.TABLE_COLUMN_WISE, size, bands, world=world, compute_kernel=compute_kernel
+        )
 
     return generate
 
@@ -148,7 +162,7 @@ def grid_shard(
             (c0, c1, _node_ranks(table, node, world))
             for node, (c0, c1) in zip(chosen, even_splits(size.embedding_dim, len(chosen)), strict=True)
         ]
-        return _grid(table, ShardingType.GRID_SHARD, size, bands, world, compute_kernel)
+        return _grid(table, ShardingType.GRID_SHARD, size, bands, world=world, compute_kernel=compute_kernel)
 
     return generate
 
@@ -214,6 +228,7 @@ def _grid(
     sharding_type: ShardingType,
     size: TableSize,
     bands: Sequence[tuple[int, int, list[int]]],
+    *,
     world: WorldShape,
     compute_kernel: EmbeddingComputeKernel,
 ) -> ParameterSharding:

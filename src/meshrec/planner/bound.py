@@ -54,7 +54,7 @@ class LowerBound:
         num_phases = problem.load_PK.shape[1]
         nothing_K, everything_K = np.zeros(num_phases), np.full(num_phases, INFINITY)
         if len(np.unique(self._type_C[allowed_C])) == int(self._type_C[-1]) + 1:
-            self._open(0.0, nothing_K, everything_K, allowed_C, INFINITY, _ROOT_ROUNDS)
+            self._open(0.0, nothing_K, everything_K, allowed_C, cutoff=INFINITY, rounds=_ROOT_ROUNDS)
         self._root = self.best_box
 
     @property
@@ -113,13 +113,13 @@ class LowerBound:
             upper_K, lower_K = box.upper_K.copy(), box.lower_K.copy()
             upper_K[cut.phase] = cut.at_most
             lower_K[cut.phase] = cut.at_least
-            self._open(box.bound, box.lower_K, upper_K, box.admitted_C, most, _ROUNDS)
-            self._open(box.bound, lower_K, box.upper_K, box.admitted_C, most, _ROUNDS)
+            self._open(box.bound, box.lower_K, upper_K, box.admitted_C, cutoff=most, rounds=_ROUNDS)
+            self._open(box.bound, lower_K, box.upper_K, box.admitted_C, cutoff=most, rounds=_ROUNDS)
             return True
         return False
 
     def _open(
-        self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools, cutoff: float, rounds: int
+        self, bound: float, lower_K: Floats, upper_K: Floats, admitted_C: Bools, *, cutoff: float, rounds: int
     ) -> None:
         # No phase can take what all others leave of the cutoff.
         upper_K = np.minimum(upper_K, cutoff - lower_K.sum() + lower_K)

@@ -55,7 +55,9 @@ def alternatives(plan: PlannedShardingPlan, *, most_tables: int = 400) -> dict[s
         chosen = plan.plan[table.module_path][table.name]
         latency = _Latency(model, np.delete(placements.replicated_T, index))
         before += latency.seconds(bool(placements.replicated_T[index])) - rest
-        best = _best_per_type(state, problem, model, index, inputs.constraints, before, latency)
+        best = _best_per_type(
+            state, problem, model, index, constraints=inputs.constraints, before=before, latency=latency
+        )
         # The plan may cut the table unevenly, but all candidates are even.
         present = Alternative(chosen.sharding_type.value, max(1, len(chosen.shards)), 0.0)
         if best.get(present.sharding_type, present).change >= 0:
@@ -82,6 +84,7 @@ def _best_per_type(
     problem: Problem,
     model: CostModel,
     index: int,
+    *,
     constraints: Mapping[str, ParameterConstraints],
     before: float,
     latency: "_Latency",

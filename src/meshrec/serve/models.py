@@ -123,6 +123,7 @@ class Repository:
         folders: Mapping[str, Path],
         limits: Limits,
         metrics: Metrics,
+        *,
         warm_up: Path | None = None,
         deltas: Mapping[str, Path] | None = None,
         wishes: Mapping[str, Wish] | None = None,

@@ -45,7 +45,13 @@ class Server:
         self._options, self._bound, self._peers = options, bound, peers
         metrics = Metrics()
         self.repository = Repository(
-            models, options.limits, metrics, options.warm_up, options.deltas, wishes, options.verify
+            models,
+            options.limits,
+            metrics,
+            warm_up=options.warm_up,
+            deltas=options.deltas,
+            wishes=wishes,
+            verify=options.verify,
         )
         self._reader = BodyReader()
         self._connections = Connections(options.connections, metrics.refused)

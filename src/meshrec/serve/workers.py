@@ -103,8 +103,11 @@ class _Supervisor:
     def _start(self, index: int) -> None:
         here, there = multiprocessing.Pipe()
         peers = Peers(there, self._loaded, index)
-        arguments = (self._models, self._options, self._bound, peers, self._num, dict(self._wishes))
-        process = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
+        process = multiprocessing.get_context("fork").Process(
+            target=_work,
+            args=(self._models, self._options, self._bound, peers),
+            kwargs={"num_workers": self._num, "wishes": dict(self._wishes)},
+        )
         process.start()
         there.close()
         self._workers[index] = _Worker(process, here, time.monotonic())
@@ -187,6 +190,7 @@ def _work(
     options: ServerOptions,
     bound: socket.socket,
     peers: Peers,
+    *,
     num_workers: int,
     wishes: dict[str, tuple[str, int | None]],
 ) -> None:

@@ -194,6 +194,7 @@ def copy_rectangle(
     target: Tensor,
     source: Tensor,
     source_dim: int,
+    *,
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> None:
@@ -219,8 +220,8 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
         )
 
 
-LookUp = Callable[[Sequence[Tensor], tbe.Lookups, int, torch.dtype, bool, Tensor], Tensor]
-"""Weights, lookups, out_size, out_dtype, check_ids, names: see ``ops.tbe.forward``."""
+LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
+"""As ``ops.tbe.forward``."""
 
 
 def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
@@ -229,12 +230,5 @@ def lookup_of(storages: Sequence[RowStorage]) -> LookUp:
     return functools.partial(nbit.forward, bits) if any(bits) else _look_up_dense
 
 
-def _look_up_dense(
-    weights: Sequence[Tensor],
-    lookups: tbe.Lookups,
-    out_size: int,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
-    return _look_up(list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names)
+def _look_up_dense(weights: Sequence[Tensor], lookups: tbe.Lookups, options: tbe.LookupOptions) -> Tensor:
+    return _look_up(list(weights), *lookups[:-1], *options)

@@ -152,7 +152,7 @@ class ClickTowersConfig(ModelConfig):
             )
         tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
         query = [feature.name for feature in dataset.features if feature.name not in items]
-        towers = TwoTower(tables, query, items, self.layers, dataset.num_dense)
+        towers = TwoTower(tables, query, items, self.layers, dense_in_features=dataset.num_dense)
         return TwoTowerClicks(towers, temperature=self.temperature)
 
 
@@ -284,7 +284,7 @@ class TwoTowerConfig(ModelConfig):
             [name for each in tables for name in each.feature_names if name not in of_items],
             [name for each in tables for name in each.feature_names if name in of_items],
             self.layers,
-            dataset.num_dense,
+            dense_in_features=dataset.num_dense,
         )
         return TowerRanking(
             towers,

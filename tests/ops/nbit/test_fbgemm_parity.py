@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from meshrec.ops import nbit
-from meshrec.ops.tbe import Lookups
+from meshrec.ops.tbe import LookupOptions, Lookups
 
 pytestmark = pytest.mark.peers
 
@@ -71,5 +71,5 @@ def test_lookups(fbgemm, bits, weighted):
     theirs = op(ids.int(), offsets.int(), sample_weights)
     lookups = Lookups(ids, offsets, sample_weights, None, 1, [0], [0], [0], False, [dim])
     names = torch.empty(0, dtype=torch.uint8)
-    ours = nbit.forward([bits], [rows], lookups, BATCH, torch.float32, True, names)
+    ours = nbit.forward([bits], [rows], lookups, LookupOptions(BATCH, torch.float32, True, names))
     assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))

@@ -8,7 +8,7 @@ def test_pieces_of_two_blocks_with_an_unread_key():
     # Block 0 has two bags per key, block 1 has one; key 1 is read by nobody.
     offsets = torch.tensor([0, 1, 3, 4, 4, 6, 9, 9, 10, 12])
     segments = torch.tensor([0, 2, 4, 6, 7, 8, 9])
-    layout = make_layout(offsets, segments, 3, [0, 2], [4, 2], [SUM, MEAN], flat=False)
+    layout = make_layout(offsets, segments, 3, [0, 2], [4, 2], pooling=[SUM, MEAN], flat=False)
     assert layout.out_size == 3
     seen = [(p.feature, p.ids, p.lengths_B.tolist(), p.rows, p.columns) for p in layout.pieces]
     assert seen == [
@@ -22,9 +22,9 @@ def test_pieces_of_two_blocks_with_an_unread_key():
 
 def test_flat_pieces_follow_one_another():
     offsets, segments = torch.tensor([0, 1, 3, 4]), torch.tensor([0, 2, 3])
-    pooled = make_layout(offsets, segments, 2, [0, 1], [4, 2], [SUM, SUM], flat=True)
+    pooled = make_layout(offsets, segments, 2, [0, 1], [4, 2], pooling=[SUM, SUM], flat=True)
     assert [p.flat for p in pooled.pieces] == [slice(0, 8), slice(8, 10)]
-    per_id = make_layout(offsets, segments, 2, [0, 1], [4, 2], [NONE, NONE], flat=True)
+    per_id = make_layout(offsets, segments, 2, [0, 1], [4, 2], pooling=[NONE, NONE], flat=True)
     assert [p.flat for p in per_id.pieces] == [slice(0, 12), slice(12, 14)]
     assert (pooled.out_size, per_id.out_size) == (10, 14)
     assert per_id.pieces[1].of(torch.arange(14), 2).tolist() == [[12, 13]]
@@ -70,10 +70,16 @@ def test_uneven_bags():
 def test_batch_sizes_that_differ_need_a_flat_output():
     with pytest.raises(ValueError, match="feature 1 has 1 samples and the first key 2"):
         make_layout(
-            torch.tensor([0, 1, 3, 4]), torch.tensor([0, 2, 3]), 2, [0, 1], [4, 2], [SUM, SUM], flat=False
+            torch.tensor([0, 1, 3, 4]),
+            torch.tensor([0, 2, 3]),
+            2,
+            [0, 1],
+            [4, 2],
+            pooling=[SUM, SUM],
+            flat=False,
         )
 
 
 def test_sequence_lookups_need_a_flat_output():
     with pytest.raises(ValueError, match="lookups that are not pooled have a flat output"):
-        make_layout(torch.tensor([0, 1, 3]), None, 2, [0, 1], [4, 2], [SUM, NONE], flat=False)
+        make_layout(torch.tensor([0, 1, 3]), None, 2, [0, 1], [4, 2], pooling=[SUM, NONE], flat=False)

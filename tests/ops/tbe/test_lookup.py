@@ -5,7 +5,7 @@ from meshrec.ops import tbe
 
 # Table 0 ([6, 2]) is read by features 0 and 2, table 1 ([5, 3]) by feature 1; key 1 is read twice.
 NAMES = torch.tensor(list(b"t0\ta\nt1\tb\nt0\tb\n"), dtype=torch.uint8)
-OPTIONS = (2, torch.float32, True, NAMES)
+OPTIONS = tbe.LookupOptions(2, torch.float32, True, NAMES)
 
 
 def make_lookups(sample_weights=None):
@@ -62,14 +62,14 @@ def plain_gradients(grad, scale=None):
 
 
 def test_forward():
-    torch.testing.assert_close(tbe.forward(make_weights(), make_lookups(), *OPTIONS), by_hand(make_weights()))
+    torch.testing.assert_close(tbe.forward(make_weights(), make_lookups(), OPTIONS), by_hand(make_weights()))
 
 
 def test_gradients_of_weights_and_sample_weights():
     weights = [weight.requires_grad_() for weight in make_weights()]
     scale, grad = torch.rand(5), torch.randn(2, 7)
     sample_weights = scale.clone().requires_grad_()
-    tbe.forward(weights, make_lookups(sample_weights), *OPTIONS).backward(grad)
+    tbe.forward(weights, make_lookups(sample_weights), OPTIONS).backward(grad)
     expected = plain_gradients(grad, scale)
     for tensor, gradient in zip([*weights, sample_weights], expected, strict=True):
         torch.testing.assert_close(tensor.grad, gradient)
@@ -102,7 +102,7 @@ def test_fused_forward_hands_the_gradient_to_the_updater():
     weights = [weight.requires_grad_() for weight in make_weights()]
     updater, lookups, grad = Recorder(), make_lookups(), torch.randn(2, 7)
     result = tbe.fused_forward(weights, lookups, updater, [], OPTIONS)
-    assert torch.equal(result, tbe.forward(weights, lookups, *OPTIONS))
+    assert torch.equal(result, tbe.forward(weights, lookups, OPTIONS))
     assert updater.taken == []
     result.backward(grad)
     ((taken, given),) = updater.taken

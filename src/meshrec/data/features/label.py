@@ -53,7 +53,7 @@ class Label:
             return (values >= self.positive_from).astype(np.float32)
         labels = values.astype(np.float32)
         if self.kind == "binary":
-            check_labels(labels, (0.0, 1.0), where, place, kept, faults)
+            check_labels(labels, (0.0, 1.0), where, place, kept=kept, faults=faults)
         return labels
 
     def to_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from meshrec.ops.nbit import (
     triton,  # noqa: F401 - registers the lookup for GPUs
 )
 from meshrec.ops.nbit.naive import BITS, PARAM_BYTES, code_bytes, params_of, row_bytes
-from meshrec.ops.tbe import Lookups
+from meshrec.ops.tbe import LookupOptions, Lookups
 
 __all__ = [
     "BITS",
@@ -30,21 +30,13 @@ __all__ = [
 _forward: Callable[..., Tensor] = torch.ops.meshrec.nbit_forward.default
 
 
-def forward(
-    bits: list[int],
-    weights: Sequence[Tensor],
-    lookups: Lookups,
-    out_size: int,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
+def forward(bits: list[int], weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions) -> Tensor:
     """Look up in tables of which some are quantised. ``bits`` has the bits per code of each; 0 for
     floating-point rows.
 
     ``ops.tbe.forward`` describes the other arguments and the errors. A backward pass raises ValueError.
     """
-    return _forward(list(weights), bits, *lookups, out_size, out_dtype, check_ids, names)
+    return _forward(list(weights), bits, *lookups, *options)
 
 
 def quantize(weight: Tensor, bits: int, params: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ def nbit_forward(weights: list[Tensor], bits: list[int], *arguments: Any) -> Ten
     """See ``naive.nbit_forward``."""
     lookups, (out_size, out_dtype, check_ids, _) = Lookups.split(arguments)
     naive.check_tables(weights, bits, lookups)
-    out = triton.look_up(weights, bits, lookups, out_size, out_dtype, check_ids)
+    out = triton.look_up(weights, bits, lookups, out_size=out_size, out_dtype=out_dtype, check_ids=check_ids)
     # The plain version raises the error with its place.
     return naive.nbit_forward(weights, bits, *arguments) if out is None else out
 

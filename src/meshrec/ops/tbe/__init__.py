@@ -2,6 +2,7 @@
 
 from meshrec.ops.tbe.layout import Lookups
 from meshrec.ops.tbe.lookup import (
+    LookupOptions,
     Updater,
     dense_grad,
     forward,
@@ -13,6 +14,7 @@ from meshrec.ops.tbe.lookup import (
 )
 
 __all__ = [
+    "LookupOptions",
     "Lookups",
     "Updater",
     "dense_grad",

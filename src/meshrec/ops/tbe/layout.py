@@ -139,6 +139,7 @@ def make_layout(
     num_keys: int,
     keys: list[int],
     dims: list[int],
+    *,
     pooling: list[int],
     flat: bool,
 ) -> OutputLayout:

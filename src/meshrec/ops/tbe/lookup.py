@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch 
 """Names of the first four fields of ``Lookups`` in messages."""
 
 
+class LookupOptions(NamedTuple):
+    """What a lookup is asked for beside its batch.
+
+    Attributes:
+        out_size: number of rows (2-D) or elements (flat) of the result.
+        out_dtype: dtype of the result.
+        check_ids: whether to check IDs and per-sample weights.
+        names: uint8 bytes of ``"table\\tfeature\\n"`` per feature, for messages.
+    """
+
+    out_size: int
+    out_dtype: torch.dtype
+    check_ids: bool
+    names: Tensor
+
+
 class Updater(Protocol):
     """An object that receives the gradient of a lookup and updates tables with it."""
 
@@ -47,29 +63,19 @@ class Updater(Protocol):
         """
 
 
-def forward(
-    weights: Sequence[Tensor],
-    lookups: Lookups,
-    out_size: int,
-    out_dtype: torch.dtype,
-    check_ids: bool,
-    names: Tensor,
-) -> Tensor:
+def forward(weights: Sequence[Tensor], lookups: Lookups, options: LookupOptions) -> Tensor:
     """Look up. The result is differentiable in the weights (dense gradients) and in the per-sample weights.
 
     Args:
         weights: ``[rows, D]`` per table; fp32, fp16 or bf16.
         lookups: the batch, and the tables that its features read.
-        out_size: number of rows (2-D) or elements (flat) of the result.
-        out_dtype: dtype of the result.
-        check_ids: whether to check IDs and per-sample weights.
-        names: uint8 bytes of ``"table\\tfeature\\n"`` per feature, for messages.
+        options: size and dtype of the result, and whether IDs are checked.
 
     Raises:
-        ValueError: offsets do not fit; or, with ``check_ids``, an ID is outside its table or a per-sample
-            weight is NaN.
+        ValueError: offsets do not fit; or, with ``options.check_ids``, an ID is outside its table or a
+            per-sample weight is NaN.
     """
-    return _forward(list(weights), *lookups[:-1], out_size, out_dtype, check_ids, names)
+    return _forward(list(weights), *lookups[:-1], *options)
 
 
 def dense_grad(grad: Tensor, weights: Sequence[Tensor], lookups: Lookups) -> list[Tensor]:
@@ -114,7 +120,7 @@ class _FusedLookup(torch.autograd.Function):
         weights: Sequence[Tensor],
         lookups: Lookups,
         updater: Updater,
-        options: tuple[int, torch.dtype, bool, Tensor],
+        options: LookupOptions,
         plain: list[int],
         *plain_weights: Tensor,
     ) -> Tensor:
@@ -125,7 +131,7 @@ class _FusedLookup(torch.autograd.Function):
         ctx.foreign_writes = updater.foreign_writes(weights)
         # This function is the gradient: skip tbe_forward's own, which costs time in Python and is not used.
         with torch._C._AutoDispatchBelowAutograd():
-            return forward(weights, lookups, *options)
+            return forward(weights, lookups, options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,12 +157,11 @@ def fused_forward(
     lookups: Lookups,
     updater: Updater,
     plain: list[int],
-    options: tuple[int, torch.dtype, bool, Tensor],
+    options: LookupOptions,
 ) -> Tensor:
     """Look up like ``forward``; in the backward pass, ``updater`` receives the gradient.
 
-    ``plain``: the tables that the updater does not update; they get ordinary dense gradients. ``options``:
-    the rest of ``forward``'s arguments.
+    ``plain``: the tables that the updater does not update; they get ordinary dense gradients.
 
     torch.compile does not trace this function, but runs it between its graphs: the update in the backward
     pass is an effect that a traced graph would lose.
@@ -174,7 +179,7 @@ def _run_fused(
     lookups: Lookups,
     updater: Updater,
     plain: list[int],
-    options: tuple[int, torch.dtype, bool, Tensor],
+    options: LookupOptions,
 ) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         raise ValueError(

@@ -53,7 +53,7 @@ def tbe_forward(
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
     dims = [weights[table].shape[1] for table in tables]
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
     if layout.out_size != out_size:
         raise ValueError(f"out_size is {out_size} but the lookups give {layout.out_size}.")
     if check_ids:
@@ -108,7 +108,7 @@ def tbe_update(
     row, for the optimizers that need no other statistic.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
     numbers = Hyper.from_tensor(hyper)
     num_slots = len(formula_of(optimizer).slots)
     if len(state) != num_slots * len(weights):
@@ -157,7 +157,7 @@ def tbe_sparse_grad(
     has U_t = 0 and D_t = 0.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
     gradients = _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows)
     result: list[Tensor] = []
     for parts in _by_table(gradients, len(num_rows)):
@@ -223,7 +223,7 @@ def tbe_dense_grad(
 ) -> list[Tensor]:
     """Return the gradient of each table as a dense tensor of its shape and dtype. Sums are in fp32."""
     _check_inputs(values, offsets, per_sample_weights, pooling)
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     num_rows = [weight.shape[0] for weight in weights]
     for part in _id_gradients(layout, grad, values, per_sample_weights, tables, pooling, dims, num_rows):
@@ -248,7 +248,7 @@ def tbe_sample_weight_grad(
     read get 0.
     """
     _check_inputs(values, offsets, None, [])
-    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling, flat)
+    layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
     _check_pooled(pooling)
     total = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     num_rows = [weight.shape[0] for weight in weights]
@@ -273,7 +273,9 @@ def clamp_ids(
     their tables.
     """
     _check_inputs(values, offsets, None, [])
-    layout = make_layout(offsets, segments, num_keys, keys, [1] * len(keys), [0] * len(keys), True)
+    layout = make_layout(
+        offsets, segments, num_keys, keys, [1] * len(keys), pooling=[0] * len(keys), flat=True
+    )
     clamped, counts_F = values.clone(), torch.zeros(len(keys), dtype=torch.int64, device=values.device)
     for piece in layout.pieces:
         table = tables[piece.feature]

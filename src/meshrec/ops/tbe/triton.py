@@ -118,7 +118,9 @@ def tbe_forward(weights: list[Tensor], *arguments: Any) -> Tensor:
     """See ``naive.tbe_forward``."""
     *shared, out_size, out_dtype, check_ids, _ = arguments
     batch = Lookups._make([*shared, [weights[table].shape[1] for table in shared[-3]]])
-    out = look_up(weights, [0] * len(weights), batch, out_size, out_dtype, check_ids)
+    out = look_up(
+        weights, [0] * len(weights), batch, out_size=out_size, out_dtype=out_dtype, check_ids=check_ids
+    )
     return naive.tbe_forward(weights, *arguments) if out is None else out  # it raises the error
 
 
@@ -126,6 +128,7 @@ def look_up(
     weights: list[Tensor],
     bits: list[int],
     batch: Lookups,
+    *,
     out_size: int,
     out_dtype: torch.dtype,
     check_ids: bool,
@@ -209,6 +212,7 @@ def _entries(
     lookups: _Placed,
     batch: Lookups,
     table_fields: Tensor,
+    *,
     num_rows: Sequence[int],
     runs: Tensor | None = None,
 ) -> _Entries:
@@ -276,15 +280,17 @@ def tbe_update(grad: Tensor, *arguments: Any) -> None:
         [weight.data_ptr() for weight in weights],
         [[tensor.data_ptr() for tensor in slot] for slot in slots],
         [weight.shape[1] for weight in weights],
-        num_rows,
-        origins,
-        device,
+        num_rows=num_rows,
+        origins=origins,
+        device=device,
     )
     kinds = _by_kind(weights, [0] * num_tables)
     for (dtype, _), wanted in kinds.items():
         some = lookups.of_tables(wanted)
         # The runs cover all tables, so they fit only if one kernel serves all of them.
-        entries = _entries(grad, some, batch, fields, num_rows, runs if len(kinds) == 1 else None)
+        entries = _entries(
+            grad, some, batch, fields, num_rows=num_rows, runs=runs if len(kinds) == 1 else None
+        )
         num_entries = entries.rows.numel()
         if num_entries == 0:
             continue
@@ -345,8 +351,8 @@ def _summed_rows(
     width_of = dict(zip(batch.tables, batch.dims, strict=True))
     widths = [width_of.get(table, 0) for table in range(num_tables)]
     nowhere = [[0] * num_tables]
-    fields = _table_fields([0] * num_tables, nowhere, widths, num_rows, [], device)
-    entries = _entries(grad, lookups, batch, fields, num_rows)
+    fields = _table_fields([0] * num_tables, nowhere, widths, num_rows=num_rows, origins=[], device=device)
+    entries = _entries(grad, lookups, batch, fields, num_rows=num_rows)
     is_first = torch.ones_like(entries.rows, dtype=torch.bool)
     is_first[1:] = entries.rows[1:] != entries.rows[:-1]
     is_first &= entries.rows < entries.end_of_rows
@@ -360,7 +366,9 @@ def _summed_rows(
         result.append(torch.empty(count, width, dtype=torch.float32, device=device))
     if sum(counts):
         targets = [[tensor.data_ptr() for tensor in result[1::2]], [rows.data_ptr() for rows in result[::2]]]
-        fields = _table_fields([0] * num_tables, targets, widths, num_rows, [], device)
+        fields = _table_fields(
+            [0] * num_tables, targets, widths, num_rows=num_rows, origins=[], device=device
+        )
         table_of = torch.searchsorted(on_device(entries.first_rows, device), entries.rows, right=True) - 1
         numbers = runs_before[:-1] - first_runs[table_of.clamp(max=num_tables - 1)]
         _sum_runs(entries, fields, numbers, widths, dense=False)
@@ -374,8 +382,10 @@ def tbe_dense_grad(grad: Tensor, weights: list[Tensor], *arguments: Any) -> list
     totals = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     widths, num_rows = [weight.shape[1] for weight in weights], [weight.shape[0] for weight in weights]
     targets = [[total.data_ptr() for total in totals]]
-    fields = _table_fields([0] * len(weights), targets, widths, num_rows, [], batch.values.device)
-    entries = _entries(grad, lookups, batch, fields, num_rows)
+    fields = _table_fields(
+        [0] * len(weights), targets, widths, num_rows=num_rows, origins=[], device=batch.values.device
+    )
+    entries = _entries(grad, lookups, batch, fields, num_rows=num_rows)
     _sum_runs(entries, fields, entries.rows, widths, dense=True)
     return [total.to(weight.dtype) for total, weight in zip(totals, weights, strict=True)]
 
@@ -400,6 +410,7 @@ def _table_fields(
     weights: list[int],
     slots: Sequence[list[int]],
     widths: list[int],
+    *,
     num_rows: Sequence[int],
     origins: list[int],
     device: torch.device,

@@ -239,7 +239,7 @@ def _costs(problem: _Problem, own: int, num_splits: int) -> list[UnitCost]:
     if own < problem.batch:
         sizes = [own, problem.batch - own]
         taken = {name: split(value, sizes, f"the input {name!r}")[0] for name, value in taken.items()}
-    costs = measured(problem.traced, problem.programs, taken, own, num_splits, 1)
+    costs = measured(problem.traced, problem.programs, taken, own, num_splits=num_splits, num_workers=1)
     return [
         UnitCost(0.0, 0.0) if unit.whole else cost
         for unit, cost in zip(problem.traced.units, costs, strict=True)

@@ -191,7 +191,13 @@ class RankExchange(Exchange):
 
 
 def messages_of(
-    staging: Staging, stage: StageProgram, action: str, k: int, carried: Iterable[str], generator: str | None
+    staging: Staging,
+    stage: StageProgram,
+    action: str,
+    k: int,
+    *,
+    carried: Iterable[str],
+    generator: str | None,
 ) -> list[tuple[Message, bool]]:
     """Return all messages of one action of a stage, each with whether this stage sends it.
 

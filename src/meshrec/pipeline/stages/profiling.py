@@ -65,7 +65,7 @@ def choose_for(
         torch.set_num_threads(num_threads)
         with torch.random.fork_rng(devices=[]):
             for count in counts:
-                costs = measured(traced, programs, taken, batch, count, num_stages)
+                costs = measured(traced, programs, taken, batch, num_splits=count, num_workers=num_stages)
                 cut = best_cut(costs, needs, num_stages, count, shared=shared)
                 least = bound(cut, costs, num_stages, count)
                 if fixed is not None:
@@ -97,6 +97,7 @@ def measured(
     programs: Sequence[PartProgram],
     taken: Mapping[str, Any],
     batch: int,
+    *,
     num_splits: int,
     num_workers: int,
 ) -> list[UnitCost]:

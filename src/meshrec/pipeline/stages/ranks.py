@@ -238,9 +238,9 @@ class _Step:
             owner._caller,
             inputs,
             owner._exchange,
-            Mode(train, seed),
-            owner.timeline,
-            owner._carried,
+            mode=Mode(train, seed),
+            timeline=owner.timeline,
+            carried=owner._carried,
         )
 
     def run(self) -> None:
@@ -249,7 +249,9 @@ class _Step:
         index, num_stages = owner._stage.index, len(owner._staging.stages)
         cause: BaseException | None = None
         for action, k in schedule(index, num_stages, num_splits, train=self._train):
-            messages = messages_of(owner._staging, owner._stage, action, k, owner._carried, self._generator)
+            messages = messages_of(
+                owner._staging, owner._stage, action, k, carried=owner._carried, generator=self._generator
+            )
             if action == "agree":
                 # Gradients are exchanged with other lanes next, and tables after that: all or none.
                 group = owner._lanes if k else None

@@ -99,6 +99,7 @@ class StageRun:
         call: "Caller",
         inputs: Inputs,
         exchange: Exchange,
+        *,
         mode: Mode,
         timeline: Timeline,
         carried: Sequence[str] = (),

@@ -178,7 +178,9 @@ class Staged(nn.Module):
         draws = self.training and self._draws is not False
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
         mode = Mode(torch.is_grad_enabled(), self.seed)
-        return ThreadedBatch(self._staging, self._workers, inputs, mode, self._devices, self._link)
+        return ThreadedBatch(
+            self._staging, self._workers, inputs, mode=mode, devices=self._devices, link=self._link
+        )
 
     def _run(self, run: ThreadedBatch, splits: Mapping[str, Sequence[Any]]) -> "Callable[[str, int], Any]":
         """Run the stages; return a function that gives a result by name and split, with a graph back to the

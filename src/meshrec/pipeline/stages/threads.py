@@ -158,6 +158,7 @@ class ThreadedBatch:
         staging: Staging,
         workers: Workers,
         inputs: Inputs,
+        *,
         mode: Mode,
         devices: Sequence[torch.device],
         link: StageLink | None,
@@ -166,7 +167,15 @@ class ThreadedBatch:
         self.timeline = Timeline()
         self._exchange = ThreadExchange(workers, devices, link, self.timeline)
         self.runs = [
-            StageRun(staging, stage, ProgramCaller(stage), inputs, self._exchange, mode, self.timeline)
+            StageRun(
+                staging,
+                stage,
+                ProgramCaller(stage),
+                inputs,
+                self._exchange,
+                mode=mode,
+                timeline=self.timeline,
+            )
             for stage in staging.stages
         ]
 
