@@ -113,7 +113,37 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
             raise UsageError(text)
 
     with _REGISTRY, on_parse_error(refuse):
-        return tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)
+        found = tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)
+    _check_words(found, program)
+    return found
+
+
+def _check_words(found: Any, program: str) -> None:
+    """Raise UsageError if an argument that takes any number of words, and has no default, has none."""
+    for each in dataclasses.fields(found):
+        required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+        if not required or getattr(found, each.name) != ():
+            continue
+        hints = get_type_hints(type(found), include_extras=True)
+        positional = {
+            name: next(
+                (note.metavar for note in get_args(hint) if getattr(note, "metavar", None)), name.upper()
+            )
+            for name, hint in hints.items()
+            if tyro.conf.Positional in get_args(hint)
+        }
+        command = program.removeprefix("meshrec ")
+        if each.name in positional:
+            raise UsageError(
+                f"{command}: {positional[each.name]} is missing. `{program} --help` lists its options."
+            )
+        option = f"--{each.name.replace('_', '-')}"
+        order = f"`{program} {' '.join(positional.values())} {option} ...`"
+        raise UsageError(
+            f"{command}: {option} has no value: the word after it was taken for "
+            f"{' '.join(positional.values())}. "
+            f"Write {order}."
+        )
 
 
 def option_names(kind: Any, prefix: str = "") -> Iterator[str]:
@@ -204,6 +234,10 @@ def _refused(event: Any) -> str:
     wanted = next((text for kind, text in _KINDS.items() if kind in metavar), None)
     if word is not None and wanted is not None:
         return f"{title} {word[1]}: give {wanted}, such as {'4' if 'INT' in metavar else '0.01'}."
+    if wanted is not None and message.startswith("Could not find valid parse"):
+        given = " ".join(map(str, getattr(event, "arguments", ()) or re.findall(r"'([^']*)'", message)))
+        example = "32 16" if "INT" in metavar else "0.9 0.99"
+        return f"{title} {given}: give numbers with blanks between them, such as {example}."
     return f"{title}: {message}"
 
 

@@ -187,8 +187,8 @@ def _folder(compare: Path) -> Path:
 
 
 def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
-    if not source.is_file():
-        if str(source) in RECIPES or ":" in str(source):
+    if not source.is_file() or source.suffix == ".py":
+        if source.suffix == ".py" or str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
         raise ValueError(
             f"{source} is neither a file in {Path.cwd()} nor a recipe; give a task file, a saved plan, or "

@@ -18,6 +18,7 @@ from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
+from meshrec.data.nearest import did_you_mean
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.runs.saved_recipe import changes, load_recipe
@@ -305,7 +306,10 @@ def table_optimizer(name: str, now: OptimizerSpec) -> OptimizerSpec:
     for known, kind in kinds.items():
         if known.lower() == wanted:
             return now if type(now) is kind else kind(lr=now.lr)
-    raise ValueError(f"--table-optimizer {name}: there is no such optimizer; take one of {', '.join(kinds)}.")
+    raise ValueError(
+        f"--table-optimizer {name}: there is no such optimizer; take one of {', '.join(kinds)}."
+        f"{did_you_mean(name, kinds)}"
+    )
 
 
 def _help(arguments: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from meshrec.data.delimited import parse
 from meshrec.data.encoding import Place
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.locations import as_local, expand, is_address, suffix_of
+from meshrec.data.nearest import did_you_mean
 from meshrec.data.order import check_seed
 from meshrec.data.parquet import ParquetSource
 from meshrec.data.samples import Ints, Samples, Shape, rewindowed, void_samples
@@ -85,7 +86,9 @@ class CriteoText(Source):
         texts = np.full(found.lines, "", dtype=object)
         names = self._schema.columns()
         if name not in names:
-            raise DataError(f"{found.file}: there is no column {name!r} among {names}.")
+            raise DataError(
+                f"{found.file}: there is no column {name!r} among {names}.{did_you_mean(name, names)}"
+            )
         for piece in read_pieces(found, size=_PIECE):
             table, lines = parse(
                 piece.text,

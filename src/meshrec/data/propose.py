@@ -16,6 +16,7 @@ from meshrec.data.features import (
     Vocabulary,
 )
 from meshrec.data.features.values import DatePartName, numbers_of
+from meshrec.data.nearest import did_you_mean
 from meshrec.data.profile import Column, Profile
 from meshrec.modules import can_name_table
 
@@ -57,7 +58,10 @@ def propose(profile: Profile, *, label: str, time: str | None) -> Proposal:
     """
     for role, name in (("label", label), ("time", time)):
         if name is not None and name not in profile.columns:
-            raise ValueError(f"--{role} {name}: there is no such column; there are {list(profile.columns)}.")
+            raise ValueError(
+                f"--{role} {name}: there is no such column; there are {list(profile.columns)}."
+                f"{did_you_mean(name, profile.columns)}"
+            )
     chosen_label, why = _label(profile, label)
     choices = [ColumnChoice(label, "label", why)]
     for name, column in profile.columns.items():

@@ -10,6 +10,7 @@ import numpy as np
 from meshrec.data.dataset import Dataset, FileRows, Reader
 from meshrec.data.encoding import Encoding, Place
 from meshrec.data.faults import DataError, Faults, OnError
+from meshrec.data.nearest import did_you_mean
 from meshrec.data.samples import Ints, Samples, Shape, rewindowed
 from meshrec.data.splitting import Split, part_readers
 from meshrec.data.streaming import Source, StreamReader, files_of
@@ -85,7 +86,10 @@ class ArrowSource(Source, Tables):
     def column(self, block: int, name: str) -> Any:
         where, table = self._tables[block]
         if name not in table.column_names:
-            raise DataError(f"{where}: there is no column {name!r} among {table.column_names}.")
+            raise DataError(
+                f"{where}: there is no column {name!r} among {table.column_names}."
+                f"{did_you_mean(name, table.column_names)}"
+            )
         return table[name].combine_chunks()
 
     def tables(self, block: int, size: int) -> Generator[Any, None, None]:

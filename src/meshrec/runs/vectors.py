@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint import find_checkpoint, load
+from meshrec.data.nearest import did_you_mean
 from meshrec.modules.embedding_modules import TableCollection
 from meshrec.runs.fitting import data_of_run, features_of
 from meshrec.runs.saved_recipe import load_recipe
@@ -38,7 +39,10 @@ def load_table(run: RunFolder, feature: str, *, step: int | None = None, last: b
             known += config.feature_names
             if feature in config.feature_names:
                 return weight.detach()
-    raise ValueError(f"{run.path} has no feature {feature!r} with a table. Name one of {known}.")
+    raise ValueError(
+        f"{run.path} has no feature {feature!r} with a table. Name one of "
+        f"{known}.{did_you_mean(feature, known)}"
+    )
 
 
 def values_of_rows(run: RunFolder, feature: str, num_rows: int) -> Any:

@@ -1,5 +1,6 @@
 """The recipes that come with MeshRec, by name, and the lookup of your own."""
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshrec.data.nearest import did_you_mean
 from meshrec.optim import Adam
 from meshrec.train.architectures import (
     DeepFMConfig,
@@ -161,11 +163,23 @@ def resolve(name: str) -> Recipe:
         known = ", ".join(RECIPES)
         raise ValueError(
             f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function or "
-            "package.module:function."
+            f"package.module:function.{did_you_mean(name, RECIPES) or _with_function(name)}"
         )
     recipe = recipe_by(function_of(name), name)
     file = Path(name.rpartition(":")[0])
     return from_folder(recipe, file.resolve().parent) if file.suffix == ".py" else recipe
+
+
+def _with_function(name: str) -> str:
+    """Return the remedy for the name of a recipe's file that lacks the function; nothing for other names."""
+    try:
+        body = ast.parse(Path(name).read_text(encoding="utf-8")).body if name.endswith(".py") else []
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    found = [
+        f"{name}:{each.name}" for each in body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"
+    ]
+    return f" Did you mean {' or '.join(found[:3])}?" if found else ""
 
 
 def recipe_by(function: Any, name: str) -> Recipe:
@@ -201,7 +215,11 @@ def function_of(name: str) -> Callable[..., Any]:
     module = module_of_file(Path(place)) if place.endswith(".py") else _imported(place, name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"recipe {name!r}: {place} has no function {function_name!r}. Name one it has.")
+        functions = [each for each, value in vars(module).items() if callable(value)]
+        raise ValueError(
+            f"recipe {name!r}: {place} has no function {function_name!r}. Name one that it has."
+            f"{did_you_mean(function_name, functions)}"
+        )
     found: Callable[..., Any] = function
     return found
 
@@ -223,7 +241,11 @@ def module_of_file(path: Path, *, loader: SourceFileLoader | None = None) -> Mod
         ValueError: there is no such file, or it cannot be imported.
     """
     if not path.is_file():
-        raise ValueError(f"recipe file {path} does not exist. Name a recipe, or FILE.py:FUNCTION.")
+        known = [str(each) for each in path.parent.glob("*.py")]
+        raise ValueError(
+            f"recipe file {path} does not exist. Name a recipe, or "
+            f"FILE.py:FUNCTION.{did_you_mean(str(path), known)}"
+        )
     name = module_name(path)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None

@@ -214,7 +214,10 @@ def new_run(name: str | None, recipe: str, runs: Path = RUNS, *, resume: bool = 
                 if path is not None
                 else f"{runs.resolve()} has no run of {recipe}"
             )
-            raise ValueError(f"{what} to resume; leave out --resume, or name one with --name.")
+            known = ", ".join(run.path.name for run in all_runs(runs)) or "none"
+            raise ValueError(
+                f"{what} to resume; leave out --resume, or name one with --name. There are: {known}."
+            )
         return RunFolder(path)
     try:
         if name is None:

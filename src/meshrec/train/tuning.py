@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshrec.data.faults import needs
+from meshrec.data.nearest import did_you_mean
 from meshrec.train.losses import quality
 from meshrec.train.observers import Evaluated, Event
 from meshrec.train.ranks import Ranks
@@ -118,9 +119,20 @@ def option(recipe: Recipe, name: str) -> Any:
         }:
             raise ValueError(
                 f"recipe {recipe.name!r} has no option {name!r}. `meshrec train RECIPE --help` lists them."
+                f"{did_you_mean(name, _names(recipe))}"
             )
         value = getattr(value, part)
     return value
+
+
+def _names(holder: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all options of a recipe."""
+    for each in dataclasses.fields(holder):
+        value, name = getattr(holder, each.name), f"{prefix}{each.name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _names(value, f"{name}.")
+        else:
+            yield name
 
 
 def with_options(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

@@ -1,0 +1,184 @@
+"""Mistakes that people make on the command line, each with what they would type next.
+
+They are typed in a folder with ``clicks.csv``, ``clicks.parquet``, ``other.csv`` (without users),
+``bad.csv`` (one
+label is no number), ``new.csv`` (no labels), ``text.txt``, ``recipe.py``, a run ``a``, its package ``pack``,
+and
+``plan.json``.
+"""
+
+import shlex
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    """A command, a part of the message that it gets, and the command that the message leads to."""
+
+    typed: str
+    said: str
+    remedy: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.typed)
+
+
+T = "train recipe.py:recipe --quiet --training.epochs 1"
+I = "inspect clicks.csv --label clicked --out made.py --force"  # noqa: E741
+E = "evaluate a --data clicks.csv"
+P = "predict a --data new.csv --out scores.csv --force"
+X = "export a --no-compile --out package"
+Q = "quantize a --out small"
+M = "embed a --feature user --out vectors.parquet --force"
+L = "plan recipe.py:recipe --ranks 2"
+U = "tune recipe.py:recipe --trials 1 --training.epochs 1"
+
+MISTAKES = [
+    Mistake(*row)
+    for row in (
+        # the command
+        ("trian recipe.py:recipe", "Did you mean train?", T),
+        ("Runs", "Did you mean runs?", "runs"),
+        ("--verison", "there is no option '--verison'", "--version"),
+        # train: the recipe
+        ("train recipe.py --quiet", "Did you mean recipe.py:recipe?", T),
+        ("train recipee.py:recipe", "Did you mean recipe.py?", T),
+        ("train recipe.py:recipes", "Did you mean recipe?", T),
+        ("train movielens_dlmr", "Did you mean movielens_dlrm?", "train movielens_dlrm --help"),
+        ("train --quiet", "which recipe?", T),
+        # train: options
+        (f"{T} --epochs 2", "Did you mean --training.epochs?", f"{T} --training.epochs 2"),
+        (f"{T} --epoch 2", "Did you mean --training.epochs?", f"{T} --training.epochs 2"),
+        (f"{T} --trainng.epochs 2", "Did you mean --training.epochs?", f"{T} --training.epochs 2"),
+        (f"{T} --lr 0.1", "Did you mean --tables.lr or --dense.lr?", f"{T} --tables.lr 0.1"),
+        (f"{T} --training.epochs two", "give a whole number, such as 4", f"{T} --training.epochs 4"),
+        (f"{T} --tables.lr fast", "give a number, such as 0.01", f"{T} --tables.lr 0.01"),
+        (f"{T} --training.epochs", "--training.epochs needs a value", f"{T} --training.epochs 1"),
+        (f"{T} --training.epochs 0", "must be at least 1", f"{T} --training.epochs 1"),
+        (f"{T} --training.bf16 yes", "'yes' is one argument too many", f"{T} --training.bf16"),
+        (f"{T} --training.clip-norm -1", "it must be above 0", f"{T} --training.clip-norm 1"),
+        (
+            f"{T} --model.bottom 32,16",
+            "give numbers with blanks between them, such as 32 16",
+            f"{T} --model.bottom 32 16",
+        ),
+        (f"{T} --dense.kind adamm", "Did you mean adam?", f"{T} --dense.kind adam"),
+        (f"{T} --schedule.decay cosin", "Did you mean cosine?", f"{T} --schedule.decay cosine"),
+        (f"{T} --table-optimizer addam", "Did you mean Adam?", f"{T} --table-optimizer Adam"),
+        (f"{T} --loss.positive-weight 0", "it must be above 0", f"{T} --loss.positive-weight 2"),
+        (f"{T} --data.on-error ignore", "take one of raise, skip", f"{T} --data.on-error skip"),
+        (f"{T} --data.train clicks.cvs", "clicks.cvs stands for no file", f"{T} --data.train clicks.csv"),
+        (f"{T} --data.train other.csv", "there is no column 'user'", f"{T} --data.train clicks.csv"),
+        (f"{T} --data.split-column whem", "Did you mean when?", f"{T} --data.split-column when"),
+        (f"{T} --placement.wire fp8", "fp32, fp16", f"{T} --placement.wire fp16"),
+        (f"{T} --placement.hardware a1000", "'cpu'", f"{T} --placement.hardware cpu"),
+        (f"{T} --placement.plan none.json", "none.json", f"{T} --placement.plan runs/a/plan.json"),
+        (f"{T} --placement.sharding-types row-wise", "row_wise", f"{T} --placement.sharding-types row_wise"),
+        # train: the run
+        (f"{T} --nproc 0", "--nproc is 0; it must be at least 1", f"{T} --nproc 1"),
+        (f"{T} --nproc 2 --training.batch-size 33", "take 32 or 34", f"{T} --training.batch-size 34"),
+        (f"{T} --nproc two", "give a whole number", f"{T} --nproc 1"),
+        (f"{T} --device gpu", "take cpu or cuda", f"{T} --device cpu"),
+        (f"{T} --name a", "use another --name", f"{T} --name another"),
+        (f"{T} --name x/y", "a run's name is the name of its folder", f"{T} --name x-y"),
+        (f"{T} --rank-timeout 0", "it must be above 0 seconds", f"{T} --rank-timeout 60"),
+        (f"{T} --track mlfow", "mlflow", T),
+        (f"{T} --placement.no-sharded --nproc 2", "Take --nproc 1", f"{T} --placement.no-sharded --nproc 1"),
+        (
+            f"{T} --placement.no-sharded --training.publish-every 1",
+            "Leave placement.sharded True",
+            f"{T} --training.publish-every 1",
+        ),
+        ("train --resume", "name the run to resume (--name RUN)", "train --resume --name a"),
+        ("train --resume --name b", "There are: a", "train --resume --name a"),
+        (
+            "train recipe.py:recipe --resume --name a --model.embedding-dim 4",
+            "cannot become 4",
+            "train --resume --name a",
+        ),
+        # inspect
+        ("inspect clicks.csv", "--label is missing", I),
+        ("inspect --label clicked --force", "DATA is missing", I),
+        ("inspect click.csv --label clicked --force", "click.csv stands for no file", I),
+        ("inspect clicks.csv --label click --force", "Did you mean clicked?", I),
+        ("inspect clicks.csv --label country --force", "it holds text", I),
+        ("inspect clicks.csv --label clicked --time whem --force", "Did you mean when?", f"{I} --time when"),
+        ("inspect clicks.csv --label clicked --time country --force", "holds text", f"{I} --time when"),
+        (
+            "inspect clicks.csv --label clicked",
+            "recipe.py is there already",
+            "inspect clicks.csv --label clicked --out new.py",
+        ),
+        ("inspect clicks.csv --label clicked --out none/recipe.py", "Make it first", I),
+        ("inspect text.txt --label clicked --force", "end in .csv", I),
+        ("inspect clicks.csv other.csv --label clicked --force", "differ in ['user']", I),
+        ("inspect clicks.csv clicks.parquet --label clicked --force", "Give files of one kind", I),
+        (f"{I} --rows 0", "it must be at least 1", f"{I} --rows 100"),
+        # evaluate
+        ("evaluate b --data clicks.csv", "there are: a", E),
+        ("evaluate a", "--data is missing", E),
+        ("evaluate --data clicks.csv", "Write `meshrec evaluate RUN --data ...`", E),
+        ("evaluate a --data click.csv", "click.csv stands for no file", E),
+        ("evaluate a --data other.csv", "there is no column 'user'", E),
+        ("evaluate a --data new.csv", "there is no column 'clicked'", E),
+        ("evaluate a --data bad.csv", "--on-error skip", f"{E} --on-error skip"),
+        (f"{E} --by contry", "Did you mean country?", f"{E} --by country"),
+        (f"{E} --group usr", "Did you mean user?", f"{E} --group user"),
+        (f"{E} --intervals 1", "200", f"{E} --intervals 200"),
+        (f"{E} --step 99", "99", f"{E} --last"),
+        (f"{E} --json none/metrics.json", "Make it first", f"{E} --json metrics.json"),
+        # predict
+        ("predict a --data new.csv", "--out is missing", P),
+        ("predict a --data new.csv --out scores.txt", ".parquet or .csv", P),
+        ("predict a --data new.csv --out clicks.csv", "is there already", P),
+        ("predict a --data new.csv --out none/scores.csv", "Make it first", P),
+        ("predict a --data other.csv --out s.csv", "there is no column 'user'", P),
+        (f"{P} --keep usr", "Did you mean user?", f"{P} --keep user"),
+        # runs
+        ("runs compare a", "name two runs or more", "runs compare a a"),
+        ("runs compare a b", "there are: a", "runs compare a a"),
+        ("runs compair a a", "Did you mean compare?", "runs compare a a"),
+        ("runs rm b", "there are: a", "runs"),
+        ("runs --state done", "take one of", "runs --state finished"),
+        ("runs --sort test-auc", "take one of", "runs --sort test"),
+        ("runs --recipe recipes", "leave --state or --recipe out", "runs"),
+        ("runs --runs nowhere", "meshrec train RECIPE", "runs --runs runs"),
+        # checkpoint
+        ("checkpoint", "inspect, verify, export, import", "checkpoint inspect a"),
+        ("checkpoint inspct a", "Did you mean inspect?", "checkpoint inspect a"),
+        ("checkpoint inspect b", "b", "checkpoint inspect a"),
+        ("checkpoint export a", "FILE is missing", "checkpoint export a weights.safetensors"),
+        (
+            "checkpoint export a w.safetensors --to onnx",
+            "Leave --to out",
+            "checkpoint export a w.safetensors",
+        ),
+        # export, serve, quantize, embed
+        ("export a --out pack", "pack", X),
+        ("export b --out package", "there are: a", X),
+        ("export a", "--out is missing", X),
+        ("export a --out p --items clicks.csv", "--tower item", X),
+        ("serve a", "meshrec export", X),
+        ("serve pack --port eighty", "give a whole number", "serve --help"),
+        ("serve pack --deltas other=a", "with the name of a model", "serve --help"),
+        (f"{Q} --weights int8", "Did you mean INT8?", f"{Q} --weights INT8"),
+        (f"{Q} --max-loss little", "0.02%", f"{Q}er --max-loss 5%"),
+        ("embed a --feature usr --out e.parquet", "Did you mean user?", M),
+        ("embed a --feature user --out e.txt", ".parquet", M),
+        # plan, tune, delta, calibrate
+        ("plan recipe.py --ranks 2", "Did you mean recipe.py:recipe?", L),
+        ("plan b", "b is neither", L),
+        ("plan recipe.py:recipe --ranks 0", "it must be at least 1", L),
+        ("plan recipe.py:recipe --what-if 16", "ranks=16,32,64", f"{L} --what-if ranks=2,4"),
+        ("plan --diff plan.json", "--diff needs a value", "plan --diff plan.json plan.json"),
+        ("plan plan.json --ranks 4", "leave --ranks out", "plan plan.json"),
+        ("plan --compare b", "b", "plan a"),
+        ("tune", "RECIPE is missing", U),
+        (f"{U} --space tables.lr", "tables.lr=1e-4..1e-1:log", f"{U} --space tables.lr=1e-3..1e-2:log"),
+        (f"{U} --space table.lr=1e-3..1e-2", "Did you mean tables.lr?", f"{U} --space tables.lr=1e-3..1e-2"),
+        ("tune recipe.py:recipe --trials 0", "Take 1 or more, or --seeds", U),
+        ("delta verify a", "--training.publish-every", "delta --help"),
+        ("delta a", "verify", "delta --help"),
+        ("calibrate none/here.json", "Make it first", "calibrate --help"),
+    )
+]

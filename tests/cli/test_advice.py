@@ -1,0 +1,104 @@
+"""Commands and options that messages name: they exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from meshrec.cli import (
+    calibrate,
+    checkpoint,
+    delta,
+    embed,
+    evaluate,
+    export,
+    inspect,
+    plan,
+    predict,
+    quantize,
+    runs,
+    serve,
+    train,
+    tune,
+)
+from meshrec.cli.__main__ import COMMANDS
+from meshrec.cli.arguments import option_names
+from meshrec.optim.optimizers import SPECS
+from meshrec.train.recipes import RECIPES, resolve
+
+SOURCE = Path(__file__).parents[2] / "src" / "meshrec"
+OPTIONS = {
+    "calibrate": [calibrate.CalibrateOptions],
+    "checkpoint": [checkpoint.Command],
+    "delta": [delta.VerifyOptions],
+    "embed": [embed.EmbedOptions],
+    "evaluate": [evaluate.EvaluateOptions],
+    "export": [export.ExportOptions],
+    "inspect": [inspect.InspectOptions],
+    "plan": [plan.PlanOptions],
+    "predict": [predict.PredictOptions],
+    "quantize": [quantize.QuantizeOptions],
+    "runs": [runs.RunsOptions, runs.CompareOptions, runs.RemoveOptions],
+    "serve": [serve.ServeOptions],
+    "train": [train.TrainOptions],
+    "tune": [tune.TuneOptions],
+}
+OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--batch-size"}
+
+
+def of_recipes():
+    """The options of all recipes: of a field of theirs, those of every class that stands in one of them."""
+    for name in RECIPES:
+        yield from option_names(resolve(name))
+    for kind in SPECS:
+        yield from option_names(kind, "tables.")
+
+
+@pytest.fixture(scope="module")
+def known():
+    recipes = {*of_recipes(), "--help", "--help-all", "--version"}
+    return {
+        name: {each for kind in kinds for each in option_names(kind)} | recipes
+        for name, kinds in OPTIONS.items()
+    }
+
+
+def texts():
+    """Each text of the source with its place; what is computed in it is "X"."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(each.value) if isinstance(each, ast.Constant) else "X" for each in node.values]
+                yield f"{path.name}:{node.lineno}", "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield f"{path.name}:{node.lineno}", node.value
+
+
+def options_in(text):
+    return re.findall(r"(?<![\w`-])--[a-z][a-z0-9_-]*(?:\.[a-z0-9_-]+)*(?![\w.]*[A-Z])", text)
+
+
+def test_every_command_is_looked_at():
+    assert set(OPTIONS) == set(COMMANDS)
+
+
+def test_an_option_that_a_text_names_exists(known):
+    every = set().union(*known.values()) | OTHER_PROGRAMS
+    wrong = {
+        f"{place}: {option}" for place, text in texts() for option in options_in(text) if option not in every
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_a_command_that_a_text_names_exists_with_its_options(known):
+    wrong, num = [], 0
+    for place, text in texts():
+        for name, rest in re.findall(r"(?<!`)`meshrec ([a-z]+)\b([^`]*)`", text):
+            num += 1
+            if name not in COMMANDS:
+                wrong.append(f"{place}: meshrec {name}")
+                continue
+            wrong += [f"{place}: {name} {each}" for each in options_in(rest) if each not in known[name]]
+    assert num > 20
+    assert not wrong, "\n".join(wrong)
