@@ -12,7 +12,7 @@ from meshrec.distributed import reshard
 from meshrec.distributed.reshard import RankRectangle, transfers_of
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import SGD
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.table import Rectangle
 from meshrec.testing import RankError
 
 _path = Path(__file__).parents[1] / "checkpoint" / "models.py"

@@ -3,7 +3,7 @@ import torch
 from meshrec import distributed as md
 from meshrec.distributed.routing import Lookup, Route, RoutedTable, compile_plan
 from meshrec.plan.builders import WorldShape
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.table import Rectangle
 
 
 def compiled(*builders, rows=10, dim=8, num_ranks=2):

@@ -7,7 +7,7 @@ from meshrec.distributed.row_stats import ColumnPeers, Touched
 from meshrec.ops.tbe.formulas import Hyper
 from meshrec.ops.tbe.naive_update import update_rows
 from meshrec.optim import LAMB, LARS, PartialRowWiseLAMB, RowWiseAdagrad
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.table import Rectangle
 
 
 def routing(*rectangles):

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshrec.comms.mesh import default_env
 from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor, region
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.table import Rectangle
 
 SIZE = (6, 5)
 PINWHEEL = [

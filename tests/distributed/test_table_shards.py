@@ -53,17 +53,10 @@ def train(module):
 
 def held(module):
     """(table, rectangle, weight, row state) of everything on this rank."""
-    split, local = module.tables.split.held, module.tables.local.held
-    numbers = {table.name: number for number, table in enumerate(module.built.routing.tables)}
     return [
-        (name, tuple(rectangle), shard.tolist(), state.tolist())
-        for name, table in module.embedding_bags.items()
-        for rectangle, shard, state in zip(
-            table.rectangles,
-            table.shards(),
-            [own[0] for held in (split, local) for own in held.state_of_table(numbers[name])],
-            strict=True,
-        )
+        (name, tuple(table.rectangle), table.rows.tolist(), table.state[0].tolist())
+        for name, shards in module.embedding_bags.items()
+        for table in shards.tables
     ]
 
 

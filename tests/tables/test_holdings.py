@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshrec.tables.holdings import Holdings
-from meshrec.tables.packing import Packing, Rectangle, RowGradients
+from meshrec.tables.holdings import Holdings, in_parameter
+from meshrec.tables.packing import Packing, RowGradients
 from meshrec.tables.storage import DenseRows
+from meshrec.tables.table import Rectangle
 
 # One rectangle; equal widths; widths with a common divisor; widths without one.
 DENSE = DenseRows(torch.float32)
@@ -63,7 +64,8 @@ def test_sparse_gradients_come_back(rectangles):
 def holdings():
     packings = [Packing(RECTANGLES["prime"], DENSE), Packing([Rectangle(1, 0, 2, 0, 2)], DENSE)]
     parameters = [nn.Parameter(torch.rand(packing.shape)) for packing in packings]
-    return Holdings(parameters, packings, [["a"], ["b"], ["c"], ["d"]])
+    states = [[["a"], ["b"], ["c"]], [["d"]]]
+    return Holdings([in_parameter(*each, None) for each in zip(parameters, packings, states, strict=True)])
 
 
 def test_collected_gradients_add_up():
@@ -93,7 +95,7 @@ def test_what_belongs_to_a_table():
     held = holdings()
     assert held.of_table(1).parameter is held.parameters[1]
     assert held.of_table(2) is None
-    assert held.state_of_table(0) == [["a"], ["b"], ["c"]]
+    assert [table.state for table in held.of_table(0).tables] == [["a"], ["b"], ["c"]]
     held.parameters[0].requires_grad_(False)
     assert [held.is_trained(i) for i in range(4)] == [False, False, False, True]
 

@@ -11,7 +11,7 @@ from meshrec.comms.mesh import default_env
 from meshrec.modules import table_lookup
 from meshrec.optim import RowWiseAdagrad
 from meshrec.pipeline.in_flight import LookupInFlight
-from meshrec.tables.index import slots_of
+from meshrec.tables.index import KeyReader, Resolved, slots_of
 from meshrec.tables.storage import DenseRows
 
 ROWS = 5
@@ -27,7 +27,10 @@ class Modulo:
 
     def resolve(self, keys, *, train):
         Modulo.num_calls += 1
-        return keys % ROWS - self.first_row
+        return Resolved(keys % ROWS - self.first_row)
+
+    def keys_of(self, slots):
+        return slots + self.first_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +114,7 @@ def test_a_batch_is_resolved_once_and_fixed_tables_never():
 def test_slots_of_features_of_several_blocks():
     """Two blocks of two features; only the second has an index."""
     values = torch.tensor([7, 8, 9, 6, 5])
-    found = slots_of(values, [0, 1, 3, 4, 5], {1: (Modulo(0), 1)}, num_keys=2, train=False)
+    found, _ = slots_of(values, [0, 1, 3, 4, 5], {1: KeyReader([Modulo(0)], 1)}, num_keys=2, train=False)
     assert found.tolist() == [7, 4, 0, 6, 1]
 
 

@@ -2,13 +2,15 @@ import pytest
 import torch
 
 from meshrec.tables import initial
-from meshrec.tables.initial import init_rectangle
+from meshrec.tables.initial import init_table, initial_rows
 
 
-def rectangle(first, shape, seed=0, table="t0"):
-    target = torch.empty(shape)
-    init_rectangle(target, table=table, size=(1000, 8), first=first, init_fn=torch.nn.init.normal_, seed=seed)
-    return target
+def rows(first, end, seed=0, table="t0"):
+    drawn = initial_rows((first, end), table=table, size=(1000, 8), init_fn=torch.nn.init.normal_, seed=seed)
+    found = [(begin, block.clone()) for begin, block in drawn]
+    begins = [first, *(begin + len(block) for begin, block in found)]
+    assert begins == [*(begin for begin, _ in found), end]  # one after the other
+    return torch.cat([block for _, block in found])
 
 
 @pytest.fixture(autouse=True)
@@ -17,22 +19,25 @@ def small_blocks(monkeypatch):
 
 
 def test_parts_are_parts_of_one_table():
-    whole = rectangle((0, 0), (1000, 8))
-    assert torch.equal(rectangle((100, 2), (333, 5)), whole[100:433, 2:7])
-    assert torch.equal(rectangle((999, 7), (1, 1)), whole[999:, 7:])
+    whole = rows(0, 1000)
+    assert torch.equal(rows(100, 433), whole[100:433])
+    assert torch.equal(rows(999, 1000), whole[999:])
+    filled = torch.empty(1000, 8, dtype=torch.bfloat16)
+    init_table(filled, table="t0", init_fn=torch.nn.init.normal_, seed=0)
+    assert torch.equal(filled, whole.bfloat16())
     assert abs(whole.mean()) < 0.05
     assert abs(whole.std() - 1) < 0.05
     assert not torch.equal(whole[:64], whole[64:128])
 
 
 def test_seed_and_table_matter():
-    assert not torch.equal(rectangle((0, 0), (9, 8)), rectangle((0, 0), (9, 8), seed=1))
-    assert not torch.equal(rectangle((0, 0), (9, 8)), rectangle((0, 0), (9, 8), table="t1"))
+    assert not torch.equal(rows(0, 9), rows(0, 9, seed=1))
+    assert not torch.equal(rows(0, 9), rows(0, 9, table="t1"))
 
 
 def test_the_callers_generator_is_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    rectangle((0, 0), (9, 8))
+    rows(0, 9)
     assert torch.equal(torch.rand(2), expected)

@@ -1,7 +1,8 @@
 """Reading and writing of tensors in blocks of whole rows, each with a checksum.
 
 A block is the smallest unit of reading, and is verified before anybody sees it. Memory stays within one
-block, whatever the size of a tensor: contiguous CPU memory is written and read in place.
+block, whatever the size of a tensor: contiguous CPU memory is written and read in place. Tables that keep
+their rows elsewhere stream them, see ``tables/streamed.py``.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint.agreement import REMEDY, DamagedCheckpointError
+from meshrec.tables.streamed import StreamedPart, values_of
 
 BLOCK_BYTES = 1 << 22
 # After this many bytes the kernel is told to start writing, so that the final fsync finds little left.
@@ -96,7 +98,7 @@ def write_rows(file: FileWriter, tensor: Tensor, pool: Executor, place: bytes) -
     rows = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
     checksums = []
     for first in grid.blocks():
-        block = rows[first : first + grid.rows_per_block].cpu().contiguous()
+        block = values_of(rows[first : first + grid.rows_per_block]).cpu().contiguous()
         content = memory_of(block)
         checksum = pool.submit(checksum_of, content, place, first)
         try:
@@ -155,9 +157,8 @@ def read_region(stored: StoredRows, offsets: Sequence[int], target: Tensor) -> N
         target, offsets, stored = target.reshape(1), (0,), stored._replace(shape=(1,))
     first, end = offsets[0], offsets[0] + target.shape[0]
     whole_rows = tuple(target.shape[1:]) == stored.shape[1:]
-    in_place = (
-        whole_rows and target.dtype is stored.dtype and target.device.type == "cpu" and target.is_contiguous()
-    )
+    is_plain = target.device.type == "cpu" and target.is_contiguous() and not isinstance(target, StreamedPart)
+    in_place = whole_rows and target.dtype is stored.dtype and is_plain
     buffer = None
     for row in grid.blocks(first, end):
         last = min(row + grid.rows_per_block, grid.num_rows)

@@ -13,6 +13,7 @@ from meshrec.comms.collectives import gather_objects
 from meshrec.distributed.touched_rows import TouchedRows
 from meshrec.durable import durable_file
 from meshrec.model_parallel import DistributedModelParallel
+from meshrec.tables.table import weights_at
 
 _Piece = tuple[Tensor, int, int, Tensor]
 
@@ -120,17 +121,18 @@ class RowTracker:
                     continue
                 full = f"{path}.{name}" if path else name
                 pieces = []
-                for rectangle, rows, weight in self._touched[path].touched(t, since):
+                for rows, keys in self._touched[path].touched(t, since):
+                    _, r0, r1, c0, c1 = rows.rectangle
                     if full in also:
-                        rows = _united(rows, also[full] - rectangle.r0, len(weight))
-                    pieces.append((rows + rectangle.r0, rectangle.c0, rectangle.c1, weight[rows].cpu()))
+                        keys = _united(keys, also[full], r0, r1)
+                    pieces.append((keys, c0, c1, weights_at(rows, keys).cpu()))
                 found.append((full, pieces, table.dim))
         return found
 
 
-def _united(rows: Tensor, others: Tensor, num_rows: int) -> Tensor:
-    inside = others[(others >= 0) & (others < num_rows)]
-    united: Tensor = torch.cat([rows, inside.to(rows.device)]).unique()
+def _united(keys: Tensor, others: Tensor, first: int, end: int) -> Tensor:
+    inside = others[(others >= first) & (others < end)]
+    united: Tensor = torch.cat([keys, inside.to(keys.device)]).unique()
     return united
 
 

@@ -1,7 +1,6 @@
 """The construction of a sharded module's tables from an unsharded module, its plan, and the ranks."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,13 +31,11 @@ from meshrec.plan.sharding_plan import (
     TableSize,
 )
 from meshrec.tables.holdings import Holdings, allocate
-from meshrec.tables.initial import init_rectangle
+from meshrec.tables.initial import initial_rows
 from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, UpdateMode
-from meshrec.tables.packing import Rectangle
 from meshrec.tables.rule import UpdateRule, rules_of
-from meshrec.tables.storage import RowStorage, copy_rectangle
-
-_BLOCK_NUMBERS = 1 << 20
+from meshrec.tables.storage import RowStorage, SideRows, cut
+from meshrec.tables.table import Rectangle, RowBlock
 
 
 class SourceTable(NamedTuple):
@@ -171,6 +168,7 @@ def build(
     _check_untrained(sources, options)
     check_cuts({source.table.name: source.storage for source in sources}, plan)
     rules = _rules(sources, options)
+    _check_side_rows(sources, rules)
     routing = compiled([source.table for source in sources], plan, rules, env)
     if env.devices:
         _check_inference(sources, rules)
@@ -219,7 +217,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
             mark_part(here.weight, env.shard.group, counts=True)  # even if it is empty: norms are collective
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
-            fused[t] = _fused_table(here, rule, held.state_of_table(t), contents.steps[t])
+            fused[t] = _fused_table(here, rule, contents.steps[t])
     input_dist = InputDist(
         routing,
         env,
@@ -262,12 +260,9 @@ def _kernels(
     return kernels
 
 
-def _fused_table(
-    shards: TableShards, rule: UpdateRule, state: Sequence[Sequence[Tensor]], step: int
-) -> FusedTable:
+def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable:
     slots: dict[str, Any] = {"step": step}
-    for number, slot in enumerate(rule.spec.state_slots()):
-        slots[slot.name] = shards.whole_state([own[number] for own in state], per_row=slot.per_row)
+    slots |= {slot.name: shards.whole_state(slot) for slot in rule.spec.state_slots()}
     return FusedTable(shards.weight, rule, slots, f"table {shards.table.name!r}", shards.table.dim)
 
 
@@ -308,6 +303,20 @@ def _check_untrained(sources: Sequence[SourceTable], options: BuildOptions) -> N
             )
 
 
+def _check_side_rows(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
+    """Raises ValueError for a table with rows of its own whose gradients would go to its parameter."""
+    for source, rule in zip(sources, rules, strict=True):
+        if not isinstance(source.storage, SideRows) or not source.weight.requires_grad:
+            continue
+        if rule is None or rule.deferred:
+            given = "no optimizer" if rule is None else "an optimizer that waits for step()"
+            raise ValueError(
+                f"table {source.table.name!r} keeps its rows outside of its parameter and has {given}: its "
+                "gradients would have nowhere to stay. Give it a fused optimizer with "
+                'update="in_backward" (the sharder\'s fused_params), or call requires_grad_(False) on it.'
+            )
+
+
 def _check_inference(sources: Sequence[SourceTable], rules: Sequence[UpdateRule | None]) -> None:
     """Raise ValueError for a table that is trained."""
     for source, rule in zip(sources, rules, strict=True):
@@ -342,50 +351,41 @@ def _allocate(
         [source.weight.requires_grad for source in sources],
         device,
     )
-    weights = [weight.detach() for weight in held.weights]
-    for rectangle, weight, state in zip(rectangles, weights, held.state, strict=True):
-        source, rule = sources[rectangle.table], rules[rectangle.table]
-        _fill(weight, rectangle, source, seed)
-        if rule is not None:
-            _take_state(rule, rectangle, source, state)
+    for each in held.held:
+        for table in each.tables:
+            source, rule = sources[table.rectangle.table], rules[table.rectangle.table]
+            table.load(_first_blocks(table.rectangle, source, rule, seed))
     return held
 
 
-def _fill(weight: Tensor, rectangle: Rectangle, source: SourceTable, seed: int) -> None:
-    rows, columns = (rectangle.r0, rectangle.r1), (rectangle.c0, rectangle.c1)
+def _first_blocks(
+    rectangle: Rectangle, source: SourceTable, rule: UpdateRule | None, seed: int
+) -> Iterator[RowBlock]:
+    """Yield what a rectangle starts from: rows and state of the unsharded module, or first values."""
+    _, r0, r1, c0, c1 = rectangle
+    storage, dim = source.storage, source.table.dim
+    names = [part.name for part in storage.row_parts]
+
+    def block(first: int, end: int, tensors: Mapping[str, Tensor], rows: slice) -> RowBlock:
+        return RowBlock(range(first, end), (c0, c1), cut(storage, tensors, rows, (c0, c1)))
+
     if not source.weight.is_meta:
-        copy_rectangle(
-            source.storage, weight, source.weight.detach(), source.table.dim, rows=rows, columns=columns
-        )
+        tensors = dict(zip(names, storage.parts(source.weight.detach(), dim), strict=True))
+        if rule is not None:
+            tensors |= {name: source.state[name] for name in rule.slot_names if name in source.state}
+        yield block(r0, r1, tensors, slice(r0, r1))
         return
-    draw = functools.partial(
-        init_rectangle,
+    drawn = initial_rows(
+        (r0, r1),
         table=source.table.name,
-        size=(source.table.num_rows, source.table.dim),
+        size=(source.table.num_rows, dim),
         init_fn=source.config.init_weight,
         seed=seed,
     )
-    if source.storage.is_trainable:
-        draw(weight, first=rectangle.origin)
-        return
-    step = max(1, _BLOCK_NUMBERS // source.table.dim)
-    for first in range(rectangle.r0, rectangle.r1, step):
-        numbers = torch.empty(min(step, rectangle.r1 - first), source.table.dim)
-        draw(numbers, first=(first, 0))
-        target = weight[first - rectangle.r0 :][: len(numbers)]
-        whole = source.storage.encode(numbers)
-        copy_rectangle(
-            source.storage, target, whole, source.table.dim, rows=(0, len(numbers)), columns=columns
-        )
-
-
-def _take_state(rule: UpdateRule, rectangle: Rectangle, source: SourceTable, state: Sequence[Tensor]) -> None:
-    """Copy this rectangle's part of the state that the unsharded module had gathered."""
-    _, r0, r1, c0, c1 = rectangle
-    for slot, part in zip(rule.spec.state_slots(), state, strict=True):
-        if slot.name in source.state:
-            rows = source.state[slot.name][r0:r1]
-            part.copy_(rows if slot.per_row else rows[:, c0:c1])
+    for first, numbers in drawn:
+        rows = numbers if storage.is_trainable else storage.encode(numbers)
+        tensors = dict(zip(names, storage.parts(rows, dim), strict=True))
+        yield block(first, first + len(rows), tensors, slice(None))
 
 
 def _make_equal(held: Holdings, axis: Axis) -> None:

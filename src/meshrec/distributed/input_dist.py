@@ -97,6 +97,8 @@ class LookupIds(NamedTuple):
     """Whether they differ in some block."""
     elements: tuple[int, ...] = ()
     """Elements of the output for each block; empty if rows are pooled."""
+    pins: Sequence[object] = ()
+    """The pins of ``values`` if these are slots, see ``tables.index.Resolved``."""
 
 
 class Wishes(NamedTuple):

@@ -13,7 +13,7 @@ from meshrec.ops import tbe
 from meshrec.ops.tbe import LookupOptions
 from meshrec.ops.tbe.layout import MEAN, NONE, SUM
 from meshrec.tables.holdings import Holdings
-from meshrec.tables.index import slots_of
+from meshrec.tables.index import KeyReader, slots_of
 from meshrec.tables.packing import RowGradients
 from meshrec.tables.storage import lookup_of
 
@@ -44,7 +44,7 @@ class LookupTables:
         """The routes of ``work``, by their numbers in the IDs of which this is a part."""
         self._parts: dict[frozenset[int], LookupTables] = {}
         self.work, self.held, self.sequence = work, held, sequence
-        self._plain = None if held.is_packed else list(held.parameters)
+        self._plain = None if held.is_packed else list(held.weights)
         self._look_up = lookup_of(held.storages)
         self.is_empty = not work.lookups
         """Whether there is nothing to look up."""
@@ -59,11 +59,13 @@ class LookupTables:
             [_pooling(routing, lookup.use, sequence) for lookup in work.lookups],
         )
         indexes, rectangles = held.indexes, work.rectangles
-        self._readers = {
-            lookup.route: (indexes[lookup.rectangle], rectangles[lookup.rectangle].r0)
-            for lookup in work.lookups
-            if lookup.rectangle in indexes
-        }
+        self._readers: dict[int, KeyReader] = {}
+        for lookup in work.lookups:
+            if lookup.rectangle in indexes:
+                before = self._readers.get(lookup.route, KeyReader([], rectangles[lookup.rectangle].r0))
+                self._readers[lookup.route] = before._replace(
+                    indexes=[*before.indexes, indexes[lookup.rectangle]]
+                )
         self._route_widths = torch.zeros(len(work.routes), dtype=torch.int64)
         for lookup in work.lookups:
             self._route_widths[lookup.route] += lookup.width
@@ -98,8 +100,8 @@ class LookupTables:
             return ids
         bounds = ids.offsets[ids.segments.to(ids.offsets.device)].tolist()
         num_keys = len(self.work.routes)
-        values = slots_of(ids.values, bounds, self._readers, num_keys=num_keys, train=train)
-        return ids._replace(values=values)
+        values, pins = slots_of(ids.values, bounds, self._readers, num_keys=num_keys, train=train)
+        return ids._replace(values=values, pins=pins)
 
     def num_elements(self, bags: Tensor, num_ids: Tensor) -> Tensor:
         """Return the number of output elements for each route, the last dimension of both arguments."""

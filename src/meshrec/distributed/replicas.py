@@ -5,6 +5,8 @@ gradients of looked-up rows, from which every replica works as if one rank had s
 mix, there is one exchange of sizes, one sum, and one exchange of IDs and gradients.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from meshrec.comms.mesh import Axis
@@ -54,10 +56,14 @@ class Replicas:
         rows = self._summed(whole, ids, grad)
         if rows and len(rows) == len(self._tables.work.rectangles):
             return TableGradient(None, rows)
-        return TableGradient(self._gathered(whole, message, ids, grad, sizes), rows)
+        looked_up, pins = self._gathered(whole, message, ids, grad, sizes)
+        return TableGradient(looked_up, rows, pins)
 
     def _moved_whole(self, sizes: ReplicaSizes) -> frozenset[int]:
-        """Return the tables for which a sum moves fewer bytes. They are equal on all replicas."""
+        """Return the tables for which a sum moves fewer bytes. They are equal on all replicas.
+
+        Tables with an index are not among them: a row may have other slots on other replicas.
+        """
         work, num_ranks = self._tables.work, self._axis.size
         elements = (
             sizes.bags
@@ -74,7 +80,10 @@ class Replicas:
             if rectangle.table in summed:
                 shape = (rectangle.r1 - rectangle.r0, rectangle.c1 - rectangle.c0)
                 summed[rectangle.table] += reduce_bytes([shape], num_ranks)
-        return frozenset(table for table in gathered if summed[table] < gathered[table])
+        indexed = {work.rectangles[i].table for i in self._tables.held.indexes}
+        return frozenset(
+            table for table in gathered if summed[table] < gathered[table] and table not in indexed
+        )
 
     def _summed(self, whole: frozenset[int], ids: LookupIds, grad: Tensor) -> dict[int, RowGradients]:
         """Return the summed gradients of the rectangles of these tables."""
@@ -89,8 +98,8 @@ class Replicas:
 
     def _gathered(
         self, whole: frozenset[int], message: PackedIds, ids: LookupIds, grad: Tensor, sizes: ReplicaSizes
-    ) -> LookedUp:
-        """Return the lookups of all replicas in the other tables."""
+    ) -> tuple[LookedUp, Sequence[object]]:
+        """Return the lookups of all replicas in the other tables, and their pins."""
         tables, headers, blocks = self._tables, sizes.headers, self._blocks
         if whole:
             tables = self._tables.without(whole)
@@ -105,4 +114,4 @@ class Replicas:
         every = [p * len(blocks) + block for p in range(self._axis.size) for block in blocks]
         all_ids = self._input.unpack(message, every, len(tables.work.routes))
         all_ids = tables.resolve(all_ids, train=True)  # keys travel: slots differ between ranks
-        return LookedUp(tables.shaped(grad, all_ids), tables.lookups(all_ids))
+        return LookedUp(tables.shaped(grad, all_ids), tables.lookups(all_ids)), all_ids.pins

@@ -1,11 +1,13 @@
 """Moving tables and their optimizer state from one plan to another, from rank to rank, without the disk.
 
 Every rank makes the same list of transfers from the two plans. A transfer is a rectangle that an old owner
-has and a new one needs. Transfers travel in rounds of bounded size, with one all-to-all each. The old tables
-do not change, so they are still there if anything fails.
+has and a new one needs. The old owner streams its rows, and the new one loads them. They travel in rounds of
+bounded size, with one all-to-all each; before a round, the ranks tell each other what is in it. The old
+tables do not change, so they are still there if anything fails.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,14 +19,14 @@ from meshrec.distributed.build import Blueprint, Contents, ModuleParts, assemble
 from meshrec.distributed.routing import Routing
 from meshrec.distributed.table_shards import TableShards
 from meshrec.plan.sharding_plan import EmbeddingModuleShardingPlan, ShardingPlan
+from meshrec.tables.fixed import parts_of
 from meshrec.tables.holdings import Holdings, allocate
-from meshrec.tables.packing import Rectangle
-from meshrec.tables.storage import RowStorage
+from meshrec.tables.table import Rectangle, RowBlock, TableRows
 
 _TRANSFER_BYTES = 1 << 22
-# Bytes that each rank sends in a round, on average.
+# Bytes that each rank sends in a round.
 _ROUND_BYTES = 1 << 26
-# Transfers begin at multiples of this, so that their bytes can be viewed as any type.
+# Parts begin at multiples of this, so that their bytes can be viewed as any type.
 _ALIGNMENT = 8
 
 
@@ -47,17 +49,21 @@ class Transfer(NamedTuple):
     c1: int
 
 
-class _Plane(NamedTuple):
-    """The weights of a table, or one slot of its state, with this rank's parts before and after."""
+class _BlockHeader(NamedTuple):
+    """What a block of rows is, for the rank that receives it."""
 
-    old: Sequence[Tensor]
-    new: Sequence[Tensor]
-    per_row: bool
-    transfers: list[Transfer]
-    item_bytes: int
-    device: torch.device
-    place: Callable[[int], int] = int
-    """Returns the position of a column of the table in a part."""
+    target: int
+    """The rank that receives it."""
+    module: int
+    table: int
+    number: int
+    """The number of the rectangle that it is for, among those of the table on that rank."""
+    first: int | None
+    """The first key, where keys follow each other; None where keys travel with the rows."""
+    num_rows: int
+    columns: tuple[int, int]
+    parts: tuple[str, ...]
+    """The names of its parts."""
 
 
 def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv) -> dict[str, ModuleParts]:
@@ -87,9 +93,8 @@ def moved(built: Mapping[str, ModuleParts], plan: ShardingPlan, env: ShardingEnv
         )
     # A plan may still be refused here, on all ranks, before anything moves.
     new = {path: allocated[path].assembled(module) for path, module in built.items()}
-    planes = [plane for path, module in built.items() for plane in _planes(module, allocated[path])]
     with torch.no_grad():
-        _move(planes, env.shard)
+        _Move(list(built.values()), list(allocated.values()), env.shard).run()
     return new
 
 
@@ -101,6 +106,12 @@ class _New(NamedTuple):
     trained: list[bool]
     split: Holdings
     local: Holdings
+
+    def tables(self, number: int) -> Sequence[TableRows]:
+        """The rectangles of a table that are here."""
+        held = self.local if self.routing.replicated[number] else self.split
+        here = held.of_table(number)
+        return [] if here is None else here.tables
 
     def assembled(self, old: ModuleParts) -> ModuleParts:
         """Make the module's parts."""
@@ -152,44 +163,6 @@ def _allocated(
 def _empty(rectangles: Sequence[Rectangle], built: ModuleParts, trained: Sequence[bool]) -> Holdings:
     specs = [None if rule is None else rule.spec for rule in built.rules]
     return allocate(rectangles, built.storages, specs, trained, built.device)
-
-
-def _planes(built: ModuleParts, new: _New) -> Iterator[_Plane]:
-    for t, table in enumerate(built.routing.tables):
-        transfers = list(transfers_of(_holders(built.routing, t), _holders(new.routing, t), built.env.shard))
-        held = new.local if new.routing.replicated[t] else new.split
-        storage, shards, here = built.storages[t], built.shards[table.name], held.of_table(t)
-        assert isinstance(shards, TableShards)
-        old = _parts(storage, shards.rectangles, [shard.detach() for shard in shards.shards()])
-        rectangles = [] if here is None else here.packing.rectangles
-        new_parts = _parts(
-            storage, rectangles, [] if here is None else here.packing.views(here.parameter.detach())
-        )
-        for number, part in enumerate(storage.row_parts):
-            yield _Plane(
-                [parts[number] for parts in old],
-                [parts[number] for parts in new_parts],
-                part.per_row,
-                list(_per_row(transfers)) if part.per_row else transfers,
-                part.dtype.itemsize,
-                built.device,
-                storage.part_column,
-            )
-        if (rule := built.rules[t]) is None:
-            continue
-        before = built.tables.local if built.routing.replicated[t] else built.tables.split
-        for number, slot in enumerate(rule.spec.state_slots()):
-            old_parts = [own[number] for own in before.held.state_of_table(t)]
-            parts = [own[number] for own in held.state_of_table(t)]
-            wanted = list(_per_row(transfers)) if slot.per_row else transfers
-            yield _Plane(old_parts, parts, slot.per_row, wanted, 4, built.device)
-
-
-def _parts(
-    storage: RowStorage, rectangles: Sequence[Rectangle], weights: Sequence[Tensor]
-) -> list[list[Tensor]]:
-    """Return the parts of the rows of each rectangle."""
-    return [storage.parts(w, r.c1 - r.c0) for w, r in zip(weights, rectangles, strict=True)]
 
 
 def _holders(routing: Routing, table: int) -> list[RankRectangle] | None:
@@ -251,95 +224,132 @@ def _per_row(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
     yield from chosen.values()
 
 
-class _CutTransfer(NamedTuple):
-    """A transfer, or some rows of it, in one plane."""
+class _Move:
+    """The way of all rows from the old tables to the new ones."""
 
-    plane: _Plane
-    transfer: Transfer
-    num_bytes: int
+    def __init__(self, old: Sequence[ModuleParts], new: Sequence[_New], axis: Axis) -> None:
+        self._old, self._new, self._axis = old, new, axis
 
-    def source(self) -> Tensor:
-        """Return the memory to send, on the sending rank."""
-        return _region(self.plane, self.plane.old, self.transfer.source, self.transfer)
+    def run(self) -> None:
+        """Send and receive in rounds, until no rank has anything left to send."""
+        outgoing = self._outgoing()
+        while True:
+            sent: list[tuple[_BlockHeader, RowBlock]] = []
+            size = 0
+            while size < _ROUND_BYTES and (found := next(outgoing, None)) is not None:
+                sent.append(found)
+                size += sum(part.nbytes for part in found[1].parts.values())
+            headers = gather_objects([header for header, _ in sent], self._axis, "resharding")
+            if not any(headers):
+                return
+            self._exchange(sent, headers)
 
-    def target(self) -> Tensor:
-        """Return the memory to fill, on the receiving rank."""
-        return _region(self.plane, self.plane.new, self.transfer.target, self.transfer)
+    def _outgoing(self) -> Iterator[tuple[_BlockHeader, RowBlock]]:
+        """Yield what other ranks need of this one. What stays here is moved on the way."""
+        for m, (old, new) in enumerate(zip(self._old, self._new, strict=True)):
+            for t, table in enumerate(old.routing.tables):
+                shards, targets = old.shards[table.name], new.tables(t)
+                assert isinstance(shards, TableShards)
+                before, after = _holders(old.routing, t), _holders(new.routing, t)
+                if before is None and after is None:
+                    for source, target in zip(shards.tables, targets, strict=True):
+                        target.load(source.stream())  # the table is whole everywhere, before and after
+                    continue
+                transfers = list(transfers_of(before, after, self._axis))
+                with_per_row = set(_per_row(transfers))
+                for each in transfers:
+                    if each.source.rank != self._axis.rank:
+                        continue
+                    blocks = _blocks(shards.tables[each.source.number], each, each in with_per_row)
+                    if each.target.rank == self._axis.rank:
+                        targets[each.target.number].load(blocks)
+                        continue
+                    for block in blocks:
+                        yield _header(m, t, each.target, block), block
+
+    def _exchange(
+        self, sent: Sequence[tuple[_BlockHeader, RowBlock]], headers: Sequence[Sequence[_BlockHeader]]
+    ) -> None:
+        """Send one round, and load what arrives. Blocks lie by the other rank, then in order."""
+        rank, everyone = self._axis.rank, range(self._axis.size)
+        by_target = sorted(sent, key=lambda item: item[0].target)
+        arriving = [header for own in headers for header in own if header.target == rank]
+        splits = Splits(
+            [sum(self._num_bytes(h) for h in headers[rank] if h.target == each) for each in everyone],
+            [sum(self._num_bytes(h) for h in headers[each] if h.target == rank) for each in everyone],
+        )
+        buffer = torch.empty(sum(splits.sent), dtype=torch.uint8, device=self._old[0].device)
+        begin = 0
+        for header, block in by_target:
+            room, begin = buffer[begin:], begin + self._num_bytes(header)
+            for name, part in self._laid_out(header, room).items():
+                part.copy_(block.keys if name is None else block.parts[name])  # type: ignore[arg-type]
+        buffer, begin = all_to_all(buffer, splits, self._axis, "resharding").wait(), 0
+        for header in arriving:
+            room, begin = buffer[begin:], begin + self._num_bytes(header)
+            parts = self._laid_out(header, room)
+            keys = (
+                parts.pop(None)
+                if header.first is None
+                else range(header.first, header.first + header.num_rows)
+            )
+            block = RowBlock(keys, header.columns, {name: part for name, part in parts.items() if name})
+            self._new[header.module].tables(header.table)[header.number].load([block])
+
+    def _sizes(self, header: _BlockHeader) -> Iterator[tuple[str | None, torch.dtype, tuple[int, ...]]]:
+        """Yield what travels for a block: name, type and shape of each part; first its keys, without a name,
+        if they do not follow each other.
+        """
+        module, n = self._old[header.module], header.num_rows
+        storage, rule = module.storages[header.table], module.rules[header.table]
+        if header.first is None:
+            yield None, torch.int64, (n,)
+        c0, c1 = map(storage.part_column, header.columns)
+        for part in parts_of(storage, None if rule is None else rule.spec):
+            if part.name in header.parts:
+                yield part.name, part.dtype, (n,) if part.per_row else (n, c1 - c0)
+
+    def _num_bytes(self, header: _BlockHeader) -> int:
+        return sum(_aligned(prod(shape) * dtype.itemsize) for _, dtype, shape in self._sizes(header))
+
+    def _laid_out(self, header: _BlockHeader, room: Tensor) -> dict[str | None, Tensor]:
+        """Return views of a buffer, which begins with the block: one for each part."""
+        found: dict[str | None, Tensor] = {}
+        begin = 0
+        for name, dtype, shape in self._sizes(header):
+            num_bytes = prod(shape) * dtype.itemsize
+            found[name] = room[begin : begin + num_bytes].view(dtype).view(shape)
+            begin += _aligned(num_bytes)
+        return found
 
 
-def _region(plane: _Plane, parts: Sequence[Tensor], held: RankRectangle, transfer: Transfer) -> Tensor:
-    rows = parts[held.number][transfer.r0 - held.rectangle.r0 : transfer.r1 - held.rectangle.r0]
-    c0, first, last = map(plane.place, (held.rectangle.c0, transfer.c0, transfer.c1))
-    return rows if plane.per_row else rows[:, first - c0 : last - c0]
+def _blocks(table: TableRows, transfer: Transfer, with_per_row: bool) -> Iterator[RowBlock]:
+    """Yield the rows of a transfer in blocks of bounded size."""
+    columns, keys = (transfer.c0, transfer.c1), (transfer.r0, transfer.r1)
+    for block in table.stream(columns, keys=keys):
+        parts = {
+            part.name: block.parts[part.name] for part in table.parts if with_per_row or not part.per_row
+        }
+        num_rows = len(block.keys)
+        step = max(1, _TRANSFER_BYTES * num_rows // max(1, sum(part.nbytes for part in parts.values())))
+        for first in range(0, num_rows, step):
+            rows = slice(first, first + step)
+            yield RowBlock(block.keys[rows], columns, {name: part[rows] for name, part in parts.items()})
 
 
-def _move(planes: Sequence[_Plane], axis: Axis) -> None:
-    rounds: list[_CutTransfer] = []
-    size = 0
-    for plane in planes:
-        if not plane.transfers:
-            for old, new in zip(plane.old, plane.new, strict=True):
-                new.copy_(old)  # every rank holds the whole table before and after
-        for cut in _cuts(plane, axis):
-            rounds.append(cut)
-            size += cut.num_bytes
-            if size >= _ROUND_BYTES * axis.size:
-                _send_round(rounds, axis)
-                rounds, size = [], 0
-    _send_round(rounds, axis)
+def _header(module: int, table: int, target: RankRectangle, block: RowBlock) -> _BlockHeader:
+    first = block.keys.start if isinstance(block.keys, range) else None
+    return _BlockHeader(
+        target.rank,
+        module,
+        table,
+        target.number,
+        first,
+        len(block.keys),
+        block.columns,
+        tuple(block.parts),
+    )
 
 
-def _cuts(plane: _Plane, axis: Axis) -> Iterator[_CutTransfer]:
-    """Yield the transfers of a plane in pieces of bounded size. Transfers within a rank are done at once."""
-    for transfer in plane.transfers:
-        if transfer.source.rank == transfer.target.rank:
-            if transfer.source.rank == axis.rank:
-                cut = _CutTransfer(plane, transfer, 0)
-                cut.target().copy_(cut.source())
-            continue
-        width = 1 if plane.per_row else plane.place(transfer.c1) - plane.place(transfer.c0)
-        row_bytes = width * plane.item_bytes
-        step = max(1, _TRANSFER_BYTES // row_bytes)
-        for r0 in range(transfer.r0, transfer.r1, step):
-            r1 = min(r0 + step, transfer.r1)
-            num_bytes = -(-(r1 - r0) * row_bytes // _ALIGNMENT) * _ALIGNMENT
-            yield _CutTransfer(plane, transfer._replace(r0=r0, r1=r1), num_bytes)
-
-
-def _send_round(cuts: Sequence[_CutTransfer], axis: Axis) -> None:
-    """Run one all-to-all. Pieces are ordered by the other rank, then as in the list."""
-    if not cuts:
-        return
-    sent: list[list[_CutTransfer]] = [[] for _ in range(axis.size)]
-    received: list[list[_CutTransfer]] = [[] for _ in range(axis.size)]
-    for cut in cuts:
-        source_rank, target_rank = cut.transfer.source.rank, cut.transfer.target.rank
-        if source_rank == axis.rank:
-            sent[target_rank].append(cut)
-        if target_rank == axis.rank:
-            received[source_rank].append(cut)
-    splits = Splits([_bytes(each) for each in sent], [_bytes(each) for each in received])
-    device = cuts[0].plane.device
-    buffer = torch.empty(sum(splits.sent), dtype=torch.uint8, device=device)
-    for cut, room in _rooms(sent, buffer):
-        source = cut.source()
-        room[: source.nbytes].view(source.dtype).view(source.shape).copy_(source)
-    arrived = all_to_all(buffer, splits, axis, "resharding").wait()
-    for cut, room in _rooms(received, arrived):
-        target = cut.target()
-        target.copy_(room[: target.nbytes].view(target.dtype).view(target.shape))
-
-
-def _bytes(cuts: Sequence[_CutTransfer]) -> int:
-    return sum(cut.num_bytes for cut in cuts)
-
-
-def _rooms(
-    by_rank: Sequence[Sequence[_CutTransfer]], buffer: Tensor
-) -> Iterator[tuple[_CutTransfer, Tensor]]:
-    """Yield each piece with its part of the buffer."""
-    begin = 0
-    for cuts in by_rank:
-        for cut in cuts:
-            yield cut, buffer[begin : begin + cut.num_bytes]
-            begin += cut.num_bytes
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

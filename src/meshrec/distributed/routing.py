@@ -35,7 +35,7 @@ from meshrec.plan.sharding_plan import (
     ParameterSharding,
     ShardingType,
 )
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.table import Rectangle
 
 # U uses, Q routes, L lookups, R ranks
 

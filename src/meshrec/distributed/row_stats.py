@@ -16,8 +16,8 @@ from meshrec.comms.mesh import Axis
 from meshrec.comms.phase_clock import OFF, phase, recorders
 from meshrec.distributed.routing import Routing
 from meshrec.ops.tbe.formulas import Formula, Hyper, Rows, RowSum, formula_of
-from meshrec.tables.packing import Rectangle
 from meshrec.tables.rule import UpdateRule
+from meshrec.tables.table import Rectangle
 from meshrec.tables.updates import Touched
 
 # U touched rows, D columns of the rectangle

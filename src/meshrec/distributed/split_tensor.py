@@ -22,7 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from meshrec.comms.collectives import broadcast
 from meshrec.comms.mesh import Axis, group_device
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.streamed import is_same
+from meshrec.tables.table import Rectangle
 
 _aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ class LocalRectangles(Tensor):
     def copy_from(self, source: Tensor) -> None:
         """Copy from a whole tensor, or from one with the same rectangles; see ``parts_of``."""
         for part, values in zip(self._parts, self.parts_of(source), strict=True):
-            if part.data_ptr() != values.data_ptr():
+            if not is_same(part, values):
                 part.detach().copy_(values)
 
     def parts_of(self, source: Tensor) -> Sequence[Tensor]:

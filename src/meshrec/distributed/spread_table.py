@@ -8,8 +8,8 @@ from torch import Tensor
 from meshrec.distributed.routing import RoutedTable
 from meshrec.tables.holder import TableHolder
 from meshrec.tables.holdings import Held
-from meshrec.tables.packing import Rectangle
-from meshrec.tables.storage import RowStorage, check_loadable, copy_rectangle
+from meshrec.tables.storage import RowStorage, check_loadable, cut
+from meshrec.tables.table import Rectangle, RowBlock
 
 
 class SpreadTable(TableHolder):
@@ -32,11 +32,7 @@ class SpreadTable(TableHolder):
 
     def parts(self) -> list[tuple[Rectangle, Tensor]]:
         """Return every rectangle with its rows."""
-        return [
-            pair
-            for each in self.held
-            for pair in zip(each.packing.rectangles, each.packing.views(each.parameter.detach()), strict=True)
-        ]
+        return [pair for each in self.held for pair in zip(each.packing.rectangles, each.rows(), strict=True)]
 
     def part_names(self) -> list[str]:
         """Return the names of the parts of a row."""
@@ -44,15 +40,14 @@ class SpreadTable(TableHolder):
 
     def whole_parts(self) -> dict[str, Tensor]:
         """Return the parts of the whole table's rows by name, copied to the CPU."""
-        rows = self._allocated()
-        wholes = self.storage.parts(rows, self._table.dim)
-        for rectangle, own in self.parts():
-            first, last = map(self.storage.part_column, (rectangle.c0, rectangle.c1))
-            found = self.storage.parts(own, rectangle.c1 - rectangle.c0)
-            for part, whole, piece in zip(self.storage.row_parts, wholes, found, strict=True):
-                target = whole[rectangle.r0 : rectangle.r1]
-                (target if part.per_row else target[:, first:last]).copy_(piece)
-        return {part.name: whole for part, whole in zip(self.storage.row_parts, wholes, strict=True)}
+        wholes = self._allocated()
+        for each in self.held:
+            for table in each.tables:
+                for block in table.stream():
+                    targets = cut(self.storage, wholes, _slice(block), block.columns)
+                    for name, target in targets.items():
+                        target.copy_(block.parts[name])
+        return wholes
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
         """Copy the parts of the whole table's rows to their devices.
@@ -61,22 +56,28 @@ class SpreadTable(TableHolder):
             ValueError: a value is missing, or its size or type differs. Nothing is copied then.
         """
         check_loadable(values["weight"], prefix + "weight", self.storage)
-        rows = self._allocated()
-        for part, whole in zip(
-            self.storage.row_parts, self.storage.parts(rows, self._table.dim), strict=True
-        ):
-            value = values.get(part.name)
+        wholes = self._allocated()
+        for name, whole in wholes.items():
+            value = values.get(name)
             if value is None or value.shape != whole.shape:
                 there = "nothing" if value is None else f"the shape {list(value.shape)}"
                 raise ValueError(
-                    f"{prefix}{part.name} must have the shape {list(whole.shape)}, the state dict has "
+                    f"{prefix}{name} must have the shape {list(whole.shape)}, the state dict has "
                     f"{there}. Load it into a model with the same tables, quantised alike."
                 )
             whole.copy_(value)
-        for rectangle, own in self.parts():
-            r, c = (rectangle.r0, rectangle.r1), (rectangle.c0, rectangle.c1)
-            copy_rectangle(self.storage, own, rows, self._table.dim, rows=r, columns=c)
+        for each in self.held:
+            for table in each.tables:
+                _, r0, r1, c0, c1 = table.rectangle
+                parts = cut(self.storage, wholes, slice(r0, r1), (c0, c1))
+                table.load([RowBlock(range(r0, r1), (c0, c1), parts)])
 
-    def _allocated(self) -> Tensor:
-        columns = self.storage.columns(self._table.dim)
-        return self.storage.allocate(self._table.num_rows, columns, torch.device("cpu")).zero_()
+    def _allocated(self) -> dict[str, Tensor]:
+        dim = self._table.dim
+        rows = self.storage.allocate(self._table.num_rows, self.storage.columns(dim), torch.device("cpu"))
+        return dict(zip(self.part_names(), self.storage.parts(rows.zero_(), dim), strict=True))
+
+
+def _slice(block: RowBlock) -> slice:
+    assert isinstance(block.keys, range)
+    return slice(block.keys.start, block.keys.stop)

@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrec.distributed.routing import RoutedTable
+from meshrec.optim.optimizers import StateSlot
 from meshrec.tables.holder import TableHolder
 from meshrec.tables.holdings import Held
-from meshrec.tables.packing import Rectangle
 from meshrec.tables.storage import RowStorage, check_loadable
+from meshrec.tables.streamed import is_same
+from meshrec.tables.table import Rectangle, TableRows
 
 
 class TableShards(TableHolder):
@@ -45,7 +48,7 @@ class TableShards(TableHolder):
         mesh: DeviceMesh | None,
     ) -> None:
         super().__init__()
-        self.table, self._packing, self._mesh = table, held.packing if held else None, mesh
+        self.table, self.held, self._mesh = table, held, mesh
         self.storage = storage
         self._holders = [list(rectangles) for rectangles in holders]
         self.rectangles: list[Rectangle] = held.packing.rectangles if held else []
@@ -56,17 +59,21 @@ class TableShards(TableHolder):
         """Whether this rank may hold only a part of the table."""
         return self._mesh is not None
 
-    def shards(self) -> list[Tensor]:
-        """Return the rectangles of this rank: ``weight``, or views of it if there are several."""
-        if self._packing is None:
-            return []
-        return [self.weight] if len(self.rectangles) == 1 else self._packing.views(self.weight.detach())
+    @property
+    def tables(self) -> Sequence[TableRows]:
+        """The rectangles that are here."""
+        return self.held.tables if self.held is not None else []
 
-    def whole_state(self, parts: Sequence[Tensor], *, per_row: bool = False) -> Tensor:
+    def shards(self) -> list[Tensor]:
+        """Return the rows of the rectangles of this rank: ``weight``, or views of it if there are several."""
+        return [table.rows for table in self.tables]
+
+    def whole_state(self, slot: StateSlot) -> Tensor:
         """Return a state of the table, fp32 whatever its rows are, from this rank's parts, without a copy."""
         like = torch.empty(0, device=self.weight.device)  # gives the type if the rank holds nothing
-        size = (self.table.num_rows,) if per_row else (self.table.num_rows, self.table.dim)
-        return self._joined([part.detach() for part in parts], like, size, lambda column: column)
+        size = slot.shape(self.table.num_rows, self.table.dim)
+        parts = [table.tensors()[slot.name].detach() for table in self.tables]
+        return self._joined(parts, like, size, lambda column: column)
 
     def part_names(self) -> list[str]:
         """Return the names of the parts of a row."""
@@ -74,19 +81,16 @@ class TableShards(TableHolder):
 
     def whole_parts(self) -> dict[str, Tensor]:
         """Return the parts of the whole table's rows by name, without a copy."""
-        own = [
-            self.storage.parts(shard.detach(), rectangle.c1 - rectangle.c0)
-            for shard, rectangle in zip(self.shards(), self.rectangles, strict=True)
-        ]
+        own = [table.tensors() for table in self.tables]
         size = (self.table.num_rows, self.storage.part_column(self.table.dim))
         return {
             part.name: self._joined(
-                [parts[number] for parts in own],
+                [parts[part.name] for parts in own],
                 torch.empty(0, dtype=part.dtype, device=self.weight.device),
                 size[:1] if part.per_row else size,
                 self.storage.part_column,
             )
-            for number, part in enumerate(self.storage.row_parts)
+            for part in self.storage.row_parts
         }
 
     def load(self, values: Mapping[str, Tensor], prefix: str) -> None:
@@ -119,8 +123,12 @@ class TableShards(TableHolder):
                 raise
         with torch.no_grad():
             for part, found in pairs:
-                if part.data_ptr() != found.data_ptr():
+                if not is_same(part, found):
                     part.detach().copy_(found)
+        if self.held is not None and not self.held.is_fixed:
+            increment_version(
+                self.weight
+            )  # its rows are elsewhere, and a batch in flight must see the change
 
     def _joined(
         self, parts: Sequence[Tensor], like: Tensor, size: Sequence[int], place: Callable[[int], int]

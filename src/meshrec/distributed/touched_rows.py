@@ -8,7 +8,7 @@ from torch import Tensor
 from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.ops import tbe
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.table import Rectangle, TableRows
 from meshrec.tables.updates import TableGradient
 
 
@@ -24,22 +24,18 @@ class TouchedRows:
     def __init__(self, tables: ShardedTables, fused: Collection[int], now: Callable[[], int]) -> None:
         self._fused, self._now = set(fused), now
         self._parts = [tables.split, tables.local]
-        if tables.needs_resolve:
-            raise ValueError(
-                "rows of tables with an index cannot be tracked: updates know their slots, not their keys. "
-                "Publish whole tables (checkpoint.export_safetensors)."
-            )
         self._marks = [[_marks(rectangle) for rectangle in part.work.rectangles] for part in self._parts]
         tables.watch = self._mark
 
-    def touched(self, table: int, since: int) -> Iterator[tuple[Rectangle, Tensor, Tensor]]:
-        """Yield, for each local rectangle of a table, the rows with a mark above ``since``, counted from the
-        rectangle's first row, and the rectangle's weights.
+    def touched(self, table: int, since: int) -> Iterator[tuple[TableRows, Tensor]]:
+        """Yield, for each local rectangle of a table, the keys of the rows with a mark above ``since``,
+        ascending.
         """
         for part, marks in zip(self._parts, self._marks, strict=True):
-            for rectangle, last, weight in zip(part.work.rectangles, marks, part.weights, strict=True):
-                if rectangle.table == table:
-                    yield rectangle, (last > since).nonzero()[:, 0], weight.detach()
+            here = part.held.of_table(table)
+            own = [last for last, r in zip(marks, part.work.rectangles, strict=True) if r.table == table]
+            for rows, last in zip(here.tables if here is not None else [], own, strict=True):
+                yield rows, (last > since).nonzero()[:, 0] + rows.rectangle.r0
 
     def _mark(self, gradients: Sequence[TableGradient]) -> None:
         now = self._now()
@@ -56,6 +52,8 @@ class TouchedRows:
 
     def _set(self, part: LookupTables, marks: Sequence[Tensor], i: int, rows: Tensor, now: int) -> None:
         if part.work.rectangles[i].table in self._fused:
+            if (index := part.held.indexes.get(i)) is not None:
+                rows = index.keys_of(rows.long()) - part.work.rectangles[i].r0
             marks[i].index_fill_(0, rows.long(), now)
 
 

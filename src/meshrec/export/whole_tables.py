@@ -43,5 +43,6 @@ def _whole(module: Any) -> TableCollection:
     options = module.built.options
     made = empty_like(module, types, options.bounds_check, options.output_dtype)
     made.to_empty(device=torch.device("cpu"))
-    made.load_state_dict(module.state_dict())
+    state = module.state_dict()
+    made.load_state_dict({name: getattr(each, "full_tensor", each.clone)() for name, each in state.items()})
     return made

@@ -18,7 +18,7 @@ from meshrec.modules.input_checks import check_device, positions_of, sample_weig
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.fused import WholeTables
-from meshrec.tables.index import slots_of
+from meshrec.tables.index import KeyReader, slots_of
 from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
 
 # F features in the order of the tables, B samples, N ids, D width
@@ -148,15 +148,14 @@ class TableLookup:
         segments = lookups.segments
         firsts = [key * step for key in range(num_keys + 1)] if segments is None else segments.tolist()
         readers = {
-            key: (self._indexes[table], 0)
+            key: KeyReader([self._indexes[table]], 0)
             for key, table in zip(lookups.keys, lookups.tables, strict=True)
             if table in self._indexes
         }
         bounds = offsets[firsts].tolist()
         train = torch.is_grad_enabled()
-        return lookups._replace(
-            values=slots_of(lookups.values, bounds, readers, num_keys=num_keys, train=train)
-        )
+        values, _ = slots_of(lookups.values, bounds, readers, num_keys=num_keys, train=train)
+        return lookups._replace(values=values)
 
     def _clamped(self, lookups: tbe.Lookups) -> tbe.Lookups:
         values, counts = torch.ops.meshrec.clamp_ids.default(

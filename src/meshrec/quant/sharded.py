@@ -17,9 +17,10 @@ from meshrec.modules.table_lookup import storage_for
 from meshrec.ops import nbit
 from meshrec.quant.collections import empty_like
 from meshrec.quant.precision import Rounding, check_rows, encoded
-from meshrec.tables.holdings import Holdings
-from meshrec.tables.packing import Packing, Rectangle
-from meshrec.tables.storage import RowStorage
+from meshrec.tables.holdings import Held, Holdings, in_parameter
+from meshrec.tables.packing import Packing
+from meshrec.tables.storage import RowStorage, SideRows
+from meshrec.tables.table import RowBlock, TableRows
 
 # R rows of a block
 
@@ -89,53 +90,55 @@ class _Quantised:
         """
         axis, num_rows = self._built.env.shard, self._built.routing.tables[table].num_rows
         here = held.of_table(table)
-        parts: list[tuple[Rectangle, Tensor]] = []
-        if here is not None:
-            views = here.packing.views(here.parameter.detach())
-            parts = list(zip(here.packing.rectangles, views, strict=True))
+        tables = [] if here is None else here.tables
         blocks = [
-            _extremes(parts, first, min(first + _BLOCK_ROWS, num_rows), axis)
+            _extremes(tables, first, min(first + _BLOCK_ROWS, num_rows), axis)
             for first in range(0, num_rows, _BLOCK_ROWS)
         ]
         least, greatest = torch.cat(blocks, 1)
         return nbit.params_of(least, greatest, self.storages[table].bits)
 
     def _converted(self, held: Holdings, params: Mapping[int, Tensor]) -> Holdings:
-        parameters, packings = [], []
-        for parameter, packing in zip(held.parameters, held.packings, strict=True):
-            storage = self.storages[packing.table]
-            made = Packing(packing.rectangles, storage)
-            rows = storage.allocate(*made.shape, parameter.device)
-            for rectangle, numbers, target in zip(
-                packing.rectangles, packing.views(parameter.detach()), made.views(rows), strict=True
-            ):
-                try:
-                    target.copy_(self._encoded(rectangle, numbers, params.get(packing.table)))
-                except ValueError as error:
-                    self.error = self.error or str(error)
-            parameters.append(nn.Parameter(rows, requires_grad=False))
-            packings.append(made)
-        return Holdings(parameters, packings, [[] for packing in packings for _ in packing.rectangles])
+        converted: list[Held] = []
+        for each in held.held:
+            storage = self.storages[each.packing.table]
+            made = Packing(each.packing.rectangles, storage)
+            rows = storage.allocate(*made.shape, each.parameter.device)
+            for table, target in zip(each.tables, made.views(rows), strict=True):
+                for block in table.stream():
+                    assert isinstance(block.keys, range)
+                    first = block.keys.start - table.rectangle.r0
+                    try:
+                        target[first : first + len(block.keys)] = self._encoded(
+                            table.rectangle.table, block, params
+                        )
+                    except ValueError as error:
+                        self.error = self.error or str(error)
+            no_state: list[list[Tensor]] = [[] for _ in made.rectangles]
+            converted.append(in_parameter(nn.Parameter(rows, requires_grad=False), made, no_state, None))
+        return Holdings(converted)
 
-    def _encoded(self, rectangle: Rectangle, numbers: Tensor, params: Tensor | None) -> Tensor:
-        name = self._built.routing.tables[rectangle.table].name
+    def _encoded(self, table: int, block: RowBlock, params: Mapping[int, Tensor]) -> Tensor:
+        assert isinstance(block.keys, range)
+        numbers, first = block.parts["weight"], block.keys.start
+        name = self._built.routing.tables[table].name
         data_type = self._types[name]
-        if params is None:
-            return encoded(numbers, data_type, self._rounding, name, first_row=rectangle.r0)
-        own = params[rectangle.r0 : rectangle.r1]
-        check_rows(numbers.half(), data_type, name, first_row=rectangle.r0)
-        check_rows(own, data_type, name, first_row=rectangle.r0)
-        return nbit.quantize(numbers, self.storages[rectangle.table].bits, own)
+        if table not in params:
+            return encoded(numbers, data_type, self._rounding, name, first_row=first)
+        own = params[table][first : block.keys.stop]
+        check_rows(numbers.half(), data_type, name, first_row=first)
+        check_rows(own, data_type, name, first_row=first)
+        return nbit.quantize(numbers, self.storages[table].bits, own)
 
 
-def _extremes(parts: Sequence[tuple[Rectangle, Tensor]], first: int, end: int, axis: Axis) -> Tensor:
+def _extremes(tables: Sequence[TableRows], first: int, end: int, axis: Axis) -> Tensor:
     """Return the minimum and maximum of each row in [first, end) over all ranks, fp32 [2, R]."""
     own = torch.stack([torch.full((end - first,), torch.inf), torch.full((end - first,), -torch.inf)])
-    for rectangle, numbers in parts:
-        low, high = max(first, rectangle.r0), min(end, rectangle.r1)
-        if low < high:
-            rows = numbers[low - rectangle.r0 : high - rectangle.r0].float()
-            place = slice(low - first, high - first)
+    for table in tables:
+        for block in table.stream(keys=(first, end)):
+            assert isinstance(block.keys, range)
+            rows = block.parts["weight"].float()
+            place = slice(block.keys.start - first, block.keys.stop - first)
             own[0, place] = torch.minimum(own[0, place], rows.amin(1))
             own[1, place] = torch.maximum(own[1, place], rows.amax(1))
     everywhere = all_gather(own, axis, "quantising").wait().view(-1, *own.shape)
@@ -176,7 +179,8 @@ def _storages(module: Any, types: Mapping[str, DataType]) -> dict[str, RowStorag
 
 
 def _storage(data_type: DataType, before: RowStorage) -> RowStorage:
-    return before if before.dtype == data_type.dtype else storage_for(data_type)
+    stays = before.dtype == data_type.dtype and not isinstance(before, SideRows)
+    return before if stays else storage_for(data_type)
 
 
 def _check_search(module: Any, types: Mapping[str, DataType], rounding: Rounding) -> None:

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from meshrec.ops import tbe
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, check_seed
-from meshrec.tables.holdings import Holdings
+from meshrec.tables.holdings import Held, Holdings, in_parameter
 from meshrec.tables.locking import UpdateLock
 from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, UpdateMode
-from meshrec.tables.packing import Packing, Rectangle
+from meshrec.tables.packing import Packing
 from meshrec.tables.rule import rules_of
 from meshrec.tables.storage import RowStorage
+from meshrec.tables.table import Rectangle
 from meshrec.tables.updates import LookedUp, TableGradient, TableUpdates
 from meshrec.tables.writes import OwnWrites
 
@@ -49,20 +50,21 @@ class WholeTables(tbe.Updater):
         check_seed(seed)
         self.plain_tables = [index for index, table in enumerate(tables) if table.spec is None]
         """The tables that it leaves to ordinary gradients."""
-        packings, state, fused = [], [], {}
+        held: list[Held] = []
+        fused: dict[int, FusedTable] = {}
         rules = rules_of([table.spec for table in tables], deferred=update == "on_step", seed=seed)
         for index, ((name, weight, spec, storage), rule) in enumerate(zip(tables, rules, strict=True)):
             num_rows, dim = weight.shape
-            packings.append(Packing([Rectangle(index, 0, num_rows, 0, dim)], storage))
-            state.append(storage.new_state(spec, num_rows, dim, weight.device))
+            packing = Packing([Rectangle(index, 0, num_rows, 0, dim)], storage)
+            state = storage.new_state(spec, num_rows, dim, weight.device)
+            held.append(in_parameter(weight, packing, [state], spec))
             if rule is not None and spec is not None:
-                slots: dict[str, Any] = {"step": 0, **dict(zip(rule.slot_names, state[-1], strict=True))}
+                slots: dict[str, Any] = {"step": 0, **dict(zip(rule.slot_names, state, strict=True))}
                 fused[index] = FusedTable(weight, rule, slots, f"table {name!r}", dim)
                 mark_in_backward(weight, spec)
-        held = Holdings([table.weight for table in tables], packings, state)
         self._fused = [table.weight for table in fused.values()]
         self._writes = OwnWrites([table.label for table in fused.values()], self._fused)
-        self._updates = TableUpdates(held, fused, writes=self._writes)
+        self._updates = TableUpdates(Holdings(held), fused, writes=self._writes)
         self._has_taken, self._updating = False, UpdateLock()
         named = {tables[index].name: table for index, table in fused.items()}
         self.optimizer = FusedOptimizer(named, Deferred(self._step) if update == "on_step" else None)

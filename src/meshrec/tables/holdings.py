@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.optim.optimizers import OptimizerSpec
-from meshrec.tables.packing import Packing, Rectangle, RowGradients, sum_of_rows
-from meshrec.tables.storage import RowStorage
+from meshrec.tables.fixed import FixedTable
+from meshrec.tables.packing import Packing, RowGradients, sum_of_rows
+from meshrec.tables.storage import RowStorage, SideRows
+from meshrec.tables.table import Rectangle, TableRows
 
 
 class Held(NamedTuple):
@@ -17,25 +19,39 @@ class Held(NamedTuple):
 
     parameter: nn.Parameter
     packing: Packing
+    tables: Sequence[TableRows]
+    """One for each rectangle."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the rows are in the parameter."""
+        return isinstance(self.tables[0], FixedTable)
+
+    def rows(self) -> Sequence[Tensor]:
+        """Return what the kernels read of each rectangle."""
+        if self.is_fixed:
+            return self.packing.views(self.parameter.detach())
+        return [table.rows for table in self.tables]
 
 
 class Holdings:
-    """Tables that a rank looks up together: a parameter and its packing for each, and the optimizer state of
-    each rectangle, counted through all tables.
+    """Tables that a rank looks up together: a parameter and its packing for each, and for each rectangle a
+    ``TableRows``, counted through all of them.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        packings: Sequence[Packing],
-        state: Sequence[Sequence[Tensor]],
-    ) -> None:
-        self.parameters, self.packings, self.state = parameters, packings, state
-        self.rectangles = [rectangle for packing in packings for rectangle in packing.rectangles]
-        self._owners = [table for table, packing in enumerate(packings) for _ in packing.rectangles]
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.held = list(held)
+        self.parameters = [each.parameter for each in held]
+        self.packings = [each.packing for each in held]
+        self.rectangles = [rectangle for packing in self.packings for rectangle in packing.rectangles]
+        self._owners = [place for place, each in enumerate(held) for _ in each.tables]
 
-        found = [packing.storage.index(r.r0, r.r1 - r.r0) for packing in packings for r in packing.rectangles]
-        self.indexes = {i: index for i, index in enumerate(found) if index is not None}
+        tables = [table for each in held for table in each.tables]
+        self.state = [table.state for table in tables]
+        self.is_packed = len(tables) > len(self.held)
+        """Whether some parameter holds several rectangles."""
+        self._rows = [table.rows for table in tables]
+        self.indexes = {i: table.index for i, table in enumerate(tables) if table.index is not None}
         """The indexes of the rectangles that have one, by number."""
 
     @property
@@ -44,32 +60,15 @@ class Holdings:
         return [packing.storage for packing in self.packings for _ in packing.rectangles]
 
     @property
-    def is_packed(self) -> bool:
-        """Whether some parameter holds several rectangles."""
-        return len(self.state) > len(self.parameters)
-
-    @property
     def weights(self) -> Sequence[Tensor]:
         """The rectangles. Taken anew from parameters that hold several: their memory may be exchanged."""
         if not self.is_packed:
-            return self.parameters
-        return [
-            view
-            for parameter, packing in zip(self.parameters, self.packings, strict=True)
-            for view in packing.views(parameter.detach())
-        ]
+            return self._rows
+        return [rows for each in self.held for rows in each.rows()]
 
     def of_table(self, table: int) -> "Held | None":
         """A table's parameter, None where nothing of it is here."""
-        for parameter, packing in zip(self.parameters, self.packings, strict=True):
-            if packing.table == table:
-                return Held(parameter, packing)
-        return None
-
-    def state_of_table(self, table: int) -> list[Sequence[Tensor]]:
-        """For each of its rectangles here the optimizer state."""
-        pairs = zip(self.rectangles, self.state, strict=True)
-        return [state for rectangle, state in pairs if rectangle.table == table]
+        return next((each for each in self.held if each.packing.table == table), None)
 
     def gradient(self, rectangle: int) -> Tensor | None:
         """``grad`` of the parameter that holds it."""
@@ -120,6 +119,17 @@ class Holdings:
         return [list(range(begin, end)) for begin, end in pairwise(ends)]
 
 
+def in_parameter(
+    parameter: nn.Parameter,
+    packing: Packing,
+    state: Sequence[Sequence[Tensor]],
+    spec: OptimizerSpec | None,
+) -> Held:
+    """Rectangles whose rows are in a parameter; ``state``: of each of them, by slot of the optimizer."""
+    tables = [FixedTable(parameter, packing, i, each, spec) for i, each in enumerate(state)]
+    return Held(parameter, packing, tables)
+
+
 def allocate(
     rectangles: Sequence[Rectangle],
     storages: Sequence[RowStorage],
@@ -132,15 +142,17 @@ def allocate(
     ``storages``, ``specs`` and ``trained`` (whether its parameter requires a gradient): for each table of the
     module.
     """
-    parameters: list[nn.Parameter] = []
-    packings: list[Packing] = []
-    state: list[list[Tensor]] = []
-    for table, own in groupby(rectangles, key=lambda rectangle: rectangle.table):
-        packing = Packing(list(own), storages[table])
-        parameters.append(nn.Parameter(storages[table].allocate(*packing.shape, device), trained[table]))
-        packings.append(packing)
-        state += [
-            storages[table].new_state(specs[table], r.r1 - r.r0, r.c1 - r.c0, device)
-            for r in packing.rectangles
-        ]
-    return Holdings(parameters, packings, state)
+    held = []
+    for table, group in groupby(rectangles, key=lambda rectangle: rectangle.table):
+        own, storage, spec = list(group), storages[table], specs[table]
+        packing = Packing(own, storage)
+        height, width = packing.shape
+        side = storage if isinstance(storage, SideRows) else None
+        rows = storage.allocate(height if side is None else 0, width, device)
+        parameter = nn.Parameter(rows, trained[table])
+        if side is not None:
+            held.append(Held(parameter, packing, [side.table(r, spec, device) for r in own]))
+            continue
+        state = [storage.new_state(spec, r.r1 - r.r0, r.c1 - r.c0, device) for r in own]
+        held.append(in_parameter(parameter, packing, state, spec))
+    return Holdings(held)

@@ -1,59 +1,82 @@
 """Indexes: where in memory the row of a key lies, for tables whose slot is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
+class Resolved(NamedTuple):
+    """The slots of some keys."""
+
+    slots: Tensor
+    """int64, one for each key."""
+    pin: object = None
+    """The slots stay those of their keys as long as this object is alive. A batch keeps it until it is gone,
+    also where its backward pass never comes. None where slots never change."""
+
+
 class Index(Protocol):
     """The slots of the keys of one rectangle.
 
-    The slot of a key must depend on the key alone: replicas, other ranks and checkpoints find rows by slot.
+    The same calls in the same order must give the same slots: rectangles with other columns of the same rows
+    are looked up and compared by the same slots, on one rank and on several.
     """
 
-    def resolve(self, keys: Tensor, *, train: bool) -> Tensor:
-        """Return the slot of each key of the whole table, in [0, rows in memory).
+    def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
+        """Return the slot of each key, in [0, rows in memory), and bring the rows there.
 
         Args:
-            keys: int64 [N], keys within the rectangle's rows; they may repeat.
+            keys: int64 [N], keys of the whole table within the rectangle's rows; they may repeat.
             train: whether the rows will be updated.
-
-        Returns: int64 [N].
         """
+
+    def keys_of(self, slots: Tensor) -> Tensor:
+        """Return the key whose row each of these slots has now, int64 [N]."""
+
+
+class KeyReader(NamedTuple):
+    """The rectangles of the same rows that a feature reads."""
+
+    indexes: Sequence[Index]
+    first_row: int
 
 
 def slots_of(
     values: Tensor,
     bounds: Sequence[int],
-    readers: Mapping[int, tuple[Index, int]],
+    readers: Mapping[int, KeyReader],
     *,
     num_keys: int,
     train: bool,
-) -> Tensor:
+) -> tuple[Tensor, list[object]]:
     """Replace the keys of some features by slots; each index is asked once.
 
     Args:
         values: int [N], block-major: the IDs of feature 0 of block 0, of feature 1, and so on; each counted
             from the first row of its rectangle.
         bounds: where the IDs of each feature of each block begin, and N.
-        readers: by feature, the index that it reads and the first row of its rectangle.
+        readers: by feature, who reads it.
         num_keys: the number of features of a block.
         train: whether the rows will be updated.
 
-    Returns: [N], of the type of ``values``.
+    Returns: the values [N], of the same type, and the pins (see ``Resolved``).
     """
     found = values.clone()
     num_blocks = (len(bounds) - 1) // max(1, num_keys)
-    by_index: dict[int, list[int]] = {}
-    for key, (index, _) in readers.items():
-        by_index.setdefault(id(index), []).append(key)
-    for keys in by_index.values():
-        index, first = readers[keys[0]]
+    pins: list[object] = []
+    by_indexes: dict[tuple[int, ...], list[int]] = {}
+    for key, reader in readers.items():
+        by_indexes.setdefault(tuple(map(id, reader.indexes)), []).append(key)
+    for keys in by_indexes.values():
+        reader = readers[keys[0]]
         places = [block * num_keys + key for key in keys for block in range(num_blocks)]
         parts = [found[bounds[place] : bounds[place + 1]] for place in places]
-        slots = index.resolve(torch.cat(parts).long() + first, train=train)
+        wanted = torch.cat(parts).long() + reader.first_row
+        resolved = [index.resolve(wanted, train=train) for index in reader.indexes]
+        pins += [each.pin for each in resolved]
+        slots = resolved[0].slots
         for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
             part.copy_(own)
-    return found
+    return found, pins

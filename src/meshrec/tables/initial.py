@@ -5,40 +5,48 @@ so a rank draws only the blocks that its rectangles touch, and draws what every 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshrec.tables.table import Span
+
 _BLOCK_ELEMENTS = 1 << 18
 
 
-def init_rectangle(
-    target: Tensor,
-    *,
-    table: str,
-    size: tuple[int, int],
-    first: tuple[int, int],
-    init_fn: Callable[[Tensor], Any],
-    seed: int,
-) -> None:
-    """Fills ``target`` with its part of a table of ``size``, from row and column ``first`` on.
+def initial_rows(
+    rows: Span, *, table: str, size: Span, init_fn: Callable[[Tensor], Any], seed: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first values of rows [r0, r1) of a table of ``size``, fp32, in blocks of whole rows; with the
+    first row of each block. A block is valid until the next one is asked for.
 
-    ``init_fn`` gets blocks of whole rows, fp32, on the CPU, one after the other, and draws from torch's
-    default generator; it must treat all rows alike, since it does not see which rows it gets.
+    ``init_fn`` gets such blocks, on the CPU, one after the other, and draws from torch's default generator.
+    It must treat all rows alike, since it does not see which rows it gets.
     """
     num_rows, dim = size
-    block_rows = max(1, _BLOCK_ELEMENTS // dim)
-    (r0, c0), (rows, columns) = first, target.shape
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for block in range(r0 // block_rows, -(-(r0 + rows) // block_rows)):
-            begin = block * block_rows
-            torch.manual_seed(_seed(seed, table, block))
-            values = torch.empty(min(block_rows, num_rows - begin), dim)
+    r0, r1 = rows
+    block_rows = min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
+    memory = torch.empty(block_rows, dim)
+    for block in range(r0 // block_rows, -(-r1 // block_rows)):
+        begin = block * block_rows
+        values = memory[: num_rows - begin]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(_seed(seed, table, block))
             init_fn(values)
-            low, high = max(begin, r0), min(begin + values.shape[0], r0 + rows)
-            target[low - r0 : high - r0].copy_(values[low - begin : high - begin, c0 : c0 + columns])
+        low, high = max(begin, r0), min(begin + len(values), r1)
+        yield low, values[low - begin : high - begin]
+
+
+@torch.no_grad()
+def init_table(target: Tensor, *, table: str, init_fn: Callable[[Tensor], Any], seed: int) -> None:
+    """Fill a whole table; see ``initial_rows``."""
+    num_rows, dim = target.shape
+    for first, rows in initial_rows(
+        (0, num_rows), table=table, size=(num_rows, dim), init_fn=init_fn, seed=seed
+    ):
+        target[first : first + len(rows)].copy_(rows)
 
 
 def _seed(seed: int, table: str, block: int) -> int:

@@ -9,23 +9,9 @@ import torch
 from torch import Tensor
 
 from meshrec.tables.storage import RowStorage
+from meshrec.tables.table import Rectangle
 
 # U touched rows, D columns of a rectangle
-
-
-class Rectangle(NamedTuple):
-    """Rows [r0, r1) and columns [c0, c1) of a table."""
-
-    table: int
-    r0: int
-    r1: int
-    c0: int
-    c1: int
-
-    @property
-    def origin(self) -> tuple[int, int]:
-        """The row and the column where it begins."""
-        return self.r0, self.c0
 
 
 class RowGradients(NamedTuple):

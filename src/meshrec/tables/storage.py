@@ -5,9 +5,10 @@ routing and output) is the same for every storage.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,21 +17,12 @@ from meshrec.ops import nbit, tbe
 from meshrec.ops.memory import empty_pages
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.index import Index
+from meshrec.tables.table import Rectangle, RowPart, Span, TableRows
 
 # D width
 
 # ``ops.tbe.forward`` without a call in between: every lookup comes by here.
 _look_up: Callable[..., Tensor] = torch.ops.meshrec.tbe_forward.default
-
-
-class RowPart(NamedTuple):
-    """One of the tensors that the rows of a table consist of, as state dicts show them."""
-
-    name: str
-    """``weight``, or what is beside it."""
-    dtype: torch.dtype
-    per_row: bool
-    """``[rows]``, the same for all columns; otherwise ``[rows, part_column(D)]``."""
 
 
 class RowStorage(Protocol):
@@ -80,6 +72,22 @@ class RowStorage(Protocol):
 
         Raises:
             ValueError: for numbers that it cannot hold.
+        """
+
+
+class SideRows(ABC):
+    """A storage whose tables keep their rows themselves, and not in the memory of a parameter.
+
+    A sharded module asks it for its tables. An unsharded one has ordinary memory (``RowStorage.allocate``).
+    """
+
+    @abstractmethod
+    def table(
+        self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
+    ) -> TableRows:
+        """Make a rectangle of a table; see [Note: what a table is] in ``tables/table.py``.
+
+        ``spec``: the optimizer that will change the rows.
         """
 
 
@@ -189,23 +197,28 @@ class QuantisedRows:
         return nbit.quantize(numbers, self.bits)
 
 
-def copy_rectangle(
+def cut(
     storage: RowStorage,
-    target: Tensor,
-    source: Tensor,
-    source_dim: int,
+    tensors: Mapping[str, Tensor],
+    rows: slice,
+    columns: Span,
     *,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
-) -> None:
-    """Fills a rectangle with rows [r0, r1) and columns [c0, c1) of ``source``: of whole rows of
-    ``source_dim`` numbers in the same storage.
+    first_column: int = 0,
+) -> dict[str, Tensor]:
+    """Return some rows and some columns of the parts of a table.
+
+    Args:
+        storage: how its rows lie.
+        tensors: by name the parts of the rows and of their optimizer state.
+        rows: positions in these tensors.
+        columns: columns of the table.
+        first_column: the column of the table at which the tensors begin.
     """
-    (r0, r1), (c0, c1) = rows, columns
-    first, last = storage.part_column(c0), storage.part_column(c1)
-    targets, sources = storage.parts(target, c1 - c0), storage.parts(source, source_dim)
-    for part, to, whole in zip(storage.row_parts, targets, sources, strict=True):
-        to.copy_(whole[r0:r1] if part.per_row else whole[r0:r1, first:last])
+    begin, first, end = map(storage.part_column, (first_column, *columns))
+    return {
+        name: tensor[rows] if tensor.dim() == 1 else tensor[rows, first - begin : end - begin]
+        for name, tensor in tensors.items()
+    }
 
 
 def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:

@@ -53,6 +53,8 @@ class TableGradient(NamedTuple):
 
     looked_up: LookedUp | None
     rows: Mapping[int, RowGradients]
+    pins: Sequence[object] = ()
+    """What keeps the slots in it valid, see ``tables.index.Resolved``."""
 
 
 class Touched(NamedTuple):

@@ -21,7 +21,7 @@ from meshrec.optim import (
     in_backward_optimizer_filter,
 )
 from meshrec.planner import PlannedShardingPlan
-from meshrec.tables.initial import init_rectangle
+from meshrec.tables.initial import init_table
 from meshrec.tables.optimizer import UpdateMode
 from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.ranks import Ranks
@@ -97,14 +97,7 @@ def _allocate(collection: TableCollection, device: torch.device, seed: int) -> N
     """Give tables on ``meta`` the initial values that sharding would give them."""
     collection.to_empty(device=device)
     for config, weight in collection.tables().values():
-        init_rectangle(
-            weight.detach(),
-            table=config.name,
-            size=(config.num_embeddings, config.embedding_dim),
-            first=(0, 0),
-            init_fn=config.init_weight,
-            seed=seed,
-        )
+        init_table(weight, table=config.name, init_fn=config.init_weight, seed=seed)
 
 
 def _update(recipe: Recipe) -> UpdateMode:

@@ -18,7 +18,7 @@ from meshrec.distributed.build import ModuleParts
 from meshrec.distributed.spread_table import SpreadTable
 from meshrec.distributed.table_shards import TableShards
 from meshrec.modules.embedding_configs import PoolingType
-from meshrec.tables.packing import Rectangle
+from meshrec.tables.table import Rectangle
 
 # torch.fx leaves these calls whole where the module that makes them says so.
 torch.fx.wrap("rows_within")
@@ -121,13 +121,17 @@ def _parts(shards: TableShards | SpreadTable) -> Iterator[_Part]:
         # Not by name: while torch.fx records, an attribute that is a parameter is a proxy.
         weight = shards._parameters["weight"]
         assert weight is not None
-        packing, rows = shards._packing, weight.detach()
-        views = [rows] if packing is None else packing.views(rows)
+        rows, held = weight.detach(), shards.held
+        if held is not None and not held.is_fixed:
+            raise ValueError(
+                f"table {shards.table.name!r} keeps its rows outside of its parameter, and a recorded "
+                "program has parameters alone. Export the model with meshrec.export.export."
+            )
+        views = [rows] if held is None else held.packing.views(rows)
         yield from _placed(weight, views, shards.rectangles)
         return
-    for held in shards.held:
-        views = held.packing.views(held.parameter.detach())
-        yield from _placed(held.parameter, views, held.packing.rectangles)
+    for each in shards.held:
+        yield from _placed(each.parameter, each.rows(), each.packing.rectangles)
 
 
 def _placed(

@@ -1,0 +1,147 @@
+"""Tensors whose values a table reads and writes when they are asked for: what state dicts show of it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from meshrec.tables.table import RowBlock, RowPart, Span, TableRows
+
+_aten = torch.ops.aten
+
+
+@final
+class StreamedPart(Tensor):
+    """One part of the rows of a table that does not keep them in one tensor.
+
+    It has the shape, type and device of that tensor. Slices of it are rows and columns of the same table.
+    ``clone()`` reads the values; ``copy_`` in either direction reads or writes them block by block. All other
+    arithmetic is refused, because it would need the whole in memory.
+    """
+
+    table: TableRows
+    part: RowPart
+    keys: Span
+    columns: Span
+
+    @staticmethod
+    def __new__(cls, table: TableRows, part: RowPart, keys: Span, columns: Span) -> "StreamedPart":
+        height, width = keys[1] - keys[0], columns[1] - columns[0]
+        made: StreamedPart = Tensor._make_wrapper_subclass(
+            cls, (height,) if part.per_row else (height, width), dtype=part.dtype, device=table.rows.device
+        )
+        made.table, made.part, made.keys, made.columns = table, part, keys, columns
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def blocks(self) -> Iterator[tuple[Span, Tensor]]:
+        """Yield the values in blocks of rows, and where each of them begins and ends."""
+        position = 0
+        for block in self.table.stream(self.columns, keys=self.keys):
+            assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"
+            begin, end = block.keys.start - self.keys[0], block.keys.stop - self.keys[0]
+            assert begin == position, "blocks follow each other"
+            yield (begin, end), block.parts[self.part.name]
+            position = end
+        assert position == self.keys[1] - self.keys[0]
+
+    def read(self) -> Tensor:
+        """Read the values into an ordinary tensor."""
+        found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for (begin, end), rows in self.blocks():
+            found[begin:end] = rows
+        return found
+
+    def is_same(self, other: object) -> bool:
+        """Return whether both stand for the same values of the same table."""
+        return isinstance(other, StreamedPart) and other._place() == self._place()
+
+    def _place(self) -> tuple[object, ...]:
+        return id(self.table), self.part.name, self.keys, self.columns
+
+    def _slice(
+        self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    ) -> "StreamedPart":
+        if step != 1:
+            raise _refusal("a slice with a step")
+        span = self.columns if dim else self.keys
+        first, last, _ = slice(start, end).indices(span[1] - span[0])
+        chosen = span[0] + first, span[0] + max(first, last)
+        keys, columns = (self.keys, chosen) if dim else (chosen, self.columns)
+        return StreamedPart(self.table, self.part, keys, columns)
+
+    def _load(self, source: Tensor) -> None:
+        if self.is_same(source):
+            return
+        source = source.expand(self.shape)
+        pieces = source.blocks() if isinstance(source, StreamedPart) else [((0, len(source)), source)]
+        self.table.load(
+            RowBlock(
+                range(self.keys[0] + begin, self.keys[0] + end),
+                self.columns,
+                {self.part.name: values.detach()},
+            )
+            for (begin, end), values in pieces
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"StreamedPart({self.part.name!r}, {list(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.read()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, first = kwargs or {}, args[0]
+        if func is _aten.copy_.default:
+            if isinstance(first, StreamedPart):
+                first._load(args[1])
+            else:
+                for (begin, end), values in args[1].blocks():
+                    first[begin:end].copy_(values)
+            return first
+        if func is _aten.is_pinned.default:
+            return False
+        if func in (_aten.detach.default, _aten.alias.default):
+            return StreamedPart(first.table, first.part, first.keys, first.columns)
+        if func is _aten.slice.Tensor:
+            return first._slice(*args[1:], **kwargs)
+        if func in _READING:
+            return func(*map(values_of, args), **kwargs)
+        raise _refusal(str(func))
+
+
+_READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)
+
+
+def streamed(table: TableRows) -> dict[str, Tensor]:
+    """Return the parts of a table with a row for every key, by name, as tensors that stream."""
+    r = table.rectangle
+    return {part.name: StreamedPart(table, part, (r.r0, r.r1), r.columns) for part in table.parts}
+
+
+def values_of(value: Any) -> Any:
+    """Return an ordinary tensor with the same values; anything else as it is."""
+    return value.read() if isinstance(value, StreamedPart) else value
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether both are the same memory, or the same values of the same table."""
+    if isinstance(one, StreamedPart) or isinstance(other, StreamedPart):
+        return isinstance(one, StreamedPart) and one.is_same(other)
+    return one.data_ptr() == other.data_ptr()
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(
+        f"{what} is not for a table whose rows are not in one tensor. Read the rows that are wanted first: "
+        "part[first:end].clone()."
+    )

@@ -1,0 +1,125 @@
+"""The protocol of a table: what everybody who reads, writes or moves rows may ask of it.
+
+[Note: what a table is]
+
+A ``TableRows`` is the rows of one rectangle on one rank. It combines three parts: an index (keys to slots),
+the memory that the kernels read (``rows`` and ``state``, indexed by slot), and what backs that memory. Only a
+``FixedTable`` has its rows in the memory of a parameter, at slot ``key - r0``. The parameter of any other
+table has no rows, so that DDP, FSDP2, clipping and ``parameters()`` have nothing to touch; its name, its
+``requires_grad`` and its optimizer are those of the table all the same.
+
+Rows leave a table through ``stream`` and enter it through ``load``, in blocks of ascending keys. Checkpoints,
+resharding and state dicts know nothing else of it. The blocks of a fixed table are its memory: nothing is
+copied before it is written or sent.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from meshrec.tables.index import Index
+
+Span = tuple[int, int]
+"""The first of something, and the end."""
+
+
+class Rectangle(NamedTuple):
+    """Rows [r0, r1) and columns [c0, c1) of a table."""
+
+    table: int
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+
+    @property
+    def origin(self) -> Span:
+        """The row and the column where it begins."""
+        return self.r0, self.c0
+
+    @property
+    def columns(self) -> Span:
+        """The columns."""
+        return self.c0, self.c1
+
+
+class RowPart(NamedTuple):
+    """One of the tensors that the rows of a table and their optimizer state consist of."""
+
+    name: str
+    """``weight``, what is beside it in state dicts, or the slot of an optimizer."""
+    dtype: torch.dtype
+    per_row: bool
+    """``[rows]``, the same for all columns; otherwise ``[rows, width]``."""
+
+
+class RowBlock(NamedTuple):
+    """Rows of a table, or some columns of them."""
+
+    keys: range | Tensor
+    """Ascending. A range where they follow each other; otherwise int64 [n]."""
+    columns: Span
+    """The columns of the table that ``parts`` hold."""
+    parts: Mapping[str, Tensor]
+    """By the name of a ``RowPart`` the values of each key. Parts that are missing are not meant."""
+
+
+class TableRows(Protocol):
+    """The rows of one table on one rank, whole or a rectangle of it. See [Note: what a table is]."""
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The keys and columns that it has."""
+
+    @property
+    def parts(self) -> Sequence[RowPart]:
+        """The parts of its rows, ``weight`` first, and of their optimizer state."""
+
+    @property
+    def index(self) -> Index | None:
+        """What finds the slot of a key; None where the slot is ``key - r0``."""
+
+    @property
+    def rows(self) -> Tensor:
+        """What the kernels read, indexed by slot."""
+
+    @property
+    def state(self) -> Sequence[Tensor]:
+        """The optimizer state that the kernels change, by slot of the optimizer; indexed as ``rows``."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the parts by name, for state dicts: the memory, or ``StreamedPart``s."""
+
+    def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
+        """Yield the rows in blocks of ascending keys.
+
+        A block is valid until the table changes, which it must not do before the last one.
+
+        Args:
+            columns: the columns that are wanted; None: all.
+            keys: the first key that is wanted, and the end; None: all.
+        """
+
+    def load(self, blocks: Iterable[RowBlock]) -> None:
+        """Replace rows, or the parts of them that the blocks hold; all others stay.
+
+        Each block is copied before the next one is asked for.
+        """
+
+
+def weights_at(table: TableRows, keys: Tensor) -> Tensor:
+    """Read ``weight`` of some keys, which the table must have: int64 [n], ascending."""
+    if len(keys) == 0:
+        return table.rows.new_empty(0, table.rows.shape[1])
+    found = []
+    for block in table.stream(keys=(int(keys[0]), int(keys[-1]) + 1)):
+        here = block.keys
+        if isinstance(here, range):
+            first, end = torch.searchsorted(keys, torch.tensor([here.start, here.stop], device=keys.device))
+            places = keys[first:end] - here.start
+        else:
+            places = torch.isin(here, keys).nonzero()[:, 0]
+        found.append(block.parts["weight"][places])
+    return torch.cat(found)
