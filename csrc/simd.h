@@ -1,5 +1,5 @@
-// Vectors of the widest kind the translation unit is compiled for. Included by kernels.inl only, inside its
-// unnamed namespace.
+// Vectors of the greatest width that the translation unit is compiled for. Included by kernels.inl only,
+// inside its unnamed namespace.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -31,8 +31,8 @@ inline float to_float(Half value) {
 #if defined(__F16C__)
   return _cvtsh_ss(value.bits);
 #else
-  // Shift the exponent into place; a multiplication by 2^112 rebases it and normalises subnormals. Infinity
-  // and NaN keep an all-ones exponent.
+  // Shifts the exponent into place; multiplying by 2^112 corrects its bias and normalises subnormals.
+  // Infinity and NaN keep an exponent of all ones.
   const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
   float result = as_float(magnitude) * as_float(0x77800000);
   if (magnitude >= 0x0f800000) result = as_float(magnitude | 0x7f800000);
@@ -42,8 +42,8 @@ inline float to_float(Half value) {
 
 inline Vec load(const float* p) { return *reinterpret_cast<const VecMemory*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<VecMemory*>(p) = v; }
-// Leaves the caches to what is read again. For whole cache lines, and with finish_stores() before others
-// read.
+// Stores without filling the caches, which keep what is read again. Whole cache lines only; call
+// finish_stores() before another thread reads.
 inline void store_past_caches(float* p, Vec v) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);
@@ -78,11 +78,11 @@ inline Vec load(const Half* p) {
 
 constexpr std::integral_constant<int, 3> kToL1;
 constexpr std::integral_constant<int, 2> kToL2;
-constexpr std::integral_constant<int, 0> kToL1Once;  // the first to leave again, for what is used more often
+constexpr std::integral_constant<int, 0> kToL1Once;  // evicted first, to keep what is used more often
 
-// Always inlined, as are the lambdas that end in it: GCC takes a call of a function that only prefetches for
-// one without effect, and removes it. Into the L2 cache: far more lines may be on their way there than to L1.
-// Unrolled: as a loop of a few turns per row, a lookup takes half as long again.
+// Prefetches to the L2 cache, which can have far more lines under way than L1. Always inlined, as are the
+// lambdas that end in it: GCC considers a call of a function that only prefetches as without effect, and
+// removes it. Unrolled: as a loop of a few iterations per row, a lookup takes half as long again.
 template <int kBytes, int kLocality = kToL2()>
 __attribute__((always_inline)) inline void prefetch(const void* p) {
 #pragma GCC unroll 16
@@ -99,7 +99,7 @@ __attribute__((always_inline)) inline void prefetch_row(const T* row, int64_t di
   for (; byte < bytes; byte += 64) prefetch<64, kLocality>(p + byte);
 }
 
-// The sum of 16 lanes, held in 16 / kLanes vectors: halves are added to each other until one number is left.
+// The sum of 16 lanes, held in 16 / kLanes vectors: adds halves to each other until one number is left.
 inline float lanes_total(const Vec* part) {
   typedef float Vec8 __attribute__((vector_size(32), unused));
   typedef float Vec4 __attribute__((vector_size(16)));
@@ -121,7 +121,8 @@ inline float lanes_total(const Vec* part) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// splitmix64's finalizer over a counter: the same bits for the same (seed, step, row, column), whoever asks.
+// splitmix64's finalizer over a counter: the bits depend on (seed, step, row, column) only, not on the
+// thread.
 inline uint32_t random_bits(uint64_t seed, uint64_t step, uint64_t row, uint64_t column) {
   uint64_t x = row * 0x9E3779B97F4A7C15u + column * 0xC2B2AE3D27D4EB4Fu + seed * 0x165667B19E3779F9u +
                step * 0x27D4EB2F165667C5u;
@@ -158,7 +159,7 @@ inline uint16_t nearest_half(float value) {
 
 inline Half round_to(Half*, float value, uint32_t noise, bool stochastic) {
   const uint32_t magnitude = as_bits(value) & 0x7fffffff;
-  // Stochastic in fp16's normal range; nearest for subnormals, at the top, infinity and NaN.
+  // Stochastic for fp16's normal numbers; to nearest for subnormals, the largest, infinity and NaN.
   if (!stochastic || magnitude < 0x38800000 || magnitude >= 0x477fe000) return {nearest_half(value)};
   return {nearest_half(as_float((as_bits(value) + (noise & 0x1fff)) & ~0x1fffu))};
 }

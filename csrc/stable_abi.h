@@ -1,4 +1,4 @@
-// The one place that includes libtorch: its stable ABI only, so that one binary serves every torch >= 2.10.
+// The one header that includes libtorch: its stable ABI only, so that one binary serves every torch >= 2.10.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,7 +21,7 @@ namespace meshrec {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Thrown errors of this type reach Python as ValueError.
+// Throws; the error reaches Python as ValueError.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;
@@ -29,9 +29,9 @@ template <typename... Parts>
   throw std::invalid_argument(message.str());
 }
 
-// Runs work(begin, end) for pieces of [0, count) of at least grain, on torch's threads. What work throws on
-// one of them reaches the caller as it was, once all have ended: at libtorch's boundary it would lose its
-// words.
+// Runs work(begin, end) on torch's threads, for pieces of [0, count) with at least `grain` elements. If work
+// throws, the caller gets that same exception once all pieces have ended; passed through libtorch it would
+// lose its message.
 template <typename Work>
 void parallel_for(int64_t count, int64_t grain, const Work& work) {
   if (count <= 0) return;
@@ -45,7 +45,8 @@ void parallel_for(int64_t count, int64_t grain, const Work& work) {
     }
   };
 #if defined(__SANITIZE_THREAD__)
-  // The sanitizer does not see how OpenMP's threads meet, and would take all that they share for a race.
+  // The thread sanitizer does not see how OpenMP synchronises threads, and would report all shared data as a
+  // race.
   const int64_t most =
       std::clamp<int64_t>(count / std::max<int64_t>(grain, 1), 1, torch::stable::get_num_threads());
   std::vector<std::thread> threads;
@@ -62,15 +63,15 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Counts down to 0 what threads have left to do.
+// Counts the tasks left down to 0.
 class Countdown {
  public:
   explicit Countdown(int64_t count) : left_(count) {}
   Countdown(Countdown&& other) : left_(other.left_.load()) {}
   void done() { left_.fetch_sub(1, std::memory_order_release); }
-  // Nobody need wait any more.
+  // Ends every wait, now and later.
   void fail() { left_.store(kFailed); }
-  // False if something failed.
+  // Waits until no task is left; returns false if one failed.
   bool wait() const {
     for (int64_t turn = 0;; ++turn) {
       const int64_t left = left_.load(std::memory_order_acquire);
@@ -84,16 +85,16 @@ class Countdown {
   alignas(64) std::atomic<int64_t> left_;
 };
 
-// Hands out tasks in sections. A thread begins with a section of its own, so that neighbouring tasks, and the
-// same tasks of two loops, tend to meet the same caches; then it helps with the others' sections.
+// Hands out tasks in sections. A thread begins with its own section, so that neighbouring tasks, and the same
+// tasks of two loops, tend to find the same caches; then it helps with the other sections.
 class Dealer {
  public:
-  // begins: each section's first task, and where the last section ends.
+  // begins: the first task of each section, then the end of the last section.
   explicit Dealer(const std::vector<int64_t>& begins) : next_(begins.size() - 1) {
     for (size_t s = 0; s < next_.size(); ++s) next_[s].task = begins[s], next_[s].end = begins[s + 1];
   }
 
-  // The next task for a thread, or -1.
+  // Takes the next task for a thread; -1 when none is left.
   int64_t take(size_t thread) {
     for (size_t k = 0; k < next_.size(); ++k) {
       Next& next = next_[(thread + k) % next_.size()];
@@ -104,7 +105,7 @@ class Dealer {
     return -1;
   }
 
-  // Works on what is left, beside other threads.
+  // Works on the tasks left, together with other threads.
   template <typename Work>
   void serve(size_t thread, Countdown& left, const Work& work) try {
     for (int64_t task = take(thread); task >= 0; task = take(thread)) work(task), left.done();
@@ -121,15 +122,15 @@ class Dealer {
   std::vector<Next> next_;
 };
 
-// Sections of one length of the tasks [first, end).
+// Cuts the tasks [first, end) into sections of equal length.
 inline std::vector<int64_t> even_sections(int64_t first, int64_t end, int64_t num_sections) {
   std::vector<int64_t> begins;
   for (int64_t s = 0; s <= num_sections; ++s) begins.push_back(first + (end - first) * s / num_sections);
   return begins;
 }
 
-// Runs work(task) for every task of the sections that begin so (see Dealer), with a thread for each; results
-// must not depend on who runs what.
+// Runs work(task) for every task, one thread per section; begins as for Dealer. Results must not depend on
+// which thread runs which task.
 template <typename Work>
 void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {
   Dealer dealer(begins);
@@ -141,7 +142,7 @@ void parallel_sections(const std::vector<int64_t>& begins, const Work& work) {
   parallel_for(num_threads, 1, [&](int64_t thread, int64_t) { serve(thread); });
 }
 
-// So for the tasks [0, num_tasks), in sections of one length.
+// The same for the tasks [0, num_tasks), in sections of equal length.
 template <typename Work>
 void parallel_tasks(int64_t num_tasks, const Work& work) {
   const int64_t most = std::min<int64_t>(torch::stable::get_num_threads(), num_tasks);

@@ -1,5 +1,5 @@
-// Puts the partial results that the ranks sent back in table order, and takes gradients apart the same way.
-// Arguments and results are documented in ops/dist/naive.py.
+// Puts the partial results that the ranks sent back in table order; distributes gradients the same way back.
+// ops/dist/naive.py documents arguments and results.
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -41,7 +41,7 @@ void add_scaled(float* to, const From* from, int64_t width, float scale) {
   for (int64_t i = 0; i < width; ++i) to[i] += static_cast<float>(from[i]) * scale;
 }
 
-// Columns of one source that are columns of the result.
+// Columns of one source, and the columns of the result that they become.
 struct PooledPiece {
   int64_t source, source_column, width, column, add, mean_use;
 };
@@ -51,7 +51,7 @@ struct Pooled {
   const PooledPiece* pieces;
   int64_t num_pieces, batch;
   const std::vector<int64_t>& dims;
-  std::vector<int64_t> first_element;  // of every source's block
+  std::vector<int64_t> first_element;  // of each source's block
   std::optional<Bags> bags;
   const std::vector<int64_t>& keys;
 
@@ -79,7 +79,7 @@ struct Pooled {
 
   bool is_local(const PooledPiece& piece) const { return piece.source == static_cast<int64_t>(dims.size()); }
 
-  // work(first, end) of samples.
+  // Runs work(first, end) on pieces of the samples, in parallel.
   template <typename Work>
   void for_chunks(const Work& work) const {
     constexpr int64_t kChunk = 64;
@@ -95,13 +95,13 @@ struct Pooled {
   }
 };
 
-// The rows of each source: in what was received, or in what the ranks of a link hold for this one.
+// The rows of each source: in the received buffer, or in the memory of the linked ranks.
 struct Sources {
   const char* received;
   int64_t link, exchange, element_size;
   std::atomic<bool> failed = false;
 
-  // Rows [first, end) of a source: where row 0 of them would lie.
+  // Reads rows [first, end) of a source. Returns the address that its row 0 would have.
   const char* rows(const Pooled& pooled, int64_t source, int64_t first, int64_t end,
                    std::vector<char>& copy) {
     const int64_t row_bytes = pooled.dims[source] * element_size;
@@ -200,13 +200,13 @@ std::tuple<Tensor, Tensor> scatter_pooled(Tensor grad, Tensor pieces, std::vecto
   return {sent, own};
 }
 
-// What a rank's lookup gives for one route: some columns of every id that was sent on it.
+// What a rank's lookup returns for one route: some columns of every id that the route sent.
 struct SequenceLookup {
   int64_t route, use, column, width;
 };
 
-// Walks the ids of one use in order, and with them the rows of all lookups that hold a part of them: since
-// routing keeps the order of ids, every lookup's rows are read one after the other.
+// Walks the ids of one use in order, together with the rows of all lookups that hold a part of them. Routing
+// keeps the order of ids, so the rows of every lookup are read one after the other.
 struct Sequence {
   const Router router;
   const Bags bags;
@@ -237,7 +237,7 @@ struct Sequence {
     for (int64_t i = 0; i < num_lookups; ++i) {
       first_element.push_back(element);
       element += count[lookups[i].route] * lookups[i].width;
-      route_begin[lookups[i].route + 1] = i + 1;  // lookups come in the order of their routes
+      route_begin[lookups[i].route + 1] = i + 1;  // lookups are in the order of their routes
     }
     for (int64_t route = 0; route < router.num_routes; ++route) {
       route_begin[route + 1] = std::max(route_begin[route + 1], route_begin[route]);
@@ -249,8 +249,7 @@ struct Sequence {
     }
   }
 
-  // Calls visit(first element in the payload, first element in the result, width) for every part of every
-  // row.
+  // Calls visit(first element in the payload, first element in the result, width) for each part of each row.
   template <typename Id, typename Visit>
   void walk(int64_t use, const Id* values, std::vector<int64_t>& cursor, const Visit& visit) const {
     const IntervalFinder interval_of(router, use);
@@ -275,7 +274,7 @@ struct Sequence {
   void for_rows(const Tensor& values, const Visit& visit) const {
     const Tensor ids = contiguous(values);
     std::vector<int64_t> cursor(first_element.begin(),
-                                first_element.end() - 1);  // uses touch their own lookups
+                                first_element.end() - 1);  // each use has its own lookups
     parallel_tasks(static_cast<int64_t>(keys.size()), [&](int64_t use) {
       if (ids.scalar_type() == ScalarType::Int) {
         walk(use, ids.const_data_ptr<int32_t>(), cursor, visit);
@@ -345,7 +344,7 @@ void add_weight_grads(const Router& router, const Bags& bags, const std::vector<
   }
 }
 
-// Since routing keeps the order of ids, the numbers of every route are read one after the other.
+// Routing keeps the order of ids, so the numbers of every route are read one after the other.
 Tensor gather_weight_grads(Tensor received, Tensor values, Tensor offsets, std::optional<Tensor> segments,
                            int64_t num_keys, std::vector<int64_t> keys, std::vector<Tensor> router_tensors,
                            Tensor counts) {

@@ -1,7 +1,7 @@
 // Sends every id to the ranks that own its row, as one packed message per rank, and reads such messages.
 //
 // A message is int32 words: [bags of each route, if they differ][lengths, route by route][ids][weights].
-// Arguments and results are documented in ops/dist/naive.py.
+// ops/dist/naive.py documents arguments and results.
 #include <cmath>
 #include <cstring>
 
@@ -15,7 +15,7 @@ constexpr int64_t kHeaderFields = 4;  // status, words, ids, bags per route (-1:
 
 Tensor empty_cpu(int64_t size, ScalarType type) { return empty_buffer({size}, type); }
 
-// Where the parts of one route lie in the payload.
+// Where the parts of one route begin in the payload.
 struct Slot {
   int32_t* lengths;
   int32_t* ids;
@@ -60,7 +60,7 @@ struct Routing {
          ") is outside [0, ", router.num_rows(use), "). Raise num_embeddings, or hash the ids.");
   }
 
-  // Counts the ids of every route of one use; checks them.
+  // Counts the ids of every route of one use, and checks them.
   template <typename Id>
   void count(int64_t use, const Id* values) {
     const int64_t key = keys[use], begin = bags.first_id(key), end = begin + bags.num_ids(key);
@@ -102,7 +102,7 @@ struct Routing {
     slot.ids += words_per_id;
   }
 
-  // A table with all rows in one place: lengths and ids go out as they are.
+  // For a table with all rows in one place: copies lengths and ids unchanged.
   template <typename Id>
   void write_whole(int64_t use, const std::vector<int64_t>& own, const Id* values) const {
     const int64_t key = keys[use], first = bags.first_id(key), num_ids = bags.num_ids(key);
@@ -160,7 +160,7 @@ struct Routing {
   }
 };
 
-// Fills the header and gives every route its place; returns the payload.
+// Fills the header and assigns every route its place; returns the payload.
 Tensor lay_out(Routing& routing, int64_t num_ranks, Tensor& header_tensor) {
   const Router& router = routing.router;
   int64_t* header = header_tensor.mutable_data_ptr<int64_t>();
@@ -219,7 +219,7 @@ Tensor to_tensor(const std::vector<int64_t>& numbers) {
 
 template <typename Id>
 Tensor route_all(Routing& routing, const Id* values, int64_t num_ranks, Tensor& header) {
-  // Serial where it may throw: of several wrong ids the first is told.
+  // Serial, since it may throw: the error must be that of the first wrong id.
   for (int64_t use = 0; use < routing.router.num_uses; ++use) routing.count(use, values);
   Tensor payload = lay_out(routing, num_ranks, header);
   parallel_tasks(routing.router.num_uses, [&](int64_t use) { routing.write(use, values); });

@@ -1,4 +1,4 @@
-// Which ids go to which rank: the compiled plan as the dist ops read it. See ops/dist/naive.py for the truth.
+// Which ids go to which rank: the compiled plan as the dist ops read it. ops/dist/naive.py is the reference.
 #pragma once
 
 #include <algorithm>
@@ -7,11 +7,11 @@
 
 namespace meshrec {
 
-// U uses (a feature read in a table), Q routes (what one rank gets of one use), K keys, N ids
+// U uses (a feature read in a table), Q routes (the part of one use that one rank gets), K keys, N ids.
 //
-// cuts: for every use its row cuts 0 = c_0 < ... < c_P = rows, from cut_begin[u]; between two cuts lies an
-// interval. Intervals are numbered through all uses; interval_begin[i] says where the routes of interval i
-// begin.
+// cuts: the row cuts 0 = c_0 < ... < c_P = rows of every use, beginning at cut_begin[u]. Two neighbouring
+// cuts bound an interval. Intervals are numbered through all uses; interval_begin[i] says where the routes of
+// interval i begin.
 struct Router {
   std::vector<Tensor> tensors;
   const int64_t* cut_begin;
@@ -46,7 +46,7 @@ struct Router {
   int64_t first_row(int64_t route) const { return routes[3 * route + 2]; }
 };
 
-// Finds the interval of a row: even splits at the first guess, others by bisection.
+// Finds the interval of a row: at the first guess for even cuts, by bisection for others.
 struct IntervalFinder {
   const int64_t* cuts;
   int64_t num_intervals;
@@ -65,7 +65,7 @@ struct IntervalFinder {
   }
 };
 
-// The bags of every key of one block, and the ids in them.
+// The bags of every key of one block, and their ids.
 struct Bags {
   Tensor offsets_tensor;
   std::vector<int64_t> first_bag;  // K + 1

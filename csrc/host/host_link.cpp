@@ -1,10 +1,10 @@
 // Moves messages between processes of one host. A rank says where in its memory the pieces for the others
-// lie; they read them from there (process_vm_readv): one copy, and no buffer between.
+// lie, and they read them from there (process_vm_readv): one copy, no buffer between.
 //
-// Every rank owns a small board in shared memory that the others map; it says how many exchanges the rank has
-// started, of how many it has read everything, and where the pieces of those under way lie. Exchanges are
-// numbered, in the order in which all ranks start them. Plain C entry points, for a handle is no tensor:
-// they are documented in distributed/host_link.py.
+// Every rank owns a small board in shared memory, which the others map. It says how many exchanges the rank
+// has started, how many it has read completely, and where the pieces of those under way lie. Exchanges are
+// numbered; all ranks start them in the same order. The entry points are plain C, since a handle is not a
+// tensor; comms/host_link.py documents them.
 #include "host/host_link.h"
 
 #if defined(__linux__)
@@ -36,27 +36,27 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr uint32_t kSlots = 256;  // exchanges under way at once
+constexpr uint32_t kSlots = 256;  // exchanges under way at a time
 constexpr size_t kErrorBytes = 256;
 constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr int64_t kSleepNanoseconds = 50'000'000;  // then it is looked whether the peer still lives
+constexpr int64_t kSleepNanoseconds = 50'000'000;  // then checks whether the peer is still alive
 
-// Where a message, or the part of it for one rank, lies in the memory of who sends it.
+// Where a message, or the part of it for one rank, lies in its sender's memory.
 struct Piece {
   uint64_t address;
   int64_t bytes;
 };
 
-// In shared memory, the slots behind it. Only its owner writes, but for ``sleepers``.
+// In shared memory, followed by the slots. Only its owner writes it, except ``sleepers``.
 struct Board {
   uint64_t token;
   alignas(64) std::atomic<uint32_t> started;  // a futex
-  std::atomic<uint32_t> sleepers;             // who wait for ``started``
+  std::atomic<uint32_t> sleepers;             // how many wait on ``started``
   std::atomic<uint32_t> closed;
-  alignas(64) std::atomic<uint32_t> read;  // exchanges of which the owner has read everything
+  alignas(64) std::atomic<uint32_t> read;  // exchanges that the owner has read completely
 
   static size_t bytes(int64_t size) { return sizeof(Board) + kSlots * size * sizeof(Piece); }
-  // The piece for each rank in an exchange.
+  // The pieces of an exchange, one for each rank.
   Piece* pieces(uint32_t number, int64_t size) {
     return reinterpret_cast<Piece*>(this + 1) + number % kSlots * size;
   }
@@ -73,7 +73,7 @@ Outcome fail(char* error, const char* format, ...) {
   return kFailed;
 }
 
-// Whether exchange ``number`` is among the first ``count``; both count on beyond 32 bits.
+// Whether exchange ``number`` is among the first ``count``; both may wrap around at 2^32.
 bool is_among(uint32_t number, uint32_t count) { return static_cast<int32_t>(count - number) > 0; }
 
 struct Peer {
@@ -97,7 +97,7 @@ class Link {
   Link(int64_t rank, int64_t size) : rank_(rank), size_(size), peers_(size) {
     cpu_set_t cpus;
     const bool known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
-    // With fewer cores than ranks, who spins may hold up whom it waits for.
+    // With fewer cores than ranks, spinning may take the core from the rank that is waited for.
     spin_ = known && CPU_COUNT(&cpus) >= size ? kSpin : kSpin.zero();
   }
   Link(const Link&) = delete;
@@ -119,7 +119,7 @@ class Link {
     Peer& own = peers_[rank_];
     if ((own.board = map_board(fd_, size_)) == nullptr) return fail(error, "mmap: %s", std::strerror(errno));
     own.board->token = token;
-    // Where Yama lets only ancestors read: whom the same launcher started may as well.
+    // Yama may allow only ancestors to read this process: let those that the same launcher started read too.
     if (FILE* scope = std::fopen("/proc/sys/kernel/yama/ptrace_scope", "r")) {
       if (std::fgetc(scope) == '1') prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
       std::fclose(scope);
@@ -135,7 +135,7 @@ class Link {
     peer.pid = pid;
     peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     if (peer.pidfd < 0) return fail(error, "pidfd_open: %s", std::strerror(errno));
-    // First of all: in another PID namespace, or on another host, the number is that of another process.
+    // Checked first: in another PID namespace or on another host, the number belongs to another process.
     uint64_t seen = 0;
     if (read_from(peer, &seen, address, sizeof seen, error) != kDone) return kFailed;
     if (seen != token) return fail(error, "process %lld is another one here", static_cast<long long>(pid));
@@ -147,18 +147,19 @@ class Link {
     return peer.board != nullptr ? kDone : fail(error, "mmap: %s", std::strerror(errno));
   }
 
-  // How many exchanges this rank has started that not all ranks have read; they are its last ones.
+  // How many of this rank's exchanges have not been read by all ranks; they are its latest ones.
   uint32_t num_unread() const {
     const uint32_t started = peers_[rank_].board->started.load();
     int32_t most = 0;
     for (const Peer& peer : peers_) {
-      // A peer may be ahead with what it has skipped.
+      // A peer that skipped exchanges may be ahead.
       most = std::max(most, static_cast<int32_t>(started - peer.board->read.load()));
     }
     return most;
   }
 
-  // ``sizes``: bytes for each rank, of the message's beginning (``same``) or one after the other.
+  // ``sizes``: bytes for each rank: all from the message's beginning (``same``), or one piece after the
+  // other.
   Outcome start(const char* message, const int64_t* sizes, int64_t width, bool same, int64_t* number) {
     const std::lock_guard lock(mutex_);
     Board& own = *peers_[rank_].board;
@@ -175,12 +176,12 @@ class Link {
     return kDone;
   }
 
-  // ``sizes``: elements from each rank; the result holds them one after the other.
+  // ``sizes``: elements from each rank; ``result`` gets them one after the other.
   Outcome wait(uint32_t number, char* result, const int64_t* sizes, int64_t width, char* error) {
     std::vector<char*> at(size_, result);
     for (int64_t rank = 1; rank < size_; ++rank) at[rank] = at[rank - 1] + width * sizes[rank - 1];
     for (int64_t k = 0; k < size_; ++k) {
-      const int64_t rank = (rank_ + k) % size_;  // this rank's own piece first, while others get ready
+      const int64_t rank = (rank_ + k) % size_;  // begins with this rank's own piece, while others get ready
       if (sizes[rank] == 0) continue;
       const Outcome outcome = read_piece(rank, number, at[rank], width * sizes[rank], error);
       if (outcome != kDone) return outcome;
@@ -189,7 +190,7 @@ class Link {
     return kDone;
   }
 
-  // Waits until all have started the exchange.
+  // Waits until all ranks have started the exchange.
   Outcome arrive(uint32_t number, const int64_t* sizes, int64_t width, char* error) const {
     for (int64_t rank = 0; rank < size_; ++rank) {
       const Outcome outcome =
@@ -269,9 +270,9 @@ class Link {
     if (!is_among(number, seen)) syscall(SYS_futex, &board.started, FUTEX_WAIT, seen, &time, nullptr, 0);
     board.sleepers.fetch_sub(1);
     if (is_ready()) return kDone;
+    // All of them, not only this peer: it may be waiting for another one that ended.
     for (const Peer& each : peers_) {
       if (is_among(number, each.board->started.load())) continue;
-      // Another one that will not start it either: the peer may be waiting for that one.
       const auto pid = static_cast<long long>(each.pid);
       if (each.has_ended()) return fail(error, "the peer, process %lld, has ended", pid);
       if (each.board->closed.load() != 0) return fail(error, "the peer, process %lld, has left", pid);
@@ -297,9 +298,9 @@ class Link {
   const int64_t rank_, size_;
   std::chrono::microseconds spin_;
   int fd_ = -1;
-  std::vector<Peer> peers_;  // with itself
+  std::vector<Peer> peers_;  // of all ranks, this one included
   std::mutex mutex_;
-  std::set<uint32_t> read_;  // exchanges read before an earlier one
+  std::set<uint32_t> read_;  // exchanges read while an earlier one was not
 };
 
 }  // namespace
@@ -326,7 +327,7 @@ MESHREC_C int64_t meshrec_link_join(Link* link, int64_t rank, int64_t pid, int64
   return link->join(rank, pid, static_cast<int>(fd), address, token, error);
 }
 
-// Starting, waiting and skipping give the number of this rank's exchanges that not all ranks have read, or an
+// start, wait and skip return how many of this rank's exchanges have not been read by all ranks, or an
 // Outcome.
 MESHREC_C int64_t meshrec_link_start(Link* link, const void* message, const int64_t* sizes, int64_t width,
                                      int64_t same, int64_t* number) {
@@ -353,7 +354,7 @@ MESHREC_C int64_t meshrec_link_skip(Link* link, int64_t number) {
   return link->num_unread();
 }
 
-// Waits so long for the others to read what they still need, if they are there.
+// Waits up to ``seconds`` for the other ranks, while they live, to read what they still need.
 MESHREC_C void meshrec_link_close(Link* link, double seconds) {
   link->leave(seconds);
   delete link;

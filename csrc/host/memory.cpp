@@ -12,7 +12,7 @@
 #include <mutex>
 
 #if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
-// Of torch 2.11; with the torch before it no buffers are kept.
+// Exists in torch 2.11; with older torch no buffers are kept.
 extern "C" __attribute__((weak)) AOTITorchError torch_from_blob(void*, int64_t, const int64_t*,
                                                                 const int64_t*, int64_t, int32_t, int32_t,
                                                                 int32_t, AtenTensorHandle*, int32_t,
@@ -28,13 +28,13 @@ void advise_huge_pages(void* memory, int64_t num_bytes) {
   constexpr uintptr_t kHugePage = 1 << 21;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kHugePage - 1) & ~(kHugePage - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + num_bytes) & ~(kHugePage - 1);
-  // A refusal (no huge pages on this system) changes nothing but the speed.
+  // If the system refuses (no huge pages), only the speed changes.
   if (end > begin) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
 
 bool outgrows_caches(int64_t num_bytes) {
-  // Not sysconf: of a processor with several last levels it gives the sum.
+  // Not sysconf: for a processor with several last-level caches it gives their sum.
   static const int64_t last_level = [] {
     int64_t kibibytes = 0;
     std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kibibytes;
@@ -57,12 +57,13 @@ namespace {
 
 constexpr size_t kSmallest = size_t(1) << 17, kLargest = size_t(1) << 25;  // bytes of what is kept
 
-// The large buffers of a training step, first fit in one piece of address space: what one phase of the step
-// frees the next one fills. In malloc's heap smaller things settle between them, and as glibc cuts aligned
-// blocks out of larger ones, a freed block does not serve the next request of its size.
+// Keeps the large buffers of a training step, allocated first fit in one piece of address space: what one
+// phase of the step frees, the next one reuses. In malloc's heap, smaller blocks would settle between them;
+// and since glibc cuts aligned blocks out of larger ones, a freed block does not fit the next request of its
+// size.
 class Buffers {
  public:
-  // False where the system has not so many addresses to give.
+  // Reserves the addresses; returns false if the system has not enough.
   bool open() {
     const std::lock_guard lock(mutex_);
     if (memory_ != nullptr) return true;
@@ -75,7 +76,7 @@ class Buffers {
     return true;
   }
 
-  // Null where nothing is kept, or all is taken.
+  // Returns null if nothing is kept or everything is taken.
   void* take(size_t num_bytes) {
     num_bytes = (num_bytes + kPage - 1) / kPage * kPage;
     const std::lock_guard lock(mutex_);
@@ -90,7 +91,7 @@ class Buffers {
     return memory_ + begin;
   }
 
-  // Whether the memory was taken from here.
+  // Returns whether the memory was taken from here.
   bool give_back(void* memory) {
     const std::lock_guard lock(mutex_);
     const size_t offset = static_cast<char*>(memory) - memory_;
@@ -109,7 +110,7 @@ class Buffers {
         piece = previous;
       }
     }
-    // What is free at the end, beyond what the next step may want, goes back to the system.
+    // Free memory at the end, beyond what the next step may want, goes back to the system.
     if (piece->first + kKept < touched_ && piece->first + piece->second >= touched_) {
       const size_t end = piece->first + kKept;
       (void)madvise(memory_ + end, touched_ - end, MADV_DONTNEED);
@@ -125,11 +126,11 @@ class Buffers {
 
   std::mutex mutex_;
   char* memory_ = nullptr;
-  size_t touched_ = 0;                     // behind it the process has no pages
+  size_t touched_ = 0;                     // beyond it no page was ever touched
   std::map<size_t, size_t> free_, taken_;  // bytes by offset
 };
 
-// Never destroyed: tensors may be freed after everything else.
+// Never destroyed: tensors may be freed later than everything else.
 Buffers& buffers() {
   static Buffers& all = *new Buffers;
   return all;
@@ -197,7 +198,7 @@ Tensor empty_buffer(std::vector<int64_t> sizes, ScalarType type) {
   std::optional<Tensor> buffer;
   try {
     buffer = torch::stable::empty({sizes.data(), sizes.size()}, type);
-  } catch (const std::runtime_error&) {  // it names the call, not the cause: for such sizes there is one only
+  } catch (const std::runtime_error&) {  // it does not say why, but such sizes fail only for lack of memory
     fail_for_memory(num_bytes);
   }
   advise_huge_pages(buffer->mutable_data_ptr(), num_bytes);

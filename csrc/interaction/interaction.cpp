@@ -1,5 +1,5 @@
-// Dot products of a sample's vectors in one pass over them, forward and backward.
-// Arguments and results are documented in ops/interaction/naive.py.
+// Dot products of a sample's vectors in one pass over them, forward and backward. ops/interaction/naive.py
+// documents arguments and results.
 #include "host/memory.h"
 #include "stable_abi.h"
 #include "tbe/kernels.h"
@@ -7,7 +7,7 @@
 namespace meshrec {
 namespace {
 
-constexpr int64_t kChunk = 64;  // samples of a task
+constexpr int64_t kChunk = 64;  // samples per task
 
 struct Vectors {
   Tensor dense, sparse;
@@ -36,7 +36,7 @@ struct Vectors {
     return args;
   }
 
-  // The larger of what the two passes need.
+  // The scratch floats that the more demanding of the two passes needs.
   int64_t scratch_size() const {
     const int64_t num_vectors = num_sparse + 1, pairs = interaction_stride(num_vectors);
     const int64_t forward = (dim + 4) * pairs;

@@ -1,13 +1,14 @@
 // Dot products of all pairs of a sample's vectors, and their gradient. Included by kernels.inl only, inside
 // its unnamed namespace.
 
-constexpr int kPairRows = 4;  // vectors that are worked on together
+constexpr int kPairRows = 4;  // vectors per tile
 
 inline const float* interaction_vector(const InteractionArgs& a, int64_t sample, int64_t i) {
   return i == 0 ? a.dense + sample * a.dim : a.sparse + (sample * a.num_sparse + i - 1) * a.dim;
 }
 
-// Columns [column, column + 2 * kLanes) of the products of vectors [first, first + kPairRows) with all.
+// Computes columns [column, column + 2 * kLanes) of the products of vectors [first, first + kPairRows) with
+// all.
 inline void product_tile(const float* columns, int64_t stride, int64_t dim, int64_t first, int64_t column,
                          float* out) {
   Vec sum[kPairRows][2] = {};
@@ -24,7 +25,7 @@ inline void product_tile(const float* columns, int64_t stride, int64_t dim, int6
   }
 }
 
-// Works on the vectors' transpose, so that no sum runs across lanes.
+// Works on the transposed vectors, so that no sum runs across lanes.
 void interact(const InteractionArgs& a) {
   const int64_t num_vectors = a.num_sparse + 1, stride = interaction_stride(num_vectors), tile = 2 * kLanes;
   const int64_t num_pairs = num_vectors * (num_vectors - 1) / 2;
@@ -51,7 +52,7 @@ void interact(const InteractionArgs& a) {
   }
 }
 
-// Columns [column, column + N * kLanes) of the gradients of vectors [first, first + kPairRows).
+// Computes columns [column, column + N * kLanes) of the gradients of vectors [first, first + kPairRows).
 template <int N>
 inline void gradient_tile(const float* vectors, int64_t stride, int64_t num_vectors, const float* pairs,
                           int64_t pairs_stride, int64_t column, float* out) {

@@ -1,5 +1,5 @@
-// Kernels on jagged data: ids in `values`, cut into bags by `lengths`, bags grouped by key (K keys).
-// The arguments and results are documented in src/meshrec/ops/jagged/naive.py, which is the truth.
+// Kernels on jagged data: ids in `values`, divided into bags by `lengths`; bags are grouped by key (K keys).
+// src/meshrec/ops/jagged/naive.py is the reference, and documents arguments and results.
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
@@ -15,12 +15,12 @@ namespace meshrec {
 
 namespace {
 
-constexpr int64_t kGrainBags = 1 << 16;   // bags per thread below which a thread costs more than it saves
+constexpr int64_t kGrainBags = 1 << 16;   // with fewer bags per thread, a thread costs more than it saves
 constexpr int64_t kGrainIds = 1 << 13;    // the same for ids that are searched and scattered
 constexpr int64_t kBlock = 8;             // bags that are bucketized together
-constexpr int64_t kGrainBytes = 1 << 17;  // the same for bytes that are copied
+constexpr int64_t kGrainBytes = 1 << 17;  // as kGrainBags, for bytes that are copied
 
-// Calls f with a null pointer of the type of a tensor that passed check_integers.
+// Calls f with a null pointer of the tensor's type; check_integers must have passed the tensor.
 template <class F>
 auto with_integers(const Tensor& tensor, F&& f) {
   if (tensor.scalar_type() == ScalarType::Int) return f(static_cast<int32_t*>(nullptr));
@@ -41,14 +41,15 @@ Tensor new_int64(const Tensor& like, int64_t size) {
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(&size, 1), ScalarType::Long);
 }
 
-// What the ops return in place of the weights that they were not given.
+// Stands for the weights in a result when none were given.
 Tensor no_weights(const Tensor& like) {
   const int64_t size = 0;
   return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(&size, 1),
                                   ScalarType::Float);
 }
 
-// offsets[i] = sum of lengths[0..i), for i in 0..count; chunks are summed, then written, in parallel.
+// Computes offsets[i] = sum of lengths[0..i) for i in 0..count: sums chunks in parallel, then writes them in
+// parallel.
 template <class In, class Out>
 void prefix_sums(const In* lengths, int64_t count, Out* offsets) {
   const int64_t threads = torch::stable::get_num_threads();
@@ -89,7 +90,7 @@ Tensor lengths_to_offsets(const Tensor& lengths) {
   return offsets;
 }
 
-// The first bag of each key, and the number of bags at the end.
+// The first bag of each key, then the total number of bags.
 std::vector<int64_t> first_bags(const std::optional<Tensor>& segments, int64_t num_keys, int64_t num_bags,
                                 const std::string& op) {
   if (num_keys < 0) fail(op, ": num_keys must be 0 or more, got ", num_keys);
@@ -123,7 +124,7 @@ struct Run {
   int64_t from, to, count;
 };
 
-// One run for each stretch of neighbours in `order`; `firsts` are the first rows of the input's parts.
+// Merges neighbours in `order` into runs. `firsts`: the first row of each part of the input.
 std::vector<Run> runs_of(const std::vector<int64_t>& order, const std::vector<int64_t>& firsts) {
   std::vector<Run> runs;
   int64_t to = 0;
@@ -165,7 +166,7 @@ Tensor copy_runs(const Tensor& tensor, const std::vector<Run>& runs) {
   return output;
 }
 
-// The first id of each key, and the number of ids at the end.
+// The first id of each key, then the total number of ids.
 std::vector<int64_t> first_ids(const Tensor& lengths, const std::vector<int64_t>& bags, int64_t num_ids) {
   const std::string op = "permute_jagged";
   const int64_t num_keys = static_cast<int64_t>(bags.size()) - 1;
@@ -184,7 +185,7 @@ std::vector<int64_t> first_ids(const Tensor& lengths, const std::vector<int64_t>
   return ids;
 }
 
-// The sum of the chosen parts' sizes must be what the caller announced.
+// Throws unless the sizes of the chosen parts add up to the size that the caller gave.
 void check_total(const std::vector<int64_t>& order, const std::vector<int64_t>& firsts, int64_t given,
                  const std::string& name) {
   int64_t total = 0;
@@ -215,7 +216,7 @@ std::tuple<Tensor, Tensor, Tensor> permute_jagged(std::vector<int64_t> order, in
           weights ? copy_runs(*weights, id_runs) : no_weights(values)};
 }
 
-// The bucket whose interval holds id: the last bound that is not above it. Needs bounds[0] <= id.
+// The bucket whose interval contains id: that of the last bound <= id. Needs bounds[0] <= id.
 int64_t bucket_of(int64_t id, const int64_t* bounds, int64_t num_buckets) {
   int64_t low = 0;
   for (int64_t rest = num_buckets; rest > 1;) {
@@ -238,9 +239,9 @@ struct Bucketize {
   int64_t num_bags() const { return bags.back(); }
   int64_t num_ids() const { return offsets.back(); }
 
-  // Calls f(counters, first, count) for blocks of up to kBlock neighbouring bags, in parallel. Counters of a
-  // block, [num_buckets, kBlock], are together in the cache; in the tensors, those of one bag lie num_bags
-  // apart, where a power of two would make them fight for the same few cache lines.
+  // Calls f(counters, first, count) for blocks of up to kBlock neighbouring bags, in parallel. The counters
+  // of a block, [num_buckets, kBlock], lie together in the cache. In the tensors those of one bag lie
+  // num_bags apart; a power of two would put them all in a few cache sets.
   template <class Counter, class F>
   void for_each_block(F&& f) const {
     const int64_t ids_per_bag = num_bags() ? num_ids() / num_bags() + 1 : 1;
@@ -256,7 +257,7 @@ struct Bucketize {
     return std::upper_bound(bags.begin(), bags.end(), bag) - bags.begin() - 1;
   }
 
-  // Calls f(i, column, bounds) for the ids of a block of bags; stops where f returns false.
+  // Calls f(i, column, bounds) for each id of a block of bags, until f returns false.
   template <class F>
   void for_each_id(int64_t first, int64_t count, F&& f) const {
     int64_t key = key_of(first);
@@ -269,7 +270,7 @@ struct Bucketize {
     }
   }
 
-  // Fills the bucket of each id and the new lengths; returns the first id outside all intervals, or num_ids.
+  // Finds the bucket of each id and the new lengths. Returns the first id outside all intervals, or num_ids.
   int64_t count(int32_t* buckets, Length* new_lengths) const {
     std::atomic<int64_t> first_bad{num_ids()};
     for_each_block<Length>([&](Length* counters, int64_t first, int64_t count) {
@@ -293,7 +294,7 @@ struct Bucketize {
     return first_bad;
   }
 
-  // Writes ids and positions; `starts` holds the first place of each new bag.
+  // Writes ids and positions; `starts` has the first position of each new bag.
   void scatter(const int32_t* buckets, const int64_t* starts, Id* new_values, int64_t* positions) const {
     for_each_block<int64_t>([&](int64_t* cursors, int64_t first, int64_t count) {
       for (int64_t bucket = 0; bucket < num_buckets; ++bucket)

@@ -1,4 +1,4 @@
-// Quantised rows: made from numbers, turned back into them, and looked up beside tables of numbers.
+// Quantised rows: quantise, dequantise, and look up beside tables of numbers.
 #include <numeric>
 
 #include "host/memory.h"
@@ -8,7 +8,7 @@ namespace meshrec {
 
 namespace {
 
-// About as many numbers as one thread should quantise before another one helps.
+// The least numbers per thread: with fewer, another thread does not pay.
 constexpr int64_t kLeastNumbers = 1 << 15;
 
 int64_t rows_per_thread(int64_t dim) { return std::max<int64_t>(1, kLeastNumbers / dim); }
@@ -51,8 +51,9 @@ Tensor nbit_quantize(Tensor weight, int64_t bits, std::optional<Tensor> params) 
     }
   });
   if (bad_row < num_rows)
-    fail("row ", bad_row, " has a number that is NaN, infinite, or outside fp16's range (65504), which its ",
-         "scale and bias are kept in, or was given a scale of 0. Mend the row, or keep the table in fp32.");
+    fail("row ", bad_row,
+         " has a number that is NaN, infinite, or outside fp16's range (65504), in which its ",
+         "scale and bias are kept, or was given a scale of 0. Repair the row, or keep the table in fp32.");
   return result;
 }
 

@@ -1,21 +1,22 @@
 // Quantised rows. Included by kernels.inl only, inside its unnamed namespace.
 //
-// A row is its fp16 scale, its fp16 bias, and a code for each number, the first in the lowest bits of a byte;
-// the number is scale * code + bias. The product has at most 19 bits, so that the sum is rounded once, with
-// or without a fused instruction: every instruction set, and vectors and ends of rows alike, give one result.
+// A row is its fp16 scale, its fp16 bias and a code for each number, the first one in the lowest bits of a
+// byte. The number is scale * code + bias. The product has at most 19 bits, so the sum is rounded only once,
+// with or without a fused instruction: all instruction sets give the same result, in vectors as at the end of
+// a row.
 
 constexpr int64_t kParamBytes = 4;
 
 inline Vec to_vector(float value) { return Vec{} + value; }
 
-// The numbers of kLanes codes that begin at p.
+// The numbers of the kLanes codes that begin at p.
 template <int kBits>
 struct Decoder;
 
 #if defined(__AVX512F__)
 inline Vec of_ints(__m512i codes) { return (Vec)_mm512_maskz_cvtepi32_ps(0xffff, codes); }
 
-// The row's 16 (or 4) numbers are known beforehand: a code is looked up among them by its lowest four bits.
+// Decodes by table: the row has only 16 (or 4) different numbers, found by the lowest four bits of a code.
 inline Vec numbers_by_code(float scale, float bias, int mask) {
   const __m512i code = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return of_ints(_mm512_and_si512(code, _mm512_set1_epi32(mask))) * scale + bias;
@@ -104,7 +105,7 @@ struct QuantisedRows {
     const float scale = to_float(params[0]), bias = to_float(params[1]);
     return {p + begin, scale, bias, {scale, bias}};
   }
-  // Rows begin anywhere in a line, at a multiple of 4.
+  // A row can begin anywhere in a cache line, at a multiple of 4 bytes.
   template <int kColumns, int kLocality>
   __attribute__((always_inline)) void announce(int64_t id) const {
     constexpr int kLast = kParamBytes + kColumns * kBits / 8 - 1;
@@ -122,13 +123,13 @@ inline Vec exchanged(Vec v, std::index_sequence<kLane...>) {
   return __builtin_shufflevector(v, v, (int(kLane) ^ kDistance)...);
 }
 
-// Half of the lanes of either vector, from lane kFrom on.
+// Half of the lanes of each vector, from lane kFrom on.
 template <int kFrom, size_t... kLane>
 inline Vec halves(Vec a, Vec b, std::index_sequence<kLane...>) {
   return __builtin_shufflevector(a, b, (int(kLane) + kFrom + (kLane < kLanes / 2 ? 0 : kLanes / 2))...);
 }
 
-// One number of all lanes of a vector, and one of another: by what picks (or adds) of two.
+// Reduces the lanes of two vectors to one number each; pick(a, b) chooses or adds.
 template <typename Pick>
 inline std::pair<float, float> folded(Vec a, Vec b, const Pick& pick) {
   constexpr std::make_index_sequence<kLanes> kAll;
@@ -141,7 +142,7 @@ inline std::pair<float, float> folded(Vec a, Vec b, const Pick& pick) {
 
 struct Extremes {
   float least, most;
-  bool finite;  // all numbers
+  bool finite;  // whether all numbers are finite
 };
 
 inline Extremes extremes(const float* row, int64_t dim) {
@@ -152,7 +153,7 @@ inline Extremes extremes(const float* row, int64_t dim) {
   for (; d + kLanes <= dim; d += kLanes) {
     const Vec v = load(row + d);
     least = lesser(v, least), most = greater(v, most);
-    nothing += v * 0.0f;  // NaN, where v is not finite
+    nothing += v * 0.0f;  // NaN if v is not finite
   }
   const auto [below, above] = folded(-least, most, greater);
   Extremes found{-below, above, false};
@@ -162,7 +163,7 @@ inline Extremes extremes(const float* row, int64_t dim) {
     rest += row[d] * 0.0f;
   }
   found.finite = rest == 0.0f;
-  if (found.finite && found.least == 0.0f) {  // of zeros the first one gives the sign, as in FBGEMM
+  if (found.finite && found.least == 0.0f) {  // as in FBGEMM, the first zero gives the sign
     const float* zero = row;
     while (*zero != 0.0f) ++zero;
     found.least = *zero;
@@ -173,8 +174,9 @@ inline Extremes extremes(const float* row, int64_t dim) {
 inline bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 inline bool is_zero(uint16_t half) { return (half & 0x7fff) == 0; }
 
-// FBGEMM's rounding: the bias is the least number, the scale 1 / (2^b - 1) of what is above it, both in fp16,
-// and 1 where that is 0; then each number goes to the nearest code, of two to the even one.
+// Rounds as FBGEMM does: the bias is the least number in fp16; the scale is 1 / (2^b - 1) of the largest
+// number's distance from the bias, in fp16, or 1 if that is 0. Each number then goes to the nearest code,
+// halves to even.
 inline void choose_params(const Extremes& row, int top, uint16_t* params) {
   params[1] = nearest_half(row.least);
   const float range = row.most - to_float(Half{params[1]});
@@ -182,9 +184,9 @@ inline void choose_params(const Extremes& row, int top, uint16_t* params) {
   if (is_zero(params[0])) params[0] = 0x3c00;
 }
 
-constexpr int kGroup = 16;  // numbers that are packed together
+constexpr int kGroup = 16;  // numbers packed at once
 
-// The codes of kGroup numbers, in 2 * kBits bytes.
+// Writes the codes of kGroup numbers as 2 * kBits bytes.
 template <int kBits>
 inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
   typedef uint8_t LaneBytes __attribute__((vector_size(kLanes)));
@@ -194,12 +196,12 @@ inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
   for (int k = 0; k < kGroup; k += kLanes) {
     const Vec code = (load(numbers + k) - bias) * inverse;
     const Vec above = code < zero ? zero : code, clamped = above > top ? top : above;
-    // Numbers this small are rounded to whole ones, halves to even, when 2^23 is added.
+    // Adding 2^23 rounds numbers this small to integers, halves to even.
     const Bits whole = (Bits)(clamped + 8388608.0f) & 255;
     const LaneBytes bytes = __builtin_convertvector(whole, LaneBytes);
     std::memcpy(codes + k, &bytes, kLanes);
   }
-  // Codes of one byte lie in neighbouring bytes of a wider number: its shifts bring them together.
+  // Codes of one byte lie in neighbouring bytes of a wider integer; shifts bring them together.
   if constexpr (kBits == 8) {
     std::memcpy(out, codes, kGroup);
   } else if constexpr (kBits == 4) {
@@ -220,8 +222,8 @@ inline void pack(const float* numbers, Vec bias, Vec inverse, uint8_t* out) {
   }
 }
 
-// The rows' parameters first, then their codes: a row's way from its extremes to its scale is a long chain of
-// instructions that wait for each other, and those of several rows do so together.
+// All rows' parameters first, then their codes. From a row's extremes to its scale is a long chain of
+// dependent instructions; several rows' chains overlap.
 template <int kBits>
 int64_t quantize(const QuantizeArgs a) {
   Vec bias[kQuantizeRows], inverse[kQuantizeRows];

@@ -1,5 +1,4 @@
-// Simulated annealing of sharding plans. The arguments and results are documented in
-// src/meshrec/ops/planning.py.
+// Simulated annealing of sharding plans. src/meshrec/ops/planning.py documents arguments and results.
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
@@ -20,11 +19,11 @@ namespace {
 using namespace planning;
 
 constexpr int kLevels = 64;        // temperatures
-constexpr int kMostDoublings = 4;  // of the norm's exponent as it cools
-constexpr int kMostFirst = 64;     // exponent to begin with
+constexpr int kMostDoublings = 4;  // of the norm's exponent while it cools
+constexpr int kMostFirst = 64;     // largest exponent at the start
 constexpr int kMostExponent = 256;
-constexpr int kMostRemoved = 5;      // tables that are placed anew together
-constexpr double kSwapShare = 0.05;  // of moves by which two tables take each other's places
+constexpr int kMostRemoved = 5;      // tables that are removed and placed again together
+constexpr double kSwapShare = 0.05;  // share of moves in which two tables exchange places
 constexpr double kLargestLog = 37.0;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -47,7 +46,7 @@ class Annealer : public PlanState {
     }
   }
 
-  // Returns the work done: ranks whose load was computed.
+  // Anneals until max_work or the time is spent. Returns the work done: the number of rank loads computed.
   int64_t run(int64_t max_work, double seconds, double hot, double cold, int exponent) {
     const auto start = std::chrono::steady_clock::now();
     best_ = exact();
@@ -60,7 +59,7 @@ class Annealer : public PlanState {
       set_exponent(exponent << (level * steps / kLevels));
       temperature_ = level == kLevels - 1 ? 0.0 : hot * std::pow(cold / hot, at) * scale;
       const int64_t end = max_work * (level + 1) / kLevels;
-      const double late = seconds * (level + 1) / kLevels;  // What has too little time cools down faster.
+      const double late = seconds * (level + 1) / kLevels;  // if time runs short, cools down faster
       for (int64_t moves = 0; work_ < end; ++moves) {
         if (moves % 1024 == 0 && passed(start) >= late) break;
         move();
@@ -98,11 +97,11 @@ class Annealer : public PlanState {
 
   bool accepts(double change) {
     if (change < 0 || !(temperature_ > 0)) return change < 0;
-    const double left = 1.0 - random_.uniform();  // 2^-53 at least
+    const double left = 1.0 - random_.uniform();  // at least 2^-53
     return change < kLargestLog * temperature_ && change < -temperature_ * std::log(left);
   }
 
-  // Any rank, or the slowest one in some phase, as it was a while ago.
+  // Picks a random rank, or the slowest one of some phase (as of a while ago).
   int64_t some_rank() {
     if (random_.below(2) == 0) return random_.below(num_ranks_);
     const int64_t phase = random_.below(p_.num_phases);
@@ -123,7 +122,7 @@ class Annealer : public PlanState {
     return &tables_[entry.first].units[entry.second];
   }
 
-  // Moves a piece to another place; or exchanges it with one there.
+  // Moves a piece to another place, or exchanges it with one there.
   void exchange(bool alone) {
     Unit* const one = some_unit(some_rank());
     work_ += 1;
@@ -199,7 +198,7 @@ class Annealer : public PlanState {
     update_weights();
   }
 
-  // Splits a table in another way (or the same), each piece where it costs least.
+  // Splits a table in another way (or the same), and puts each piece where it costs least.
   void place_anew() {
     int64_t table = random_.below(tables_.size());
     if (random_.below(2))
@@ -217,7 +216,7 @@ class Annealer : public PlanState {
     restore();
   }
 
-  // Takes a few tables away and places one after the other where, and split as, costs least then.
+  // Removes a few tables, then places one after the other with the split and places that cost least.
   void place_few_anew() {
     removed_.clear();
     few_work_ -= work_;
@@ -248,11 +247,12 @@ class Annealer : public PlanState {
     return true;
   }
 
-  // Two tables of as many columns take each other's shape and places. Where ranks are nearly full in one
-  // phase single pieces hardly move any more, but this leaves the largest loads as they are.
+  // Exchanges the shapes and places of two tables with equal numbers of columns. When ranks are nearly full
+  // in one phase, single pieces hardly move any more; this move leaves the largest loads unchanged.
   void swap_roles() {
     int64_t rank = some_rank();
-    if (random_.below(2)) rank -= rank % node_size_;  // Pieces of whole nodes are listed there.
+    if (random_.below(2))
+      rank -= rank % node_size_;  // the lists have pieces of whole nodes at the first rank only
     const Unit* const unit = some_unit(rank);
     work_ += 1;
     if (unit == nullptr) return;
@@ -272,12 +272,12 @@ class Annealer : public PlanState {
       restore();
   }
 
-  // The candidate of a table that has the shape of another's; -1 for none.
+  // Finds the table's candidate that has the shape of the other's; -1 if there is none.
   int64_t shaped(int64_t table, int64_t other) const {
     return shaped_[p_.type[table] * num_shapes_ + p_.shape[tables_[other].candidate]];
   }
 
-  // Puts a table into another's places; false where it cannot be.
+  // Puts a table into another's places; returns false if that is impossible.
   bool cast(int64_t table, int64_t candidate, Placed role) {
     const int64_t shift = p_.piece_start[candidate] - p_.piece_start[role.candidate];
     const double room = cap_ - common_bytes_ - p_.common_bytes[candidate];
@@ -299,8 +299,8 @@ class Annealer : public PlanState {
     return true;
   }
 
-  // Shares a piece's rows out over the ranks of its node so that these come out even in the phase where it
-  // weighs most.
+  // Divides a piece's rows among the ranks of its node so that the ranks are even in the phase where the
+  // piece weighs most.
   void level(const Unit& unit, double* sizes) const {
     Load slope = load_of(unit.group, 1.0);
     for (int k = 0; k < kPhases; ++k) slope[k] -= group_fixed_[unit.group][k];
@@ -351,7 +351,7 @@ class Annealer : public PlanState {
     update_weights();
   }
 
-  // Puts the removed tables back where they were.
+  // Puts the removed tables back.
   void restore() {
     for (const auto& removed : removed_) {
       const int64_t table = removed.first;
@@ -368,7 +368,8 @@ class Annealer : public PlanState {
     Placed placed;
   };
 
-  // A table's (even) pieces where they cost least, and what `smooth` would be; infinite where none fit.
+  // Places a table's even pieces where they cost least, on trial. Returns the places and the resulting
+  // `smooth`; infinite if the table fits nowhere.
   Trial tried(int64_t table, int64_t candidate) {
     Trial trial;
     trial.placed.candidate = candidate;
@@ -431,7 +432,7 @@ class Annealer : public PlanState {
   const double place_share_;
   double temperature_ = 0;
   int64_t work_ = 0, num_shapes_ = 0;
-  std::vector<int64_t> shaped_;  // of each type and shape the candidate
+  std::vector<int64_t> shaped_;  // the candidate, by type and shape
   std::vector<std::vector<int64_t>> of_columns_;
   std::array<int64_t, kPhases> hot_{}, hot_age_{};
   std::vector<double> cost_ = std::vector<double>(num_ranks_, 0.0);

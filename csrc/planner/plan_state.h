@@ -1,6 +1,6 @@
-// What a planning problem is to the annealing loop (its tensors are documented in
-// src/meshrec/ops/planning.py), and a plan under change: where every piece is, what every rank has to do, and
-// the smooth objective, kept up from move to move.
+// A planning problem as the annealing loop sees it (src/meshrec/ops/planning.py documents its tensors), and a
+// plan that changes: where every piece is, the load of every rank, and the smooth objective, updated with
+// every move.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -20,7 +20,7 @@ constexpr int kPhases = 8;  // phases, padded with zeros
 
 enum Scope { kRanks, kNodes, kOneNode, kEverywhere };
 
-// xoshiro256**: the same numbers on every machine.
+// xoshiro256**: gives the same numbers on every machine.
 class Random {
  public:
   explicit Random(uint64_t seed) {
@@ -74,11 +74,11 @@ struct Problem {
   int64_t num_phases = t[7].size(1);
 };
 
-// A piece: `span` ranks from place * span on, each with its own amount.
+// A piece: it lies on `span` ranks from place * span on, each with its own amount.
 struct Unit {
   int32_t table, group, place, span;
-  int32_t on_rank;  // position in the list of its first rank
-  int32_t amounts;  // first of `span` entries of Annealer::amount_
+  int32_t on_rank;  // position in its first rank's list
+  int32_t amounts;  // the first of its `span` entries of Annealer::amount_
 };
 
 struct Placed {
@@ -112,7 +112,7 @@ class PlanState {
     for (int64_t i = 0; i < count; i += span) {
       placed.units.push_back({static_cast<int32_t>(table), static_cast<int32_t>(groups[i]),
                               static_cast<int32_t>(ranks[i] / span), span, 0, static_cast<int32_t>(i)});
-      // Ranks of a node come in order.
+      // A piece on a whole node takes the node's ranks in order.
       for (int32_t j = 0; j < span; ++j) placed.amounts.push_back(amounts[i + j]);
     }
     tables_[table] = std::move(placed);
@@ -149,7 +149,7 @@ class PlanState {
     refresh();
   }
 
-  // Loads anew from the units: takes away what rounding has added up.
+  // Computes all loads from the units again, which removes accumulated rounding.
   void rebuild() {
     std::fill(load_.begin(), load_.end(), Load{});
     std::fill(bytes_.begin(), bytes_.end(), 0.0);
@@ -172,7 +172,7 @@ class PlanState {
     for (int k = 0; k < kPhases; ++k) weight_[k] = norm_[k] / (std::max(sum_[k], 1e-9) * exponent_);
   }
 
-  // The exponent is a power of two, so its root is some square roots.
+  // The exponent is a power of two, so that the root is a few square roots.
   Load norms(const Load& sum) const {
     Load value;
     for (int k = 0; k < kPhases; ++k) value[k] = std::max(sum[k], 0.0) / num_ranks_;
@@ -201,7 +201,7 @@ class PlanState {
     return p_.fixed_bytes[group] + amount * (p_.bytes[group] - p_.fixed_bytes[group]);
   }
 
-  // Adds (or takes away) a table's loads; powers are not kept up.
+  // Adds (or subtracts) a table's loads; leaves the powers as they are.
   void change(int64_t table, double sign) {
     const Placed& placed = tables_[table];
     common_ += sign * p_.common[placed.candidate];
@@ -246,7 +246,7 @@ class PlanState {
     bytes_[rank] += bytes;
   }
 
-  // Enters a table's units into (or takes them out of) the lists by rank.
+  // Adds a table's units to the lists by rank, or removes them.
   void track(int64_t table, bool enter) {
     auto& units = tables_[table].units;
     for (size_t index = 0; index < units.size(); ++index) {

@@ -1,8 +1,10 @@
-// meshrec-predict FOLDER [FILE]: scores of the requests in a file (or standard input), one line each.
+// meshrec-predict FOLDER [FILE]: scores the requests in a file (or standard input) and prints a line for
+// each.
 //
-// A line is a sample: its dense values, then for each feature of the package a bar and its ids, all divided
-// by spaces: "0.5 1.25 | 17 3 | | 9" has two dense values, and three features of 2, 0 and 1 ids. Lines are
-// scored in one batch; a score is printed so that reading it gives the same float again.
+// A line is one sample: its dense values, then for each feature of the package a bar and its ids, all
+// separated by spaces. "0.5 1.25 | 17 3 | | 9" has two dense values, and three features with 2, 0 and 1 ids.
+// All lines are scored in one batch. A score is printed with enough digits that reading it gives the same
+// float.
 #include <cstdio>
 #include <exception>
 #include <fstream>

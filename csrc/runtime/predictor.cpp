@@ -24,7 +24,7 @@ namespace {
 
 [[noreturn]] void fail(const std::string& text) { throw std::runtime_error(text); }
 
-// A file in memory, for as long as this lives.
+// A memory-mapped file; unmapped by the destructor.
 class Mapped {
  public:
   explicit Mapped(const std::string& path) {
@@ -115,14 +115,15 @@ Layout read_layout(const std::string& folder) {
   return layout;
 }
 
-// What a link leads to now: one that is turned to another package meanwhile must not mix the two.
+// The real path of a folder. A link that is turned to another package while this one loads must not mix the
+// two.
 std::string resolved(const std::string& folder) {
   std::error_code error;
   const auto found = std::filesystem::canonical(folder, error);
   return error ? folder : found.string();
 }
 
-// Which folder has this name now.
+// The device and inode of the folder that has this name now.
 std::pair<dev_t, ino_t> identity(const std::string& folder) {
   struct stat found{};
   if (::stat(folder.c_str(), &found) != 0) return {0, 0};

@@ -1,4 +1,4 @@
-// Scores of an exported package, from C++ without Python. See predict.cpp for a whole program.
+// Scores an exported package, from C++ without Python. predict.cpp is a whole program that uses this.
 #pragma once
 
 #include <cstdint>
@@ -8,20 +8,20 @@
 
 namespace meshrec {
 
-// The ids of a feature for a batch: those of the first sample first; lengths[b] of them are of sample b.
+// The ids of one feature for a batch, sample by sample; sample b has lengths[b] of them.
 struct Feature {
   const std::int64_t* ids;
   std::int64_t num_ids;
   const std::int64_t* lengths;
 };
 
-// A package that `meshrec export` or meshrec.export.export wrote. Its weights are mapped: all predictors of a
-// machine share their pages. Safe to call from any number of threads; `num_runners` calls run at once, others
-// wait for one.
+// A package that `meshrec export` or meshrec.export.export wrote. Its weights are memory-mapped: all
+// predictors on a machine share the pages. Any number of threads may call it; `num_runners` calls run at
+// once, the others wait.
 //
-// What cannot be is thrown as std::runtime_error with words: a folder that is no package, a program made for
-// another torch or instruction set (export the model on this machine), and in `predict` lengths that do not
-// sum, NaN, and ids outside their table, by feature and sample.
+// Errors are thrown as std::runtime_error and say what to do: a folder that is not a package, a program made
+// for another torch or instruction set (export the model on this machine); in `predict`, lengths that do not
+// add up, NaN, and ids outside their table, with feature and sample.
 class Predictor {
  public:
   explicit Predictor(const std::string& folder, std::size_t num_runners = 1);
@@ -32,7 +32,7 @@ class Predictor {
   const std::vector<std::string>& features() const;
   std::int64_t num_dense() const;
 
-  // dense: [batch, num_dense]; features: in the order of features(). Gives [batch] scores.
+  // Scores a batch. dense: [batch, num_dense]; features: in the order of features(). Returns [batch] scores.
   std::vector<float> predict(const float* dense, std::int64_t batch,
                              const std::vector<Feature>& features) const;
 

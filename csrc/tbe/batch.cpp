@@ -8,7 +8,7 @@ namespace meshrec {
 
 namespace {
 
-// Offsets as int64: [0, ..., num_ids], never falling.
+// Throws unless the offsets are [0, ..., num_ids] and never fall.
 void check_offsets(const int64_t* offsets, int64_t num_bags, int64_t num_ids) {
   bool falls = false;
   for (int64_t bag = 0; bag < num_bags; ++bag) falls |= offsets[bag + 1] < offsets[bag];

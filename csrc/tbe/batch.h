@@ -1,5 +1,5 @@
 // The arguments that all tbe_* ops share, checked and resolved into lookups: which bags of which key read
-// which table, and where their output rows lie.
+// which table, and where their output rows go.
 #pragma once
 
 #include "stable_abi.h"
@@ -12,13 +12,13 @@ enum Pooling : int { kSum, kMean, kNone };
 // The ids of one key in one block, read by one feature.
 struct Lookup {
   int64_t feature;
-  int64_t table;  // -1: this feature takes no part
+  int64_t table;  // -1: the feature is skipped
   Pooling pooling;
   int64_t dim = 0;
   int64_t first_bag = 0, num_bags = 0;
   int64_t first_id = 0, num_ids = 0;
   int64_t out_offset = 0,
-          out_stride = 0;  // in elements of the output; rows are bags, or ids where nothing is pooled
+          out_stride = 0;  // in elements; an output row is a bag, or an id if nothing is pooled
 };
 
 struct Shape {
@@ -38,14 +38,15 @@ struct Batch {
   bool wide_ids = false;
   int64_t num_ids = 0, num_bags = 0;
   std::vector<Lookup> lookups = {};
-  int64_t out_rows = 0, out_columns = 0;  // not flat
+  int64_t out_rows = 0, out_columns = 0;  // if not flat
   int64_t out_size = 0;                   // elements
 
   const void* ids(int64_t position) const;
   int64_t id(int64_t position) const;
 };
 
-// Throws ValueError for offsets that do not describe the values, and for shapes that do not fit together.
+// Checks the arguments. Throws ValueError for offsets that do not describe the values, and for shapes that do
+// not fit together.
 Batch make_batch(const Tensor& values, const Tensor& offsets, const std::optional<Tensor>& sample_weights,
                  const Shape& shape, const std::vector<int64_t>& dims);
 
@@ -53,38 +54,38 @@ struct Weights {
   std::vector<Tensor> tensors;
   std::vector<void*> data;
   std::vector<int64_t> num_rows, dims, row_bytes;
-  std::vector<int> types;  // WeightType, or RowType where rows are quantised
+  std::vector<int> types;  // WeightType, or RowType for quantised rows
 
-  // With writable = true the tensor must be contiguous.
+  // Adds a table; with writable = true its tensor must be contiguous.
   void add(Tensor tensor, bool writable);
-  // Rows of codes, dim numbers each (0: nobody reads them): see nbit/rows.inl.
+  // Adds a quantised table, `dim` numbers per row (0: no feature reads it); see nbit/rows.inl.
   void add_quantised(Tensor tensor, int64_t bits, int64_t dim);
 };
 Weights make_weights(std::vector<Tensor> tensors, bool writable);
-int codes_of(int64_t bits);                          // a RowType
-int64_t quantised_bytes(int64_t dim, int64_t bits);  // of a row, a multiple of 4
+int codes_of(int64_t bits);                          // the RowType for this number of bits
+int64_t quantised_bytes(int64_t dim, int64_t bits);  // bytes of a row, a multiple of 4
 std::vector<int64_t> feature_dims(const std::vector<int64_t>& tables, const std::vector<int64_t>& table_dims);
 
-// Raises unless every feature is as wide as its table; skipped features aside.
+// Throws unless the output of every feature, skipped ones aside, is as wide as its table.
 void check_dims(const Batch& batch, const Weights& weights);
 
 // The lookup itself, see naive.tbe_forward.
 Tensor look_up_all(const Batch& batch, const Weights& weights, bool flat, int64_t out_size,
                    ScalarType out_dtype, bool check_ids, const Tensor& names);
 
-// A gradient as fp32, contiguous, with the size that the batch's output has.
+// The gradient as contiguous fp32, checked to have the size of the batch's output.
 Tensor checked_grad(const Tensor& grad, const Batch& batch);
 
-// Pieces of lookups of about equal work, for parallel loops over bags.
+// A part of a lookup. Pieces are about equal in work, for parallel loops over bags.
 struct Piece {
   int64_t lookup, first_bag, num_bags;
 };
 std::vector<Piece> cut(const Batch& batch);
 
-// What messages call the lookup's table and feature: as named, or by their numbers. names: UTF-8 bytes,
-// "table\tfeature\n" for every feature.
+// The table and feature of a lookup, as messages call them: by name, or by number without names. names: UTF-8
+// bytes, "table\tfeature\n" for every feature.
 std::pair<std::string, std::string> names_of(const Lookup& lookup, const Tensor* names);
-// Raises for the first id outside its table.
+// Throws for the first id of the lookup that is outside its table.
 [[noreturn]] void fail_for_id(const Batch& batch, int64_t lookup, int64_t num_rows, const Tensor* names);
 
 }  // namespace meshrec

@@ -1,22 +1,22 @@
-// One row's step for each optimizer, in fp32: kernels.inl includes this file, and refuses to compile where an
-// optimizer of formulas.inc has no step_row. The formulas in plain torch are in meshrec/ops/tbe/formulas.py,
-// their sources in meshrec/optim/optimizers.py.
+// One row's step for each optimizer, in fp32. kernels.inl includes this file, and does not compile if an
+// optimizer of formulas.inc has no step_row. meshrec/ops/tbe/formulas.py has the formulas in plain torch,
+// meshrec/optim/optimizers.py their sources.
 
 template <int kOptimizer>
 struct Code {};
 
-// What a row's step knows besides the row.
+// What a row's step needs to know besides the row.
 struct Step {
   const Hyper& hyper;
   const float* stats;        // of this row, or null
   const float* mean_square;  // of this row, or null
   float* work;               // dim floats, for the normalised direction
 
-  // What the gradient takes on of the row.
+  // The factor by which the row is added to its gradient (L2 decay).
   float l2() const { return hyper.decay_mode == kL2 ? hyper.weight_decay : 0.0f; }
-  // What is left of the row where its decay is decoupled.
+  // The factor by which the row shrinks (decoupled decay).
   float keep() const { return hyper.decay_mode == kDecoupled ? 1.0f - hyper.lr * hyper.weight_decay : 1.0f; }
-  // The norm of x, or that of the whole row where it is known: see RowSum in formulas.py for the order.
+  // The squared norm of x, or of the whole row where it is known: RowSum in formulas.py lists the statistics.
   float square_of(int which, const float* x, int64_t dim) const {
     return stats != nullptr ? stats[which] : sum_over(dim, [&](auto at) { return at(x) * at(x); });
   }
@@ -29,8 +29,9 @@ inline float mean_square(const float* g, const float* w, int64_t dim, const Step
   if (step.mean_square != nullptr) return *step.mean_square;
   if (step.stats != nullptr) return float(step.stats[kGradientSum] / step.hyper.row_dim);
   const float total =
-      l2 == 0 ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // spares reading the row
-              : sum_over(dim, [&](auto at) { return (at(g) + at(w) * l2) * (at(g) + at(w) * l2); });
+      l2 == 0
+          ? sum_over(dim, [&](auto at) { return at(g) * at(g); })  // without decay the row need not be read
+          : sum_over(dim, [&](auto at) { return (at(g) + at(w) * l2) * (at(g) + at(w) * l2); });
   return float(total / step.hyper.row_dim);
 }
 
@@ -72,7 +73,7 @@ inline void step_row(Code<kLARS>, float* __restrict w, const float* __restrict g
   }
 }
 
-// The direction r of Adam and LAMB goes into step.work.
+// Adam's and LAMB's step; the direction r is kept in step.work.
 template <bool kRowState, bool kLamb>
 inline void step_by_moments(float* __restrict w, const float* __restrict g, float* __restrict exp_avg,
                             float* __restrict exp_avg_sq, int64_t dim, const Step& step) {

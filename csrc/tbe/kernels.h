@@ -7,11 +7,12 @@
 
 namespace meshrec {
 
-// The types that can be trained, and behind them those that can only be looked up: codes of so many bits.
+// The types that can be trained; after them come the types that can only be looked up: codes of 8, 4 or 2
+// bits.
 enum WeightType : int { kFloat = 0, kHalf = 1, kBFloat16 = 2, kNumWeightTypes = 3 };
 enum RowType : int { kCodes8 = kNumWeightTypes, kCodes4, kCodes2, kNumRowTypes };
 
-// The optimizers by code; formulas.inc is written from ops/tbe/formulas.py.
+// The optimizers' codes; formulas.inc is generated from ops/tbe/formulas.py.
 enum Optimizer : int {
 #define FORMULA(name, ...) k##name,
 #include "formulas.inc"
@@ -40,15 +41,15 @@ struct PoolArgs {
   const int64_t* offsets;       // absolute positions in ids
   const float* sample_weights;  // by position in ids, or null
   int64_t num_bags;
-  int64_t end;  // of the table's ids: behind those of the bags are some that are looked up soon
+  int64_t end;  // of the table's ids: those after the bags' own are looked up soon
   bool mean;
   float* out;
   int64_t out_stride;
-  bool past_caches;  // the output is too large to be in a cache when it is read
-  bool to_l1;        // where rows are asked for ahead of their turn; otherwise to L2
+  bool past_caches;  // the output is too large to be still in a cache when it is read
+  bool to_l1;        // prefetch rows to L1; otherwise to L2
 };
 
-// Copies one row per id: out row i is the row of ids[i].
+// Copies one row per id: row i of `out` is row ids[i] of the table.
 struct GatherArgs {
   const void* weight;
   int64_t row_bytes;
@@ -58,7 +59,7 @@ struct GatherArgs {
   float* out;  // [num_ids, dim]
 };
 
-// d(out) / d(sample weight): the dot product of each id's row and its bag's gradient.
+// d(out) / d(sample weight): for each id, the dot product of its row and its bag's gradient.
 struct DotArgs {
   const void* weight;
   int64_t dim;
@@ -109,15 +110,15 @@ struct UpdateArgs {
   int64_t first_row, first_column;  // of the weight in its whole table, for the noise of stochastic rounding
 };
 
-// Writes each run's row number and summed gradient.
+// Writes the row number and the summed gradient of each run.
 struct SumArgs {
   RunArgs runs;
   int64_t* rows;  // may be null
-  float* sums;    // [num_runs, dim]; or, with dense = true, [num_rows, dim] indexed by row
+  float* sums;    // [num_runs, dim], or with dense = true [num_rows, dim], indexed by row
   bool dense;
 };
 
-// Writes each run's sum of squares of its summed gradient; gives the number of runs.
+// Writes, for each run, the sum of squares of its summed gradient. Returns the number of runs.
 struct SquareArgs {
   RunArgs runs;
   const float* by_slot;  // those of single gradient rows, or null
@@ -136,7 +137,7 @@ struct InteractionArgs {
   float* scratch;
 };
 
-// Numbers to codes; see nbit/rows.inl for the layout.
+// Quantises numbers; nbit/rows.inl describes the layout of a row.
 constexpr int64_t kQuantizeRows = 16;
 struct QuantizeArgs {
   const float* rows;  // [num_rows, dim]
@@ -164,19 +165,20 @@ struct Kernels {
   bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
   void (*interact)(const InteractionArgs&);
   void (*interact_grad)(const InteractionArgs&);
-  int64_t (*quantize[3])(QuantizeArgs);  // to 8, 4, 2 bits; the first row that has no codes, or num_rows
+  int64_t (*quantize[3])(
+      QuantizeArgs);  // to 8, 4, 2 bits; returns the first row that cannot be quantised, or num_rows
 };
 
 const Kernels* kernels_baseline();
-const Kernels* kernels_avx2();    // null where not built for
-const Kernels* kernels_avx512();  // null where not built for
+const Kernels* kernels_avx2();    // null if not built for it
+const Kernels* kernels_avx512();  // null if not built for it
 
-// Where rows come soonest on this machine, as measured on one of each kind: with AMD's Zen 5 to L1; with Zen
-// 4 and Intel's, which have fewer lines on their way there, to L2 (on Zen 4 quantised rows come 2.6 times as
-// fast, fp32 ones 1.6 times). MESHREC_PREFETCH=l1|l2 asks for the other.
+// Whether rows are prefetched to L1 or to L2, whichever was faster in measurements on one machine of each
+// kind. AMD's Zen 5: L1. Zen 4 and Intel's, which can have fewer lines under way to L1: L2 (on Zen 4, 2.6
+// times as fast for quantised rows, 1.6 times for fp32). MESHREC_PREFETCH=l1|l2 overrides this.
 bool prefetch_to_l1();
 
-// The best set this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
+// The best instruction set that this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
 const Kernels& kernels();
 
 }  // namespace meshrec

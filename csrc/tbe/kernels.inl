@@ -21,7 +21,7 @@ namespace {
 
 #include "tbe/pool.inl"
 
-// Reads columns as vectors, or one by one at the end of a row; terms are written once for both.
+// Reads columns as vectors, or one by one at the end of a row, so that each formula is written only once.
 struct VectorAt {
   int64_t column;
   template <typename T>
@@ -37,8 +37,8 @@ struct ScalarAt {
   }
 };
 
-// The sum of term(at) over all columns, in 16 lanes and one fixed tree: every instruction set adds in one
-// order.
+// The sum of term(at) over all columns, in 16 lanes and one fixed tree: every instruction set adds in the
+// same order.
 template <typename Term>
 inline float sum_over(int64_t dim, const Term& term) {
   constexpr int kParts = 16 / kLanes;
@@ -75,8 +75,8 @@ void dot(const DotArgs& a) {
 // ---- runs of equal rows
 // ------------------------------------------------------------------------------------------
 
-constexpr int64_t kPairsAhead = 16;  // their rows and gradients are on their way to the L1 cache
-constexpr int64_t kRowsAhead = 256;  // those rows, partly of the next range, have left the memory
+constexpr int64_t kPairsAhead = 16;  // their rows and gradients are prefetched to the L1 cache
+constexpr int64_t kRowsAhead = 256;  // their rows, some of the next range, are prefetched out of memory
 
 inline int64_t rows_announced(const RunArgs& a) {
   if (!a.from_memory) return INT32_MAX;
@@ -85,15 +85,16 @@ inline int64_t rows_announced(const RunArgs& a) {
 template <typename Touch>
 __attribute__((always_inline)) inline void touch_far(const RunArgs& a, uint32_t row, const Touch& touch) {
   if (a.to_l1) {
-    touch(row, kToL1Once);  // nor do they drive out of L2 what the rest of the step needs
+    touch(row, kToL1Once);  // and they must not evict from L2 what the rest of the step needs
   } else {
     touch(row, kToL2);
   }
 }
-// Calls touch(row, locality) for the rows of the pairs that come after pair i: to L1, and where they come
-// from memory well before that out of it. The rows of the next range then arrive while this one is worked on
-// and that one is sorted: the memory is never idle. Another thread may be sorting it already; what is read of
-// it only says what to prefetch. The row in work is not touched again: a hot one has thousands of pairs.
+// Calls touch(row, locality) for the rows of the pairs after pair i: to L1, and long before that out of
+// memory if they come from there. So the rows of the next range arrive while this one is updated and that one
+// is sorted, and the memory is never idle. Another thread may be sorting the next range at this moment: what
+// is read of it only decides what to prefetch. The current row is not touched again, since a hot row has
+// thousands of pairs.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i, const Touch& touch) {
   const uint32_t row = a.pairs[i].row;
@@ -105,7 +106,7 @@ __attribute__((always_inline)) inline void announce(const RunArgs& a, int64_t i,
   }
   if (near < a.num_pairs && a.pairs[near].row != row) touch(a.pairs[near].row, kToL1);
 }
-// What the next range has more than this one.
+// Touches what the next range has beyond the length of this one.
 template <typename Touch>
 __attribute__((always_inline)) inline void announce_rest(const RunArgs& a, const Touch& touch) {
   for (int64_t i = rows_announced(a); i < a.num_next; ++i) touch_far(a, a.next[i].row, touch);
@@ -191,7 +192,8 @@ float square_row(const float* row, int64_t dim) {
 
 int64_t square(const SquareArgs& a) {
   const RunArgs& runs = a.runs;
-  if (a.by_slot != nullptr)  // few rows are read again, and these are far from each other
+  if (a.by_slot !=
+      nullptr)  // few runs have several gradients, and these lie far apart: prefetch them all first
     for (int64_t i = 1; i < runs.num_pairs; ++i)
       if (runs.pairs[i].row == runs.pairs[i - 1].row) {
         prefetch_row(runs.grads[runs.pairs[i - 1].slot], runs.dim);
@@ -252,8 +254,8 @@ void update_rows(const UpdateArgs& args) {
       });
 }
 
-// The usual widths of the usual optimizers: the gradient is summed in registers, and so few instructions are
-// left per row that the processor reaches the next rows while this one waits for memory.
+// The usual widths of the usual optimizers. The gradient is summed in registers; this leaves so few
+// instructions per row that the processor gets to the next rows while this one waits for memory.
 template <int kOptimizer, int kDim, bool kScaled>
 void update_rows_of(const UpdateArgs args) {
   static_assert(kOptimizer == kSGD || kOptimizer == kRowWiseAdagrad);
@@ -265,7 +267,7 @@ void update_rows_of(const UpdateArgs args) {
   const float keep = h.decay_mode == kDecoupled ? 1.0f - h.lr * h.weight_decay : 1.0f;
   const float* mean_square = args.mean_squares;
   const auto touch = [&](uint32_t row, auto locality) __attribute__((always_inline)) {
-    constexpr int once = locality() == kToL1() ? kToL1Once() : locality();  // gradient rows come again
+    constexpr int once = locality() == kToL1() ? kToL1Once() : locality();  // gradient rows are read again
     prefetch<kDim * sizeof(float), once>(weight + int64_t(row) * kDim);
     if constexpr (kOptimizer == kRowWiseAdagrad) prefetch<64, locality()>(state0 + row);
   };
@@ -343,7 +345,7 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
 
 #include "interaction/interaction.inl"
 
-// Rows of codes, in the terms of pool.inl.
+// Quantised rows, with the interface of pool.inl's rows.
 #include "nbit/rows.inl"
 
 #define MESHREC_BY_ID(function, ...) {function<__VA_ARGS__, int32_t>, function<__VA_ARGS__, int64_t>}

@@ -1,4 +1,5 @@
-// What every machine of the architecture runs (SSE2, NEON), and the choice among the instruction sets.
+// The kernels that every machine of the architecture runs (SSE2, NEON), and the choice of the instruction
+// set.
 #define MESHREC_NAME "baseline"
 #define MESHREC_KERNELS kernels_baseline
 #include <cstdlib>

@@ -1,18 +1,19 @@
 // Pooled lookups. Included by kernels.inl only, inside its unnamed namespace.
 
-// How far ahead of the row in work rows are asked for.
+// How many rows ahead of the current one to prefetch.
 inline int64_t rows_ahead(int64_t row_bytes, bool to_l1 = false) {
   const int64_t rows = (to_l1 ? 16384 : 12288) / row_bytes;
   return rows < 4 ? 4 : rows > 64 ? 64 : rows;
 }
 
-// Where the id's row is, if it has one: the ids that come may be of bags that nobody has checked yet.
+// The address of the id's row, or null if it has none: ids further ahead may be of bags not checked yet.
 inline const char* to_prefetch(const void* rows, int64_t id, int64_t row_bytes) {
   return reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(rows) +
                                        uint64_t(id) * uint64_t(row_bytes));
 }
 
-// Rows of numbers without gaps, from one column on. What a lookup asks of rows: here, and in nbit/rows.inl.
+// Rows of numbers without gaps, from one column on. Row classes for lookups have this interface; the other
+// one is in nbit/rows.inl.
 template <typename Weight>
 struct DenseRows {
   struct Row {
@@ -36,7 +37,7 @@ struct DenseRows {
   int64_t row_bytes;
 };
 
-// Columns [column, column + N * kLanes) of one bag; also prefetches these columns of the rows to come.
+// Columns [column, column + N * kLanes) of one bag; also prefetches these columns of later rows.
 template <int N, bool kWeighted, typename Rows, typename Id>
 inline void pool_block(const PoolArgs& a, int64_t column, int64_t first, int64_t last, int64_t end,
                        int64_t ahead, float count, float* out) {
@@ -89,11 +90,11 @@ inline void pool_tail(const PoolArgs& a, int64_t column, int64_t first, int64_t 
 }
 
 template <bool kWeighted, typename Rows, typename Id>
-void pool_bags(const PoolArgs a) {  // by value: a store of floats cannot have changed it
+void pool_bags(const PoolArgs a) {  // by value, so that the compiler knows that no store of floats changes it
   const int64_t ahead = rows_ahead(a.row_bytes, a.to_l1), end = a.end;
   for (int64_t bag = 0; bag < a.num_bags; ++bag) {
     const int64_t first = a.offsets[bag], last = a.offsets[bag + 1];
-    // A divisor, not a factor: this way every element is the one that torch computes.
+    // Divided by, not multiplied with its inverse: then every element equals torch's.
     const float count = last > first ? float(last - first) : 1.0f;
     float* out = a.out + bag * a.out_stride;
     int64_t column = 0;

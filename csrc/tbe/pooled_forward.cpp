@@ -69,8 +69,8 @@ Tensor tbe_sample_weight_grad(Tensor grad, std::vector<Tensor> weight_list, Tens
   const float* grad_data = static_cast<const float*>(g.const_data_ptr());
   Tensor result = torch::stable::new_zeros(g, {batch.num_ids});
   float* out = static_cast<float*>(result.mutable_data_ptr());
-  // A key that several features read gets the sum of their gradients: one feature after the other, in
-  // parallel over its bags.
+  // A key that several features read gets the sum of their gradients: the features one after the other, the
+  // bags of each in parallel.
   const std::vector<Piece> pieces = cut(batch);
   const int64_t none = batch.lookups.size();
   std::atomic<int64_t> bad_id{none};

@@ -21,8 +21,8 @@ void insertion_sort(Pair* pairs, int64_t count) {
   }
 }
 
-// Least significant digit first; the digits' histograms are taken in one pass over the pairs. Gives where the
-// sorted pairs are: in one of the two.
+// Radix sort, least significant digit first; one pass over the pairs counts all digits. Returns where the
+// sorted pairs are: `pairs` or `spare`.
 template <int kPasses>
 const Pair* radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t first_row, int digit_bits) {
   const uint32_t mask = (1u << digit_bits) - 1;
@@ -47,7 +47,8 @@ const Pair* radix_sort_in(Pair* pairs, Pair* spare, int64_t count, uint32_t firs
   return from;
 }
 
-// In one pass, with a counter for each row. Four of them share a word, which one multiplication adds up.
+// Counting sort in one pass, with a counter for each row. Four counters share a word, so that one
+// multiplication adds them up.
 const Pair* counting_sort(const Pair* pairs, Pair* spare, int64_t count, uint32_t first_row,
                           uint32_t num_rows) {
   static_assert(std::endian::native == std::endian::little);
@@ -78,7 +79,7 @@ const Pair* sort_by_row(Pair* pairs, Pair* spare, int64_t count, uint32_t first_
   if (num_rows <= kMaxCountedRows && num_rows <= 8 * count && count <= UINT16_MAX)
     return counting_sort(pairs, spare, count, first_row, num_rows);
   const int bits = std::bit_width(num_rows > 0 ? num_rows - 1 : 0);
-  // About as many counters as pairs.
+  // At most about as many counters as pairs.
   const int most_bits = std::clamp<int>(std::bit_width(uint64_t(count)) - 1, 8, kMaxDigitBits);
   const int passes = (bits + most_bits - 1) / most_bits;
   if (passes == 0) return pairs;

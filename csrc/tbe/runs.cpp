@@ -16,20 +16,20 @@ constexpr size_t kAlignment = size_t(2) << 20;  // a huge page
 constexpr size_t kSpareBytes = size_t(64) << 20;
 constexpr int64_t kLeastChunk = 1 << 12, kMostChunk = 1 << 14;  // ids
 constexpr int64_t kStreams = 4;
-constexpr int64_t kRowsAhead = 8;          // of the gradient, while it is packed
-constexpr int64_t kMaxParts = 256;         // as many places are written at a time
-constexpr size_t kRangeBytes = 128 << 10;  // of gradient rows: a range's pairs then sort in the L1 cache
-constexpr size_t kWaveBytes = 1 << 20;     // per thread, of pairs and packed gradients: about an L2 cache
+constexpr int64_t kRowsAhead = 8;          // gradient rows to prefetch while packing
+constexpr int64_t kMaxParts = 256;         // each part is one place that is written to at a time
+constexpr size_t kRangeBytes = 128 << 10;  // gradient rows of a range: its pairs then sort in the L1 cache
+constexpr size_t kWaveBytes = 1 << 20;     // pairs and packed gradients of a thread: about an L2 cache
 constexpr size_t kKeptPairs = size_t(1) << 20;
-constexpr int64_t kSavedNumbers = 2;  // of ranges and of runs
+constexpr int64_t kSavedNumbers = 2;  // the number of ranges, the number of runs
 
-// Of the thread, where a step's buffers are not kept.
+// The thread's own memory, for when a step's buffers are not kept.
 thread_local Memory spare_memory;
 thread_local size_t spare_capacity = 0;
 
-// Calls use(position, stream) for the positions [0, count), in order within each of the kStreams. One
-// counter's next value waits for its last one to be stored: the ids of hot rows, all in one part, wait less
-// in streams with counters of their own.
+// Calls use(position, stream) for the positions [0, count), in order within each of the kStreams.
+// Incrementing a counter waits for its previous store. The ids of hot rows all fall in one part; with
+// counters for each stream they wait less.
 template <typename Use>
 void in_streams(int64_t count, const Use& use) {
   const int64_t length = count / kStreams;
@@ -38,7 +38,7 @@ void in_streams(int64_t count, const Use& use) {
   for (int64_t i = kStreams * length; i < count; ++i) use(i, kStreams - 1);
 }
 
-// Counts the ids of each part, by stream; false if one is outside the table.
+// Counts the ids of each part, by stream. Returns false if an id is outside the table.
 template <typename Id>
 bool count_parts(const void* values, int64_t count, const TableRuns& table, uint32_t* counts) {
   const Id* ids = static_cast<const Id*>(values);
@@ -53,7 +53,7 @@ bool count_parts(const void* values, int64_t count, const TableRuns& table, uint
   return fit;
 }
 
-// Writes a pair for every id to where its part's next one goes.
+// Writes each id's pair to the next free place of its part.
 template <typename Id, typename Slot>
 void deal(const void* values, int64_t count, const TableRuns& table, const Slot& slot, uint32_t* positions) {
   const Id* ids = static_cast<const Id*>(values);
@@ -62,12 +62,12 @@ void deal(const void* values, int64_t count, const TableRuns& table, const Slot&
   in_streams(count, [&](int64_t i, int64_t stream) {
     const uint32_t row = uint32_t(ids[i]);
     Pair* pair = pairs + positions[stream * num_parts + (row >> shift)]++;
-    *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot(i)) << 32);  // as one store
-    __builtin_prefetch(pair + 8, 1);                                       // the part's next line
+    *pair = std::bit_cast<Pair>(uint64_t(row) | uint64_t(slot(i)) << 32);  // one store
+    __builtin_prefetch(pair + 8, 1);                                       // the next cache line of the part
   });
 }
 
-// Of what an update needs that takes up what another call began.
+// Bytes that must outlive this call, because a later call continues the update.
 size_t lasting_bytes_of(const TableRuns& table) {
   return Arena::bytes<Pair>(table.num_pairs) +
          (table.pack ? Arena::bytes<float>(table.num_grads * table.dim) : 0);
@@ -199,15 +199,15 @@ void Runs::make_tables(const Batch& batch, const std::vector<int64_t>& num_rows)
       table.num_grads += lookup.num_bags;
       strided |= lookup.pooling != kNone && lookup.out_stride > lookup.dim;
     }
-    // A gradient row that many ids share is read many times; at a wide stride such rows fight for a few cache
+    // A gradient row that many ids share is read many times; rows at a wide stride compete for a few cache
     // sets.
     table.pack = strided && table.num_pairs > 2 * table.num_grads;
     table.first_pair = std::exchange(num_pairs, num_pairs + table.num_pairs);
   }
 }
 
-// Each thread gets neighbouring tables, about those that it looked up, whose rows are in caches that other
-// threads may be far from.
+// Each thread gets neighbouring tables, roughly those that it looked up: their rows are in its caches, and
+// may be far from other threads.
 void Runs::make_waves() {
   const int64_t num_lanes = std::min<int64_t>(torch::stable::get_num_threads(), tables.size());
   size_t bytes = 0;
@@ -242,7 +242,7 @@ void Runs::make_chunks(const Batch& batch) {
         slot += table.slot_per_id ? batch.bags[last] - batch.bags[first] : last - first;
       }
     }
-    // No more counters than pairs.
+    // At most as many counters as pairs.
     const int64_t num_streams = (chunks_.size() - first_chunk) * kStreams;
     const int64_t most = std::min(kMaxParts, table.num_pairs / std::max<int64_t>(num_streams, 32));
     const uint64_t last_row = std::max<int64_t>(table.num_rows - 1, 0);
@@ -262,7 +262,8 @@ bool Runs::count(const Batch& batch, const Chunk& chunk) {
   return count_ids(batch.ids(first), count, table, positions_.data() + chunk.first_count);
 }
 
-// For the chunks of one table: from numbers of pairs to where the first of each goes. Gives where parts end.
+// Turns the pair counts of one table's chunks into the places where each part's pairs begin. Returns where
+// the parts end.
 std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
   const int64_t num_parts = tables[chunks_[first_chunk].table].num_parts;
   const int64_t num_streams = (last_chunk - first_chunk) * kStreams;
@@ -279,7 +280,7 @@ std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
 
 namespace {
 
-// How many pairs a range has at least; one with more than four times as many is large.
+// The least number of pairs of a range. A range with more than four times as many counts as large.
 int64_t least_pairs(const TableRuns& table) {
   return std::clamp<int64_t>(kRangeBytes / (table.dim * sizeof(float)), 256, 2048);
 }
@@ -290,8 +291,8 @@ bool is_large(const Range& range, const TableRuns& table) {
 
 }  // namespace
 
-// The ranges of one table's chunks. Parts lie in order, in a part the chunks' streams in order; neighbouring
-// parts make a range. A part with many pairs, of hot rows, is a range of its own.
+// Cuts one table's chunks into ranges. Parts lie in order, and within a part the streams of the chunks in
+// order; a range is one or more neighbouring parts. A part with many pairs (hot rows) is a range of its own.
 void Runs::cut(size_t first_chunk, size_t last_chunk) {
   const int64_t t = chunks_[first_chunk].table;
   const TableRuns& table = tables[t];
@@ -335,7 +336,8 @@ void Runs::make_ranges() {
   end_wave();
 }
 
-// Where each thread's share of the ranges begins, by their pairs, and where the last one ends.
+// Divides the ranges among the threads by number of pairs: where each share begins, and where the last one
+// ends.
 std::vector<int64_t> Runs::sections(int64_t first_range, int64_t end_range) const {
   const auto pairs_of = [](const Range& range) { return range.end - range.begin; };
   int64_t num_left = 0;
@@ -358,12 +360,12 @@ size_t Runs::lasting_bytes() const {
 }
 
 void Runs::allocate(bool with_row_stats, bool with_squares) {
-  int64_t row_bytes = 0;  // at most; hot rows have many pairs in few rows
+  int64_t row_bytes = 0;  // upper bound; hot rows have many pairs in few rows
   for (const Range& range : ranges)
     row_bytes += std::min(range.end - range.begin, range.end_row - range.first_row) *
                  tables[range.table].dim * int64_t(sizeof(float));
   rows_from_memory_ = !prefetch_to_l1() || outgrows_caches(row_bytes / 2);
-  // Where ids have slots of their own, or scales, there are no squares of a whole slot.
+  // Where ids have slots of their own, or scales, a slot has no square to share.
   const auto squares_of = [&](const TableRuns& table) {
     return with_squares && table.pack && !table.slot_per_id && !table.scaled;
   };

@@ -1,6 +1,6 @@
-// From a batch to runs: for every table, the (row, gradient) pairs sorted by row, cut into ranges that can be
-// worked on in parallel. A stable sort by row has one result, so neither the cuts nor the threads show in the
-// numbers.
+// Turns a batch into runs: for every table, the (row, gradient) pairs sorted by row, cut into ranges for
+// parallel work. A stable sort by row has only one result, so the numbers depend neither on the cuts nor on
+// the threads.
 #pragma once
 
 #include <cstdlib>
@@ -13,7 +13,7 @@
 
 namespace meshrec {
 
-// Uninitialised memory that a thread keeps between calls, up to a limit: fresh pages cost more than the sort.
+// Uninitialised memory that a thread keeps between calls, up to a limit: new pages cost more than the sort.
 class Arena {
  public:
   explicit Arena(size_t bytes);
@@ -22,13 +22,13 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // What was taken from here on may be taken anew.
+  // Releases what was taken from `offset` on.
   void rewind(size_t offset) { next_ = static_cast<char*>(memory_.get()) + offset; }
   template <typename T>
   T* take(size_t count) {
     char *start = next_, *end = start + count * sizeof(T);
     next_ += bytes<T>(count);
-    if (next_ > end) std::memset(end, 0, next_ - end);  // what is saved holds nothing undefined
+    if (next_ > end) std::memset(end, 0, next_ - end);  // what is saved must hold nothing undefined
     return reinterpret_cast<T*>(start);
   }
   template <typename T>
@@ -50,24 +50,24 @@ struct TableRuns {
   int64_t num_parts = 1, shift = 0;  // a row's part is row >> shift
   int64_t lane = 0, wave = 0;
   bool slot_per_id = false, scaled = false, pack = false;
-  Pair* pairs = nullptr;          // by range; sorted once the range is done
+  Pair* pairs = nullptr;          // by range; a range's are sorted once it is done
   const float** grads = nullptr;  // by slot
-  float* packed = nullptr;        // the gradient rows side by side, or null: used where they lie
-  float* scales = nullptr;        // null: all 1
+  float* packed = nullptr;        // the gradient rows side by side, or null: used in place
+  float* scales = nullptr;        // null: all are 1
   const float** row_stats = nullptr;
-  float* squares = nullptr;  // of the gradient rows, by slot; null: not taken
+  float* squares = nullptr;  // of the gradient rows, by slot; null: not computed
 };
 
 struct Range {
   int64_t table;  // index into tables
   int64_t begin, end;
   int64_t first_row, end_row;  // rows of the range
-  int64_t first_run;           // among those of all tables, once they are counted
+  int64_t first_run;           // among the runs of all tables, once counted
 };
 
-// Some tables, one after the other. Their pairs and packed gradients fit a thread's own cache, where they
-// still are when the ranges are worked on, and where those of the next wave in the lane take their place.
-// Each thread has a lane.
+// Some tables, worked on one after the other by one thread: a lane has one wave after the other, and every
+// thread has a lane. The pairs and packed gradients of a wave fit the thread's own cache: they are still
+// there when its ranges are updated, and the next wave of the lane reuses their memory.
 struct Wave {
   int64_t lane = 0;
   int64_t first_table = 0, end_table = 0;
@@ -78,25 +78,25 @@ struct Wave {
 class Runs {
  public:
   enum Use {
-    kAtOnce,  // all tables at once: one wave
-    kSaved,   // so, and they can be saved
-    kInWaves  // filled by for_ranges_in_waves, wave by wave: what the lane's last one had is then gone
+    kAtOnce,  // all tables in one wave
+    kSaved,   // as kAtOnce, and can be saved
+    kInWaves  // filled by for_ranges_in_waves, wave by wave; each overwrites the last of its lane
   };
-  // num_rows by table index; throws before anything is written if an id is outside its table.
+  // num_rows: by table index. Throws, before anything is written, if an id is outside its table.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const float* row_stats,
        Use use = kAtOnce);
-  // From what was saved for the same batch: nothing is sorted again.
+  // Restores what save() returned for the same batch; nothing is sorted again.
   Runs(const Batch& batch, const float* grad, const std::vector<int64_t>& num_rows, const Tensor& saved);
 
-  // From how many runs each range has: numbers them, table by table; where those of each table begin, and
-  // how many there are.
+  // Numbers the runs table by table, given how many each range has. Returns where the runs of each table
+  // begin, and their total.
   std::vector<int64_t> number_runs(const std::vector<int64_t>& counts, size_t num_tables);
-  // The sorted ranges and pairs and the packed gradient: int64, to be read by the same build only.
+  // Saves the sorted ranges and pairs and the packed gradient as int64, for the same build to read.
   Tensor save();
 
-  // Runs work(index) for all ranges, in parallel, and fills the waves for it. A thread goes through the waves
-  // of its lane, then helps with other lanes': no thread waits while another has work to share, and as one
-  // deals out its pairs, which keeps the processor busy, another may have the memory to itself.
+  // Fills the waves and runs work(index) for all ranges, in parallel. A thread works through its own lane,
+  // then helps with other lanes, so that none waits while there is work to share; and while one sorts, which
+  // uses the processor, another can use the memory.
   template <typename Work>
   void for_ranges_in_waves(const Batch& batch, const float* grad, const float* row_stats, const Work& work) {
     struct Progress {
@@ -111,7 +111,7 @@ class Runs {
                           Countdown(wave.end_chunk - wave.first_chunk),
                           Countdown(wave.end_range - wave.first_range)});
     const auto serve = [&](int64_t thread, int64_t lane) {
-      Progress* last = nullptr;  // in the lane, whose memory the next one takes
+      Progress* last = nullptr;  // the wave before in the lane; the next one reuses its memory
       for (size_t w = 0; w < waves.size(); ++w) {
         if (waves[w].lane != lane) continue;
         if (last != nullptr && !last->ranges_left.wait()) return;
@@ -129,28 +129,28 @@ class Runs {
     if (num_threads == 1) return serve_all(0);
     parallel_for(num_threads, 1, [&](int64_t thread, int64_t) { serve_all(thread); });
   }
-  // Runs work(index) for the wave's ranges, in parallel.
+  // Runs work(index) for the ranges of the wave, in parallel.
   template <typename Work>
   void for_ranges(const Wave& wave, const Work& work) const {
     parallel_sections(sections(wave.first_range, wave.end_range), work);
   }
-  // Sorts the range's pairs by row, stably.
+  // Sorts the pairs of the range by row, stably.
   void sort(const Range& range) const;
-  // Of a range that was sorted; or with sort_now = true of one that is not: then they hold, and its pairs are
-  // in order, only until the same thread's next range.
+  // The arguments for a sorted range. With sort_now = true it is sorted first, and they hold, with its pairs
+  // in order, only until the same thread asks for its next range.
   RunArgs arguments(int64_t range, float* scratch, bool sort_now = false) const;
 
   std::vector<TableRuns> tables;
-  std::vector<Range> ranges;  // wave by wave, table by table; of a thread's share the large ones first
+  std::vector<Range> ranges;  // by wave, then by table; of a thread's share the large ones come first
   std::vector<Wave> waves;
   int64_t num_pairs = 0;
-  int64_t num_runs = 0;  // once they are counted
+  int64_t num_runs = 0;  // once counted
 
  private:
   struct Chunk {
     int64_t table, lookup, first_bag, last_bag;
     int64_t first_slot, first_grad;
-    int64_t first_count;  // its streams' parts' entries in positions_
+    int64_t first_count;  // where its entries in positions_ (by stream and part) begin
   };
   void make_tables(const Batch& batch, const std::vector<int64_t>& num_rows);
   void make_waves();
@@ -169,7 +169,7 @@ class Runs {
   void pack_slots(const Batch& batch, const Chunk& chunk, const float* grad, const float* row_stats) const;
 
   std::vector<Chunk> chunks_;
-  // By chunk, stream and part: the number of pairs, then where the next one goes.
+  // By chunk, stream and part: first the number of pairs, then the place of the next pair.
   std::vector<uint32_t> positions_;
   std::unique_ptr<Arena> arena_;
   std::optional<Tensor> saved_;  // [packed gradients and pairs of each table][two numbers][ranges]
@@ -177,7 +177,7 @@ class Runs {
   bool rows_from_memory_ = false;
 };
 
-// Scratch rows for one task, kept by its thread.
+// Scratch rows for one task; its thread keeps the memory.
 float* task_scratch(int64_t dim);
 
 }  // namespace meshrec

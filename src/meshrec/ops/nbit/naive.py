@@ -61,7 +61,7 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     if bool(bad.any()):
         raise ValueError(
             f"row {int(bad.nonzero()[0])} has a number that is NaN, infinite, or outside fp16's range "
-            "(65504), which its scale and bias are kept in, or was given a scale of 0. Mend the row, or keep "
+            "(65504), in which its scale and bias are kept, or was given a scale of 0. Repair the row, or keep "
             "the table in fp32."
         )
     scale, bias = params.float().unbind(1)
