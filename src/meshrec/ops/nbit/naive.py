@@ -61,8 +61,8 @@ def nbit_quantize(weight: Tensor, bits: int, params: Tensor | None) -> Tensor:
     if bool(bad.any()):
         raise ValueError(
             f"row {int(bad.nonzero()[0])} has a number that is NaN, infinite, or outside fp16's range "
-            "(65504), in which its scale and bias are kept, or was given a scale of 0. Repair the row, or keep "
-            "the table in fp32."
+            "(65504), in which its scale and bias are kept, or was given a scale of 0. Repair the row, or "
+            "keep the table in fp32."
         )
     scale, bias = params.float().unbind(1)
     codes = ((numbers - bias[:, None]) * (1 / scale)[:, None]).clamp(0, top).round().to(torch.uint8)
