@@ -262,8 +262,7 @@ bool Runs::count(const Batch& batch, const Chunk& chunk) {
   return count_ids(batch.ids(first), count, table, positions_.data() + chunk.first_count);
 }
 
-// Turns the pair counts of one table's chunks into the places where each part's pairs begin. Returns where
-// the parts end.
+// Turns pair counts (of one table's chunks) into where each part's pairs begin; returns where the parts end.
 std::vector<uint32_t> Runs::place_parts(size_t first_chunk, size_t last_chunk) {
   const int64_t num_parts = tables[chunks_[first_chunk].table].num_parts;
   const int64_t num_streams = (last_chunk - first_chunk) * kStreams;
@@ -336,8 +335,7 @@ void Runs::make_ranges() {
   end_wave();
 }
 
-// Divides the ranges among the threads by number of pairs: where each share begins, and where the last one
-// ends.
+// Divides the ranges among threads by their pairs: where each share begins, then where the last one ends.
 std::vector<int64_t> Runs::sections(int64_t first_range, int64_t end_range) const {
   const auto pairs_of = [](const Range& range) { return range.end - range.begin; };
   int64_t num_left = 0;
