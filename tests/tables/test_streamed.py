@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import io
+import itertools
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from meshrec.modules import table_lookup
 from meshrec.optim import Adam, RowWiseAdagrad
 from meshrec.pipeline import TrainPipeline
 from meshrec.quant import quantize
+from meshrec.tables import growing
 from meshrec.tables.fixed import parts_of
+from meshrec.tables.growing import GrowingRows
 from meshrec.tables.index import Resolved
 from meshrec.tables.storage import DenseRows, SideRows
 from meshrec.tables.streamed import streamed
@@ -27,7 +31,6 @@ from meshrec.tables.table import RowBlock
 from meshrec.testing import RankError
 
 SIZES = {"t0": (40, 8), "t1": (30, 4)}
-NUM_SLOTS = 64
 BLOCK_ROWS = 7
 
 
@@ -41,35 +44,34 @@ class DictTable:
     def __init__(self, rectangle, storage, spec, device):
         self.rectangle, self.parts, self.index = rectangle, parts_of(storage, spec), self
         c0, c1 = rectangle.columns
-        self.rows = torch.zeros(NUM_SLOTS, c1 - c0, dtype=storage.dtype)
-        self.state = storage.new_state(spec, NUM_SLOTS, c1 - c0, device)
-        self._start = {part.name: tensor[0].clone() for part, tensor in self._memory()}
-        self._side, self._slots, self._num_pins = {}, {}, [0] * NUM_SLOTS
+        row = [torch.zeros(1, c1 - c0, dtype=storage.dtype), *storage.new_state(spec, 1, c1 - c0, device)]
+        self._grown = GrowingRows(row, max_rows=1 << 30, name="a table")
+        self.rows, *self.state = self._grown.tensors
+        self._start = {part.name: tensor[0].clone() for part, tensor in zip(self.parts, row, strict=True)}
+        self._side, self._slots, self._pins = {}, {}, Counter()
 
     def _memory(self):
-        return zip(self.parts, [self.rows, *self.state], strict=True)
+        return zip(self.parts, self._grown.tensors, strict=True)
 
     def resolve(self, keys, *, train):
         self._write_back()
-        self._slots = {key: slot for key, slot in self._slots.items() if self._num_pins[slot]}
-        free = sorted(set(range(NUM_SLOTS)) - set(self._slots.values()))
+        self._slots = {key: slot for key, slot in self._slots.items() if self._pins[slot]}
+        used = set(self._slots.values())
+        free = (slot for slot in itertools.count() if slot not in used)
         for key in keys.unique().tolist():
             if key not in self._slots:
-                self._slots[key] = free.pop(0)
+                self._slots[key] = slot = next(free)
+                self._grown.grow(slot + 1)
                 for part, tensor in self._memory():
-                    tensor[self._slots[key]] = self._side.get(key, self._start)[part.name]
+                    tensor[slot] = self._side.get(key, self._start)[part.name]
         slots, pin = torch.tensor([self._slots[key] for key in keys.tolist()], dtype=torch.int64), Pin()
-        self._add_pins(slots.unique().tolist(), 1)
-        weakref.finalize(pin, self._add_pins, slots.unique().tolist(), -1)
+        self._pins.update(slots.tolist())
+        weakref.finalize(pin, self._pins.subtract, slots.tolist())
         return Resolved(slots, pin)
 
     def keys_of(self, slots):
         keys = {slot: key for key, slot in self._slots.items()}
         return torch.tensor([keys[slot] for slot in slots.tolist()], dtype=torch.int64)
-
-    def _add_pins(self, slots, number):
-        for slot in slots:
-            self._num_pins[slot] += number
 
     def _write_back(self):
         for key, slot in self._slots.items():
@@ -198,8 +200,17 @@ def same(one, other):
 SPECS = {"rowwise": RowWiseAdagrad(lr=0.1), "adam": Adam(lr=0.1)}
 
 
-def life(folder, spec):
+def life(folder, spec, moves):
     """Trains, saves, goes from plan to plan, and loads under another one; beside it ordinary memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growing, "_LEAST_ROWS", 2)
+        if moves:
+            patch.setattr(growing, "reserve_pages", lambda *_: None)
+        lived(folder, spec)
+    return True
+
+
+def lived(folder, spec):
     kinds = ["rows", "columns", "grid", "one"] if default_env().world.size > 1 else ["one"]
     side, plain = (make(kinds[0], SPECS[spec], side) for side in (True, False))
     for model in (side, plain):
@@ -236,13 +247,12 @@ def life(folder, spec):
     plain.reshard(make_plan(kinds[-1], default_env().shard.size))
     train(plain, range(5, 7))
     assert same(trained, whole(plain))
-    return True
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "moves"), [("rowwise", True), ("adam", False)])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rows_in_a_dict_live_as_rows_in_memory_do(ranks, tmp_path, world_size, spec):
-    assert ranks(world_size).run(life, str(tmp_path), spec) == [True] * world_size
+def test_rows_in_a_dict_live_as_rows_in_memory_do(ranks, tmp_path, world_size, spec, moves):
+    assert ranks(world_size).run(life, str(tmp_path), spec, moves) == [True] * world_size
 
 
 def ahead():

@@ -4,6 +4,7 @@ import ctypes
 import math
 import mmap
 import os
+import platform
 import sys
 
 import torch
@@ -49,6 +50,30 @@ def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return tensor
 
 
+def reserve_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor | None:
+    """Return a tensor of zeros that takes memory only where it is written to; None where there is none such.
+
+    Only its address space is reserved, which may be larger than the memory of the machine.
+    """
+    small = torch.empty(0, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if type(small) is not Tensor or not small.is_cpu or num_bytes == 0 or _NO_RESERVE is None:
+        return None
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    except (OSError, OverflowError):
+        return None
+    tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
+    use_huge_pages(tensor)
+    return tensor
+
+
+# MAP_NORESERVE, which Python names from 3.13 on.
+_NO_RESERVE: int | None = getattr(
+    mmap,
+    "MAP_NORESERVE",
+    0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else None,
+)
 _HUGE_PAGE = 1 << 21
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h of glibc
 _KEPT_BYTES, _GROWTH_BYTES, _LARGEST_BYTES = 1 << 28, 1 << 24, 1 << 25

@@ -2,6 +2,7 @@
 
 from meshrec.tables.fixed import FixedTable
 from meshrec.tables.fused import TrainedTable, WholeTables
+from meshrec.tables.growing import GrowingRows
 from meshrec.tables.holdings import Held, Holdings, allocate
 from meshrec.tables.initial import init_table
 from meshrec.tables.optimizer import FusedOptimizer, FusedTable, UpdateMode
@@ -18,6 +19,7 @@ __all__ = [
     "FixedTable",
     "FusedOptimizer",
     "FusedTable",
+    "GrowingRows",
     "Held",
     "Holdings",
     "Packing",

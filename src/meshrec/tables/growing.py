@@ -1,0 +1,91 @@
+"""Memory for rows whose number is not known before they come.
+
+[Note: memory that grows]
+
+Kernels read a table at one address. So address space is reserved for as many rows as there may ever be, and
+the system gives a page of memory when a row in it is first written to: rows never move, and a table takes the
+memory of the rows that it has. Where the system refuses to reserve so much (a limit of address space, strict
+overcommit, memory of a GPU), rows are moved to twice the room when the room is full, and the log says so.
+
+Either way the tensors stay the same objects, and grow in place (``tensor.data``), so that those who hold them
+see all rows. Their height is a power of two of rows and not the height of the reserved space: kernels divide
+the rows of a table among threads by its height.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshrec.ops.memory import empty_pages, reserve_pages
+
+_log = logging.getLogger(__name__)
+_LEAST_ROWS = 64
+
+
+class GrowingRows:
+    """The memory of rows and their optimizer state, indexed by slot; see [Note: memory that grows].
+
+    Args:
+        row: the tensors that a row consists of, each ``[1, ...]``, with the values of a new row.
+        max_rows: the number of rows that there may ever be.
+        name: what messages call the table.
+
+    Attributes:
+        tensors: for each tensor of ``row`` one with at least ``num_rows`` rows.
+        num_rows: the number of rows so far.
+    """
+
+    def __init__(self, row: Sequence[Tensor], *, max_rows: int, name: str) -> None:
+        self._row, self._max_rows, self._name = [each.detach().clone() for each in row], max_rows, name
+        found = [reserve_pages((max_rows, *each.shape[1:]), each.dtype, each.device) for each in row]
+        self._reserved = [each for each in found if each is not None]
+        if len(self._reserved) < len(found):
+            self._reserved = []
+            num_bytes = max_rows * sum(each.nbytes for each in row)
+            _log.warning(
+                "%s: the system does not reserve %s bytes of address space for %s rows on %s; rows are moved "
+                "to twice the room whenever the room is full",
+                name,
+                f"{num_bytes:,}",
+                f"{max_rows:,}",
+                row[0].device,
+            )
+        self.num_rows = 0
+        self.tensors = [each.new_empty(0, *each.shape[1:]) for each in self._row]
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the rows never move."""
+        return bool(self._reserved)
+
+    @torch.no_grad()
+    def grow(self, num_rows: int) -> None:
+        """Make new rows, up to ``num_rows`` of them in all, as a row begins.
+
+        Raises:
+            ValueError: there would be more than ``max_rows``; nothing has changed then.
+        """
+        if num_rows > self._max_rows:
+            raise ValueError(
+                f"{self._name} would have {num_rows:,} rows, and there is room for {self._max_rows:,}. Raise "
+                "the greatest number of rows, or let rows be evicted."
+            )
+        if num_rows <= self.num_rows:
+            return
+        if num_rows > len(self.tensors[0]):
+            self._make_room(min(self._max_rows, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())))
+        for tensor, begin in zip(self.tensors, self._row, strict=True):
+            tensor[self.num_rows : num_rows] = begin
+        self.num_rows = num_rows
+
+    def _make_room(self, height: int) -> None:
+        # All that can fail comes first.
+        room = [each[:height] for each in self._reserved]
+        if not room:
+            room = [empty_pages((height, *each.shape[1:]), each.dtype, each.device) for each in self._row]
+            for new, old in zip(room, self.tensors, strict=True):
+                new[: self.num_rows] = old[: self.num_rows]
+        for tensor, new in zip(self.tensors, room, strict=True):
+            tensor.data = new
