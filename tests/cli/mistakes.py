@@ -2,7 +2,8 @@
 
 They are typed in a folder with ``clicks.csv``, ``clicks.parquet``, ``other.csv`` (without users),
 ``bad.csv`` (one
-label is no number), ``new.csv`` (no labels), ``text.txt``, ``recipe.py``, a run ``a``, its package ``pack``,
+label is missing), ``new.csv`` (no labels), ``text.txt``, ``recipe.py`` and ``recipe.yaml``, a run ``a``, its
+package ``pack``,
 and
 ``plan.json``.
 """
@@ -165,6 +166,14 @@ MISTAKES = [
         (f"{Q} --max-loss little", "0.02%", f"{Q}er --max-loss 5%"),
         ("embed a --feature usr --out e.parquet", "Did you mean user?", M),
         ("embed a --feature user --out e.txt", ".parquet", M),
+        # YAML
+        ("recipe recipe.py:recipe", "to-yaml", "recipe to-yaml recipe.py:recipe"),
+        ("recipe to-yaml recipe.py", "Did you mean recipe.py:recipe?", "recipe to-yaml recipe.py:recipe"),
+        (
+            "train reciple.yaml --quiet",
+            "Did you mean recipe.yaml?",
+            "train recipe.yaml --quiet --training.epochs 1",
+        ),
         # plan, tune, delta, calibrate
         ("plan recipe.py --ranks 2", "Did you mean recipe.py:recipe?", L),
         ("plan b", "b is neither", L),

@@ -58,6 +58,7 @@ def folder(tmp_path_factory):
     (folder / "text.txt").write_text("not a table")
     for command in (
         "inspect clicks.csv --label clicked --time when",
+        "recipe to-yaml recipe.py:recipe --out recipe.yaml",
         "train recipe.py:recipe --quiet --training.epochs 1 --name a",
         "export a --out pack --no-compile",
         "plan recipe.py:recipe --ranks 2 --out plan.json",

@@ -43,7 +43,7 @@ def test_what_cannot_be_read_back_is_named(small):
         restored(replace(small(), data=MovieLens()), saved(small()), "x")
     broken = saved(small())
     broken["training"]["epochs"] = "many"
-    with pytest.raises(ValueError, match=r"x.training.epochs was 'many', which cannot be read back as"):
+    with pytest.raises(ValueError, match=r"x.training.epochs is 'many', which does not fit"):
         restored(small(), broken, "x")
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": Command("meshrec.cli.inspect", "Look at your data and write a recipe for it."),
     "train": Command("meshrec.cli.train", "Train a recipe; its run folder holds everything to look at."),
     "embed": Command("meshrec.cli.embed", "Write the embeddings of a feature, with their values."),
+    "recipe": Command("meshrec.cli.recipe", "Write a recipe as YAML."),
     "tune": Command("meshrec.cli.tune", "Search a recipe's options; train with several seeds."),
     "evaluate": Command("meshrec.cli.evaluate", "Compute a run's metrics on other data."),
     "predict": Command("meshrec.cli.predict", "Score data with a run's model, in the order of the data."),

@@ -29,6 +29,7 @@ from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, PLAN, RunFolder, run_or_path
+from meshrec.train.yaml_recipes import SUFFIXES
 
 _RANKS = 8
 _MAX_WORK = 1e9
@@ -187,8 +188,8 @@ def _folder(compare: Path) -> Path:
 
 
 def _plan(source: Path, options: PlanOptions) -> PlannedShardingPlan:
-    if not source.is_file() or source.suffix == ".py":
-        if source.suffix == ".py" or str(source) in RECIPES or ":" in str(source):
+    if not source.is_file() or source.suffix in (".py", *SUFFIXES):
+        if source.suffix in (".py", *SUFFIXES) or str(source) in RECIPES or ":" in str(source):
             return _plan_of_recipe(resolve(str(source)), options)
         raise ValueError(
             f"{source} is neither a file in {Path.cwd()} nor a recipe; give a task file, a saved plan, or "

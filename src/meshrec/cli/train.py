@@ -36,6 +36,7 @@ from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
 from meshrec.train.trackers import find_trackers
+from meshrec.train.yaml_recipes import SUFFIXES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,9 @@ def recipe_at(arguments: Sequence[str], kind: type = TrainOptions) -> int | None
     for doubt in (False, True):
         for number, unsure in candidates:
             word = arguments[number]
-            if unsure is doubt and (word in RECIPES or (":" in word and "=" not in word)):
+            if unsure is doubt and (
+                word in RECIPES or word.endswith(SUFFIXES) or (":" in word and "=" not in word)
+            ):
                 return number
     return next((number for number, unsure in candidates if not unsure), None)
 

@@ -1,18 +1,16 @@
 """A run's recipe, restored from its ``config.json``, and the options that a resumed run may change."""
 
 import dataclasses
-import types
 import typing
-from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from meshrec.runs.source import kept_recipe
 from meshrec.train.places import DATA
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import resolve
 from meshrec.train.run_folder import CONFIG, RunFolder, flat, to_json
+from meshrec.train.values import value_of
 
 if TYPE_CHECKING:
     from meshrec.data import Dataset
@@ -21,6 +19,9 @@ T = TypeVar("T")
 
 # Options on which a checkpoint's weights, optimizer state and position in the data depend.
 _FIXED = ("name", "model", "data", "tables.type", "dense.kind", "dense.type", "training.seed")
+
+
+_REMEDY = "Resume with the recipe that the run was trained with"
 
 
 class Change(NamedTuple):
@@ -86,44 +87,8 @@ def restored(template: T, saved: Any, where: str) -> T:
         elif dataclasses.is_dataclass(now) and isinstance(saved[name], dict):
             values[name] = restored(now, saved[name], f"{where}.{name}")
         elif to_json(now) != saved[name]:
-            values[name] = _value(hints[name], saved[name], f"{where}.{name}")
+            values[name] = value_of(hints[name], saved[name], f"{where}.{name}", remedy=_REMEDY)
     return dataclasses.replace(template, **values)  # type: ignore[type-var]
-
-
-def _value(hint: Any, saved: Any, where: str) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        for each in arguments:
-            try:
-                return _value(each, saved, where)
-            except ValueError:
-                continue
-    elif hint in (None, type(None)):
-        if saved is None:
-            return None
-    elif origin is Literal:
-        if saved in arguments:
-            return saved
-    elif origin in (tuple, list, Sequence) or hint in (tuple, list):
-        if isinstance(saved, list):
-            inner = arguments[0] if arguments else Any
-            kinds = arguments if arguments and arguments[-1] is not ... else [inner] * len(saved)
-            found = [_value(kind, item, where) for kind, item in zip(kinds, saved, strict=False)]
-            return found if origin is list else tuple(found)
-    elif isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(saved)
-    elif hint is Path:
-        if isinstance(saved, str):
-            return Path(saved)
-    elif hint is float:
-        if isinstance(saved, int | float) and not isinstance(saved, bool):
-            return float(saved)
-    elif hint is Any or (hint in (bool, int, str) and type(saved) is hint):
-        return saved
-    raise ValueError(
-        f"{where} was {saved!r:.100}, which cannot be read back as {hint}. Resume with the recipe that "
-        "the run was trained with."
-    )
 
 
 def changes(before: Recipe, after: Recipe) -> list[Change]:

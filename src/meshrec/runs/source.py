@@ -34,7 +34,8 @@ from typing import Any
 
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, module_name, module_of_file, recipe_by, resolve
-from meshrec.train.run_folder import RunFolder
+from meshrec.train.run_folder import CONFIG, RunFolder
+from meshrec.train.yaml_recipes import SUFFIXES, recipe_of
 
 COPY = "source"
 """The folder of the copy, in a run's folder."""
@@ -60,7 +61,7 @@ def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> di
         The entry of ``config.json``: the files with their digests, their original folder, and the seal. None
             for MeshRec's own recipes, and if there is no source.
     """
-    if source is None or source in RECIPES:
+    if source is None or not _is_code(source):
         return None
     try:
         origin, files = _sources(source)
@@ -93,7 +94,7 @@ def keep_source(folder: RunFolder, source: str | None, before: Any = None) -> di
 
 def digests_of_source(source: str | None) -> dict[str, str]:
     """Return the digest of each file of a recipe's source; none for MeshRec's own recipes."""
-    if source is None or source in RECIPES:
+    if source is None or not _is_code(source):
         return {}
     try:
         _, files = _sources(source)
@@ -111,6 +112,8 @@ def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
     source, entry = config["source"], config.get("code")
     if source in RECIPES:
         return resolve(source)
+    if not _is_code(source):
+        return recipe_of(config["recipe"], f"{folder.path / CONFIG}: recipe")
     doubt = _doubt(source, entry)
     if doubt is not None and not folder.is_trusted:
         path = _where(folder, source)
@@ -134,6 +137,11 @@ def kept_recipe(folder: RunFolder, config: Mapping[str, Any]) -> Recipe:
     if doubt is None:
         _logger.warning("%s has changed: the run's own copy in %s is used", origin / main, copy)
     return recipe_by(getattr(_executed(copy, main, files), function, None), f"{copy / main}:{function}")
+
+
+def _is_code(source: str) -> bool:
+    """Return whether a recipe is Python code of its own; YAML is not, and config.json holds all of it."""
+    return source not in RECIPES and not source.endswith(SUFFIXES)
 
 
 def _where(folder: RunFolder, source: str) -> str:

@@ -29,6 +29,7 @@ from meshrec.train.published import avazu, criteo_kaggle, movielens_20m
 from meshrec.train.recipe import DenseOptimizer, ModelConfig, Placement, Recipe, Training
 from meshrec.train.schedule import Schedule
 from meshrec.train.sources import MovieLens, MovieLensSequences, SyntheticClicks
+from meshrec.train.yaml_recipes import SUFFIXES, from_yaml
 
 
 def movielens_dlrm() -> Recipe:
@@ -159,10 +160,13 @@ def resolve(name: str) -> Recipe:
     """
     if name in RECIPES:
         return RECIPES[name]()
+    if name.endswith(SUFFIXES):
+        return from_folder(from_yaml(Path(name)), Path(name).resolve().parent)
     if ":" not in name:
         known = ", ".join(RECIPES)
         raise ValueError(
-            f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function or "
+            f"there is no recipe {name!r}; there are {known}. Your own: path/to/file.py:function, "
+            f"file.yaml or "
             f"package.module:function.{did_you_mean(name, RECIPES) or _with_function(name)}"
         )
     recipe = recipe_by(function_of(name), name)

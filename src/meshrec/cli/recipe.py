@@ -1,0 +1,45 @@
+"""``meshrec recipe``: write a recipe as YAML."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from meshrec.cli.arguments import HELP, UsageError, parse
+from meshrec.cli.output import check_output
+from meshrec.train.recipes import resolve
+from meshrec.train.yaml_recipes import to_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToYamlOptions:
+    """Write a recipe as YAML, without values that are defaults. `meshrec train FILE.yaml` trains it."""
+
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+    """Recipe, as for meshrec train."""
+    out: Path | None = None
+    """File to write; if none, the YAML is printed. Relative paths of a recipe's file become absolute."""
+    force: bool = False
+    """Replace a file that exists."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    word, rest = (arguments[0], arguments[1:]) if arguments else (None, [])
+    if word in HELP:
+        word, rest = "to-yaml", HELP[1:]
+    if word != "to-yaml":
+        what = (
+            "give its command: to-yaml" if word is None else f"there is no command {word!r}; there is to-yaml"
+        )
+        raise UsageError(f"recipe: {what}. `meshrec recipe --help` lists its options.")
+    options: ToYamlOptions = parse(ToYamlOptions, rest, program="meshrec recipe to-yaml")
+    check_output(options.out, force=options.force)
+    text = to_yaml(resolve(options.recipe))
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.write_text(text, encoding="utf-8")
+        print(f"to train it: meshrec train {options.out}")
+    return 0

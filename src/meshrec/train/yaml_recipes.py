@@ -1,0 +1,164 @@
+"""Recipes as YAML: the fields of a `Recipe`, in which ``type`` names the class where there is a choice.
+
+Only classes of MeshRec are made, and nothing of a file is executed.
+"""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from meshrec.data.faults import needs
+from meshrec.data.nearest import did_you_mean
+from meshrec.train import architectures, sources  # noqa: F401 - their classes are found as subclasses
+from meshrec.train.recipe import Recipe
+from meshrec.train.run_folder import to_json
+from meshrec.train.values import value_of
+
+SUFFIXES = (".yaml", ".yml")
+_FEATURES = {"version": 1, "joins": [], "weight": None}
+_REMEDY = "Correct this line; `meshrec recipe to-yaml RECIPE` writes a file to begin with"
+# YAML 1.1 reads 1e-3 as a text: it wants 1.0e-3.
+_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+
+
+def from_yaml(path: Path) -> Recipe:
+    """Read a recipe.
+
+    Raises:
+        ValueError: the file does not exist, is not YAML, or has a field or a value that a recipe cannot have.
+    """
+    yaml = needs("yaml", "cli")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        """Reads 1e-3 as a number."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+    if not path.is_file():
+        known = [str(each) for suffix in SUFFIXES for each in path.parent.glob(f"*{suffix}")]
+        raise ValueError(
+            f"recipe file {path} does not exist. Name a recipe's file.{did_you_mean(str(path), known)}"
+        )
+    try:
+        read = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except yaml.YAMLError as error:
+        what = " ".join(str(error).split())
+        raise ValueError(f"{path} is not YAML: {what}. Correct this line.") from error
+    return recipe_of(read, str(path))
+
+
+def recipe_of(saved: Any, where: str) -> Recipe:
+    """Make a recipe of plain values, such as those of `to_json`. ``where`` names them in errors.
+
+    Raises:
+        ValueError: a field or a value cannot be one of a recipe.
+    """
+    recipe: Recipe = _made(Recipe, saved, where)
+    return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """Write a recipe as YAML, without values that are defaults.
+
+    Raises:
+        ValueError: it holds what YAML cannot: tables in memory, or a class that is not MeshRec's.
+    """
+    text: str = needs("yaml", "cli").safe_dump(_plain(recipe, Recipe), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _made(kind: Any, saved: Any, where: str) -> Any:
+    """Make an object of a class, or of the subclass that ``saved`` names."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"{where} is {saved!r:.100}, and it must have the fields of {kind.__name__}. {_REMEDY}."
+        )
+    classes = {each.__name__: each for each in _concrete(kind)}
+    default = kind.__name__ if kind.__name__ in classes else None
+    name = saved.get("type", default)
+    if name not in classes:
+        raise ValueError(
+            f"{where}: its type is {name!r}; take one of {', '.join(sorted(classes))}."
+            f"{did_you_mean(str(name), classes)}"
+        )
+    chosen = classes[name]
+    hints, fields = typing.get_type_hints(chosen), {each.name: each for each in dataclasses.fields(chosen)}
+    values = {}
+    for field, value in saved.items():
+        if field == "type":
+            continue
+        if field not in fields:
+            raise ValueError(
+                f"{where}: {name} has no field {field!r}; it has "
+                f"{', '.join(fields)}.{did_you_mean(str(field), fields)}"
+            )
+        values[field] = _field(hints[field], value, f"{where}: {field}", name=field)
+    missing = [
+        each.name
+        for each in fields.values()
+        if each.default is dataclasses.MISSING
+        and each.default_factory is dataclasses.MISSING
+        and each.name not in values
+    ]
+    if missing:
+        raise ValueError(f"{where}: {name} needs {' and '.join(missing)}. Add {missing[0]}.")
+    return chosen(**values)
+
+
+def _field(hint: Any, value: Any, where: str, *, name: str) -> Any:
+    if name == "features" and isinstance(value, Mapping):
+        from meshrec.data.features import Features
+
+        try:
+            return Features.from_json(_FEATURES | dict(value))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{where}: {error}. {_REMEDY}.") from error
+    kind = next((each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)), hint)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return _made(kind, value, where)
+    return value_of(hint, value, where, remedy=_REMEDY)
+
+
+def _concrete(kind: Any) -> list[Any]:
+    """Return a class and its subclasses of MeshRec, without abstract ones."""
+    found = [] if getattr(kind, "__abstractmethods__", None) else [kind]
+    below = [each for child in kind.__subclasses__() for each in _concrete(child)]
+    return [*found, *(each for each in below if each.__module__.startswith("meshrec."))]
+
+
+def _plain(value: Any, declared: Any) -> Any:
+    """Return an object as plain values, with its type where the declared one leaves a choice."""
+    kind = type(value)
+    if hasattr(value, "from_json"):
+        return {name: each for name, each in value.to_json().items() if _FEATURES.get(name) != each}
+    if not kind.__module__.startswith("meshrec."):
+        raise ValueError(
+            f"{kind.__name__} is a class of your own, which YAML cannot name. Keep the recipe in Python."
+        )
+    hints = typing.get_type_hints(kind)
+    found: dict[str, Any] = {} if declared is kind else {"type": kind.__name__}
+    for each in dataclasses.fields(value):
+        inner = getattr(value, each.name)
+        default = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
+        if inner is default or (type(inner) is type(default) and to_json(inner) == to_json(default)):
+            continue
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, type):
+            found[each.name] = _plain(inner, hints[each.name])
+        elif not _is_plain(inner):
+            raise ValueError(
+                f"{kind.__name__}.{each.name} is a {type(inner).__name__}, which YAML cannot hold. Keep "
+                f"the recipe in "
+                "Python; of tables in memory, write files and read these (Parquet, Csv)."
+            )
+        else:
+            found[each.name] = to_json(inner)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | Path | Enum)
