@@ -13,7 +13,7 @@ PIP_INSTALL := pip install --quiet --disable-pip-version-check -c constraints.tx
 
 KERNELS := src/meshrec/libmeshrec.so
 KERNEL_SOURCES := $(wildcard $(foreach kind,cpp h inl,csrc/*.$(kind) csrc/*/*.$(kind)))
-CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp)
+CPP := $(KERNEL_SOURCES) $(wildcard benchmarks/*.cpp tests/export/*.cpp)
 
 # The kernels with the address and undefined-behaviour sanitizers, beside the real ones and never in their place.
 SANITIZED := build/sanitize/lib/meshrec/libmeshrec.so

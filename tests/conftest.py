@@ -20,7 +20,8 @@ if "XDG_STATE_HOME" not in os.environ:
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="meshrec-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
-pytest_plugins = ["tests.planner.cases"]  # plans of the calibration's and the reports' tests, too
+# Of several rooms: plans, and a program without Python.
+pytest_plugins = ["tests.planner.cases", "tests.export.torchscript_program"]
 
 # What functions for ranks import; set here, as the first process that is started settles it for all.
 PRELOAD = ["pytest", "hypothesis", "meshrec.model_parallel", "meshrec.runs.worker", "meshrec.pipeline"]

@@ -35,6 +35,17 @@ def test_a_sharded_quantised_model_is_exported(model, requests, maker, tmp_path)
             assert torch.equal(found(*requests(20)), expected(*requests(20)))
 
 
+def test_a_sharded_quantised_model_runs_in_cpp(model, requests, run_in_cpp, tmp_path):
+    _, dmp = sharded(model, md.row_wise())
+    with torchs_own_warnings():
+        options = {"features": FEATURES, "num_dense": NUM_DENSE, "compile": False, "torchscript": True}
+        folder = export(dmp, tmp_path / "sharded", **options)
+    dense, values, lengths = requests(20)
+    inputs = [dense, *(each[feature] for each in (values, lengths) for feature in FEATURES)]
+    found = run_in_cpp(folder / "torchscript.pt", inputs)
+    assert torch.equal(found, Predictor(folder)(dense, values, lengths))
+
+
 def test_other_models_are_taken_as_they_are(model):
     assert with_whole_tables(model) is model
 

@@ -1,8 +1,5 @@
 """Sharded quantised collections, recorded by torch.fx and compiled by TorchScript."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +10,6 @@ from meshrec.compat.bridge.fx import Tracer
 from meshrec.compat.bridge.inference import shard_quant_model
 from meshrec.compat.bridge.plans import ShardingPlan
 from meshrec.compat.bridge.sparse import KeyedJaggedTensor
-from meshrec.export import library_path
 from meshrec.modules.embedding_configs import PoolingType
 
 pytestmark = [
@@ -110,25 +106,18 @@ class Asked(nn.Module):
         return self.model(features)
 
 
-# What a C++ program does, too: torch and the kernels, and nothing of this package.
-LOAD = """
-import sys, torch
-torch.ops.load_library(sys.argv[1])
-model = torch.jit.load(sys.argv[2])
-values, lengths, expected = torch.load(sys.argv[3])
-torch.testing.assert_close(model(values, lengths), expected)
-assert not any(name.startswith("meshrec") for name in sys.modules)
-"""
-
-
-def test_the_script_needs_torch_and_the_kernels_only(tmp_path):
-    model, _ = shard_quant_model(quant.quantize_inference_model(Bags(False)), 2, "cpu")
+@pytest.mark.parametrize("kind", [Bags, Sequences])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_script_runs_in_cpp(kind, plan, run_in_cpp, tmp_path):
+    quantised = quant.quantize_inference_model(kind(False))
+    generators = {f"t{n}": PLANS[plan](n) for n in range(2)}
+    placed = sp.construct_module_sharding_plan(quantised.ebc, generators, None, 2, 2, "cpu")
+    options = {"sharding_device": "cpu", "sharding_plan": ShardingPlan({"ebc": placed})}
+    model, _ = shard_quant_model(quantised, 2, "cpu", **options)
     features = batch()
-    torch.save((features.values(), features.lengths(), model(features)), tmp_path / "expected.pt")
     torch.jit.script(Asked(torch.jit.script(recorded(model)))).save(tmp_path / "asked.pt")
-    command = [sys.executable, "-W", "ignore", "-c", LOAD, library_path(), tmp_path / "asked.pt"]
-    done = subprocess.run([*map(str, command), tmp_path / "expected.pt"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    found = run_in_cpp(tmp_path / "asked.pt", [features.values(), features.lengths()])
+    torch.testing.assert_close(found, model(features))
 
 
 def test_rows_are_buffers():
