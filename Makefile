@@ -28,7 +28,7 @@ THREAD_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=thread
 # One wheel for every Python and torch that are served: the kernels bind to libtorch's stable ABI only.
 WHEELS := dist
 
-.PHONY: demo demo-serve mutations hostile test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills example docs docs-anew clean
+.PHONY: demo demo-serve mutations hostile test lint format build wheel wheel-test bench gpu sanitize races peers mlserver parity kills example notebooks docs docs-anew clean
 
 # Trains on real data over 2 ranks; DEMO adds options, such as DEMO="--training.epochs 1".
 demo: build
@@ -134,9 +134,11 @@ example: build
 # The tutorials run to make their pages; lists that the source knows better are written from it. `make -j 2 docs`
 # runs two at a time, which the figures of those that measure do not take well.
 GENERATED := docs/_generated
-TUTORIALS := $(patsubst examples/%.py,$(GENERATED)/tutorials/%.md,$(wildcard examples/[0-9]_*.py))
+SCRIPTS := $(wildcard examples/[0-9]_*.py)
+TUTORIALS := $(patsubst examples/%.py,$(GENERATED)/tutorials/%.md,$(SCRIPTS))
+EXECUTED := $(patsubst examples/%.py,$(GENERATED)/notebooks/%.ipynb,$(SCRIPTS))
 
-docs: $(TUTORIALS)
+docs: $(TUTORIALS) $(EXECUTED)
 	$(BIN)/python docs/errors.py $(GENERATED)/errors.md
 	$(BIN)/python docs/command_line.py $(GENERATED)/cli.md
 	$(BIN)/python docs/house.py $(GENERATED)/house.md
@@ -145,6 +147,14 @@ docs: $(TUTORIALS)
 
 $(TUTORIALS): $(GENERATED)/tutorials/%.md: examples/%.py docs-anew
 	$(BIN)/python docs/literate.py $< $(@D)
+
+# The tutorials as notebooks, in a Jupyter kernel; a cell that fails ends it.
+$(EXECUTED): $(GENERATED)/notebooks/%.ipynb: examples/%.py docs-anew
+	$(BIN)/python docs/notebooks.py $< $(@D)
+
+# Makes the notebooks in examples/notebooks of the tutorials' scripts.
+notebooks:
+	$(PYTHON) docs/notebooks.py
 
 docs-anew: build $(STAMP_DOCS)
 	rm -rf $(GENERATED) docs/_build

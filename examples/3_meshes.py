@@ -6,10 +6,13 @@
 # it then trains a dense model with hybrid-sharded data parallelism (HSDP), and embedding tables in two
 # dimensions: sharded inside a group, replicated over groups.
 #
-# The eight processes run on a CPU. `RankPool` keeps them alive and calls a function on all of them, so that
-# each section below is one function.
+# The eight processes run on a CPU. `RankPool` starts them and calls a function on all of them, so that each
+# section below is one function.
 
 # %%
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,8 +34,11 @@ from meshrec.testing import RankPool
 
 NUM_REPLICAS, NUM_SHARDS = 2, 4
 
-if __name__ == "__main__":
-    pool = RankPool(NUM_REPLICAS * NUM_SHARDS)
+
+def on_all(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function`` gives on each of the eight processes."""
+    with RankPool(NUM_REPLICAS * NUM_SHARDS) as pool:
+        return pool.run(function, *args)
 
 
 # %% [markdown]
@@ -67,7 +73,7 @@ def groups_by_hand() -> tuple[list[int], list[int]]:
 
 
 if __name__ == "__main__":
-    by_hand = pool.run(groups_by_hand)
+    by_hand = on_all(groups_by_hand)
     for rank, (shard_ranks, replicate_ranks) in enumerate(by_hand):
         print(f"rank {rank}: shard group {shard_ranks}, replicate group {replicate_ranks}")
 
@@ -87,7 +93,7 @@ def groups_of_mesh() -> tuple[list[int], list[int]]:
 
 
 if __name__ == "__main__":
-    of_mesh = pool.run(groups_of_mesh)
+    of_mesh = on_all(groups_of_mesh)
     print("equal on all ranks:", of_mesh == by_hand)
     assert of_mesh == by_hand
 
@@ -125,7 +131,7 @@ def train_hsdp() -> tuple[dict[str, list[int]], dict[str, torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    trained = pool.run(train_hsdp)
+    trained = on_all(train_hsdp)
     alone = dense_model()
     alone(dense_batch()).square().mean().backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
@@ -202,7 +208,7 @@ def train_tables(axes: tuple[str, ...]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    in_two = pool.run(train_tables, ("replicate", "shard"))
+    in_two = on_all(train_tables, ("replicate", "shard"))
     print(in_two[0]["plan"])
     for rank in range(NUM_SHARDS):
         ours, theirs = in_two[rank]["weights"], in_two[rank + NUM_SHARDS]["weights"]
@@ -215,7 +221,7 @@ if __name__ == "__main__":
 
 # %%
 if __name__ == "__main__":
-    in_one = pool.run(train_tables, ("shard",))
+    in_one = on_all(train_tables, ("shard",))
     one, two = (torch.cat([result["output"] for result in run]) for run in (in_one, in_two))
     apart = (one - two).abs().max().item()
     print(f"outputs after three steps differ by at most {apart:.1e}")
@@ -224,7 +230,6 @@ if __name__ == "__main__":
         print(f"{name}: {run[0]['rows']} rows on rank 0, which sends in a step")
         for collective, sent in run[0]["bytes"].items():
             print(f"    {collective:36} {sent:8,} bytes")
-    pool.close()
 
 # %% [markdown]
 # In one dimension rank 0 holds {{ in_one[0]["rows"] }} rows of both tables together, in two dimensions

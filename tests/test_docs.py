@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 import sys
 import types
@@ -26,7 +27,7 @@ def load(name):
     return module
 
 
-errors, command_line = load("errors"), load("command_line")
+errors, command_line, notebooks = load("errors"), load("command_line"), load("notebooks")
 
 
 def test_the_recipe_of_the_training_page_trains(tmp_path):
@@ -83,3 +84,27 @@ def test_a_message_falls_in_two(text, what, next_step):
 def test_commands_of_a_help_text():
     assert command_line.commands("usage: meshrec [-h] {plan,train}\n") == ["plan", "train"]
     assert command_line.commands("usage: meshrec plan [-h] [{None}|PATH]") == []
+
+
+@pytest.mark.parametrize("script", notebooks.scripts(), ids=lambda path: path.stem)
+def test_notebooks_are_those_of_the_scripts(script):
+    committed = notebooks.NOTEBOOKS / f"{script.stem}.ipynb"
+    assert committed.read_text() == notebooks.notebook(script), "run `make notebooks`"
+
+
+def test_prose_with_figures_is_a_cell_that_computes_them(tmp_path):
+    script = tmp_path / "1_first.py"
+    script.write_text(
+        "# %% [markdown]\n# # Title\n# %%\nrows = [3]\n# %% [markdown]\n# {{ rows[0] }} in {a}\n"
+    )
+    title, install, code, prose = json.loads(notebooks.notebook(script))["cells"]
+    assert (title["cell_type"], title["source"]) == ("markdown", ["# Title"])
+    assert "%pip install" in "".join(install["source"])
+    assert code["source"] == ["rows = [3]"]
+    shown = []
+    display = types.SimpleNamespace(Markdown=str, display=shown.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+        patch.setitem(sys.modules, "IPython.display", display)
+        exec("".join(prose["source"]), {"rows": [3], "__name__": "__main__"})
+    assert shown == ["\n3 in {a}\n"]

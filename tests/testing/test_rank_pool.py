@@ -1,5 +1,8 @@
 import os
+import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -52,3 +55,13 @@ def test_a_late_answer_is_not_taken_for_another():
             pool.run(answer_late)
         pool._timeout = 30
         assert pool.run(rank_and_size, 0) == [(0, 2), (1, 2)]
+
+
+def test_functions_of_a_notebook_are_found_in_the_file_of_the_main_program(ranks, tmp_path, monkeypatch):
+    main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "cells.py")
+    cell = "def doubled(number):\n    return 2 * number\n"
+    Path(main.__file__).write_text(cell)
+    exec(compile(cell, "<cell 1>", "exec"), vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert ranks(2).run(main.doubled, 3) == [6, 6]

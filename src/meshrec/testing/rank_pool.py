@@ -97,7 +97,7 @@ class RankPool:
             RankError: a rank raised, died, or did not answer in time. After a death or a timeout the next
                 call starts new processes, because a late answer would be taken for that of the next call.
         """
-        task = _Call(function.__module__, inspect.getfile(function), function.__qualname__, args)
+        task = _Call(function.__module__, _file_of(function), function.__qualname__, args)
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -153,6 +153,12 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    """Return the file in which ranks find a function. A notebook's cells have files that are not there."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    return main if function.__module__ == "__main__" and main else inspect.getfile(function)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
