@@ -108,11 +108,11 @@ class KeyedOptimizerWrapper(keyed.KeyedOptimizerWrapper):
 
     def set_optimizer_step(self, step: int) -> None:
         """Pass the step to the torch optimizer if it has this method."""
-        _tell([self._optimizer], "set_optimizer_step", step)
+        tell([self._optimizer], "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Pass the values to the torch optimizer if it has this method."""
-        _tell([self._optimizer], "update_hyper_parameters", params_dict)
+        tell([self._optimizer], "update_hyper_parameters", params_dict)
 
 
 class CombinedOptimizer(keyed.CombinedOptimizer):
@@ -132,19 +132,19 @@ class CombinedOptimizer(keyed.CombinedOptimizer):
 
     def post_load_state_dict(self) -> None:
         """Call the method of the inner optimizers after loading."""
-        _tell(self._inner(), "post_load_state_dict")
+        tell(self._inner(), "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
         """Pass the step to the inner optimizers that have this method."""
-        _tell(self._inner(), "set_optimizer_step", step)
+        tell(self._inner(), "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Pass the values to the inner optimizers that have this method."""
-        _tell(self._inner(), "update_hyper_parameters", params_dict)
+        tell(self._inner(), "update_hyper_parameters", params_dict)
 
     def rebind(self, *args: Any) -> None:
         """Let the optimizer of a sharded module continue with tables that have moved."""
-        _tell(self._inner(), "rebind", *args)
+        tell(self._inner(), "rebind", *args)
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
@@ -163,15 +163,15 @@ class _Passing:
 
     def post_load_state_dict(self) -> None:
         """Call the method of the inner optimizer after loading."""
-        _tell([self._optimizer], "post_load_state_dict")
+        tell([self._optimizer], "post_load_state_dict")
 
     def set_optimizer_step(self, step: int) -> None:
         """Pass the step to the inner optimizer if it has this method."""
-        _tell([self._optimizer], "set_optimizer_step", step)
+        tell([self._optimizer], "set_optimizer_step", step)
 
     def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
         """Pass the values to the inner optimizer if it has this method."""
-        _tell([self._optimizer], "update_hyper_parameters", params_dict)
+        tell([self._optimizer], "update_hyper_parameters", params_dict)
 
 
 class OptimizerWrapper(_Passing, keyed.OptimizerWrapper):
@@ -248,10 +248,11 @@ def _settle(optimizer: keyed.KeyedOptimizer) -> None:
 
 
 def _after_loading(optimizer: torch.optim.Optimizer) -> None:
-    _tell([optimizer], "post_load_state_dict")
+    tell([optimizer], "post_load_state_dict")
 
 
-def _tell(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -> None:
+def tell(optimizers: Iterable[torch.optim.Optimizer], method: str, *args: Any) -> None:
+    """Call a method of the optimizers that have it."""
     for optimizer in optimizers:
         if hasattr(optimizer, method):
             getattr(optimizer, method)(*args)

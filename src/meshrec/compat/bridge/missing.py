@@ -16,9 +16,6 @@ _TWO_D = (
     "('replicate', 'shard'), which trains exactly as 1D does."
 )
 _ONE_BAG = "a single nn.EmbeddingBag is not sharded. Nearest: an EmbeddingBagCollection with one table."
-_REPLICAS = (
-    "replicas exchange gradients in every step, so nothing drifts. Nearest: a mesh with the axis 'replicate'."
-)
 _FUSED_OPTIMIZER = "Nearest: a module's fused_optimizer, a meshrec.tables.FusedOptimizer."
 _CRITEO = "data pipes are gone from PyTorch. Nearest: meshrec.data.criteo, a Dataset with a resumable reader."
 _MOVIELENS = "data pipes are gone from PyTorch. Nearest: meshrec.data.movielens."
@@ -78,9 +75,7 @@ MISSING: dict[str, str] = {
     "torchrec.modules.utils": "they are private helpers there.",
     "torchrec.optim.FusedOptimizer": _FUSED_OPTIMIZER,
     "torchrec.optim.FusedOptimizerModule": _FUSED_OPTIMIZER,
-    "torchrec.optim.SemisyncOptimizer": _REPLICAS,
     "torchrec.optim.fused": _FUSED_OPTIMIZER,
-    "torchrec.optim.semi_sync": _REPLICAS,
     "torchrec.quant.embedding_modules": "Nearest: meshrec.quant.quantize, which takes a whole model.",
     "torchrec.quant.utils": "Nearest: meshrec.quant.table_bytes, and a quantized model's state_dict.",
     "torchrec.schema": "interfaces have no schemas of their own.",

@@ -58,6 +58,12 @@ _APPLY = _of(f"{_C}.optimizers", "apply_optimizer_in_backward")
 _KEYED = {
     **_of(f"{_C}.keyed", "KeyedOptimizer CombinedOptimizer KeyedOptimizerWrapper OptimizerWrapper"),
 }
+_SEMI_SYNC = _of(f"{_C}.semi_sync", "SemisyncOptimizer")
+_SEMI_SYNC_KEYS = (
+    "SEMI_SYNC_GLOBAL_OPTIM_KEY SEMI_SYNC_LOCAL_OPTIM_KEY "
+    "SEMI_SYNC_GLOBAL_STATE_KEY SEMI_SYNC_LOCAL_STATE_KEY "
+    "SEMISYNC_GLOBAL_STEP_COUNTER_KEY SEMISYNC_LOCAL_STEP_COUNTER_KEY"
+)
 _CLIPPING = {
     **_of("meshrec.optim.clipping", "GradientClipping"),
     **_of(f"{_C}.keyed", "GradientClippingOptimizer"),
@@ -246,6 +252,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_KEYED,
         **_OPTIMIZERS,
         **_ROWWISE,
+        **_SEMI_SYNC,
         **_WARMUP,
     },
     "torchrec.optim.apply_optimizer_in_backward": _APPLY,
@@ -258,6 +265,7 @@ MODULES: dict[str, dict[str, str]] = {
     "torchrec.optim.keyed": _KEYED,
     "torchrec.optim.optimizers": {**_OPTIMIZERS, **_FILTER},
     "torchrec.optim.rowwise_adagrad": _ROWWISE,
+    "torchrec.optim.semi_sync": {**_SEMI_SYNC, **_of(f"{_C}.semi_sync", _SEMI_SYNC_KEYS)},
     "torchrec.optim.test_utils": _of(f"{_C}.keyed", "DummyKeyedOptimizer"),
     "torchrec.optim.warmup": _WARMUP,
     "torchrec.datasets": {},

@@ -1,0 +1,228 @@
+"""TorchRec's SemisyncOptimizer: local steps, and after some of them a step over all workers."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrec.compat.bridge.keyed import KeyedOptimizer, tell
+
+SEMI_SYNC_GLOBAL_OPTIM_KEY = "semi_sync_global_optim"
+SEMI_SYNC_LOCAL_OPTIM_KEY = "semi_sync_local_optim"
+SEMI_SYNC_GLOBAL_STATE_KEY = "semi_sync_global_"
+SEMI_SYNC_LOCAL_STATE_KEY = "semi_sync_local_"
+SEMISYNC_GLOBAL_STEP_COUNTER_KEY = "__semisync_global_step_counter__"
+SEMISYNC_LOCAL_STEP_COUNTER_KEY = "__semisync_local_step_counter__"
+
+_log = logging.getLogger("meshrec")
+
+
+class SemisyncOptimizer(KeyedOptimizer):
+    """A local optimizer for every step, and a global one for every ``num_local_steps``-th.
+
+    The state of a parameter has the slots of both optimizers, each with a prefix, and the counts of steps.
+
+    Args:
+        global_params: the parameters, or torch's groups of them, that the global optimizer steps.
+        optimizer: the local optimizer.
+        global_optimizer: a wrapper whose ``_optimizer`` has a method
+            ``global_step(local_step_counter, closure)``.
+        num_local_steps: local steps from one global step to the next.
+        semi_sync_worker_shard_group, offload_global_model, non_blocking: kept for the global optimizer.
+
+    Raises:
+        IndexError: there are no parameters.
+        ValueError: ``num_local_steps`` is below 1, or the optimizers have different parameters of one name.
+    """
+
+    def __init__(
+        self,
+        global_params: Any,
+        optimizer: KeyedOptimizer,
+        global_optimizer: KeyedOptimizer,
+        num_local_steps: int = 16,
+        semi_sync_worker_shard_group: dist.ProcessGroup | None = None,
+        offload_global_model: bool = False,
+        non_blocking: bool = False,
+    ) -> None:
+        given = list(global_params)
+        if not given:
+            raise IndexError("global_params is empty. Pass the parameters that the global optimizer steps.")
+        if num_local_steps < 1:
+            raise ValueError(f"num_local_steps is {num_local_steps}. It must be at least 1.")
+        in_groups = isinstance(given[0], Mapping)
+        self._worker_model_params = [p for g in given for p in g["params"]] if in_groups else given
+        self._optimizer, self._global_optimizer = optimizer, global_optimizer
+        self._num_local_steps = num_local_steps
+        self._worker_shard_group = semi_sync_worker_shard_group
+        self._offload_global_model, self._non_blocking = offload_global_model, non_blocking
+        self._local_step_counter = torch.tensor(0)
+        self._global_step_counter = torch.tensor(0)
+        super().__init__(_View(self._all_params), _View(self._all_state), _GroupsOfBoth(self._inner()))
+        self.defaults = {"_save_param_groups": False}
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the local optimizer, and return what it returns; every ``num_local_steps``-th time the global
+        one, too.
+        """
+        self._local_step_counter += 1
+        loss: Any = self._optimizer.step(closure)
+        if self._local_step_counter % self._num_local_steps == 0:
+            self._global_step_counter += 1
+            self._global_optimizer.zero_grad()
+            inside: Any = self._global_optimizer
+            inside._optimizer.global_step(self._local_step_counter, closure)
+            steps = int(self._global_step_counter), int(self._local_step_counter)
+            _log.info("global step %d, after %d local steps", *steps)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of both optimizers."""
+        for each in self._inner():
+            each.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether one of the two updates parameters during backward."""
+        return any(each.updates_in_backward for each in self._inner())
+
+    def save_param_groups(self, save: bool) -> None:
+        """Set whether ``state_dict`` contains the groups of both, or only the state."""
+        super().save_param_groups(save)
+        self.defaults["_save_param_groups"] = save
+        for each in self._inner():
+            each.save_param_groups(save)
+
+    def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
+        """Let both optimizers create their part of the state."""
+        for each in self._inner():
+            each.create_state(
+                [name for name in names if name in each.params],
+                [name for name in sparse_names if name in each.params],
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy a state_dict into both optimizers, and the counts of steps.
+
+        Raises:
+            ValueError: it does not fit; nothing is changed then.
+        """
+        saved = state_dict.get("state", {})
+        for prefix, each in zip(_PREFIXES, self._inner(), strict=True):
+            own = [name for name, slots in saved.items() if any(slot.startswith(prefix) for slot in slots)]
+            each.create_state([name for name in own if name in each.params])
+        super().load_state_dict(state_dict)
+
+    def post_load_state_dict(self) -> None:
+        """Called after loading: tells both optimizers."""
+        tell(self._inner(), "post_load_state_dict")
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Tell both optimizers, where they want to know."""
+        tell(self._inner(), "set_optimizer_step", step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Tell both optimizers, where they want to know."""
+        tell(self._inner(), "update_hyper_parameters", params_dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"{SEMI_SYNC_LOCAL_OPTIM_KEY}: {self._optimizer!r}, "
+            f"{SEMI_SYNC_GLOBAL_OPTIM_KEY}: {self._global_optimizer!r}"
+        )
+
+    @staticmethod
+    def _extract_prefixed_state(param_state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        return {
+            slot.removeprefix(prefix): value for slot, value in param_state.items() if slot.startswith(prefix)
+        }
+
+    def _matched_groups(self, new_groups: Sequence[Mapping[str, Any]] | None) -> Any:
+        # One by one: both may have groups of the same parameters.
+        if new_groups is None:
+            return []
+        count = len(self._optimizer.param_groups)
+        parts = zip(self._inner(), (new_groups[:count], new_groups[count:]), strict=True)
+        return [pair for each, groups in parts for pair in each._matched_groups(groups)]
+
+    def _inner(self) -> tuple[KeyedOptimizer, KeyedOptimizer]:
+        return self._optimizer, self._global_optimizer
+
+    def _all_params(self) -> dict[str, Tensor]:
+        found = dict(self._optimizer.params)
+        for name, parameter in self._global_optimizer.params.items():
+            if found.setdefault(name, parameter) is not parameter:
+                raise ValueError(
+                    f"the local and the global optimizer have different parameters named {name!r}. Give both "
+                    "the same one, or other names."
+                )
+        found[SEMISYNC_GLOBAL_STEP_COUNTER_KEY] = self._global_step_counter
+        found[SEMISYNC_LOCAL_STEP_COUNTER_KEY] = self._local_step_counter
+        return found
+
+    def _all_state(self) -> dict[Tensor, "_Slots"]:
+        found: dict[Tensor, _Slots] = {}
+        for prefix, each in zip(_PREFIXES, self._inner(), strict=True):
+            for parameter, slots in each.state.items():
+                found.setdefault(parameter, _Slots()).take(prefix, slots)
+        counts = {
+            SEMISYNC_GLOBAL_STEP_COUNTER_KEY: self._global_step_counter,
+            SEMISYNC_LOCAL_STEP_COUNTER_KEY: self._local_step_counter,
+        }
+        for parameter in self._global_optimizer.state:
+            found[parameter].take("", counts)
+        return found
+
+
+_PREFIXES = (SEMI_SYNC_LOCAL_STATE_KEY, SEMI_SYNC_GLOBAL_STATE_KEY)
+
+
+class _Slots(dict[str, Any]):
+    """The state of one parameter in several dicts; what is assigned is assigned there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owners: dict[str, tuple[Any, str]] = {}
+
+    def take(self, prefix: str, slots: Any) -> None:
+        """Have the slots of one dict, too."""
+        for slot, value in slots.items():
+            self._owners[prefix + slot] = slots, slot
+            super().__setitem__(prefix + slot, value)
+
+    def __setitem__(self, slot: str, value: Any) -> None:
+        owner, own = self._owners[slot]
+        owner[own] = value
+        super().__setitem__(slot, value)
+
+
+class _View(Mapping[Any, Any]):
+    """What a function returns at the time."""
+
+    def __init__(self, make: Callable[[], dict[Any, Any]]) -> None:
+        self._make = make
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._make()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+    def __len__(self) -> int:
+        return len(self._make())
+
+
+class _GroupsOfBoth(Sequence[Any]):
+    """The groups of several optimizers."""
+
+    def __init__(self, optimizers: Sequence[KeyedOptimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, index: Any) -> Any:
+        return [group for each in self._optimizers for group in each.param_groups][index]
+
+    def __len__(self) -> int:
+        return sum(len(each.param_groups) for each in self._optimizers)
