@@ -190,7 +190,9 @@ std::vector<float> Predictor::predict(const float* dense, std::int64_t batch,
          " were given.");
   }
   for (std::int64_t i = 0; i < batch * num_dense(); ++i) {
-    if (std::isnan(dense[i])) fail("dense is NaN in sample " + std::to_string(i / num_dense()) + ".");
+    if (!std::isfinite(dense[i])) {
+      fail("dense is NaN or infinite in sample " + std::to_string(i / num_dense()) + ".");
+    }
   }
   const c10::InferenceMode guard;
   std::vector<at::Tensor> inputs = state_->weights;

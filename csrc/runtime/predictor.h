@@ -21,7 +21,7 @@ struct Feature {
 //
 // Errors are thrown as std::runtime_error and say what to do: a folder that is not a package, a program made
 // for another torch or instruction set (export the model on this machine); in `predict`, lengths that do not
-// add up, NaN, and ids outside their table, with feature and sample.
+// add up, NaN, infinity, and ids outside their table, with feature and sample.
 class Predictor {
  public:
   explicit Predictor(const std::string& folder, std::size_t num_runners = 1);

@@ -113,6 +113,22 @@ def test_dense_values_and_labels():
     assert samples.dense[:2, 1].tolist() == [1.5, 2.0]
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_infinity_is_damage_whatever_stands_for_null(log):
+    schema = Schema(
+        label="y",
+        dense=[DenseColumn(name="x", log=log, missing=2.0)],
+        ids=[IdColumn(name="a", num_embeddings=2)],
+    )
+    table = pa.table({"y": [True] * 4, "x": [1.0, None, np.nan, -np.inf], "a": [0, 1, 0, 1]})
+    with pytest.raises(DataError, match=r"column 'x': row 103 is infinite. Repair it"):
+        schema.encode(table, PLACE, Faults("raise"))
+    samples = schema.encode(table, PLACE, Faults("skip"))
+    assert samples.kept.tolist() == [True, True, True, False]
+    stands_for = np.log(3) if log else 2
+    assert samples.dense[1:3, 0].tolist() == pytest.approx([stands_for] * 2)
+
+
 def test_wrong_columns_are_all_named():
     schema = Schema(
         label="y",

@@ -57,7 +57,11 @@ def test_weights_are_in_one_file_only(package, model):
         (lambda d, v, n: (d.double(), v, n), r"dense must be .* float32, got \[5, 4\] torch.float64"),
         (
             lambda d, v, n: (d.index_fill(0, torch.tensor([3]), float("nan")), v, n),
-            r"dense is NaN in sample 3",
+            r"dense value 0 of sample 3 is nan. Give a finite number",
+        ),
+        (
+            lambda d, v, n: (d.index_fill(1, torch.tensor([2]), float("-inf")), v, n),
+            r"dense value 2 of sample 0 is -inf. Give a finite number",
         ),
         (lambda d, v, n: (d, {**v, "x": v["f0"]}, n), r"missing \[\], unknown \['x'\]"),
         (lambda d, v, n: (d, v, {"f0": n["f0"]}), r"missing \['f 1', 'f2'\]"),

@@ -14,6 +14,22 @@ def test_the_window_is_emptied():
     assert window.is_empty
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_dense_values_that_training_refuses_are_not_scored(small, value):
+    recipe = small()
+    dataset = recipe.data.load()
+    (batch,) = dataset.validation.batches(dataset.validation.num_samples)
+    batch.dense[3, 1] = value
+
+    class One:
+        def batches(self, *_, **__):
+            yield batch
+
+    trainer = Trainer(recipe, dataset, join("cpu"))
+    with pytest.raises(ValueError, match="a batch to score has dense values that are NaN or infinite"):
+        next(trainer.predict(One()))
+
+
 def test_evaluation_sees_every_sample_and_leaves_training_mode_on(small):
     recipe = small()
     dataset = recipe.data.load()

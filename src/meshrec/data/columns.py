@@ -98,10 +98,12 @@ def _numbers(
 ) -> Floats:
     values: Floats = pc.cast(chunks, pa.float32(), safe=False).combine_chunks().to_numpy(zero_copy_only=False)
     finite = np.isfinite(values)  # null has become NaN
+    good = finite if missing is None else ~np.isinf(values)
+    if not good.all():
+        what = f"null or not finite{_MISSING}" if missing is None else "infinite. Repair it"
+        where = f"{place.name}, column {name!r}: row {{row}} is {what}"
+        faults.check(kept, good, where, place.first_row, place.file)
     if not finite.all():
-        if missing is None:
-            where = f"{place.name}, column {name!r}: row {{row}} is null or not finite{_MISSING}"
-            faults.check(kept, finite, where, place.first_row, place.file)
         values = np.where(finite, values, np.float32(missing or 0))
     return values
 

@@ -109,7 +109,7 @@ class _Sketch:
     def _numbers(self, values: npt.NDArray[np.float64]) -> None:
         column, finite = self.column, np.isfinite(values)
         if column.kind == "number":
-            column.num_missing += int((~finite).sum())
+            column.num_missing += int(np.isnan(values).sum())
         values = values[finite]
         if not len(values):
             return

@@ -130,8 +130,8 @@ class Predictor:
                 of ``shared`` features are then [R], and dense [R, num_dense] if it is among them.
 
         Raises:
-            ValueError: for a missing feature, wrong shapes or dtypes, lengths that do not sum, NaN, and ids
-                outside their table; and for a group where the package shares nothing.
+            ValueError: for a missing feature, wrong shapes or dtypes, lengths that do not sum, NaN, infinity,
+                and ids outside their table; and for a group where the package shares nothing.
         """
         self._check(dense, values, lengths, group)
         values_F, lengths_F = ([given[name] for name in self.features] for given in (values, lengths))
@@ -174,9 +174,12 @@ class Predictor:
             raise ValueError(
                 f"dense must be [batch, {self.num_dense}] float32, got {list(dense.shape)} {dense.dtype}."
             )
-        if dense.isnan().any():
-            row = int(dense.isnan().any(1).nonzero()[0])
-            raise ValueError(f"dense is NaN in sample {row}. Give a number for each value.")
+        finite = dense.isfinite()
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            raise ValueError(
+                f"dense value {column} of sample {row} is {dense[row, column]:g}. Give a finite number."
+            )
         for given in (values, lengths):
             missing = [feature for feature in self.features if feature not in given]
             unknown = [feature for feature in given if feature not in self.features]

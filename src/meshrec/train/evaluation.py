@@ -72,12 +72,17 @@ def score(
 
     Args:
         watch: is called with each batch.
+
+    Raises:
+        ValueError: the dense values of a batch are NaN or infinite.
     """
     model.eval()
     try:
         for batch in reader.batches(batch_size, rank=ranks.rank, world_size=ranks.size):
             if watch is not None:
                 watch(batch)
+            if not bool(batch.dense.isfinite().all()):  # training would end with a loss that is not finite
+                raise ValueError("a batch to score has dense values that are NaN or infinite. Repair them.")
             whole = batch.padded(batch_size).to(ranks.device)
             with torch.no_grad():
                 logits = forward(model, whole, ranks.device, bf16=bf16)

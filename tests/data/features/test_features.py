@@ -284,6 +284,18 @@ def test_what_is_wrong_is_named():
         Features.from_json({"version": 7})
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_infinity_is_damage_whatever_stands_for_null(log):
+    table = pa.table({"y": [1.0, 0, 1, 0], "x": [1.0, None, np.nan, 7], "a": ["b"] * 4})
+    number = Number(name="x", missing=2.0, log=log)
+    fitted = Features(labels=LABEL, features=(number, Hashed(name="a", num_embeddings=4))).fit([table])
+    stands_for = np.log(3) if log else 2
+    assert encoded(fitted, table).dense[1:3, 0].tolist() == pytest.approx([stands_for] * 2)
+    for infinite in (np.inf, -np.inf):
+        with pytest.raises(DataError, match=r"column 'x': row 2 is infinite\. Repair it"):
+            encoded(fitted, table.set_column(1, "x", pa.array([1.0, None, infinite, 7])))
+
+
 SEPARATED = pa.array(["a|b", "", None, " b |c||", "c"])
 
 

@@ -34,7 +34,7 @@ class Number:
         found: what the column held when the feature was fitted; None: not fitted.
         part: of a time (UTC): hour, weekday, ...; None: the number itself, of times the seconds since 1970.
         unit: of times that are integers.
-        missing: what stands for null and NaN; None: these are damage.
+        missing: what stands for null and NaN; None: these are damage. Infinity always is.
         log: log(1 + x), where x below 0 counts as 0.
         clip: shares, such as (0.01, 0.99): values outside these quantiles become the quantiles.
         standardize: subtract the mean, divide by the standard deviation.
@@ -83,7 +83,8 @@ class Number:
     def fitted(self, sample: Any) -> "Number":
         """Return the feature fitted to a sample of the column."""
         found = replace(self, found=kind_of(sample.type))
-        values = found._plain(sample)
+        values = numbers_of(sample, self.part, self.unit)
+        values = found._plain(values[~np.isinf(values)])
         values = values[np.isfinite(values)]
         if not len(values):
             raise DataError(
@@ -101,16 +102,17 @@ class Number:
 
     def encode(self, chunks: Any, place: Place, kept: Bools, faults: Faults) -> Floats:
         """Return the values, [n] float32."""
-        values = self._plain(whole(chunks))
-        finite = np.isfinite(values)
-        if not finite.all():
+        values = numbers_of(whole(chunks), self.part, self.unit)
+        good = np.isfinite(values) if self.missing is None else ~np.isinf(values)
+        if not good.all():
+            where = f"{place.name}, column {self.source!r}: row {{row}} is "
             if self.missing is None:
-                where = (
-                    f"{place.name}, column {self.source!r}: row {{row}} is null or not finite. Set "
-                    f"missing= of feature {self.name!r} to what stands for null"
-                )
-                faults.check(kept, finite, where, place.first_row, place.file)
-            values = np.where(finite, values, 0.0)
+                where += f"null or not finite. Set missing= of feature {self.name!r} to what stands for null"
+            else:
+                where += "infinite. Repair it"
+            faults.check(kept, good, where, place.first_row, place.file)
+            values = np.where(good, values, 0.0)
+        values = self._plain(values)
         if self.low is not None:
             values = np.clip(values, self.low, self.high)
         if self.mean is not None and self.deviation is not None:
@@ -126,8 +128,7 @@ class Number:
             dense[~small] = 0.0
         return dense
 
-    def _plain(self, array: Any) -> npt.NDArray[np.float64]:
-        values = numbers_of(array, self.part, self.unit)
+    def _plain(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         if self.missing is not None:
-            values = np.where(np.isfinite(values), values, self.missing)
+            values = np.where(np.isnan(values), self.missing, values)
         return np.log1p(np.maximum(values, 0)) if self.log else values
