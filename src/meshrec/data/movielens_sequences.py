@@ -6,11 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meshrec.data.dataset import Dataset, Feature, FileRows
+from meshrec.data.dataset import Dataset, Feature
 from meshrec.data.faults import DataError, Faults, OnError
 from meshrec.data.in_memory import InMemoryReader, Ranges
-from meshrec.data.movielens import Ratings, sort_ratings, years_of_movies
-from meshrec.data.movielens_files import load_folder, load_packaged
+from meshrec.data.movielens import Ratings, check_history, load_ratings
 from meshrec.data.order import check_seed
 from meshrec.data.samples import Ints, gather_ranges
 from meshrec.sparse import KeyedJaggedTensor
@@ -49,11 +48,9 @@ def movielens_sequences(
         DataError: a file is damaged, or no user has three ratings.
     """
     check_seed(seed)
-    if history < 1:
-        raise ValueError(f"history must be >= 1, got {history}.")
+    check_history(history)
     faults = Faults(on_error)
-    raw = load_packaged(faults) if path is None else load_folder(Path(path), faults)
-    data = sort_ratings(raw, shuffle_ties=seed)
+    data = load_ratings(path, faults, shuffle_ties=seed)
     users = data.users
     firsts = np.searchsorted(users, np.arange(data.num_users))
     stops = np.searchsorted(users, np.arange(data.num_users), side="right")
@@ -77,16 +74,9 @@ def movielens_sequences(
         }
         if not windows:
             ids["user"] = Ranges(users, at, one)
-            ids |= {name: each.take(data.movies[at]) for name, each in _described(data).items()}
-        return InMemoryReader(
-            np.zeros((len(at), 0), np.float32),
-            np.ones(len(at), np.float32),
-            ids,
-            rows=data.rows[at],
-            files=[FileRows(data.name, 0, len(data.rows))],
-            seed=seed,
-            shuffle=not judged,
-        )
+            ids |= {name: each.take(data.movies[at]) for name, each in data.described().items()}
+        nothing, ones = np.zeros((len(at), 0), np.float32), np.ones(len(at), np.float32)
+        return data.reader(at, ids, nothing, ones, seed=None if judged else seed)
 
     def held_out(at: Ints) -> InMemoryReader:
         starts = np.maximum(firsts[users[at]], at - history)
@@ -106,11 +96,7 @@ def movielens_sequences(
         Feature(name="seen", num_embeddings=num_movies, average_length=0.0, table="movie"),
     ]
     if not windows:
-        features += [
-            Feature(name="user", num_embeddings=data.num_users),
-            Feature(name="genres", num_embeddings=max(data.num_genres, 1), average_length=2.0),
-            Feature(name="year", num_embeddings=int(years_of_movies(data.years_M).max(initial=0)) + 1),
-        ]
+        features += data.features()
     return Dataset(
         name=f"{data.name}-sequences",
         features=tuple(features),
@@ -156,19 +142,10 @@ def _single(firsts: Ints, stops: Ints, history: int) -> _Pairs:
     return _Pairs(starts, targets - starts, targets, np.ones(len(targets), np.int64))
 
 
-def _described(data: Ratings) -> dict[str, Ranges]:
-    """Return the genres and the year of each movie."""
-    one = np.ones(len(data.years_M), np.int64)
-    return {
-        "genres": Ranges(data.genres, data.genre_starts_M, data.genre_counts_M),
-        "year": Ranges(years_of_movies(data.years_M), np.arange(len(one)), one),
-    }
-
-
 def _catalogue(data: Ratings) -> KeyedJaggedTensor:
     """Return one sample for each movie, with its genres and year."""
     every = np.arange(len(data.years_M))
-    ranges = {"movie": Ranges(every, every, np.ones_like(every)), **_described(data)}
+    ranges = {"movie": Ranges(every, every, np.ones_like(every)), **data.described()}
     found = [gather_ranges(each.values, each.starts, each.lengths) for each in ranges.values()]
     return KeyedJaggedTensor(
         list(ranges),
