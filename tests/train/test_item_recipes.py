@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshrec.metrics.named import quality
 from meshrec.train import (
     MovieLensSequences,
     NextItem,
@@ -16,7 +17,6 @@ from meshrec.train import (
     resolve,
 )
 from meshrec.train.baselines import baselines, ranking_baselines
-from meshrec.train.losses import quality
 
 NUM_USERS = 30
 PLAIN = Placement(sharded=False)

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from meshrec.metrics import binary_metrics, number_metrics
+from meshrec.metrics.named import quality
 from meshrec.train import BinaryCrossEntropy, Huber, SquaredError, Task, Tasks
-from meshrec.train.losses import quality
 
 
 def samples():

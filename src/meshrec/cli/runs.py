@@ -11,8 +11,8 @@ from rich.table import Table
 
 from meshrec.cli.arguments import UsageError, parse
 from meshrec.data.nearest import did_you_mean
+from meshrec.metrics.named import leading_text, metric_of, quality
 from meshrec.runs.report import phase_times
-from meshrec.train.losses import leading_text, quality
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, all_runs, find_run, flat, remove_run
 
 _PIPE_WIDTH = 140
@@ -74,7 +74,6 @@ class Figure(NamedTuple):
     better: int = 0
 
 
-_BETTER = {"auc": 1, "accuracy": 1, "loss": -1, "normalized_entropy": -1}
 _PLAIN = {
     "step": 0,
     "samples": 0,
@@ -265,7 +264,7 @@ def _list(found: Sequence[RunFolder]) -> Table:
 def _figures(folder: RunFolder) -> list[Figure]:
     summary: dict[str, Any] = folder.read_json(SUMMARY) or {}
     found = [
-        Figure(f"{data} {name}", value, _BETTER.get(name, 0))
+        Figure(f"{data} {name}", value, metric_of(name).better)
         for data in ("validation", "test")
         for name, value in (summary.get(data) or {}).items()
         if value is not None

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from meshrec.metrics.named import leading_metric, leading_text, shown, title_of
 from meshrec.planner import PlannedShardingPlan
 from meshrec.reports.plan_report import PlanReport, make_report
 from meshrec.runs.worker import commands
-from meshrec.train.losses import leading_metric, leading_text, title_of
 from meshrec.train.observers import (
     Advanced,
     Evaluated,
@@ -26,14 +26,6 @@ from meshrec.train.observers import (
 from meshrec.train.run_folder import RunFolder
 
 _PIPE_WIDTH = 120
-_CLICKS = {
-    "auc": "AUC",
-    "loss": "log loss",
-    "normalized_entropy": "normalized entropy",
-    "calibration": "calibration",
-}
-_RANKING = {"recall@10": "recall@10", "mrr": "MRR", "loss": "log loss"}
-_NUMBERS = {"loss": "loss", "rmse": "RMSE", "mae": "MAE", "r2": "R2"}
 _MOST_RANKS = 16
 _MOST_NAMES = 8
 _MOST_FAILURES = 3
@@ -189,11 +181,8 @@ def summary_table(summary: Line) -> Table:
     title = f"the weights of step {summary['weights_step']:,}"
     table = Table(title=title, title_justify="left", title_style="bold")
     found = {**summary["validation"], **summary["test"]}
-    leading = leading_metric(found)
-    columns = _NUMBERS if "rmse" in found else _CLICKS
-    if leading not in ("auc", None):
-        columns = {leading: title_of(leading), **_RANKING}
-    for name in ("", "data", *columns.values()):
+    columns = shown(found)
+    for name in ("", "data", *map(title_of, columns)):
         table.add_column(name, justify="left" if name in ("", "data") else "right")
     for data, key in (("validation", "baselines"), ("test", "baselines_test")):
         for name, quality in summary[key].items():

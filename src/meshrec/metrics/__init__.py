@@ -4,11 +4,13 @@ from meshrec.metrics.binary import area_under_curve, binary_metrics
 from meshrec.metrics.curves import auc_interval, curves_of, score_histograms
 from meshrec.metrics.grouped import Interval, bootstrap_intervals, grouped_auc, sliced_metrics
 from meshrec.metrics.metric_set import MetricSet
+from meshrec.metrics.named import METRICS, leading_metric, leading_text, metric_of, quality, title_of
 from meshrec.metrics.number import number_metrics
 from meshrec.metrics.retrieval import RetrievalMetrics, place_metrics
 from meshrec.metrics.windowed import Computed
 
 __all__ = [
+    "METRICS",
     "Computed",
     "Interval",
     "MetricSet",
@@ -19,8 +21,13 @@ __all__ = [
     "bootstrap_intervals",
     "curves_of",
     "grouped_auc",
+    "leading_metric",
+    "leading_text",
+    "metric_of",
     "number_metrics",
     "place_metrics",
+    "quality",
     "score_histograms",
     "sliced_metrics",
+    "title_of",
 ]

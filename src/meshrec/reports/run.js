@@ -3,13 +3,13 @@ const recipe = config.recipe ? config.recipe.name : "this run", began = (config.
 header(data.name, [`recipe ${recipe}`, config.ranks && `${plural(config.ranks, "rank")} on ${config.device}`, began && `began ${began}`], data.state.name);
 if (data.state.error) append(note(`It failed${data.state.step ? ` after step ${count(data.state.step)}` : ""}: ${data.state.error}`, "failed"));
 for (const failure of summary.failed_saves || []) append(note(`No checkpoint was saved: ${failure}`));
-const lead = Object.keys({ ...judged.test, ...judged.validation }).find(name => name === "auc" || name.startsWith("ndcg@")) || "auc", leading = lead.toUpperCase();
+const lead = data.leading, leading = data.titles[lead];
 const beaten = kind => Object.values(summary[kind === "test" ? "baselines_test" : "baselines"] || {}).every(q => !(q[lead] > judged[kind][lead]));
 const cards = [];
 for (const kind of ["test", "validation"]) if (judged[kind][lead] !== undefined) cards.push([judged[kind][lead].toFixed(4), `${kind} ${leading}`, beaten(kind) ? "good" : ""]);
 const quality = judged.test.loss === undefined ? ["validation", judged.validation] : ["test", judged.test];
-if (quality[1].loss !== undefined) cards.push([quality[1].loss.toFixed(4), `${quality[0]} log loss`]);
-if (quality[1].normalized_entropy !== undefined) cards.push([quality[1].normalized_entropy.toFixed(4), `${quality[0]} normalized entropy`]);
+if (quality[1].loss !== undefined) cards.push([quality[1].loss.toFixed(4), `${quality[0]} ${data.titles.loss}`]);
+if (quality[1].normalized_entropy !== undefined) cards.push([quality[1].normalized_entropy.toFixed(4), `${quality[0]} ${data.titles.normalized_entropy}`]);
 if (summary.best_step) cards.push([count(summary.best_step), summary.weights_step === summary.best_step ? "the best step, whose weights are kept" : "the best step"]);
 const steps = summary.step || data.state.step;
 if (steps) cards.push([count(steps), summary.num_steps > steps ? `steps of ${count(summary.num_steps)}` : "steps"]);
@@ -76,7 +76,7 @@ function chart(title, field) {
   }
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
-const charts = [["Log loss", "loss"], [leading, lead], ["Samples per second", "samples_per_second"], ["Normalized entropy", "normalized_entropy"]].map(pair => chart(...pair)).filter(Boolean);
+const charts = [[data.titles.loss, "loss"], [leading, lead], ["samples per second", "samples_per_second"], [data.titles.normalized_entropy, "normalized_entropy"]].map(pair => chart(...pair)).filter(Boolean);
 if (charts.length) section("Curves", element("div", { class: "charts" }, ...charts));
 
 const whole = (summary.phases || []).find(row => row.phase === "step");

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrec.metrics.named import METRICS, leading_metric, metric_of, title_of
 from meshrec.planner import load_plan
 from meshrec.reports.measured import DENSE, read_phases
 from meshrec.reports.page import to_page
@@ -13,7 +14,7 @@ from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
 
 _MOST_POINTS = 800
-_CURVES = ("step", "epoch", "kind", "loss", "auc", "normalized_entropy", "samples_per_second", "seconds")
+_CURVES = ("step", "epoch", "kind", "samples_per_second", "seconds")
 
 
 def write_report(folder: RunFolder) -> None:
@@ -23,14 +24,17 @@ def write_report(folder: RunFolder) -> None:
 
 def report_data(folder: RunFolder) -> dict[str, Any]:
     """Return all data of the page as plain JSON types."""
-    config = folder.read_json(CONFIG) or {}
+    config, summary = folder.read_json(CONFIG) or {}, folder.read_json(SUMMARY) or {}
+    leading = leading_metric({**(summary.get("test") or {}), **(summary.get("validation") or {})}) or "auc"
     return {
         "name": folder.path.name,
         "config": config,
         "options": [[name, value] for name, value in flat(config.get("recipe", {}))],
         "has_checkpoint": folder.has_checkpoint,
         "state": folder.state()._asdict(),
-        "summary": folder.read_json(SUMMARY) or {},
+        "summary": summary,
+        "leading": leading,
+        "titles": {name: title_of(name) for name in (*METRICS, leading)},
         "metrics": _curves(folder.metrics()),
         "phases": phase_times(folder),
         "plan": _plan(folder),
@@ -78,7 +82,7 @@ def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
-        {name: value for name, value in line.items() if name in _CURVES or name.startswith("ndcg@")}
+        {name: value for name, value in line.items() if name in _CURVES or metric_of(name).is_curve}
         for kind in (train, *judged)
         for line in _thinned(kind)
     ]

@@ -1,7 +1,6 @@
 """Training objectives: a loss, its metrics, and the conversion of outputs to scores."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -215,32 +214,6 @@ class Tasks(Loss):
         return torch.stack(
             [task.loss.scores(outputs[:, number]) for number, task in enumerate(self.tasks)], dim=1
         )
-
-
-def quality(metrics: dict[str, float]) -> float | None:
-    """Return the value that selects the best weights, larger is better: AUC, NDCG, or else the negative
-    loss.
-    """
-    name = leading_metric(metrics)
-    if name is not None:
-        return metrics[name]
-    return -metrics["loss"] if "loss" in metrics and "rmse" in metrics else None
-
-
-def leading_metric(metrics: Mapping[str, float]) -> str | None:
-    """Return the name of the metric that selects the best weights, AUC or NDCG, if there is one."""
-    return next((name for name in metrics if name == "auc" or name.startswith("ndcg@")), None)
-
-
-def leading_text(metrics: Mapping[str, float]) -> str:
-    """Return the metric that selects the best weights with its value, such as "AUC 0.7906" or "loss 0.5"."""
-    name = leading_metric(metrics) or ("loss" if "loss" in metrics else None)
-    return "-" if name is None else f"{title_of(name)} {metrics[name]:.4f}"
-
-
-def title_of(name: str) -> str:
-    """Return the name of a metric as people write it: AUC, NDCG@10, loss."""
-    return name.upper() if name == "auc" or name.startswith("ndcg@") else name
 
 
 def _check_shapes(outputs: Tensor, labels: Tensor) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshrec.train.losses import leading_metric, title_of
+from meshrec.metrics.named import leading_metric, title_of
 from meshrec.train.recipe import Training
 
 _DEVIATIONS = 2.0

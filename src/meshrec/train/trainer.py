@@ -16,12 +16,13 @@ from meshrec.checkpoint.finding import BEST
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.distributed import record_phases
 from meshrec.metrics import curves_of, score_histograms
+from meshrec.metrics.named import leading_metric, quality, title_of
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.reports.measured import PhaseTime, write_phases
 from meshrec.train.building import Built, build
 from meshrec.train.checkpoints import Checkpoints
 from meshrec.train.evaluation import Scored, Window, evaluate, outputs_of, score
-from meshrec.train.losses import BinaryCrossEntropy, leading_metric, quality, title_of
+from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.observers import Evaluated, Event, Logged, Observer, Said, Started, Stepped
 from meshrec.train.profiling import StepProfiler
 from meshrec.train.progress import Progress

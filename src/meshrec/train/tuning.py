@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshrec.data.faults import needs
 from meshrec.data.nearest import did_you_mean
-from meshrec.train.losses import quality
+from meshrec.metrics.named import quality
 from meshrec.train.observers import Evaluated, Event
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe

@@ -29,19 +29,16 @@ BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch 
 
 
 class LookupOptions(NamedTuple):
-    """What a lookup is asked for beside its batch.
-
-    Attributes:
-        out_size: number of rows (2-D) or elements (flat) of the result.
-        out_dtype: dtype of the result.
-        check_ids: whether to check IDs and per-sample weights.
-        names: uint8 bytes of ``"table\\tfeature\\n"`` per feature, for messages.
-    """
+    """What a lookup is asked for beside its batch."""
 
     out_size: int
+    """The number of rows (2-D) or elements (flat) of the result."""
     out_dtype: torch.dtype
+    """The dtype of the result."""
     check_ids: bool
+    """Whether to check IDs and per-sample weights."""
     names: Tensor
+    """Of uint8: the bytes of ``"table\\tfeature\\n"`` per feature, for messages."""
 
 
 class Updater(Protocol):
