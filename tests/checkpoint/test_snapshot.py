@@ -1,4 +1,5 @@
 import fcntl
+import math
 import os
 import resource
 import signal
@@ -14,6 +15,8 @@ from meshrec.checkpoint import snapshot as snapshots
 from meshrec.checkpoint.agreement import CheckpointError
 from meshrec.checkpoint.data_file import TensorPart
 from meshrec.checkpoint.snapshot import Snapshot, failure_of, read_note
+from meshrec.tables.streamed import streamed
+from meshrec.tables.table import Rectangle, RowBlock, RowPart
 
 
 def start(tmp_path, tensor):
@@ -31,6 +34,86 @@ def test_what_changes_afterwards_is_not_written(tmp_path):
     assert not snapshot.is_running
     assert torch.equal(safetensors.load_file(tmp_path / "data")["a"], before)
     assert read_note(tmp_path / "note.json").file.num_bytes == (tmp_path / "data").stat().st_size
+
+
+def mapped(path, shape, *, shared):
+    tensor = torch.from_file(str(path), shared=shared, size=math.prod(shape)).view(shape)
+    return tensor.copy_(torch.rand(shape))
+
+
+@pytest.mark.parametrize("kind", ["shared file", "file", "shared memory"])
+def test_memory_that_processes_share_is_frozen(tmp_path, kind):
+    safetensors = pytest.importorskip("safetensors.torch")
+    if kind == "shared memory":
+        tensor = torch.rand(20_000, 64).share_memory_()
+    else:
+        (tmp_path / "rows").write_bytes(bytes(20_000 * 64 * 4))
+        tensor = mapped(tmp_path / "rows", (20_000, 64), shared=kind == "shared file")
+    before = tensor.clone()
+    snapshot = start(tmp_path, tensor[1:])
+    tensor.zero_()
+    snapshot.wait()
+    assert torch.equal(safetensors.load_file(tmp_path / "data")["a"], before[1:])
+
+
+class MappedTable:
+    """Rows in a file that is mapped into memory; a snapshot copies them."""
+
+    parts = (RowPart("weight", torch.float32, False),)
+
+    def __init__(self, rows):
+        self.rows, self.rectangle, self.num_open = rows, Rectangle(0, 0, len(rows), 0, rows.shape[1]), 0
+
+    def stream(self, columns=None, *, keys=None):
+        for first in range(*keys, 100):
+            block = range(first, min(first + 100, keys[1]))
+            yield RowBlock(block, columns, {"weight": self.rows[block.start : block.stop, slice(*columns)]})
+
+    def snapshot(self):
+        frozen = MappedTable(self.rows.clone())
+        frozen.close = lambda: self.count(-1)
+        self.count(1)
+        return frozen
+
+    def count(self, number):
+        self.num_open += number
+
+
+@pytest.mark.parametrize("ends", ["waited for", "seen", "killed", "not begun"])
+def test_a_table_gives_a_snapshot_and_takes_it_back(tmp_path, monkeypatch, ends):
+    (tmp_path / "rows").write_bytes(bytes(20_000 * 64 * 4))
+    table = MappedTable(mapped(tmp_path / "rows", (20_000, 64), shared=True))
+    before = table.rows.clone()
+    weight = streamed(table)["weight"]
+    if ends == "not begun":
+        monkeypatch.setattr(os, "fork", refuse)
+        with pytest.raises(OSError, match="no more processes"):
+            start(tmp_path, weight)
+        assert table.num_open == 0
+        return
+    parts = [
+        TensorPart("a", (0, 0), (19_000, 64), weight[:19_000]),
+        TensorPart("b", (0, 0), (9, 3), weight[:9, :3]),
+    ]
+    snapshot = Snapshot.start(tmp_path / "data", parts, tmp_path / "note.json")
+    assert table.num_open == 1  # for all its parts
+    table.rows.zero_()
+    if ends == "killed":
+        snapshot.kill()
+    elif ends == "seen":
+        while snapshot.is_running:
+            time.sleep(0.001)
+    else:
+        snapshot.wait()
+        found = pytest.importorskip("safetensors.torch").load_file(tmp_path / "data")
+        assert torch.equal(found["a"], before[:19_000])
+        assert torch.equal(found["b"], before[:9, :3])
+    snapshot.kill()
+    assert table.num_open == 0
+
+
+def refuse():
+    raise OSError("no more processes")
 
 
 def test_failures_say_why(tmp_path):

@@ -80,6 +80,15 @@ class DictTable:
     def tensors(self):
         return streamed(self)
 
+    def snapshot(self):
+        self._write_back()
+        frozen = copy.copy(self)
+        frozen._side, frozen._slots = copy.deepcopy(self._side), {}
+        return frozen
+
+    def close(self):
+        self._side = None
+
     def stream(self, columns=None, *, keys=None):
         self._write_back()
         r, (c0, c1) = self.rectangle, columns or self.rectangle.columns

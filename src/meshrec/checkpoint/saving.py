@@ -84,7 +84,8 @@ def async_save(
     """Save the current state while training continues. Collective; see ``save``.
 
     The call takes as long as a fork. A child of each rank keeps the memory as it is now, and writes it; the
-    kernel copies the pages that training changes meanwhile. Tensors on other devices are copied first.
+    kernel copies the pages that training changes meanwhile. Tensors on other devices, and in memory that
+    processes share, are copied first.
 
     Call it from a thread that lives until the save is done, and ``wait`` for the save before the process
     ends.

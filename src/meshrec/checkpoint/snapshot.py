@@ -2,7 +2,9 @@
 
 The kernel shares the pages of both processes until one of them writes to a page, and then copies that page.
 So a snapshot takes the time to copy the page tables, and as much memory as training changes until the file is
-written: none for untouched rows, at most the size of the saved tensors.
+written: none for untouched rows, at most the size of the saved tensors. What a fork does not freeze is frozen
+before it: memory that processes share (mapped files, ``share_memory_()``) is copied, and tables that keep
+their rows themselves give a snapshot (``SideTable.snapshot``).
 
 The child only reads memory and writes its file. It takes no lock of the parent's threads, and talks to no
 device and no other rank. It closes the parent's sockets, so that peers notice if the parent dies.
@@ -26,9 +28,13 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from meshrec.checkpoint.agreement import CheckpointError, describe
 from meshrec.checkpoint.data_file import TensorPart, Written, write_data_file
 from meshrec.durable import write_durably
+from meshrec.tables.streamed import StreamedPart
+from meshrec.tables.table import RowsSnapshot
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_BEGIN = 10.0
@@ -41,6 +47,7 @@ class Snapshot:
     def __init__(self, pid: int, note: Path) -> None:
         self._pid, self._note = pid, note
         self._status: int | None = None
+        self._frozen: FrozenParts | None = None
 
     @classmethod
     def start(cls, path: Path, parts: Sequence[TensorPart], note: Path) -> "Snapshot":
@@ -48,12 +55,20 @@ class Snapshot:
         it.
 
         Tensors that are not contiguous CPU memory are copied first, in the parent: the child must not run
-        anything that needs threads.
+        anything that needs threads. So are those in memory that processes share.
 
         Raises:
             CheckpointError: no child began to work.
         """
-        parts = [part._replace(tensor=part.tensor.cpu().contiguous()) for part in parts]
+        frozen = FrozenParts(parts)
+        try:
+            return cls._forked(path, frozen, note)
+        except BaseException:
+            frozen.close()
+            raise
+
+    @classmethod
+    def _forked(cls, path: Path, frozen: "FrozenParts", note: Path) -> "Snapshot":
         prctl = _prctl()
         parent = os.getpid()
         sys.stdout.flush()
@@ -70,7 +85,7 @@ class Snapshot:
                     os.close(begun)
                     raise
             if pid == 0:
-                _write_and_exit(parent, prctl, begun, path=path, parts=parts, note=note)
+                _write_and_exit(parent, prctl, begun, path=path, parts=frozen.parts, note=note)
             os.close(begun)
             snapshot = cls(pid, note)
             poll = select.poll()  # unlike select, it takes descriptors above 1023
@@ -78,6 +93,7 @@ class Snapshot:
             has_begun = bool(poll.poll(1000 * _SECONDS_TO_BEGIN))  # or is dead, see `wait`
             os.close(ready)
             if has_begun:
+                snapshot._frozen = frozen
                 return snapshot
             snapshot.kill()
         raise CheckpointError(
@@ -92,7 +108,7 @@ class Snapshot:
         if self._status is None:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
-                self._status = status
+                self._end(status)
         return self._status is None
 
     def wait(self) -> None:
@@ -102,7 +118,7 @@ class Snapshot:
             CheckpointError: the file could not be written; the error says why.
         """
         if self._status is None:
-            _, self._status = os.waitpid(self._pid, 0)
+            self._end(os.waitpid(self._pid, 0)[1])
         if self._status != 0:
             reason = "it was killed"
             failure = failure_of(self._note)
@@ -115,7 +131,56 @@ class Snapshot:
         """Kill the process if it still runs."""
         if self.is_running:
             os.kill(self._pid, signal.SIGKILL)
-            _, self._status = os.waitpid(self._pid, 0)
+            self._end(os.waitpid(self._pid, 0)[1])
+
+    def _end(self, status: int) -> None:
+        self._status = status
+        if self._frozen is not None:
+            self._frozen.close()
+
+
+class FrozenParts:
+    """The parts of a file with what a fork does not freeze frozen; see the module's docstring."""
+
+    def __init__(self, parts: Sequence[TensorPart]) -> None:
+        self._snapshots: dict[int, RowsSnapshot] = {}
+        try:
+            shared = shared_memory()
+            self.parts = [part._replace(tensor=self._frozen(part.tensor, shared)) for part in parts]
+        except BaseException:
+            self.close()
+            raise
+
+    def _frozen(self, tensor: Tensor, shared: Sequence[tuple[int, int]]) -> Tensor:
+        if isinstance(tensor, StreamedPart):
+            number = id(tensor.table)
+            if number not in self._snapshots:
+                self._snapshots[number] = tensor.table.snapshot()
+            return tensor.frozen(self._snapshots[number])
+        found = tensor.cpu().contiguous()
+        begin = found.data_ptr()
+        is_shared = any(first < begin + found.nbytes and begin < end for first, end in shared)
+        return found.clone() if is_shared and found is tensor else found
+
+    def close(self) -> None:
+        """Give the snapshots of tables up."""
+        while self._snapshots:
+            self._snapshots.popitem()[1].close()
+
+
+def shared_memory() -> list[tuple[int, int]]:
+    """Return the addresses, first and end, of memory that other processes see this one write to."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux: a fork shares what it does not copy, and nothing tells
+        return []
+    maps = [line.split(maxsplit=2)[:2] for line in lines]
+    return [
+        (int(begin, 16), int(end, 16))
+        for addresses, permissions in maps
+        if permissions.endswith("s")
+        for begin, end in [addresses.split("-")]
+    ]
 
 
 def read_note(note: Path) -> Written:

@@ -17,7 +17,7 @@ from meshrec.ops import nbit, tbe
 from meshrec.ops.memory import empty_pages
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.index import Index
-from meshrec.tables.table import Rectangle, RowPart, Span, TableRows
+from meshrec.tables.table import Rectangle, RowPart, SideTable, Span
 
 # D width
 
@@ -84,7 +84,7 @@ class SideRows(ABC):
     @abstractmethod
     def table(
         self, rectangle: Rectangle, spec: OptimizerSpec | None, device: torch.device | None
-    ) -> TableRows:
+    ) -> SideTable:
         """Make a rectangle of a table; see [Note: what a table is] in ``tables/table.py``.
 
         ``spec``: the optimizer that will change the rows.

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from meshrec.tables.table import RowBlock, RowPart, Span, TableRows
+from meshrec.tables.table import RowBlock, RowPart, RowsSnapshot, SideTable, Span
 
 _aten = torch.ops.aten
 
@@ -20,27 +20,38 @@ class StreamedPart(Tensor):
     arithmetic is refused, because it would need the whole in memory.
     """
 
-    table: TableRows
+    table: SideTable
     part: RowPart
     keys: Span
     columns: Span
+    source: SideTable | RowsSnapshot
+    """What the values are read from."""
 
     @staticmethod
-    def __new__(cls, table: TableRows, part: RowPart, keys: Span, columns: Span) -> "StreamedPart":
+    def __new__(
+        cls,
+        table: SideTable,
+        part: RowPart,
+        *,
+        keys: Span,
+        columns: Span,
+        source: SideTable | RowsSnapshot | None = None,
+    ) -> "StreamedPart":
         height, width = keys[1] - keys[0], columns[1] - columns[0]
         made: StreamedPart = Tensor._make_wrapper_subclass(
             cls, (height,) if part.per_row else (height, width), dtype=part.dtype, device=table.rows.device
         )
         made.table, made.part, made.keys, made.columns = table, part, keys, columns
+        made.source = table if source is None else source
         return made
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
     def blocks(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield the values in blocks of rows, and where each of them begins and ends."""
         position = 0
-        for block in self.table.stream(self.columns, keys=self.keys):
+        for block in self.source.stream(self.columns, keys=self.keys):
             assert isinstance(block.keys, range), "a table without a row for every key has no such tensor"
             begin, end = block.keys.start - self.keys[0], block.keys.stop - self.keys[0]
             assert begin == position, "blocks follow each other"
@@ -55,12 +66,16 @@ class StreamedPart(Tensor):
             found[begin:end] = rows
         return found
 
+    def frozen(self, snapshot: RowsSnapshot) -> "StreamedPart":
+        """Return the same part of a snapshot of the table."""
+        return StreamedPart(self.table, self.part, keys=self.keys, columns=self.columns, source=snapshot)
+
     def is_same(self, other: object) -> bool:
         """Return whether both stand for the same values of the same table."""
         return isinstance(other, StreamedPart) and other._place() == self._place()
 
     def _place(self) -> tuple[object, ...]:
-        return id(self.table), self.part.name, self.keys, self.columns
+        return id(self.source), self.part.name, self.keys, self.columns
 
     def _slice(
         self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
@@ -71,11 +86,12 @@ class StreamedPart(Tensor):
         first, last, _ = slice(start, end).indices(span[1] - span[0])
         chosen = span[0] + first, span[0] + max(first, last)
         keys, columns = (self.keys, chosen) if dim else (chosen, self.columns)
-        return StreamedPart(self.table, self.part, keys, columns)
+        return StreamedPart(self.table, self.part, keys=keys, columns=columns, source=self.source)
 
     def _load(self, source: Tensor) -> None:
         if self.is_same(source):
             return
+        assert self.source is self.table, "a snapshot stays as it is"
         source = source.expand(self.shape)
         pieces = source.blocks() if isinstance(source, StreamedPart) else [((0, len(source)), source)]
         self.table.load(
@@ -111,7 +127,7 @@ class StreamedPart(Tensor):
         if func is _aten.is_pinned.default:
             return False
         if func in (_aten.detach.default, _aten.alias.default):
-            return StreamedPart(first.table, first.part, first.keys, first.columns)
+            return first.frozen(first.source)
         if func is _aten.slice.Tensor:
             return first._slice(*args[1:], **kwargs)
         if func in _READING:
@@ -122,10 +138,12 @@ class StreamedPart(Tensor):
 _READING = (_aten.clone.default, _aten._to_copy.default, _aten.equal.default)
 
 
-def streamed(table: TableRows) -> dict[str, Tensor]:
+def streamed(table: SideTable) -> dict[str, Tensor]:
     """Return the parts of a table with a row for every key, by name, as tensors that stream."""
     r = table.rectangle
-    return {part.name: StreamedPart(table, part, (r.r0, r.r1), r.columns) for part in table.parts}
+    return {
+        part.name: StreamedPart(table, part, keys=(r.r0, r.r1), columns=r.columns) for part in table.parts
+    }
 
 
 def values_of(value: Any) -> Any:

@@ -109,6 +109,27 @@ class TableRows(Protocol):
         """
 
 
+class RowsSnapshot(Protocol):
+    """The rows of a table as they were at one moment, while training goes on."""
+
+    def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
+        """Yield the rows as ``TableRows.stream`` would have done then.
+
+        A background checkpoint asks for it in a forked process. There the memory that processes share goes
+        on to change, and the files that were open are closed.
+        """
+
+    def close(self) -> None:
+        """Give up what kept the rows as they were."""
+
+
+class SideTable(TableRows, Protocol):
+    """A rectangle whose rows are not the memory of a parameter."""
+
+    def snapshot(self) -> RowsSnapshot:
+        """Return the rows as they are now."""
+
+
 def weights_at(table: TableRows, keys: Tensor) -> Tensor:
     """Read ``weight`` of some keys, which the table must have: int64 [n], ascending."""
     if len(keys) == 0:
