@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import io
 import itertools
 import weakref
@@ -32,6 +33,11 @@ from meshrec.testing import RankError
 
 SIZES = {"t0": (40, 8), "t1": (30, 4)}
 BLOCK_ROWS = 7
+
+_path = Path(__file__).parents[1] / "checkpoint" / "models.py"
+_spec = importlib.util.spec_from_file_location("checkpoint_models", _path)
+models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
 
 
 class Pin:
@@ -262,6 +268,36 @@ def lived(folder, spec):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_rows_in_a_dict_live_as_rows_in_memory_do(ranks, tmp_path, world_size, spec, moves):
     assert ranks(world_size).run(life, str(tmp_path), spec, moves) == [True] * world_size
+
+
+def beside_dense(kind):
+    """Whoever walks the parameters finds the names of all tables, and nothing of these to change."""
+    env, found = default_env(), []
+    for side in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if side:
+                patch.setattr(table_lookup, "storage_for", lambda data_type: DictRows(data_type.dtype))
+            model, dense = models.make("rw", "rowwise", dense=kind)
+        names = [name for name, _ in model.named_parameters()]
+        tables = [p for name, p in model.named_parameters() if "embedding_bags" in name]
+        for step in range(6):
+            tables[0].requires_grad_(step != 3)
+            model(models.batch(step)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            dense.step()
+            dense.zero_grad()
+            if side:
+                assert all(p.numel() == 0 and p.grad is None for p in tables)
+        found.append((names, models.whole_state(model, dense)))
+    assert found[0][0] == found[1][0]
+    assert len(tables) == len(models.SIZES)
+    frozen = found[0][1]["tables.ebc.embedding_bags.t0.weight.step"]
+    return env.world.rank, frozen, models.differences(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ddp_fsdp2_and_clipping_leave_the_tables_alone(ranks, kind):
+    assert ranks(2).run(beside_dense, kind) == [(0, 5, []), (1, 5, [])]
 
 
 def ahead():
