@@ -76,6 +76,8 @@ def test_empty_input():
     )
     assert module(kjt).weights().tolist() == []
     assert PositionWeightedModule(2)(kjt["f"]).weights().tolist() == []
+    found = module(KeyedJaggedTensor.empty())
+    assert (found.keys(), found.weights().tolist()) == ([], [])
 
 
 def test_reset_makes_all_weights_equal():

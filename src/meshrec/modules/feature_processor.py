@@ -125,11 +125,13 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         bags_N = _bags(features.lengths(), features.values().size(0))
         strides = features.stride_per_key()
         keys_B = torch.arange(len(strides), device=device).repeat_interleave(
-            torch.tensor(strides, device=device), output_size=sum(strides)
+            torch.tensor(strides, dtype=torch.int64, device=device), output_size=sum(strides)
         )
         keys_N = keys_B[bags_N]
-        positions_N = _positions(features.offsets(), bags_N) * torch.tensor(steps_K, device=device)[keys_N]
-        return table[torch.tensor(starts_K, device=device)[keys_N] + positions_N]
+        # Without keys the lists are empty, and torch would take them for floats.
+        starts, steps = (torch.tensor(each, dtype=torch.int64, device=device) for each in (starts_K, steps_K))
+        positions_N = _positions(features.offsets(), bags_N) * steps[keys_N]
+        return table[starts[keys_N] + positions_N]
 
     def _check(self, features: KeyedJaggedTensor) -> None:
         lengths = features.lengths()

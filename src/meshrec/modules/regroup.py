@@ -15,7 +15,6 @@ class KTRegroupAsDict(nn.Module):
         groups: features of each group. A feature may be in several groups.
         keys: name of each group.
         emb_dtype: data type of the results; None: that of the embeddings.
-        multi_device: accepted for TorchRec's programs and ignored, because the module holds no tensors.
 
     Raises:
         ValueError: the numbers of groups and keys differ.
@@ -26,7 +25,6 @@ class KTRegroupAsDict(nn.Module):
         groups: Sequence[Sequence[str]],
         keys: Sequence[str],
         emb_dtype: DataType | None = None,
-        multi_device: bool = False,
     ) -> None:
         super().__init__()
         if len(groups) != len(keys):

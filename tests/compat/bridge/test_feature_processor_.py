@@ -57,6 +57,14 @@ def test_keys_without_weights_weigh_1():
     torch.testing.assert_close(symbolic_trace(module)(features()).weights(), expected.weights())
 
 
+def test_a_batch_may_have_no_keys():
+    module = collection()
+    for each in (module, torch.jit.script(symbolic_trace(module))):
+        found = each(KeyedJaggedTensor.empty())
+        assert found.keys() == []
+        assert found.weights().tolist() == []
+
+
 def test_one_feature():
     module = new.PositionWeightedModule(3)
     bags = JaggedTensor(torch.tensor([5, 6, 7]), lengths=torch.tensor([1, 2]))

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 
@@ -48,8 +50,12 @@ def test_collections_in_a_model_are_replaced_and_keep_their_weights():
     )
 
 
-def test_other_places_are_refused():
-    with pytest.raises(ValueError, match="location 'MANAGED' is not to be had"):
-        fused_embeddings.FusedEmbeddingBagCollection(
-            tables(), torch.optim.SGD, {"lr": 0.1}, location="MANAGED"
-        )
+@pytest.mark.parametrize("place", ["MANAGED", fused_embeddings.EmbeddingLocation.MANAGED])
+def test_other_places_are_refused(place):
+    make = functools.partial(
+        fused_embeddings.FusedEmbeddingBagCollection, tables(), torch.optim.SGD, {"lr": 0.1}
+    )
+    with pytest.raises(ValueError, match=r"location .*MANAGED.* is not to be had"):
+        make(location=place)
+    for own in (None, "HOST", fused_embeddings.EmbeddingLocation.DEVICE):
+        assert make(location=own).embedding_bags

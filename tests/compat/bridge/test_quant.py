@@ -122,7 +122,7 @@ class Predict(PredictModule):
 
 
 def test_dense_layers_in_fp16():
-    made = quantize_dense(Predict(nn.Sequential(nn.Linear(3, 2))), torch.half)
+    made = quantize_dense(Predict(nn.Sequential(nn.Linear(3, 2)), "cpu"), torch.half)
     found = made({"x": torch.rand(2, 3)})
     assert found.dtype == torch.half
     assert not found.requires_grad

@@ -4,6 +4,7 @@ import torch
 from meshrec.compat.bridge.fx import symbolic_trace
 from meshrec.compat.bridge.regroup import KTRegroupAsDict
 from meshrec.compat.bridge.sparse import KeyedTensor
+from meshrec.compat.bridge.sparse.regrouping import _all_keys_used_once
 from meshrec.modules import DataType
 
 
@@ -21,3 +22,24 @@ def test_groups_in_graphs_and_script_are_those_of_python(dtype):
         for key, values in expected.items():
             assert torch.equal(found[key], values)
             assert values.dtype == (torch.float32 if dtype is None else torch.float16)
+
+
+@pytest.mark.parametrize("groups", [[["a", "d"], ["b", "c"]], [["a", "b", "b"], ["b", "d"]]])
+def test_gradients_are_those_of_the_function(groups):
+    names = [["a", "b"], ["c", "d"]]
+    kts = [
+        KeyedTensor.from_tensor_list(own, [torch.rand(5, width, requires_grad=True) for _ in own])
+        for own, width in zip(names, (2, 3), strict=True)
+    ]
+    module = KTRegroupAsDict(groups, ["x", "y"], multi_device=True)
+
+    def gradients(found):
+        loss = (found["x"].sum(1) * found["y"].sum(1)).sum()
+        return torch.autograd.grad(loss, [kt.values() for kt in kts])
+
+    expected = KeyedTensor.regroup_as_dict(keyed_tensors=kts, groups=groups, keys=["x", "y"])
+    for mine, theirs in zip(gradients(module(kts)), gradients(expected), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert _all_keys_used_once(kts, groups) == (
+        sorted(name for group in groups for name in group) == list("abcd")
+    )

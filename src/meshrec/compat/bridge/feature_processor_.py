@@ -105,7 +105,7 @@ def keys_weighted_by_position(
     positions = torch.split(
         positions_in_bags(features.offsets(), features.values()), features.length_per_key()
     )
-    parts: list[Tensor] = []
+    parts: list[Tensor] = [torch.ones(0, device=features.device())]  # a batch may have no keys
     for i, key in enumerate(features.keys()):
         if key in known:
             parts.append(known[key][positions[i]])

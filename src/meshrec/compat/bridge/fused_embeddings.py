@@ -1,5 +1,6 @@
 """TorchRec's collections with a built-in optimizer: ``meshrec.fuse`` under TorchRec's names."""
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,19 @@ from meshrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfi
 M = TypeVar("M", bound=nn.Module)
 
 _Optimizer = type[torch.optim.Optimizer]
-_PLACES = ("DEVICE", "HOST")  # where tables are anyway
+
+
+class EmbeddingLocation(enum.IntEnum):
+    """FBGEMM's memory of a table. DEVICE and HOST say where tables are anyway; others are refused."""
+
+    DEVICE = 0
+    MANAGED = 1
+    MANAGED_CACHING = 2
+    HOST = 3
+    MTIA = 4
+
+
+_PLACES = ("DEVICE", "HOST")
 
 
 class CallableFusedOptimizer(tables.FusedOptimizer):

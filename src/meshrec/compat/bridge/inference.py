@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -91,9 +92,10 @@ def quantize_feature(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
 class PredictModule(nn.Module, abc.ABC):
     """A model that maps a dict of tensors to a dict of tensors. Subclasses write ``predict_forward``."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device | str | None = None) -> None:
         super().__init__()
         self._module = module.eval()
+        self._device = None if device is None else torch.device(device)
 
     @property
     def predict_module(self) -> nn.Module:
@@ -105,8 +107,9 @@ class PredictModule(nn.Module, abc.ABC):
         """Return the predictions for a batch, both dicts of tensors."""
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        """Run ``predict_forward`` without gradients."""
-        with torch.inference_mode():
+        """Run ``predict_forward`` without gradients, with the device as the current one if it is a GPU."""
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        with torch.inference_mode(), torch.cuda.device(self._device) if on_gpu else nullcontext():
             return self.predict_forward(batch)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

@@ -26,7 +26,10 @@ _COLLECTIONS = {
 }
 _S = f"{_C}.sparse"
 _SPARSE = _of(_S, "JaggedTensor KeyedJaggedTensor KeyedTensor")
-_REGROUP = "permute_multi_embedding regroup_kts _fbgemm_permute_pooled_embs _regroup_keyed_tensors"
+_REGROUP = (
+    "permute_multi_embedding regroup_kts _fbgemm_permute_pooled_embs _regroup_keyed_tensors "
+    "_all_keys_used_once"
+)
 _SPARSE_ALL = {
     **_SPARSE,
     **_of(f"{_S}.helpers", "ComputeJTDictToKJT ComputeKJTToJTDict jt_is_equal kjt_is_equal"),
@@ -244,7 +247,10 @@ MODULES: dict[str, dict[str, str]] = {
         **{name: _STAGES[name] for name in ("PipelineStage", "StagedTrainPipeline")},
         "TrainPipeline": f"{_C}.train_pipeline:TrainPipelineBase",
     },
-    "torchrec.distributed.utils": _of(f"{_C}.comm", "get_device_type"),
+    "torchrec.distributed.utils": {
+        **_of(f"{_C}.comm", "get_device_type"),
+        **_of(f"{_C}.devices", "copy_to_device init_parameters"),
+    },
     "torchrec.test_utils": _of(f"{_C}.test_utils", "get_free_port skip_if_asan skip_if_asan_class"),
     "torchrec.optim": {
         **_APPLY,
@@ -284,6 +290,7 @@ MODULES: dict[str, dict[str, str]] = {
     "fbgemm_gpu.split_embedding_configs": _of(f"{_C}.optimizers", "EmbOptimType"),
     "fbgemm_gpu.split_table_batched_embeddings_ops_training": {
         **_of(f"{_C}.optimizers", "WeightDecayMode"),
+        **_of(f"{_C}.fused_embeddings", "EmbeddingLocation"),
     },
 }
 

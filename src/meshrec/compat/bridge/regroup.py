@@ -5,6 +5,7 @@ from torch import Tensor
 
 from meshrec.compat.bridge.sparse import KeyedTensor
 from meshrec.modules import regroup as own
+from meshrec.modules.embedding_configs import DataType
 
 
 class KTRegroupAsDict(own.KTRegroupAsDict):
@@ -13,6 +14,16 @@ class KTRegroupAsDict(own.KTRegroupAsDict):
     _groups: list[list[str]]
     _keys: list[str]
     _dtype: torch.dtype | None
+
+    def __init__(
+        self,
+        groups: list[list[str]],
+        keys: list[str],
+        emb_dtype: DataType | None = None,
+        multi_device: bool = False,
+    ) -> None:
+        # The module holds no tensors, so that it works on several devices anyway.
+        super().__init__(groups, keys, emb_dtype)
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """Return [B, sum of D] by group."""

@@ -32,6 +32,12 @@ def _regroup_keyed_tensors(keyed_tensors: list[KeyedTensor], groups: list[list[s
     return regrouped(keyed_tensors, groups)
 
 
+def _all_keys_used_once(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> bool:
+    keys = [key for each in keyed_tensors for key in each.keys()]  # noqa: SIM118 - a KeyedTensor is no dict
+    used = [key for group in groups for key in group]
+    return len(set(keys)) == len(set(used)) == len(keys) == len(used)
+
+
 def kt_regroup_arguments(
     value: Tensor, keys: list[list[str]], key_lengths: list[list[int]], groups: list[list[str]]
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
