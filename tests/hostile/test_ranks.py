@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import pytest
 
+from tests.hostile.damage import Tally
 from tests.hostile.faulty_ranks import (
     NO_LOOPBACK,
     RANK_TIMEOUT,
@@ -40,20 +41,21 @@ def failure(fault: Fault, outcome: Outcome) -> str | None:
 
 
 def test_lost_ranks_are_named(tmp_path, capsys):
-    seconds, failures = defaultdict(list), []
+    seconds, tally = defaultdict(list), Tally("lost ranks")
     for number, fault in enumerate(draw(NUMBER, SEED)):
         folder = tmp_path / str(number)
         outcome = run(fault, folder)
         seconds[fault.kind, fault.moment].append(outcome.seconds)
+        tally.tried += 1
         wrong = failure(fault, outcome)
         if wrong is not None:
-            failures.append(f"{fault}: {wrong}")
+            tally.failures.append(f"{fault}: {wrong}")
     with capsys.disabled():
         if "MESHREC_HOSTILE" in os.environ:
-            print(f"\nranks with --rank-timeout {RANK_TIMEOUT}: tried {NUMBER}, failed {len(failures)}")
+            print(f"\nranks with --rank-timeout {RANK_TIMEOUT}: tried {NUMBER}, failed {len(tally.failures)}")
             for (kind, moment), each in sorted(seconds.items()):
                 print(f"  {kind:8} while {moment:8} {len(each):4}   at most {max(each):5.1f} s")
-    assert not failures, "\n".join(failures)
+    tally.finish()
 
 
 @pytest.mark.parametrize("stopped", range(2))

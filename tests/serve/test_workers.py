@@ -19,8 +19,8 @@ from tests.serve.conftest import Client, free_port, link, samples, scores_of
 
 
 @contextlib.contextmanager
-def program(*arguments):
-    """``meshrec serve``, ready; and a way to ask it."""
+def program(*arguments, code=0):
+    """``meshrec serve``, ready; and a way to ask it. It ends with ``code``, and so do all its processes."""
     port = free_port()
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", toys.__file__, "--port", str(port)]
@@ -38,9 +38,14 @@ def program(*arguments):
     finally:
         process.terminate()
         process.wait(60)
+        reader.join(60)  # at the end once no process holds the other end
+        left = reader.is_alive()
+        for pid in re.findall(r"\(process (\d+)\)", "".join(log)) if left else ():
+            os.kill(int(pid), signal.SIGKILL)
         reader.join()
         process.stderr.close()
-    assert process.returncode == 0, log
+    assert not left, log
+    assert process.returncode == code, log
 
 
 def answers(url, status):
@@ -114,6 +119,13 @@ def test_workers_do_everything_together(packages, predictors, tmp_path):
         until(lambda: sum("another takes its place" in line for line in log) == 2, log)
         until(lambda: sum("serving clicks" in line for line in log) == 4, log)
         until(lambda: {ask(url, given)[0] for _ in range(8)} == {404}, log)
+
+
+def test_workers_end_when_their_parent_is_killed(packages):
+    with program(packages[0], "--workers", 3, code=-signal.SIGKILL) as (process, url, log):
+        until(lambda: sum("serving v0" in line for line in log) == 3, log)
+        process.kill()
+        until(lambda: not answers(url, 200), log)
 
 
 def test_a_signal_ends_it_after_the_last_answer(packages):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import mmap
+import signal
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -58,8 +59,9 @@ class Peers:
         def on_message() -> None:
             try:
                 said = json.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError):  # the parent is gone, and with it the others
+            except (EOFError, OSError):  # the parent was killed; alone, workers would hold the port for ever
                 loop.remove_reader(self._pipe.fileno())
+                signal.raise_signal(signal.SIGTERM)
                 return
             if "ticket" in said:
                 self._asked.pop(said["ticket"]).set_result(said["error"])

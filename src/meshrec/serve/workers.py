@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -103,10 +103,11 @@ class _Supervisor:
     def _start(self, index: int) -> None:
         here, there = multiprocessing.Pipe()
         peers = Peers(there, self._loaded, index)
+        ends = [here, self._wake, self._woken, *(worker.pipe for worker in self._workers.values())]
         process = multiprocessing.get_context("fork").Process(
             target=_work,
             args=(self._models, self._options, self._bound, peers),
-            kwargs={"num_workers": self._num, "wishes": dict(self._wishes)},
+            kwargs={"num_workers": self._num, "wishes": dict(self._wishes), "ends": ends},
         )
         process.start()
         there.close()
@@ -193,8 +194,15 @@ def _work(
     *,
     num_workers: int,
     wishes: dict[str, tuple[str, int | None]],
+    ends: Sequence[Connection],
 ) -> None:
-    """A worker, from its first line to its end."""
+    """A worker, from its first line to its end.
+
+    ``ends`` are the parent's ends of all pipes. They are closed here: a pipe is at its end only when nobody
+    holds the other one, and that is how workers see that the parent was killed.
+    """
+    for end in ends:
+        end.close()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     from meshrec.serve.models import Wish
