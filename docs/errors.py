@@ -23,10 +23,11 @@ _NEEDED = re.compile(r"\b(?:must|needs?)\b|pip install")
 _OF_ROOM = {
     "checkpoint": "That checkpoint is damaged: load the one before, as `CheckpointManager.load_latest` does.",
     "durable": "The file is damaged: copy it again from where it was written, or use an earlier one.",
-    "data": "Mend the file, or read with `on_error='skip'`, which counts what it leaves out.",
+    "export": "The package is damaged: copy it again from where it was written, or export the run again.",
+    "data": "Repair the file, or read with `on_error='skip'`, which counts the rows that it skips.",
     "ops": "Make the arguments agree, or let a module call the operator: it checks its input first.",
-    "serve": "Mend the request, and send it on a new connection; the server itself goes on.",
-    "testing": "Look for the first table or output that differs, and at what is done to it between ranks.",
+    "serve": "Correct the request, and send it on a new connection; the server keeps running.",
+    "testing": "Find the first table or output that differs, and look at what the ranks do to it.",
 }
 
 
@@ -39,7 +40,7 @@ class Message(NamedTuple):
 
 
 def messages(source: Path = SOURCE) -> Iterator[Message]:
-    """All errors that the package raises with a message of its own."""
+    """Yield every error that the package raises with its own message."""
     for path in sorted(source.rglob("*.py")):
         room = path.relative_to(source).with_suffix("").parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
@@ -57,7 +58,7 @@ def next_step(message: Message) -> str:
 
 
 def split(text: str) -> tuple[str, str]:
-    """What happened, and what to do."""
+    """Split a message into what happened and what to do."""
     if rule := _RULE.fullmatch(text):
         return text, rule["rule"]
     found = _BOUNDARY.search(text)
@@ -67,7 +68,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def write(page: Path) -> None:
-    """Writes the tables, room by room."""
+    """Write the tables, room by room."""
     rooms: dict[str, dict[str, None]] = {}
     for message in messages():
         cells = f"`{message.kind}`", _markdown(split(message.text)[0]), _markdown(next_step(message))

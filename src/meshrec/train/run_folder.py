@@ -150,7 +150,7 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}).") from error
+            raise ValueError(f"{path} cannot be read ({error.strerror}). Look at its permissions.") from error
         except DamageError as error:
             raise ValueError(
                 f"{path} is damaged: {error}. Restore it from a copy. If you changed it yourself, delete its "
