@@ -2,12 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from meshrec.plan.mesh import default_env
 
 from meshrec import EmbeddingBagCollection, EmbeddingBagConfig
 from meshrec import distributed as md
 from meshrec.checkpoint import load, save
 from meshrec.checkpoint.manifest import MANIFEST
+from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 
 
