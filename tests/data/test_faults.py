@@ -30,3 +30,11 @@ def test_missing_packages_name_the_extra():
         needs("no_such_package.part", "data")
     with pytest.raises(ValueError, match="on_error must be 'raise' or 'skip', got 'warn'"):
         Faults("warn")
+
+
+def test_a_package_that_warns_as_it_is_imported_is_not_heard(tmp_path, monkeypatch):
+    lines = [f"warnings.warn('old', {kind})" for kind in ("DeprecationWarning", "FutureWarning")]
+    lines.append("warnings.warn('pkg_resources is deprecated as an API.')")
+    (tmp_path / "warns_of_itself.py").write_text("\n".join(["import warnings", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert needs("warns_of_itself", "train").__name__ == "warns_of_itself"

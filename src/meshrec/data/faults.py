@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import warnings
 from types import ModuleType
 from typing import Any, Literal
 
@@ -81,7 +82,12 @@ def needs(module: str, extra: str) -> ModuleType:
         ModuleNotFoundError: the module is missing; the message names the extra, and ``name`` is None.
     """
     try:
-        return importlib.import_module(module)
+        with warnings.catch_warnings():
+            # What a package warns its own developers of, such as torchmetrics 1.0 of the setuptools that it uses.
+            for kind in (DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", kind)
+            warnings.filterwarnings("ignore", "pkg_resources is deprecated")
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'this needs {module.split(".")[0]}: pip install "meshrec[{extra}]"'

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,10 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
         return f"no C++ compiler: {compiler!r} was not found; set CXX"
     if " " in torch.__file__:  # its compiler splits its commands there
         return f"torch compiles nothing below a folder with a space: {Path(torch.__file__).parent}"
-    torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
+    with warnings.catch_warnings():
+        # Torch's compiler copies tree specs, whose class warns of its own deprecation.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
     return None
 
 
