@@ -83,7 +83,7 @@ def needs(module: str, extra: str) -> ModuleType:
     """
     try:
         with warnings.catch_warnings():
-            # What a package warns its own developers of, such as torchmetrics 1.0 of the setuptools that it uses.
+            # What a package warns its developers of, as torchmetrics 1.0 does of its setuptools.
             for kind in (DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", kind)
             warnings.filterwarnings("ignore", "pkg_resources is deprecated")
