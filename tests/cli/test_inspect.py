@@ -7,6 +7,7 @@ import pytest
 from meshrec.cli import inspect
 from meshrec.cli.train import main as train
 from meshrec.train import RunFolder
+from tests.browser import drawn, needs_browser
 from tests.train.shop import shop, write_shop
 
 
@@ -92,3 +93,14 @@ def test_what_is_decided_about_a_label_is_told(label, said, tmp_path, capsys):
     assert inspect.main([str(tmp_path / "a.parquet"), "--label", "y", "--out", str(out)]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
     assert said in " ".join(out.read_text().split())
+
+
+@needs_browser
+def test_the_page_shows_times_as_dates(tmp_path):
+    num = 600
+    table = {"user": [f"u{n % 9}" for n in range(num)], "y": np.arange(num) % 7 % 2}
+    pq.write_table(pa.table(table | {"when": 1_600_000_000 + np.arange(num)}), tmp_path / "a.parquet")
+    args = [str(tmp_path / "a.parquet"), "--label", "y", "--time", "when", "--out", str(tmp_path / "r.py")]
+    assert inspect.main(args) == 0
+    page = drawn(f"file://{tmp_path}/r.html").split("<noscript>")[0]
+    assert ">2020-09-13 12:26:40<" in page

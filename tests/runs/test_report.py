@@ -29,7 +29,7 @@ def test_the_page_holds_its_data(tmp_path, small):
     data = json.loads(text.group(1))
     assert data["name"] == "</script><b>"
     assert data["summary"]["validation"] == {"auc": 0.75}
-    assert data["metrics"][0] == {"kind": "train", "step": 1, "loss": 1.0}
+    assert data["metrics"][0] == {"kind": "train", "step": 1, "loss": 1.0, "lr": 0.1}
     assert data["plan"] is None
     assert ["training.batch_size", 100] in data["options"]
 
@@ -69,13 +69,24 @@ def test_a_browser_draws_it(tmp_path, small, small_plan):
         "test": {"auc": 0.74},
         "baselines": {"item popularity": {"auc": 0.7}},
         "baselines_test": {"item popularity": {"auc": 0.76}},
+        "remarks": ["it was still improving. Train longer."],
+        "curves": {
+            "test": {
+                "positive": 300.0,
+                "negative": 700.0,
+                "roc": [[0, 0], [0.2, 0.6], [1, 1]],
+                "calibration": [[0.1, 0.12, 500], [0.5, 0.48, 500]],
+            }
+        },
         "skipped": {"a.csv": {"row 3: no label": 1}},
         "phases": [{"phase": phase, "predicted": 0.001, "measured": 0.0025} for phase in ("lookup", "step")],
         "checkpoints": {"weights": "runs/x/best/step-4", "last": None},
     }
     folder.write_json(SUMMARY, summary)
     folder.write_json(
-        CONFIG, folder.read_json(CONFIG) | {"commands": {"export": "meshrec checkpoint export"}}
+        CONFIG,
+        folder.read_json(CONFIG)
+        | {"commands": {"export": "meshrec checkpoint export", "predict": "meshrec predict x"}},
     )
     write_report(folder)
     page = drawn(f"file://{folder.report}").split("<noscript>")[0]
@@ -85,7 +96,12 @@ def test_a_browser_draws_it(tmp_path, small, small_plan):
     assert ">-0<" not in page
     assert "item popularity (better)" in page  # on the test data, so that card is not green
     assert '<b class="good">0.7500</b><span>validation AUC' in page
-    assert '<b class="">0.7400</b><span>test AUC' in page
+    assert '<b class="">0.7400</b><span>test AUC, 95 %: 0.7044 to 0.7756' in page
+    assert "Receiver operating curve" in page
+    assert "test: predicted 0.5000, measured 0.4800, 500 samples" in page
+    assert "learning rate of the dense part" in page
+    assert "it was still improving. Train longer." in page
+    assert "meshrec predict x" in page
     assert "Proven, of the planner's model of the hardware" in page
     assert "Measured in this run: 2.500 ms, 2.5 times what the model says." in page
     assert "in all, of them 60.0 s training" in page

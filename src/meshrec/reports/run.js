@@ -6,7 +6,10 @@ for (const failure of summary.failed_saves || []) append(note(`No checkpoint was
 const lead = data.leading, leading = data.titles[lead];
 const beaten = kind => Object.values(summary[kind === "test" ? "baselines_test" : "baselines"] || {}).every(q => !(q[lead] > judged[kind][lead]));
 const cards = [];
-for (const kind of ["test", "validation"]) if (judged[kind][lead] !== undefined) cards.push([judged[kind][lead].toFixed(4), `${kind} ${leading}`, beaten(kind) ? "good" : ""]);
+for (const kind of ["test", "validation"]) if (judged[kind][lead] !== undefined) {
+  const interval = (data.intervals || {})[kind], span = interval ? `, 95 %: ${interval.map(value => value.toFixed(4)).join(" to ")}` : "";
+  cards.push([judged[kind][lead].toFixed(4), `${kind} ${leading}${span}`, beaten(kind) ? "good" : ""]);
+}
 const quality = judged.test.loss === undefined ? ["validation", judged.validation] : ["test", judged.test];
 if (quality[1].loss !== undefined) cards.push([quality[1].loss.toFixed(4), `${quality[0]} ${data.titles.loss}`]);
 if (quality[1].normalized_entropy !== undefined) cards.push([quality[1].normalized_entropy.toFixed(4), `${quality[0]} ${data.titles.normalized_entropy}`]);
@@ -18,6 +21,7 @@ if (summary.seconds) cards.push([duration(summary.seconds), `in all, of them ${d
 const skipped = Object.entries(summary.skipped || {}), lost = skipped.flatMap(([, reasons]) => Object.values(reasons)).reduce((a, b) => a + b, 0);
 if (skipped.length) cards.push([count(lost), "rows skipped"]);
 facts(cards);
+for (const text of summary.remarks || []) append(note(text));
 
 const models = { validation: [], test: [] };
 for (const [kind, key] of [["validation", "baselines"], ["test", "baselines_test"]]) for (const [name, q] of Object.entries(summary[key] || {})) if (q[lead] !== undefined) models[kind].push([name, q[lead], "baseline"]);
@@ -76,8 +80,23 @@ function chart(title, field) {
   }
   return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
 }
-const charts = [[data.titles.loss, "loss"], [leading, lead], ["samples per second", "samples_per_second"], [data.titles.normalized_entropy, "normalized_entropy"]].map(pair => chart(...pair)).filter(Boolean);
+const charts = [[data.titles.loss, "loss"], [leading, lead], ["samples per second", "samples_per_second"], [data.titles.normalized_entropy, "normalized_entropy"], ["learning rate of the dense part", "lr"], ["learning rate of the tables", "table_lr"], ["gradient norm of the dense part", "dense_gradient_norm"], ["peak memory of all ranks, MiB", "peak_memory_mib"], ["CPU seconds of all ranks", "cpu_seconds"]].map(pair => chart(...pair)).filter(Boolean);
 if (charts.length) section("Curves", element("div", { class: "charts" }, ...charts));
+
+// Points in the unit square, one line for each part of the data, over the diagonal.
+function square(title, below, left, lines, dots) {
+  const size = 300, at = 50, x = v => at + (size - at - 10) * v, y = v => size - at - (size - at - 10) * v;
+  const picture = element("svg", { viewBox: `0 0 ${size} ${size}`, role: "img", "aria-label": title, style: "max-width:420px" });
+  for (const v of [0, 0.25, 0.5, 0.75, 1]) picture.append(element("line", { x1: x(0), x2: x(1), y1: y(v), y2: y(v), stroke: "var(--line)" }), element("text", { x: at - 6, y: y(v) + 4, "text-anchor": "end" }, String(v)), element("text", { x: x(v), y: size - at + 15, "text-anchor": "middle" }, String(v)));
+  picture.append(element("line", { x1: x(0), x2: x(1), y1: y(0), y2: y(1), stroke: "var(--dim)", "stroke-dasharray": "4 4" }), element("text", { x: x(0.5), y: size - 8, "text-anchor": "middle" }, below), element("text", { x: -y(0.5), y: 9, transform: "rotate(-90)", "text-anchor": "middle" }, left));
+  for (const line of lines) {
+    picture.append(element("path", { d: line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join(""), fill: "none", stroke: line.color, "stroke-width": 2 }));
+    if (dots) for (const p of line.points) picture.append(element("circle", { cx: x(p[0]), cy: y(p[1]), r: 3.5, fill: line.color }, element("title", {}, `${line.label}: predicted ${p[0].toFixed(4)}, measured ${p[1].toFixed(4)}, ${count(p[2])} samples`)));
+  }
+  return element("div", { class: "card" }, element("h3", {}, title), legend(lines.map(line => [line.label, line.color])), picture);
+}
+const curves = Object.entries(summary.curves || {}).filter(([, c]) => c.roc.length), lineOf = name => curves.map(([label, c]) => ({ label, color: label === "test" ? "var(--third)" : "var(--second)", points: c[name] }));
+if (curves.length) section("Ranking and calibration", element("div", { class: "charts" }, square("Receiver operating curve", "false positive rate", "true positive rate", lineOf("roc")), square("Calibration", "mean prediction", "share of positive samples", lineOf("calibration"), true)), paragraph("The reported weights. A perfect ranking goes through the upper left corner; perfect probabilities lie on the diagonal."));
 
 const whole = (summary.phases || []).find(row => row.phase === "step");
 if (plan) {
@@ -108,6 +127,7 @@ line("the reported weights", places.weights);
 line("the last step", places.last);
 if (data.has_checkpoint) line("go on training", commands.resume);
 if (places.weights) { line("export the weights", commands.export); line("load them in Python", commands.load); }
+if (places.weights) for (const [label, name] of [["evaluate on other data", "evaluate"], ["score data", "predict"], ["make a package", "package"], ["serve it", "serve"]]) line(label, commands[name]);
 if (lies.length) section("Where things lie, and what to type next", element("dl", {}, ...lies));
 if (skipped.length) section("Rows that were skipped", plainTable(["file", "reason", "rows"], skipped.flatMap(([file, reasons]) => Object.entries(reasons).map(([reason, rows]) => [file, reason, count(rows)]))));
 append(element("details", {}, element("summary", {}, "All options of the recipe"), element("div", { class: "scroll" }, element("table", {}, element("tbody", {}, ...data.options.map(([name, value]) => element("tr", {}, element("td", {}, name), element("td", {}, value === null ? "–" : JSON.stringify(value)))))))));

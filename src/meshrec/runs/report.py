@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrec.metrics import Interval, auc_interval
 from meshrec.metrics.named import METRICS, leading_metric, metric_of, title_of
 from meshrec.planner import load_plan
 from meshrec.reports.measured import DENSE, read_phases
@@ -14,7 +15,18 @@ from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
 
 _MOST_POINTS = 800
-_CURVES = ("step", "epoch", "kind", "samples_per_second", "seconds")
+_CURVES = (
+    "step",
+    "epoch",
+    "kind",
+    "samples_per_second",
+    "seconds",
+    "lr",
+    "table_lr",
+    "dense_gradient_norm",
+    "peak_memory_mib",
+    "cpu_seconds",
+)
 
 
 def write_report(folder: RunFolder) -> None:
@@ -35,10 +47,21 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
         "summary": summary,
         "leading": leading,
         "titles": {name: title_of(name) for name in (*METRICS, leading)},
+        "intervals": _intervals(summary),
         "metrics": _curves(folder.metrics()),
         "phases": phase_times(folder),
         "plan": _plan(folder),
     }
+
+
+def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
+    """Return the 95 % intervals of the AUCs, by part of the data."""
+    found = {}
+    for data, curves in summary.get("curves", {}).items():
+        auc = summary[data].get("auc")
+        if auc is not None and curves["roc"]:
+            found[data] = auc_interval(auc, curves["positive"], curves["negative"])
+    return found
 
 
 def phase_times(folder: RunFolder) -> list[dict[str, Any]]:

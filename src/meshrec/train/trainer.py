@@ -3,13 +3,15 @@
 import itertools
 import logging
 import math
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
 from meshrec.checkpoint.finding import BEST
@@ -326,15 +328,20 @@ class Trainer:
             "gradients (--training.clip-norm 1), and train again."
         )
 
-    def _count(self) -> None:
-        """Add the samples that the ranks have trained since the last call. Collective."""
-        (num_samples,) = self.ranks.sum([self._num_untold])
+    def _count(self) -> dict[str, float]:
+        """Add the samples that the ranks have trained since the last call; return the memory in MiB and the
+        CPU
+        seconds of all ranks since their start. Collective.
+        """
+        used = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time()]
+        num_samples, memory, cpu = self.ranks.sum([self._num_untold, *used])
         self.progress.num_samples += int(num_samples)
         self._num_untold = 0
+        return {"peak_memory_mib": memory, "cpu_seconds": cpu}
 
     def _log(self) -> None:
         """Report a line of training metrics for the samples and the time since the last line."""
-        self._count()
+        used = self._count()
         samples, since = self._logged
         seconds = time.perf_counter() - since
         self.progress.seconds += seconds
@@ -345,11 +352,19 @@ class Trainer:
             "samples_per_second": (self.progress.num_samples - samples) / seconds,
             "lr": float(self.built.dense.param_groups[0]["lr"]),
             "table_lr": float(self.built.tables.param_groups[0]["lr"]),
+            "dense_gradient_norm": self._gradient_norm(),
+            **used,
         }
         _logger.info("step %d: loss %.6g", self.progress.step, line.get("loss", math.nan))
         self._tell(Logged(line))
         self._write_phases()
         self._start_clock()
+
+    def _gradient_norm(self) -> float:
+        """Return the norm of the last step's gradients of the dense part, after clipping."""
+        found = [each.grad for each in self.built.dense.params.values() if each.grad is not None]
+        norm = nn.utils.get_total_norm(found)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _log_rest(self) -> None:
         """Report the samples since the last line, if there are any."""
