@@ -3,15 +3,13 @@
 import itertools
 import logging
 import math
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
 from meshrec.checkpoint.finding import BEST
@@ -34,6 +32,7 @@ from meshrec.train.run_folder import DELTAS, RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stopping import EarlyStopping, StopRequest
+from meshrec.train.usage import gradient_norm, memory_and_cpu
 from meshrec.train.watch import LossError
 from meshrec.train.weights import BestWeights
 
@@ -333,8 +332,7 @@ class Trainer:
         CPU
         seconds of all ranks since their start. Collective.
         """
-        used = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time()]
-        num_samples, memory, cpu = self.ranks.sum([self._num_untold, *used])
+        num_samples, memory, cpu = self.ranks.sum([self._num_untold, *memory_and_cpu()])
         self.progress.num_samples += int(num_samples)
         self._num_untold = 0
         return {"peak_memory_mib": memory, "cpu_seconds": cpu}
@@ -352,19 +350,13 @@ class Trainer:
             "samples_per_second": (self.progress.num_samples - samples) / seconds,
             "lr": float(self.built.dense.param_groups[0]["lr"]),
             "table_lr": float(self.built.tables.param_groups[0]["lr"]),
-            "dense_gradient_norm": self._gradient_norm(),
+            "dense_gradient_norm": gradient_norm(self.built.dense.params.values()),
             **used,
         }
         _logger.info("step %d: loss %.6g", self.progress.step, line.get("loss", math.nan))
         self._tell(Logged(line))
         self._write_phases()
         self._start_clock()
-
-    def _gradient_norm(self) -> float:
-        """Return the norm of the last step's gradients of the dense part, after clipping."""
-        found = [each.grad for each in self.built.dense.params.values() if each.grad is not None]
-        norm = nn.utils.get_total_norm(found)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _log_rest(self) -> None:
         """Report the samples since the last line, if there are any."""
