@@ -102,8 +102,8 @@ class Hop:
         return all_to_all(rows.view(-1), splits, self.axis, name)
 
     def gather(self, in_flight: InFlight, local: Tensor | None, rows: int, bags: SourceIds | None) -> Tensor:
-        """Sum the rows that arrive and put them in order, [rows, out_dim]. ``bags`` divides MEAN tables that
-        are divided late.
+        """Sum the rows that arrive and put them in order, [rows, out_dim]. ``bags`` gives the bag sizes
+        for tables with MEAN pooling whose sums are divided here.
         """
         arguments = local, self.pieces, self.dims, rows, self.out_dim, *_bags(bags)
         gather = torch.ops.meshrec.gather_pooled.default

@@ -26,7 +26,7 @@ class OfColumn(Protocol):
 
     @property
     def found(self) -> Kind | None:
-        """What the column held when it was fitted."""
+        """The kind of values that the column held when it was fitted."""
 
     @property
     def is_fitted(self) -> bool:

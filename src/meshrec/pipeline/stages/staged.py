@@ -152,7 +152,7 @@ class Staged(nn.Module):
                     program.module.to(device)
 
     def _settled(self, batch: int, taken: Mapping[str, Any]) -> int:
-        """Return the split size. Choose it, and the cuts, first if that is to be done."""
+        """Return the split size. If it or the cuts are "auto", the first call chooses them."""
         if self._staging is None or (self._split_size == "auto" and self.choice is None):
             self.choice = choose_for(
                 self._traced,
