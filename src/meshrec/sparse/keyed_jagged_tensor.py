@@ -296,7 +296,7 @@ class KeyedJaggedTensor(Jagged):
         return self._bag_offset_per_key
 
     def segments_or_none(self) -> Tensor | None:
-        """The first bag of each key, and B; int64 [K+1] on the CPU. None if all keys have the same number of bags.
+        """The first bag of each key, and B; int64 [K+1] on the CPU. None if all keys have equally many bags.
 
         This is the argument ``segments`` of ``torch.ops.meshrec``.
         """
