@@ -23,6 +23,7 @@ from meshrec.serve.peers import Peers
 _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS_OF_A_BAD_START = 5.0
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 1) -> None:
@@ -88,8 +89,7 @@ class _Supervisor:
 
     def run(self) -> None:
         """Until every worker has ended after a signal."""
-        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in handled}
+        before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             for index in range(self._num):
                 self._start(index)
@@ -109,7 +109,12 @@ class _Supervisor:
             args=(self._models, self._options, self._bound, peers),
             kwargs={"num_workers": self._num, "wishes": dict(self._wishes), "ends": ends},
         )
-        process.start()
+        # A signal between the fork and the worker's own handlers would run the parent's in the worker.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         there.close()
         self._workers[index] = _Worker(process, here, time.monotonic())
 
@@ -201,10 +206,11 @@ def _work(
     ``ends`` are the parent's ends of all pipes. They are closed here: a pipe is at its end only when nobody
     holds the other one, and that is how workers see that the parent was killed.
     """
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     for end in ends:
         end.close()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
     from meshrec.serve.models import Wish
     from meshrec.serve.server import Server
 
