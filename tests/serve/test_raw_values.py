@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import tritonclient.http as triton
-from tests.export.test_runs import as_arrays, export_with, trained
 
 from meshrec.export import Predictor
 from meshrec.runs.fitting import features_of
 from meshrec.serve import Limits
 from tests.export.conftest import torchs_own_warnings
+from tests.runs.test_export import as_arrays, export_with, trained
 from tests.serve.conftest import Client, running
 from tests.train.shop import shop, source
 

@@ -120,7 +120,7 @@ def test_types_and_words():
     assert embeddings.pooling_type_to_str(PoolingType.MEAN) == "mean"
     with pytest.raises(ValueError, match=r"got torch\.int8"):
         embeddings.dtype_to_data_type(torch.int8)
-    with pytest.raises(ValueError, match="pools nothing"):
+    with pytest.raises(ValueError, match="does not pool"):
         embeddings.pooling_type_to_str(PoolingType.NONE)
 
 
