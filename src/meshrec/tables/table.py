@@ -90,7 +90,7 @@ class TableRows(Protocol):
         """The optimizer state that the kernels change, by slot of the optimizer; indexed as ``rows``."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the parts by name, for state dicts: the memory, or ``StreamedPart``s."""
+        """Return the parts by name, for state dicts: the memory, or a ``StreamedPart`` for each."""
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
         """Yield the rows in blocks of ascending keys.
