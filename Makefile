@@ -90,7 +90,7 @@ wheel: $(STAMP)
 WHEEL_TORCH ?= torch
 wheel-test: wheel
 	rm -rf build/wheel && $(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/$(PIP_INSTALL) $(WHEEL_TORCH) pytest pytest-xdist hypothesis $(WHEELS)/*.whl
+	build/wheel/venv/bin/$(PIP_INSTALL) $(WHEEL_TORCH) pytest pytest-timeout pytest-xdist hypothesis $(WHEELS)/*.whl
 	mkdir -p build/wheel/bin && cp -r tests build/wheel/
 	cd build/wheel && env -u CXX PATH="$$PWD/venv/bin" venv/bin/python -m pytest -q -p no:cacheprovider \
 		--import-mode=importlib -W error tests/ops/tbe/test_kernels.py tests/ops/tbe/test_kernels_update.py tests/ops/jagged
@@ -101,7 +101,7 @@ peers: $(STAMP_PEERS) $(KERNELS)
 # Not at the same time as the other environment: both build what they install in this folder.
 $(STAMP_PEERS): pyproject.toml constraints.txt | $(STAMP)
 	test -x $(PEERS)/python || $(PYTHON) -m venv $(VENV_PEERS)
-	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest hypothesis numpy \
+	$(PEERS)/$(PIP_INSTALL) torch "setuptools>=77" wheel pytest pytest-timeout hypothesis numpy \
 		fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 	$(PEERS)/$(PIP_INSTALL) --no-deps torchrec==1.8.0
 	MESHREC_NO_KERNELS=1 $(PEERS)/$(PIP_INSTALL) --no-build-isolation -e ".[cli,serve,movielens]" scikit-learn
