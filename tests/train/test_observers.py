@@ -1,5 +1,6 @@
 import builtins
 import logging
+import time
 
 from meshrec.train import RunFolder
 from meshrec.train.observers import Evaluated, Finished, FolderObserver, Logged, Started, TensorBoardObserver
@@ -19,6 +20,7 @@ def test_metrics_reach_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first_step, steps in ((0, (3, 6, 9)), (5, (6,))):  # the second goes on from step 5
+        time.sleep(1.1 * (first_step > 0))  # files of one second are read in the order of their names
         observer = TensorBoardObserver(tmp_path)
         observer(started(first_step))
         for step in steps:
