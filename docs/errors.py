@@ -20,10 +20,12 @@ _RULE = re.compile(r"(?P<rule>.*\b(?:must|need|needs|allowed)\b.*?)[,;] (?:but )
 _NEEDED = re.compile(r"\b(?:must|needs?)\b|pip install")
 
 # What to do about messages that say only what they found.
+_OF_KIND = {
+    # The rooms that read files pass these on, and add what to do with a checkpoint, a package or a delta.
+    "DamageError": "The file is damaged: copy it again from where it was written, or use an earlier one.",
+}
 _OF_ROOM = {
     "checkpoint": "That checkpoint is damaged: load the one before, as `CheckpointManager.load_latest` does.",
-    "durable": "The file is damaged: copy it again from where it was written, or use an earlier one.",
-    "export": "The package is damaged: copy it again from where it was written, or export the run again.",
     "data": "Repair the file, or read with `on_error='skip'`, which counts the rows that it skips.",
     "ops": "Make the arguments agree, or let a module call the operator: it checks its input first.",
     "serve": "Correct the request, and send it on a new connection; the server keeps running.",
@@ -54,7 +56,7 @@ def next_step(message: Message) -> str:
     """What to do about an error; empty where nothing says."""
     if message.text.endswith("{error}"):
         return "What the error that it passes on says."
-    return split(message.text)[1] or _OF_ROOM.get(message.room, "")
+    return split(message.text)[1] or _OF_KIND.get(message.kind) or _OF_ROOM.get(message.room, "")
 
 
 def split(text: str) -> tuple[str, str]:

@@ -113,7 +113,7 @@ def _checksum(said: Mapping[str, Any]) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("an object has a name twice")
+        raise ValueError("an object has a name twice, and each must be there once")
     return found
 
 

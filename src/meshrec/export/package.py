@@ -344,7 +344,9 @@ def mapped(path: Path, records: Sequence[WeightRecord]) -> list[Tensor]:
         try:
             found.append(memory[record.offset : end].view(dtype).view(record.shape))
         except RuntimeError as error:  # sizes whose product is 0, or too large for torch
-            raise PackageError(f"{record.name!r} cannot have the shape {record.shape} ({error}).") from error
+            raise PackageError(
+                f"{record.name!r} cannot have the shape {record.shape} ({error}). Export the model again."
+            ) from error
     return found
 
 
