@@ -1,6 +1,6 @@
-"""Writes the map of the house: the rooms on their floors, as the architecture test holds them.
+"""Write the map of the house: the rooms on their floors, as the architecture test lists them.
 
-A room's line is the first sentence of its docstring, so that the map cannot say something else than the code.
+The line about a room is the first paragraph of its docstring, so the map and the code cannot disagree.
 """
 
 import ast
@@ -25,7 +25,7 @@ _WIDTH, _HEIGHT, _GAP = 760, 34, 8
 
 
 def floors_of(test: Path) -> list[list[str]]:
-    """The rooms of each floor, from the top, as the architecture test lists them."""
+    """Read the rooms of each floor from the architecture test, the highest floor first."""
     for node in ast.parse(test.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
             return [sorted(floor) for floor in reversed(ast.literal_eval(node.value))]
@@ -33,7 +33,7 @@ def floors_of(test: Path) -> list[list[str]]:
 
 
 def sentence(room: str) -> str:
-    """The first sentence of a room's docstring."""
+    """Return the first paragraph of a room's docstring as one line."""
     path = SOURCE / room.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -41,13 +41,13 @@ def sentence(room: str) -> str:
 
 
 def page(room: str) -> str:
-    """The name of a room, with a link where it has a page."""
+    """Return the name of a room, with a link if it has a page."""
     has_page = (ROOT / "docs" / "rooms" / f"{room}.md").is_file()
     return f"{{doc}}`{room} <../rooms/{room}>`" if has_page else f"`{room}`"
 
 
 def picture(floors: list[list[str]]) -> str:
-    """The floors as an SVG: the highest on top, its rooms beside each other."""
+    """Draw the floors as an SVG, the highest on top."""
     parts = []
     for number, rooms in enumerate(floors):
         width = (_WIDTH - _GAP * (len(rooms) - 1)) / len(rooms)

@@ -24,9 +24,8 @@ class TuneOptions:
     """Search options of a recipe with Optuna, and measure how much the best one's metrics vary with the seed.
 
     Trials are stored in an SQLite file; the same command continues them.
-    Options of the recipe, such as --training.epochs 2, hold for all trials; `meshrec tune RECIPE --help`
-    lists
-    them.
+    Options of the recipe, such as --training.epochs 2, hold for all trials:
+    `meshrec tune RECIPE --help` lists them.
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]

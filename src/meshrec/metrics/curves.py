@@ -30,9 +30,10 @@ def score_histograms(logits_n: Tensor, labels_n: Tensor) -> Tensor:
 
 
 def auc_interval(auc: float, positive: float, negative: float) -> Interval:
-    """Return the 95 % interval of an AUC: Hanley and McNeil, "The meaning and use of the area under a
-    receiver
-    operating characteristic (ROC) curve" (1982).
+    """Return the 95 % interval of an AUC.
+
+    Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic (ROC) curve"
+    (1982).
 
     Args:
         auc: The AUC.
@@ -53,9 +54,8 @@ def curves_of(histograms_3H: Tensor) -> dict[str, Any]:
     Returns:
         ``positive`` and ``negative``: numbers of samples. ``roc``: points (false positive rate, true positive
         rate). ``calibration``: groups of about equally many samples, from low to high scores, each with its
-        mean
-        prediction, its share of positive samples and its size. Both lists are empty if one class has no
-        sample.
+        mean prediction, its share of positive samples and its size. Both lists are empty if one class has
+        no sample.
     """
     positive, negative, predicted = histograms_3H
     found: dict[str, Any] = {"positive": float(positive.sum()), "negative": float(negative.sum())}

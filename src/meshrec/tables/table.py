@@ -63,7 +63,7 @@ class RowBlock(NamedTuple):
     columns: Span
     """The columns of the table that ``parts`` hold."""
     parts: Mapping[str, Tensor]
-    """By the name of a ``RowPart`` the values of each key. Parts that are missing are not meant."""
+    """The values of each key, by the name of a ``RowPart``. A block may hold only some of the parts."""
 
 
 class TableRows(Protocol):
@@ -120,7 +120,7 @@ class RowsSnapshot(Protocol):
         """
 
     def close(self) -> None:
-        """Give up what kept the rows as they were."""
+        """Release the memory or the files that kept the rows as they were."""
 
 
 class SideTable(TableRows, Protocol):

@@ -328,9 +328,8 @@ class Trainer:
         )
 
     def _count(self) -> dict[str, float]:
-        """Add the samples that the ranks have trained since the last call; return the memory in MiB and the
-        CPU
-        seconds of all ranks since their start. Collective.
+        """Count the samples since the last call; return memory in MiB and CPU seconds, summed over the ranks.
+        Collective.
         """
         num_samples, memory, cpu = self.ranks.sum([self._num_untold, *memory_and_cpu()])
         self.progress.num_samples += int(num_samples)

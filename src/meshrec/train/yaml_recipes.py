@@ -149,9 +149,8 @@ def _plain(value: Any, declared: Any) -> Any:
             found[each.name] = _plain(inner, hints[each.name])
         elif not _is_plain(inner):
             raise ValueError(
-                f"{kind.__name__}.{each.name} is a {type(inner).__name__}, which YAML cannot hold. Keep "
-                f"the recipe in "
-                "Python; of tables in memory, write files and read these (Parquet, Csv)."
+                f"{kind.__name__}.{each.name} is a {type(inner).__name__}, which YAML cannot hold. Keep the "
+                "recipe in Python; write tables that are in memory to files, and read these (Parquet, Csv)."
             )
         else:
             found[each.name] = to_json(inner)
