@@ -33,7 +33,7 @@ METRICS: dict[str, Metric] = {
     "mae": Metric("MAE", -1),
     "r2": Metric("R2", 1),
 }
-"""By name; those of the first k items, such as ``ndcg@10``, under the name before the ``@``."""
+"""All metrics by name. Metrics of the first k items, such as ``ndcg@10``, have the key before the ``@``."""
 
 CLICKS = ("auc", "loss", "normalized_entropy", "calibration")
 RANKING = ("recall@10", "mrr", "loss")

@@ -234,7 +234,7 @@ def check_loadable(value: Tensor, name: str, storage: RowStorage) -> None:
 
 
 LookUp = Callable[[Sequence[Tensor], tbe.Lookups, tbe.LookupOptions], Tensor]
-"""As ``ops.tbe.forward``."""
+"""A function that looks up rows of some storages, with the arguments of ``ops.tbe.forward``."""
 
 
 def lookup_of(storages: Sequence[RowStorage]) -> LookUp:

@@ -41,7 +41,7 @@ class Rectangle(NamedTuple):
 
     @property
     def columns(self) -> Span:
-        """The columns."""
+        """The columns [c0, c1)."""
         return self.c0, self.c1
 
 
@@ -79,11 +79,11 @@ class TableRows(Protocol):
 
     @property
     def index(self) -> Index | None:
-        """What finds the slot of a key; None where the slot is ``key - r0``."""
+        """The index that finds the slot of a key; None if the slot is ``key - r0``."""
 
     @property
     def rows(self) -> Tensor:
-        """What the kernels read, indexed by slot."""
+        """The memory that the kernels read, indexed by slot."""
 
     @property
     def state(self) -> Sequence[Tensor]:

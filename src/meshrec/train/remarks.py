@@ -1,4 +1,4 @@
-"""What the user should know of a run's result, and what to do about it."""
+"""Remarks on the result of a run, with what to do about each."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a line of training metrics says besides the metrics: memory, CPU time and gradients."""
+"""The memory, the CPU time and the norm of gradients that a line of training metrics contains."""
 
 import resource
 import time

@@ -29,7 +29,7 @@ BATCH_TENSORS = ("the ids", "the offsets", "the per-sample weights", "the batch 
 
 
 class LookupOptions(NamedTuple):
-    """What a lookup is asked for beside its batch."""
+    """The size and dtype of a lookup's result, and whether its input is checked."""
 
     out_size: int
     """The number of rows (2-D) or elements (flat) of the result."""
@@ -38,7 +38,7 @@ class LookupOptions(NamedTuple):
     check_ids: bool
     """Whether to check IDs and per-sample weights."""
     names: Tensor
-    """Of uint8: the bytes of ``"table\\tfeature\\n"`` per feature, for messages."""
+    """The bytes, uint8, of ``"table\\tfeature\\n"`` per feature, for messages."""
 
 
 class Updater(Protocol):
