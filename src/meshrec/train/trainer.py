@@ -428,7 +428,7 @@ class Trainer:
             self._tell(Evaluated(line, False))
         for data, histograms in self._histograms.items():
             total = self.ranks.sum(histograms.flatten().tolist())
-            self.curves[data] = curves_of(torch.tensor(total).double().view(histograms.shape))
+            self.curves[data] = curves_of(torch.tensor(total, dtype=torch.float64).view(histograms.shape))
 
     @contextmanager
     def _phases(self) -> Iterator[None]:
