@@ -39,7 +39,8 @@ def test_an_interrupt_while_modules_are_imported_is_not_swallowed(tmp_path):
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    for _ in range(10**8):\n        pass\n"
         "except BaseException:\n    pass\n"
     )
-    code = (
+    code = (  # the first line undoes what a process that ignores interrupts leaves to its children
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import meshrec.__main__ as command\n"
         "command.main = lambda: __import__('greedy') and 0\ncommand.command()"
     )
