@@ -146,11 +146,14 @@ class CompiledIndex:
         num_words = -(-slot_room // 64)
         sizes = ((num_shards, room, _BUCKET_BYTES), (_TAG_BYTES * slot_room + 1,))
         sizes += ((8 * (num_words + num_words // 64 + 1),),)
-        if reserved:
-            found = [reserve_pages(size, torch.uint8, None) for size in sizes]
-            if any(each is None for each in found):
+        new = []
+        for size in sizes:
+            memory = (
+                reserve_pages(size, torch.uint8, None) if reserved else torch.zeros(size, dtype=torch.uint8)
+            )
+            if memory is None:
                 return False
-        new = [torch.zeros(size, dtype=torch.uint8) for size in sizes] if not reserved else found
+            new.append(memory)
         if buckets.numel():
             new[0][:, : self._room] = buckets
             new[1][: len(tags)] = tags
