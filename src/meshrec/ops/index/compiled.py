@@ -144,8 +144,9 @@ class CompiledIndex:
         header, buckets, tags, free = self.memory
         num_shards, old_words = 1 << int(header[_SHARD_BITS]), -(-int(header[_SLOT_ROOM]) // 64)
         num_words = -(-slot_room // 64)
-        sizes = ((num_shards, room, _BUCKET_BYTES), (_TAG_BYTES * slot_room + 1,))
-        sizes += ((8 * (num_words + num_words // 64 + 1),),)
+        free_bytes = 8 * (num_words + num_words // 64 + 1)
+        sizes: list[tuple[int, ...]] = [(num_shards, room, _BUCKET_BYTES), (_TAG_BYTES * slot_room + 1,)]
+        sizes.append((free_bytes,))
         new = []
         for size in sizes:
             memory = (
