@@ -146,11 +146,6 @@ class Features(Encoding):
             self.is_weighted,
         )
 
-    @property
-    def takes_dictionaries(self) -> bool:
-        """True: each value of a dictionary is hashed once."""
-        return True
-
     def id_columns(self) -> tuple[str, ...]:
         """The columns that IDs come from, without those of joins."""
         joined = {column for join in self.joins for column in join.columns}
