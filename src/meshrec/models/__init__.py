@@ -27,6 +27,7 @@ from meshrec.models.two_tower import (
     TwoTowerTrain,
     in_batch_softmax,
 )
+from meshrec.models.wide_deep import WideDeep
 
 __all__ = [
     "DIN",
@@ -56,6 +57,7 @@ __all__ = [
     "TwoTower",
     "TwoTowerClicks",
     "TwoTowerTrain",
+    "WideDeep",
     "in_batch_softmax",
     "judge_targets",
     "sampled_softmax",

@@ -9,10 +9,13 @@ from meshrec.train.architectures import (
     MultiTaskConfig,
     SASRecConfig,
     TwoTowerConfig,
+    WideDeepConfig,
     tables_on_meta,
 )
+from meshrec.train.class_loss import Softmax
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
+from meshrec.train.query_loss import Ranking
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import (
     DataSource,
@@ -54,6 +57,7 @@ __all__ = [
     "NextItem",
     "Parquet",
     "Placement",
+    "Ranking",
     "Ranks",
     "Recipe",
     "RunFolder",
@@ -61,6 +65,7 @@ __all__ = [
     "SASRecConfig",
     "Schedule",
     "Scored",
+    "Softmax",
     "SquaredError",
     "SyntheticClicks",
     "Task",
@@ -68,6 +73,7 @@ __all__ = [
     "Trainer",
     "Training",
     "TwoTowerConfig",
+    "WideDeepConfig",
     "evaluate",
     "find_run",
     "join",
