@@ -29,6 +29,7 @@ from meshrec.models.two_tower import (
     TwoTowerTrain,
     in_batch_softmax,
 )
+from meshrec.models.wide_deep import WideDeep
 
 __all__ = [
     "DIN",
@@ -61,6 +62,7 @@ __all__ = [
     "TwoTower",
     "TwoTowerClicks",
     "TwoTowerTrain",
+    "WideDeep",
     "in_batch_softmax",
     "judge_targets",
     "sampled_softmax",

@@ -10,10 +10,13 @@ from meshrec.train.architectures import (
     MultiTaskConfig,
     SASRecConfig,
     TwoTowerConfig,
+    WideDeepConfig,
     tables_on_meta,
 )
+from meshrec.train.class_loss import Softmax
 from meshrec.train.evaluation import Scored, evaluate, score
 from meshrec.train.losses import BinaryCrossEntropy, Huber, Loss, NextItem, SquaredError, Task, Tasks
+from meshrec.train.query_loss import Ranking
 from meshrec.train.ranks import Ranks, join
 from meshrec.train.recipe import (
     DataSource,
@@ -56,6 +59,7 @@ __all__ = [
     "NextItem",
     "Parquet",
     "Placement",
+    "Ranking",
     "Ranks",
     "Recipe",
     "RunFolder",
@@ -63,6 +67,7 @@ __all__ = [
     "SASRecConfig",
     "Schedule",
     "Scored",
+    "Softmax",
     "SquaredError",
     "SyntheticClicks",
     "Task",
@@ -70,6 +75,7 @@ __all__ = [
     "Trainer",
     "Training",
     "TwoTowerConfig",
+    "WideDeepConfig",
     "evaluate",
     "find_run",
     "join",
