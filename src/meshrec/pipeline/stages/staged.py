@@ -13,11 +13,12 @@ from meshrec.pipeline.stages.choosing import StageChoice, most_stages
 from meshrec.pipeline.stages.links import DeviceLink, StageLink
 from meshrec.pipeline.stages.profiling import choose_for
 from meshrec.pipeline.stages.programs import Staging, at_cuts, shared_parameters, stage_programs
-from meshrec.pipeline.stages.running import Inputs, Mode
+from meshrec.pipeline.stages.running import Mode
 from meshrec.pipeline.stages.samples import join_leaves, num_samples, split, split_sizes
 from meshrec.pipeline.stages.threads import ThreadedBatch, Workers
 from meshrec.pipeline.stages.timeline import Timeline
 from meshrec.pipeline.stages.tracing import PartProgram, Traced, trace
+from meshrec.pipeline.stages.values import Inputs
 
 
 class Staged(nn.Module):
@@ -177,7 +178,7 @@ class Staged(nn.Module):
             self._workers = Workers(self._num_workers, self._num_threads)
         draws = self.training and self._draws is not False
         self.seed = int(torch.empty((), dtype=torch.int64).random_()) if draws else None
-        mode = Mode(torch.is_grad_enabled(), self.seed)
+        mode = Mode.now(grad=torch.is_grad_enabled(), seed=self.seed)
         return ThreadedBatch(
             self._staging, self._workers, inputs, mode=mode, devices=self._devices, link=self._link
         )
