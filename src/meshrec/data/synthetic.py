@@ -116,7 +116,7 @@ class ClickSource(Source):
 
     @property
     def files(self) -> Sequence[FileRows]:
-        """One name to count rows by; there is no such file."""
+        """A single name that rows are counted by; there is not a file of that name."""
         return [FileRows("synthetic_clicks", 0, self._num_samples)]
 
     @property

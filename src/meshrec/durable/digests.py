@@ -37,7 +37,7 @@ _MOST_THREADS = 8
 
 
 class FileDigest(NamedTuple):
-    """What a file must hold: its size, its SHA-256, and the CRC-32 of each block of `BLOCK` bytes."""
+    """The expected content of a file: size, SHA-256, and the CRC-32 of each block of `BLOCK` bytes."""
 
     num_bytes: int
     sha256: str

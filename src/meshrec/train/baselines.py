@@ -1,4 +1,4 @@
-"""What a model has to beat: the global mean, item popularity, and logistic regression."""
+"""Baselines that a model has to beat: the global mean, item popularity, and logistic regression."""
 
 import itertools
 from collections.abc import Callable, Iterator
