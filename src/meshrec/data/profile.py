@@ -68,7 +68,7 @@ class Column:
 
 
 class Profile(NamedTuple):
-    """Columns in the order of the data, how many rows there are, and a sample of them."""
+    """The summaries of all columns in the order of the data, the number of rows, and a sample of rows."""
 
     num_rows: int
     columns: dict[str, Column]

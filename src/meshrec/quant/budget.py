@@ -50,7 +50,7 @@ class Choice(NamedTuple):
     rises: dict[str, dict[DataType, Rise]]
     """The rise by each table alone, for the types that were measured."""
     rise: Rise
-    """The measured rise by all tables together."""
+    """The measured rise of the loss when all tables have their chosen types."""
     budget: float
     num_evaluations: int
 

@@ -94,7 +94,7 @@ class Join:
 
 
 def _without_value(chunks: Any) -> Bools:
-    """Return where a column is null or NaN."""
+    """Return a mask of the rows in which a column is null or NaN."""
     array = whole(chunks)
     plain = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     missing: Bools = plain.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)

@@ -213,8 +213,10 @@ class Caller(ABC):
 
     @abstractmethod
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for the backward pass of a split, if ``direct``. ``last``: it is the last one of the
-        batch.
+        """Prepare for the backward pass of a split, if ``direct``.
+
+        Args:
+            last: whether it is the last split of the batch to run backward.
         """
 
 
