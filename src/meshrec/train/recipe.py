@@ -159,7 +159,7 @@ class Training:
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
     pipeline: bool = True
-    """Exchange the next batch while this one is computed, if there are several ranks. Results are the same."""
+    """With several ranks, exchange the next batch while this one computes. Results are the same."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: int = 20
