@@ -49,6 +49,21 @@ class Encoding(ABC):
     def labels_of(self) -> tuple[str, ...]:
         """Return the names of the labels if there are several, otherwise nothing."""
 
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the dense columns, where they are known."""
+        return ()
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of the label; 0 if it is a number."""
+        return 0
+
+    @property
+    def number_edges(self) -> tuple[tuple[float, ...], ...]:
+        """The edges of the bins of each dense column; empty for a column without bins."""
+        return ((),) * self.shape.num_dense
+
     @abstractmethod
     def fitted_kinds(self) -> Mapping[str, str]:
         """Return the known kinds of columns by name: text, integer, number, ..."""

@@ -176,4 +176,7 @@ def described_by(schema: Encoding, train: Reader, name: str) -> Dataset:
         id_columns=schema.id_columns(),
         has_id_weights=schema.shape.has_id_weights,
         labels=schema.labels_of(),
+        number_edges=schema.number_edges,
+        num_classes=schema.num_classes,
+        dense_names=schema.dense_names,
     )
