@@ -54,7 +54,7 @@ def trained(recipe: Any) -> dict[str, float]:
     return {
         "validation": trainer.validation["auc"],
         "test": trainer.test["auc"],
-        "step": trainer.weights_step,
+        "step": trainer.judge.weights_step,
         "steps": trainer.progress.step,
         "of": trainer.num_steps,
     }

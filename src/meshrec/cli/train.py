@@ -80,7 +80,7 @@ class TrainOptions:
     track: str = ""
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0
-    """How often to restart all ranks when one fails."""
+    """Number of times that all ranks are restarted when one fails."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds to wait for a rank that does not answer during training."""
 

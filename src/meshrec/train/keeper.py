@@ -82,7 +82,7 @@ class Keeper:
         return found
 
     def start(self) -> None:
-        """Begin to publish deltas, if the recipe says so: from here on, touched rows are noted."""
+        """Start to record touched rows for deltas, if the recipe publishes any."""
         model = self.state["model"]
         if self._publishes and self.folder is not None:
             assert isinstance(model, DistributedModelParallel)

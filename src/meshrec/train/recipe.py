@@ -43,7 +43,7 @@ class FittedSource(ABC):
     features: Any
     """The features to make of the columns: `meshrec.data.features.Features`."""
     split_by: Literal["time", "hash", "random"] | None = None
-    """How to split validation and test rows off the training data; if none, they have their own files."""
+    """Split of validation and test rows from the training data; if none, they have their own files."""
     split_column: str | None = None
     """Column that decides the split: numbers or times for time, any type for hash."""
     split_validation: float = 0.1
@@ -161,7 +161,7 @@ class Training:
     bf16: bool = False
     """Compute the dense part in bfloat16 (autocast)."""
     pipeline: bool = True
-    """With several ranks, exchange the next batch while this one is computed; results are the same."""
+    """With several ranks, exchange the next batch while this one computes. Results are the same."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: int = 20
