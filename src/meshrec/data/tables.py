@@ -34,7 +34,7 @@ class Tables(ABC):
 
 
 OpenSource = Callable[[Any, Encoding, Faults], Source]
-"""Opens data, such as paths, with an encoding."""
+"""Function that opens data, such as paths, with features."""
 
 
 class ArrowSource(Source, Tables):
@@ -42,7 +42,7 @@ class ArrowSource(Source, Tables):
 
     Args:
         tables: pairs of a name, for messages, and a table.
-        schema: the encoding.
+        schema: the features.
         faults: handles damage.
 
     Raises:
@@ -65,7 +65,7 @@ class ArrowSource(Source, Tables):
 
     @property
     def shape(self) -> Shape:
-        """Shape of the samples, as the encoding says."""
+        """Shape of the samples, as the features say."""
         return self._schema.shape
 
     @property

@@ -12,6 +12,8 @@ from meshrec.models.dlrm import (
     OverArch,
     SparseArch,
 )
+from meshrec.models.history_model import HistoryFeatures, HistoryModel
+from meshrec.models.hstu import HSTU
 from meshrec.models.item_frequency import ItemFrequency
 from meshrec.models.multi_task import PLE, Mixture, MMoE, MultiTask, SharedBottom
 from meshrec.models.next_item import judge_targets, sampled_softmax
@@ -33,12 +35,15 @@ __all__ = [
     "DIN",
     "DLRM",
     "DLRM_DCN",
+    "HSTU",
     "PLE",
     "BruteForceIndex",
     "DLRMTrain",
     "DeepFMModel",
     "DenseArch",
     "FMInteractionArch",
+    "HistoryFeatures",
+    "HistoryModel",
     "InteractionArch",
     "InteractionDCNArch",
     "InterestPooling",

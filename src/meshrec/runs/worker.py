@@ -384,8 +384,8 @@ class _Run:
     ) -> dict[str, Any]:
         progress = trainer.progress
         error = None
-        if not trainer.is_saved:
-            error = f"the last checkpoint could not be saved: {trainer.failures[-1]}"
+        if not trainer.keeper.is_saved:
+            error = f"the last checkpoint could not be saved: {trainer.keeper.failures[-1]}"
         return {
             "state": "failed" if error else "stopped" if trainer.stopped else "finished",
             "error": error,
@@ -399,16 +399,16 @@ class _Run:
             "train_seconds_of_all_starts": progress.seconds,
             "seconds": time.time() - self._start,
             "samples_per_second": progress.num_samples / progress.seconds if progress.seconds else 0.0,
-            "best_step": trainer.early.best_step,
-            "weights_step": trainer.weights_step,
+            "best_step": trainer.judge.early.best_step,
+            "weights_step": trainer.judge.weights_step,
             "validation": trainer.validation,
             "test": trainer.test,
-            "curves": trainer.curves,
+            "curves": trainer.judge.curves,
             "baselines": {},
             "baselines_test": {},
             "best_possible_auc": trainer.dataset.best_auc,
-            "checkpoints": self._checkpoints(trainer.weights_step),
-            "failed_saves": trainer.failures,
+            "checkpoints": self._checkpoints(trainer.judge.weights_step),
+            "failed_saves": trainer.keeper.failures,
             "phases": self._phases(trainer),
             "began": self._began,
             "ended": now(),

@@ -153,11 +153,6 @@ class Features(Encoding):
             query=next((at for at, each in enumerate(self.labels) if each.kind == "query"), 0),
         )
 
-    @property
-    def takes_dictionaries(self) -> bool:
-        """True: each value of a dictionary is hashed once."""
-        return True
-
     def id_columns(self) -> tuple[str, ...]:
         """The columns that IDs come from, without those of joins."""
         joined = {column for join in self.joins for column in join.columns}

@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from meshrec.data.columns import check_labels
 from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 from meshrec.data.features.values import Kind, array_of, hashes_of, is_missing, numbers_of, whole
@@ -72,7 +71,14 @@ class Label:
             return (values >= self.positive_from).astype(np.float32)
         labels = values.astype(np.float32)
         if self.kind == "binary":
-            check_labels(labels, (0.0, 1.0), where, place, kept=kept, faults=faults)
+            good = (labels >= 0) & (labels <= 1)
+            bad = kept & ~good
+            if bad.any():
+                message = (
+                    f"{where}: row {{row}} has the label {labels[bad.argmax()]:g}, outside [0, 1], which the "
+                    "loss takes. Make labels of this range, set positive_from, or kind='number'"
+                )
+                faults.check(kept, good, message, place.first_row, place.file)
         return labels
 
     def _named(self, array: Any, where: str, place: Place, kept: Bools, faults: Faults) -> Floats:
