@@ -6,13 +6,16 @@ recipe its weights, the regression its penalty, LightGBM its number of trees. Th
 """
 
 import contextlib
+import importlib.util
 import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.default_tables import REPORTED, TUNED, Table, write
+from benchmarks.harness import Bar, Result, table
 
 _PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _BATCH = 8192
@@ -20,13 +23,13 @@ _SEEDS = 3
 _HAS_LIGHTGBM = importlib.util.find_spec("lightgbm") is not None
 
 
-def recipe_of(data: Path, table: Table, folder: Path) -> Path:
+def recipe_of(data: Path, asked: Table, folder: Path) -> Path:
     """Write the recipe that `meshrec inspect` proposes for a table."""
     from meshrec.cli.inspect import main as inspect
 
     recipe = folder / "recipe.py"
-    arguments = [str(data), "--label", table.label, "--out", str(recipe), "--force"]
-    arguments += [] if table.time is None else ["--time", table.time]
+    arguments = [str(data), "--label", asked.label, "--out", str(recipe), "--force"]
+    arguments += [] if asked.time is None else ["--time", asked.time]
     with contextlib.redirect_stdout(io.StringIO()) as told:
         if inspect(arguments):
             raise RuntimeError(f"no recipe: {told.getvalue()}")
@@ -71,13 +74,13 @@ def rows_of(dataset: Any) -> dict[str, Any]:
     }
 
 
-def rivals(frame: Any, table: Table, rows: dict[str, Any], seed: int) -> dict[str, float]:
+def rivals(frame: Any, asked: Table, rows: dict[str, Any], seed: int) -> dict[str, float]:
     """Return the test AUCs of logistic regression on all fields, and of LightGBM."""
     from sklearn.metrics import roc_auc_score
 
-    fields = frame.drop(columns=[table.label] + ([] if table.time is None else [table.time]))
+    fields = frame.drop(columns=[asked.label] + ([] if asked.time is None else [asked.time]))
     fields = _plain(fields)
-    labels = frame[table.label].to_numpy()
+    labels = frame[asked.label].to_numpy()
     found = {}
     every = {"logistic": _logistic, "lightgbm": _lightgbm}
     for name, scores in list(every.items())[: 1 + _HAS_LIGHTGBM]:
@@ -166,13 +169,13 @@ def _lightgbm(fields: Any, labels: Any, rows: dict[str, Any], seed: int) -> Any:
     return model.predict_proba(parts["test"])[:, 1]
 
 
-def compared(name: str, table: Table, seed: int, folder: Path) -> dict[str, Any]:
+def compared(name: str, asked: Table, seed: int, folder: Path) -> dict[str, Any]:
     """Return the test AUCs of the default recipe and of its rivals on one table, and the gap to the better."""
     import pandas
 
     data = write(name, folder)
-    recipe = loaded(recipe_of(data, table, folder), seed)
-    others = rivals(pandas.read_parquet(data), table, rows_of(recipe.data.load()), seed)
+    recipe = loaded(recipe_of(data, asked, folder), seed)
+    others = rivals(pandas.read_parquet(data), asked, rows_of(recipe.data.load()), seed)
     ours = trained(recipe)
     return {"ours": ours["test"], **others, "gap": ours["test"] - max(others.values()), **ours}
 
