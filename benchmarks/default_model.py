@@ -59,7 +59,7 @@ def trained(recipe: Any) -> dict[str, float]:
     return {
         "validation": trainer.validation["auc"],
         "test": trainer.test["auc"],
-        "step": trainer.weights_step,
+        "step": trainer.judge.early.best_step,
         "steps": trainer.progress.step,
         "of": trainer.num_steps,
     }
@@ -170,7 +170,7 @@ def _lightgbm(fields: Any, labels: Any, rows: dict[str, Any], seed: int) -> Any:
 
 
 def compared(name: str, asked: Table, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the test AUCs of the default recipe and of its rivals on one table, and the gap to the better."""
+    """Return the test AUCs of the default recipe and its rivals on one table, and the gap to the better."""
     import pandas
 
     data = write(name, folder)
