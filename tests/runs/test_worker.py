@@ -8,7 +8,8 @@ import pytest
 from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.data import IdColumn, Schema, parquet
 from meshrec.planner import load_plan
-from meshrec.runs.worker import Job, work
+from meshrec.runs.job import Job
+from meshrec.runs.worker import work
 from meshrec.train import DataSource
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 

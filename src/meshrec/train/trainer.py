@@ -32,6 +32,7 @@ from meshrec.train.run_folder import DELTAS, RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stopping import EarlyStopping, StopRequest
+from meshrec.train.stragglers import WaitClock
 from meshrec.train.usage import gradient_norm, memory_and_cpu
 from meshrec.train.watch import LossError
 from meshrec.train.weights import BestWeights
@@ -50,6 +51,7 @@ class Trainer:
         observer: receives the events of the run, on rank 0.
         stop: can request an early end.
         profile: trace a few steps.
+        keep: save checkpoints in the folder. If not, each rank keeps its part of the best weights in memory.
 
     Attributes:
         state: everything that a checkpoint stores, by name: the model, its optimizers, the progress, early
@@ -77,6 +79,7 @@ class Trainer:
         observer: Observer | None = None,
         stop: StopRequest | None = None,
         profile: bool = False,
+        keep: bool = True,
     ) -> None:
         recipe.check(ranks.size)
         self.recipe, self.dataset, self.ranks, self.folder = recipe, dataset, ranks, folder
@@ -114,7 +117,7 @@ class Trainer:
         self._checkpoints: Checkpoints | None = None
         self._publisher: DeltaPublisher | None = None
         best: CheckpointManager | None = None
-        if folder is not None:
+        if folder is not None and keep:
             self._checkpoints = Checkpoints(
                 folder, recipe.training, ranks, self.state, lambda text: self._tell(Said(text))
             )
@@ -124,6 +127,7 @@ class Trainer:
         self._phase_times: list[PhaseTime] = []
         self._whole_times: list[PhaseTime] = []
         self._logged = (0, 0.0)
+        self._waits = WaitClock()
         self._measured_step = -1
         self._kept_step: int | None = None
         self._first_failure: tuple[int, str] | None = None
@@ -144,8 +148,8 @@ class Trainer:
 
     def resume(self) -> bool:
         """Continue from the folder's newest intact checkpoint; return False if there is none. Collective."""
-        assert self._checkpoints is not None
-        assert self.folder is not None
+        if self._checkpoints is None or self.folder is None:
+            return False
         groups = [group for each in (self.built.tables, self.built.dense) for group in each.param_groups]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         found = self._checkpoints.resume()
@@ -284,6 +288,7 @@ class Trainer:
         self._num_untold += sum(len(output.labels) for output in outputs)
         progress.advance(num_samples, self.dataset.train.num_samples)
         step = progress.step
+        self._waits.stepped()
         self._tell(Stepped(step, num_samples))
         logs = step % training.log_every == 0
         evaluates = training.evaluate_every is not None and step % training.evaluate_every == 0
@@ -352,7 +357,12 @@ class Trainer:
             "dense_gradient_norm": gradient_norm(self.built.dense.params.values()),
             **used,
         }
-        _logger.info("step %d: loss %.6g", self.progress.step, line.get("loss", math.nan))
+        slowest = self._waits.take(self.ranks, seconds)
+        waiting = ""
+        if slowest is not None:
+            line |= {"straggler": slowest.rank, "straggler_share": slowest.share}
+            waiting = f"; {100 * slowest.share:.0f} % waiting for rank {slowest.rank}"
+        _logger.info("step %d: loss %.6g%s", self.progress.step, line.get("loss", math.nan), waiting)
         self._tell(Logged(line))
         self._write_phases()
         self._start_clock()
@@ -364,6 +374,7 @@ class Trainer:
 
     def _start_clock(self) -> None:
         self._logged = (self.progress.num_samples, time.perf_counter())
+        self._waits.start()
 
     def _where(self) -> dict[str, Any]:
         progress = self.progress
@@ -468,12 +479,7 @@ class Trainer:
             self._observer(event)
 
     def _started(self) -> Started:
-        tables = sum(
-            config.num_embeddings * config.embedding_dim
-            for module in self.built.model.modules()
-            for config in _table_configs(module)
-        )
-        dense = sum(parameter.numel() for parameter in self.built.dense.params.values())
+        tables, dense = self.built.num_parameters()
         validation = self.dataset.validation
         return Started(
             recipe=self.recipe,
@@ -490,10 +496,3 @@ class Trainer:
             first_step=self.progress.step,
             num_steps=self.num_steps,
         )
-
-
-def _table_configs(module: Any) -> list[Any]:
-    for name in ("embedding_bag_configs", "embedding_configs"):
-        if hasattr(module, name):
-            return list(getattr(module, name)())
-    return []
