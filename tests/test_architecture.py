@@ -42,6 +42,7 @@ FLOORS = [
     {"quant"},
     {"export"},
     {"runs"},
+    {"health", "launch"},
     {"serve"},
     {"compat"},
     {"cli"},
