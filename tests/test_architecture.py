@@ -79,6 +79,7 @@ CPP_TESTS = {
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,
     "runs.cpp": TBE_TESTS,
+    "wire.cpp": ["tests/ops/dist/test_wire.py"],
 }
 
 

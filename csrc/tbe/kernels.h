@@ -148,6 +148,26 @@ struct QuantizeArgs {
   int64_t row_bytes;
 };
 
+// Rows as they travel between ranks; dist/wire.inl describes the layout of a row.
+enum WireCode : int { kWireFloat, kWireHalf, kWireBFloat16, kWireInt8, kWireInt4, kNumWireCodes };
+constexpr int64_t kWireParamBytes = 8;
+constexpr float kWireLeastScale = 0x1p-110f;
+struct WireRowsArgs {
+  const float* rows;  // to encode: row i begins at i * row_stride
+  float* decoded;     // to decode, in place of rows
+  int64_t row_stride, num_rows, dim;
+  uint8_t* message;  // row i begins at i * message_stride
+  int64_t message_stride;
+  int format;
+  bool stochastic;
+  uint64_t seed, step;
+  int64_t first_column;  // of the rows in their whole table
+  const int64_t* keys;   // by row, or null: first_key + row
+  uint64_t first_key;
+  uint8_t* scratch;    // dim + 1 bytes
+  int64_t* first_bad;  // the first row with a number that is not finite, if there is one
+};
+
 constexpr int64_t kScratchRows = 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 inline int64_t interaction_stride(int64_t num_vectors) { return (num_vectors + 4 + 31) / 32 * 32; }
@@ -167,6 +187,8 @@ struct Kernels {
   void (*interact_grad)(const InteractionArgs&);
   int64_t (*quantize[3])(
       QuantizeArgs);  // to 8, 4, 2 bits; returns the first row that cannot be quantised, or num_rows
+  int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
+  void (*decode_wire)(const WireRowsArgs&);
 };
 
 const Kernels* kernels_baseline();

@@ -356,6 +356,9 @@ bool all_below(const Id* ids, int64_t n, uint64_t bound) {
 #define MESHREC_BY_WEIGHT(function) \
   {MESHREC_BY_ID(function, float), MESHREC_BY_ID(function, Half), MESHREC_BY_ID(function, BFloat16)}
 
+// Rows between ranks, with the vectors of rows.inl.
+#include "dist/wire.inl"
+
 const Kernels kTable = {MESHREC_NAME,
                         MESHREC_BY_ROWS(pool),
                         MESHREC_BY_ROWS(gather),
@@ -372,7 +375,9 @@ const Kernels kTable = {MESHREC_NAME,
                         all_below<int64_t>,
                         interact,
                         interact_grad,
-                        {quantize<8>, quantize<4>, quantize<2>}};
+                        {quantize<8>, quantize<4>, quantize<2>},
+                        encode_wire,
+                        decode_wire};
 
 }  // namespace
 
