@@ -10,6 +10,7 @@ from benchmarks import (
     dlrm_step,
     early_bags,
     import_time,
+    index,
     inspect_auc,
     layouts,
     nbit,
@@ -41,6 +42,10 @@ def run_quant_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_inspect_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
     return inspect_auc.run(tiny=arguments.tiny)
+
+
+def run_index(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return index.run(effort, tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
