@@ -31,6 +31,7 @@ from meshrec.plan.sharding_plan import (
     ShardingPlan,
     TableSize,
 )
+from meshrec.tables.at_rest import RestingState
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.initial import initial_rows
@@ -292,7 +293,6 @@ def _kernels(
 
 
 def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable:
-    slots: dict[str, Any] = {"step": step}
     label, dim = f"table {shards.table.name!r}", shards.table.dim
     if isinstance(shards, HashedShards):
         held = shards.held
@@ -302,7 +302,8 @@ def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable
         def at_rest() -> dict[str, Tensor]:
             return {slot.name: shards.whole_state(slot) for slot in wanted}
 
-        return FusedTable(shards.weight, rule, slots, label, dim, at_rest, carriers)
+        return FusedTable(shards.weight, rule, RestingState(step, at_rest), label, dim, carriers)
+    slots: dict[str, Any] = {"step": step}
     slots |= {slot.name: shards.whole_state(slot) for slot in rule.spec.state_slots()}
     return FusedTable(shards.weight, rule, slots, label, dim)
 

@@ -205,7 +205,7 @@ def _hull(held: Sequence[RankRectangle]) -> Rectangle:
     """Return the rectangle of the whole table, which the rectangles cover."""
     return Rectangle(
         held[0].rectangle.table,
-        0,
+        min(each.rectangle.r0 for each in held),
         max(each.rectangle.r1 for each in held),
         0,
         max(each.rectangle.c1 for each in held),

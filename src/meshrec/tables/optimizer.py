@@ -27,8 +27,6 @@ class FusedTable(NamedTuple):
     """How messages call the table."""
     dim: int
     """The width of the whole table."""
-    at_rest: Callable[[], Mapping[str, Tensor]] | None = None
-    """The state of a table with hashed keys as it is now, by slot; None: ``state`` has it."""
     carriers: Sequence[nn.Parameter] = ()
     """What has the collected gradients of such a table, see ``tables/carrier.py``."""
 
@@ -75,8 +73,6 @@ class FusedOptimizer(KeyedOptimizer):
         self.rebind(tables, deferred)
         super().__init__(*self._shared)
         self.defaults = {}
-        self.register_state_dict_pre_hook(self.refresh)
-        self.register_load_state_dict_pre_hook(self.refresh)
 
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
         """Continue with tables that have moved to other parameters.
@@ -97,13 +93,6 @@ class FusedOptimizer(KeyedOptimizer):
                 groups.append(table.rule.group)
         if deferred is not None and deferred.signal is not None:
             groups[0]["params"].append(deferred.signal)
-
-    def refresh(self, *_: Any) -> None:
-        """Take the state of tables whose rows come and go as it is now."""
-        for table in self.tables.values():
-            if table.at_rest is not None:
-                found = table.at_rest()
-                table.state.update({name: found[name] for name in table.rule.slot_names})
 
     @property
     def updates_in_backward(self) -> bool:
