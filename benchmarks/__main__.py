@@ -112,6 +112,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "quant_auc": run_quant_auc,
     "inspect_auc": run_inspect_auc,
     "import": run_import,
+    "index": run_index,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,
     "data": run_data,
