@@ -1,6 +1,6 @@
 """The optimizer that a module with fused tables shows to training loops, schedulers and checkpoints."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +27,10 @@ class FusedTable(NamedTuple):
     """How messages call the table."""
     dim: int
     """The width of the whole table."""
+    at_rest: Callable[[], Mapping[str, Tensor]] | None = None
+    """The state of a table with hashed keys as it is now, by slot; None: ``state`` has it."""
+    carriers: Sequence[nn.Parameter] = ()
+    """What has the collected gradients of such a table, see ``tables/carrier.py``."""
 
 
 class Deferred(NamedTuple):
@@ -71,6 +75,8 @@ class FusedOptimizer(KeyedOptimizer):
         self.rebind(tables, deferred)
         super().__init__(*self._shared)
         self.defaults = {}
+        self.register_state_dict_pre_hook(self.refresh)
+        self.register_load_state_dict_pre_hook(self.refresh)
 
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
         """Continue with tables that have moved to other parameters.
@@ -86,11 +92,18 @@ class FusedOptimizer(KeyedOptimizer):
         for name, table in tables.items():
             params[name] = table.weight
             state[table.weight] = table.state
-            table.rule.group["params"].append(table.weight)
+            table.rule.group["params"] += [table.weight, *table.carriers]
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
         if deferred is not None and deferred.signal is not None:
             groups[0]["params"].append(deferred.signal)
+
+    def refresh(self, *_: Any) -> None:
+        """Take the state of tables whose rows come and go as it is now."""
+        for table in self.tables.values():
+            if table.at_rest is not None:
+                found = table.at_rest()
+                table.state.update({name: found[name] for name in table.rule.slot_names})
 
     @property
     def updates_in_backward(self) -> bool:
