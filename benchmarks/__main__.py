@@ -118,6 +118,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "inspect_auc": run_inspect_auc,
     "default_model": run_default_model,
     "import": run_import,
+    "index": run_index,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,
     "data": run_data,
