@@ -70,6 +70,7 @@ CPP_TESTS = {
     "kernels_avx2.cpp": TBE_TESTS,
     "kernels_avx512.cpp": TBE_TESTS,
     "kernels_baseline.cpp": TBE_TESTS,
+    "mapping.cpp": ["tests/ops/test_mapping.py"],
     "memory.cpp": ["tests/ops/test_memory.py"],
     "nbit.cpp": NBIT_TESTS,
     "pooled_forward.cpp": TBE_TESTS,
@@ -79,6 +80,7 @@ CPP_TESTS = {
     "route.cpp": DIST_TESTS,
     "row_sort.cpp": TBE_TESTS,
     "runs.cpp": TBE_TESTS,
+    "verify.cpp": ["tests/export/test_runtime.py"],
 }
 
 
