@@ -18,6 +18,7 @@ from benchmarks import (
     reading,
     serve,
     serve_changes,
+    serve_hostile,
     serve_mlserver,
     stages,
     tbe,
@@ -97,6 +98,10 @@ def run_serve_changes(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_changes.run(effort, tiny=arguments.tiny)
 
 
+def run_serve_hostile(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve_hostile.run(effort, tiny=arguments.tiny)
+
+
 def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_mlserver.run(effort, tiny=arguments.tiny)
 
@@ -119,6 +124,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "early_bags": run_early_bags,
     "serve": run_serve,
     "serve_changes": run_serve_changes,
+    "serve_hostile": run_serve_hostile,
     "serve_mlserver": run_serve_mlserver,
 }
 
