@@ -20,6 +20,7 @@ from benchmarks import (
     reading,
     serve,
     serve_changes,
+    serve_hostile,
     serve_mlserver,
     stages,
     tbe,
@@ -107,6 +108,10 @@ def run_serve_changes(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_changes.run(effort, tiny=arguments.tiny)
 
 
+def run_serve_hostile(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve_hostile.run(effort, tiny=arguments.tiny)
+
+
 def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_mlserver.run(effort, tiny=arguments.tiny)
 
@@ -131,6 +136,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "early_bags": run_early_bags,
     "serve": run_serve,
     "serve_changes": run_serve_changes,
+    "serve_hostile": run_serve_hostile,
     "serve_mlserver": run_serve_mlserver,
 }
 
