@@ -23,6 +23,8 @@ from benchmarks import (
     tbe,
     train_pipeline,
     trainer,
+    wire,
+    wire_auc,
 )
 from benchmarks.harness import Effort, Result, bars_table, save
 
@@ -101,6 +103,14 @@ def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_mlserver.run(effort, tiny=arguments.tiny)
 
 
+def run_wire(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire.run(effort, tiny=arguments.tiny)
+
+
+def run_wire_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire_auc.run(tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
@@ -120,6 +130,8 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "serve": run_serve,
     "serve_changes": run_serve_changes,
     "serve_mlserver": run_serve_mlserver,
+    "wire": run_wire,
+    "wire_auc": run_wire_auc,
 }
 
 

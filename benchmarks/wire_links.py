@@ -78,7 +78,9 @@ class Nodes:
         burst = max(1 << 17, int(gigabits * 1e9 / 8 / 1000))  # a millisecond's worth, above a segment
         for node in range(NODES):
             device = self.interface(node)
-            subprocess.run(self.command(node, ["tc", "qdisc", "del", "dev", device, "root"]), capture_output=True)
+            subprocess.run(
+                self.command(node, ["tc", "qdisc", "del", "dev", device, "root"]), capture_output=True
+            )
             _run(
                 *self.command(node, ["tc", "qdisc", "add", "dev", device, "root", "tbf"]),
                 *["rate", f"{gigabits}gbit", "burst", str(burst), "latency", "50ms"],
