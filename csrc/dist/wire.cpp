@@ -4,7 +4,7 @@
 
 #include "dist/router.h"
 #include "host/memory.h"
-#include "tbe/kernels.h"
+#include "isa/kernels.h"
 
 namespace meshrec {
 namespace {

@@ -1,6 +1,4 @@
-// The inner loops, compiled once per instruction set (kernels_*.cpp include kernels.inl) and chosen at run
-// time. Plain pointers only: this header is shared by translation units built with different machine flags,
-// so it must not pull in inline functions that a linker could take from the wrong one.
+// The arguments of the inner loops of lookups and updates (kernels.inl). See isa/kernels.h for the rules.
 #pragma once
 
 #include <cstdint>
@@ -125,82 +123,7 @@ struct SquareArgs {
   float* squares;
 };
 
-// Samples [first, last) of dense vectors [B, dim] and sparse ones [B, num_sparse, dim].
-struct InteractionArgs {
-  const float* dense;
-  const float* sparse;
-  int64_t num_sparse, dim, first, last;
-  float* out;         // [B, dim + pairs]
-  const float* grad;  // like out
-  float* grad_dense;
-  float* grad_sparse;
-  float* scratch;
-};
-
-// Quantises numbers; nbit/rows.inl describes the layout of a row.
-constexpr int64_t kQuantizeRows = 16;
-struct QuantizeArgs {
-  const float* rows;  // [num_rows, dim]
-  int64_t num_rows;   // at most kQuantizeRows
-  int64_t dim;
-  const uint16_t* params;  // [num_rows, 2] fp16 scale and bias to take, or null
-  uint8_t* out;            // [num_rows, row_bytes]
-  int64_t row_bytes;
-};
-
-// Rows as they travel between ranks; dist/wire.inl describes the layout of a row.
-enum WireCode : int { kWireFloat, kWireHalf, kWireBFloat16, kWireInt8, kWireInt4, kNumWireCodes };
-constexpr int64_t kWireParamBytes = 8;
-constexpr float kWireLeastScale = 0x1p-110f;
-struct WireRowsArgs {
-  const float* rows;  // to encode: row i begins at i * row_stride
-  float* decoded;     // to decode, in place of rows
-  int64_t row_stride, num_rows, dim;
-  uint8_t* message;  // row i begins at i * message_stride
-  int64_t message_stride;
-  int format;
-  bool stochastic;
-  uint64_t seed, step;
-  int64_t first_column;  // of the rows in their whole table
-  const int64_t* keys;   // by row, or null: first_key + row
-  uint64_t first_key;
-  uint8_t* scratch;    // dim + 1 bytes
-  int64_t* first_bad;  // the first row with a number that is not finite, if there is one
-};
-
 constexpr int64_t kScratchRows = 3;
 inline int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
-inline int64_t interaction_stride(int64_t num_vectors) { return (num_vectors + 4 + 31) / 32 * 32; }
-
-struct Kernels {
-  const char* name;
-  void (*pool[kNumRowTypes][2])(const PoolArgs&);  // [row type][ids are int64]
-  void (*gather[kNumRowTypes][2])(const GatherArgs&);
-  void (*dot[kNumWeightTypes][2])(const DotArgs&);
-  void (*update[kNumOptimizers][kNumWeightTypes])(const UpdateArgs&);
-  void (*sum)(const SumArgs&);
-  int64_t (*square)(const SquareArgs&);
-  float (*square_row)(const float* row, int64_t dim);
-  bool (*all_below32)(const int32_t* ids, int64_t n, uint64_t bound);
-  bool (*all_below64)(const int64_t* ids, int64_t n, uint64_t bound);
-  void (*interact)(const InteractionArgs&);
-  void (*interact_grad)(const InteractionArgs&);
-  int64_t (*quantize[3])(
-      QuantizeArgs);  // to 8, 4, 2 bits; returns the first row that cannot be quantised, or num_rows
-  int64_t (*encode_wire)(const WireRowsArgs&);  // returns the number of rows that are not finite
-  void (*decode_wire)(const WireRowsArgs&);
-};
-
-const Kernels* kernels_baseline();
-const Kernels* kernels_avx2();    // null if not built for it
-const Kernels* kernels_avx512();  // null if not built for it
-
-// Whether rows are prefetched to L1 or to L2, whichever was faster in measurements on one machine of each
-// kind. AMD's Zen 5: L1. Zen 4 and Intel's, which can have fewer lines under way to L1: L2 (on Zen 4, 2.6
-// times as fast for quantised rows, 1.6 times for fp32). MESHREC_PREFETCH=l1|l2 overrides this.
-bool prefetch_to_l1();
-
-// The best instruction set that this machine runs; MESHREC_ISA=baseline|avx2|avx512 asks for another.
-const Kernels& kernels();
 
 }  // namespace meshrec

@@ -161,7 +161,7 @@ class CodedRows(WireFormat):
 
 
 FP32 = _Cast("fp32", torch.float32)
-"""Nothing is rounded on the way."""
+"""Four bytes per value, without rounding."""
 FP16 = _Cast("fp16", torch.float16)
 """Half the bytes and 11 significant bits; values above 65,504 overflow to infinity."""
 BF16 = _Cast("bf16", torch.bfloat16)
@@ -183,7 +183,7 @@ to the next gradient of the same bag.
 """
 
 Wire = WireFormat | torch.dtype | str
-"""How a caller may name a format: itself, its name, or the dtype that values are cast to."""
+"""The names that callers may use for a format: itself, its name, or the dtype that values are cast to."""
 
 
 def wire_format(given: Wire) -> WireFormat:

@@ -43,6 +43,18 @@ class Built(NamedTuple):
     optimizer: KeyedOptimizer
     plan: PlannedShardingPlan | None
 
+    def num_parameters(self) -> tuple[int, int]:
+        """Return the number of values in all tables, and of the dense part."""
+        tables = 0
+        for module in self.model.modules():
+            for name in ("embedding_bag_configs", "embedding_configs"):
+                if hasattr(module, name):
+                    tables += sum(
+                        each.num_embeddings * each.embedding_dim for each in getattr(module, name)()
+                    )
+                    break
+        return tables, sum(parameter.numel() for parameter in self.dense.params.values())
+
 
 def build(recipe: Recipe, dataset: "Dataset", ranks: Ranks) -> Built:
     """Build the model with first weights from the recipe's seed: the same under every plan, and unsharded.
