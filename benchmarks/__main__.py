@@ -26,6 +26,8 @@ from benchmarks import (
     tbe,
     train_pipeline,
     trainer,
+    wire,
+    wire_auc,
 )
 from benchmarks.harness import Effort, Result, bars_table, save
 
@@ -116,6 +118,14 @@ def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_mlserver.run(effort, tiny=arguments.tiny)
 
 
+def run_wire(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire.run(effort, tiny=arguments.tiny)
+
+
+def run_wire_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire_auc.run(tiny=arguments.tiny)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "tbe": run_tbe,
     "nbit": run_nbit,
@@ -138,6 +148,8 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "serve_changes": run_serve_changes,
     "serve_hostile": run_serve_hostile,
     "serve_mlserver": run_serve_mlserver,
+    "wire": run_wire,
+    "wire_auc": run_wire_auc,
 }
 
 
