@@ -55,6 +55,7 @@ class Host:
     def __init__(self, name: str, space: str, address: str, private: Path, seen: Path) -> None:
         self.name, self.address = name, address
         self._space, self._private, self._seen = space, private, seen
+        self._names = private.with_name("names")  # what /etc/hosts is on every host
         self._root: subprocess.Popen[bytes] | None = None
         private.mkdir(parents=True, exist_ok=True)
 
@@ -62,7 +63,8 @@ class Host:
         """Start the host's first process."""
         # PID 1 of the host: whatever it is killed with takes all others along.
         script = (
-            f"mount --bind {self._private} {self._seen}; mount -t tmpfs tmpfs /dev/shm; hostname "
+            f"mount --bind {self._names} /etc/hosts; mount --bind {self._private} {self._seen}; "
+            "mount -t tmpfs tmpfs /dev/shm; hostname "
             f"{self.name}; "
             "echo up; while :; do sleep 1000; done"
         )
@@ -135,6 +137,9 @@ def hosts(
     seen.mkdir(parents=True, exist_ok=True)
     spaces = [switch, *(f"{prefix}h{n}" for n in range(number))]
     found: list[Host] = []
+    names = [(f"10.77.{net}.{n + 1}", f"host{n}") for n in range(number)] + [(f"10.77.{net}.254", "switch")]
+    lines = [f"{address} {name}" for address, name in [("127.0.0.1", "localhost"), *names]]
+    (folder / "names").write_text("\n".join(lines) + "\n")
     try:
         for space in spaces:
             ip("netns", "add", space)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -79,6 +79,12 @@ class TrainOptions:
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0
     """How often to restart all ranks when one fails."""
+    on: Literal["ray"] | None = None
+    """Train on a cluster of Ray instead of this machine; its address is in RAY_ADDRESS."""
+    num_workers: int = 1
+    """With --on ray: number of workers, which are the ranks."""
+    min_workers: int | None = None
+    """With --on ray: smallest number of workers to go on with while others are missing; if none, all."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds to wait for a rank that does not answer during training."""
 
@@ -137,6 +143,10 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         return 0
     if launched():
         return _as_rank(job, quiet=options.quiet)
+    if options.on == "ray":
+        from meshrec.cli.on_ray import train_on_ray
+
+        return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
     nproc = options.nproc
     if nproc is None:
         nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
@@ -264,7 +274,7 @@ def _as_rank(job: Job, *, quiet: bool) -> int:
 
 
 def _code(summary: dict[str, Any]) -> int:
-    if summary[GOES_ON]:
+    if summary.get(GOES_ON):
         return _GOES_ON_CODE
     return 1 if summary["state"] == "failed" else 0
 

@@ -48,7 +48,7 @@ def kernels() -> Finding:
         "kernels",
         "warn",
         "none: plain torch takes their place, which is much slower",
-        "Install the wheel, or a C++20 compiler and then MeshRec anew; unset MESHREC_NO_KERNELS.",
+        "Install the wheel; or a C++20 compiler, and then MeshRec anew, without MESHREC_NO_KERNELS.",
     )
 
 

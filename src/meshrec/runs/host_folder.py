@@ -132,12 +132,20 @@ def _claim(job: Job) -> RunLock:
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
         for known in reversed(all_runs(job.runs)):
-            if known.read_json(LAUNCH) == launch and known.state().name != "finished":
+            if _launch_of(known) == launch and known.state().name != "finished":
                 return _locked_again(known, job.rank_timeout)
     lock = claim_run(job.name, job.recipe.name, job.runs, resume=job.resume)
     if launch != "none":
-        lock.folder.write_json(LAUNCH, launch)
+        lock.folder.write_json(LAUNCH, {"id": launch})
     return lock
+
+
+def _launch_of(folder: RunFolder) -> str | None:
+    """Return the ID of the launch that made a run's folder; None if there is none, or it cannot be read."""
+    try:
+        return str((folder.read_json(LAUNCH) or {}).get("id"))
+    except ValueError:
+        return None
 
 
 def _locked_again(folder: RunFolder, seconds: float) -> RunLock:

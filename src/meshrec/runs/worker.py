@@ -182,6 +182,8 @@ class _Run:
                 *make_trackers(job.track, folder),
                 screen(folder),
             ]
+        if job.on_event is not None:
+            self._observers.append(job.on_event)
         self._began, self._start = now(), began
 
     def do(self) -> dict[str, Any]:
@@ -217,7 +219,9 @@ class _Run:
             if self._ranks.is_first:
                 self._conclude(trainer, summary, stop)
             self._ranks.wait_for_all()
-        return {**summary, GOES_ON: trainer.stopped and stop.signal is None and goes_on_without_a_host()}
+        if trainer.stopped and stop.signal is None and goes_on_without_a_host():
+            return {**summary, GOES_ON: True}
+        return summary
 
     def _compare_starts(self) -> None:
         """Compare how the ranks were started. Collective."""

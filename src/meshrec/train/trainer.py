@@ -48,7 +48,7 @@ class Trainer:
         dataset: the dataset that ``recipe.data`` loaded.
         ranks: the ranks, from `join`.
         folder: the folder of the run; None: nothing is stored.
-        observer: receives the events of the run, on rank 0.
+        observer: receives the events of the run, on every rank that passes one.
         stop: can request an early end.
         profile: trace a few steps.
         keep: save checkpoints in the folder. If not, each rank keeps its part of the best weights in memory.
@@ -101,7 +101,7 @@ class Trainer:
         self.weights_step = 0
         self.failures: list[str] = []
         self.is_saved = True
-        self._observer = observer if ranks.is_first else None
+        self._observer = observer
         self._stop = stop or StopRequest()
         self._profile = profile
         self._profiler: StepProfiler | None = None
