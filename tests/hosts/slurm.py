@@ -36,6 +36,8 @@ SlurmctldTimeout=15
 KillWait=30
 ReturnToService=2
 MailProg=/bin/true
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
 JobRequeue=1
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -51,7 +53,7 @@ class Cluster:
         self.environment["PATH"] = f"{self.environment['PATH']}:/usr/sbin"
 
     def start(self) -> None:
-        for name in ("state", "spool"):
+        for name in ("state", *(f"spool/{node.name}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         cores = os.cpu_count()
         lines = [
@@ -59,6 +61,8 @@ class Cluster:
         ]
         text = _CONFIG.format(folder=self.folder, nodes="\n".join(lines))
         (self.folder / "slurm.conf").write_text(text)
+        # These hosts have no cgroups; processes are followed by their parents.
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)

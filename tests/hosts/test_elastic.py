@@ -16,7 +16,7 @@ from tests.hosts.runs import ENVIRONMENT, bits, metrics, train
 
 pytestmark = needs_hosts
 NUM_KILLS = int(os.environ.get("MESHREC_HOSTS", "0"))
-STEPS_A_LIFE = 250
+STEPS_A_LIFE = 120
 
 
 def options(folder, epochs, *more):
@@ -83,7 +83,7 @@ def test_killed_hosts_come_back(tmp_path):
         words = train(*options(tmp_path, epochs))
         agents = [agent(host, switch, tmp_path, words, "2") for host in both]
         for kill in range(NUM_KILLS):
-            wanted = kill * (STEPS_A_LIFE - 60) + rng.randrange(20, 150)
+            wanted = kill * (STEPS_A_LIFE - 40) + rng.randrange(20, 100)
             until(
                 lambda wanted=wanted: step_of(run) >= wanted,
                 240,

@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.cli.arguments import HELP, UsageError
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
+from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
@@ -29,6 +31,7 @@ from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
+from meshrec.train.stored_run import download_run
 from meshrec.train.trackers import find_trackers
 from meshrec.train.yaml_recipes import SUFFIXES
 
@@ -135,6 +138,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         track=options.track,
         rank_timeout=options.rank_timeout,
         keep=not options.no_checkpoints,
+        store=options.out if options.out is not None and is_address(options.out) else None,
     )
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
@@ -179,7 +183,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
 
 
 def _runs(options: TrainOptions) -> Path:
-    if options.out is None:
+    if options.out is None or is_address(options.out):
         return options.runs
     if options.runs != RUNS:
         raise ValueError(
@@ -238,7 +242,11 @@ def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked
     if "--resume" not in rest:
         assert source is not None
         return _Asked(source, resolve(source), rest, None)
-    name, runs = _value(rest, "--name"), Path(_value(rest, "--out") or _value(rest, "--runs") or RUNS)
+    name, out = _value(rest, "--name"), _value(rest, "--out")
+    is_store = out is not None and is_address(out)
+    runs = Path((None if is_store else out) or _value(rest, "--runs") or RUNS)
+    if is_store and out is not None and name is not None:
+        download_run(name, runs, ObjectStore(out))
     made = os.environ.get(RUN_VARIABLE)
     if made:
         folder = RunFolder(Path(made))

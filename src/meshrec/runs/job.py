@@ -36,6 +36,7 @@ class Job:
         rank_timeout: seconds that ranks wait, during training, for a rank that does not answer.
         folder: the run's folder, if the caller has made it and holds its `RunLock`.
         keep: save checkpoints.
+        store: the address of the object store for checkpoints; if none, they are in the run's folder.
         on_event: gets every event, on every rank.
     """
 
@@ -52,4 +53,5 @@ class Job:
     rank_timeout: float = RANK_TIMEOUT
     folder: RunFolder | None = None
     keep: bool = True
+    store: str | None = None
     on_event: Observer | None = None

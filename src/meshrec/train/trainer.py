@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshrec.checkpoint import CheckpointError, CheckpointManager, DeltaPublisher
-from meshrec.checkpoint.finding import BEST
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.distributed import record_phases
 from meshrec.metrics import curves_of, score_histograms
@@ -51,7 +51,8 @@ class Trainer:
         observer: receives the events of the run, on every rank that passes one.
         stop: can request an early end.
         profile: trace a few steps.
-        keep: save checkpoints in the folder. If not, each rank keeps its part of the best weights in memory.
+        keep: save checkpoints. If not, each rank keeps its part of the best weights in memory.
+        store: where checkpoints go; if none, into the folder.
 
     Attributes:
         state: everything that a checkpoint stores, by name: the model, its optimizers, the progress, early
@@ -80,6 +81,7 @@ class Trainer:
         stop: StopRequest | None = None,
         profile: bool = False,
         keep: bool = True,
+        store: ObjectStore | None = None,
     ) -> None:
         recipe.check(ranks.size)
         self.recipe, self.dataset, self.ranks, self.folder = recipe, dataset, ranks, folder
@@ -116,13 +118,12 @@ class Trainer:
         self._window = Window(recipe.loss)
         self._checkpoints: Checkpoints | None = None
         self._publisher: DeltaPublisher | None = None
-        best: CheckpointManager | None = None
+        best: CheckpointManager | StoredCheckpoints | None = None
         if folder is not None and keep:
             self._checkpoints = Checkpoints(
-                folder, recipe.training, ranks, self.state, lambda text: self._tell(Said(text))
+                folder, recipe.training, ranks, self.state, lambda text: self._tell(Said(text)), store=store
             )
-            self.failures = self._checkpoints.failures
-            best = CheckpointManager(folder.path / BEST, keep_last=1, group=ranks.control)
+            self.failures, best = self._checkpoints.failures, self._checkpoints.best
         self._best = BestWeights(self.built.model, best)
         self._phase_times: list[PhaseTime] = []
         self._whole_times: list[PhaseTime] = []
