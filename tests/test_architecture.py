@@ -42,7 +42,7 @@ FLOORS = [
     {"quant"},
     {"export"},
     {"runs"},
-    {"health", "launch"},
+    {"health", "launch", "train.ray"},
     {"serve"},
     {"compat"},
     {"cli"},

@@ -97,8 +97,7 @@ class ShardedTables:
         wire: the wire formats of rows and gradients, by table.
         turnovers: the coming and going of IDs in the split tables, and in the data-parallel ones.
         inside: the routing and the ranks inside a node, if rows cross the network in place of sums.
-            ``input_dist``
-            is for these.
+            ``input_dist`` is for these.
     """
 
     def __init__(
