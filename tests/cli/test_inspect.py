@@ -130,7 +130,7 @@ def test_rows_are_ranked_within_a_query(tmp_path):
     num, queries = 4000, 400
     item, query = rng.integers(0, 50, num), np.sort(rng.integers(0, queries, num))
     quality = rng.normal(size=50)
-    grade = np.clip(np.round(quality[item] + 1.5), 0, 4).astype(int)
+    grade = np.clip(np.round(quality[item] + 0.5 * rng.normal(size=num) + 1.5), 0, 4).astype(int)
     pq.write_table(pa.table({"session": query, "item": item, "grade": grade}), tmp_path / "data.parquet")
     summary = two_commands(tmp_path, [tmp_path / "data.parquet"], "grade", "--query", "session")
     assert summary["test"]["ndcg@10"] > 0.85

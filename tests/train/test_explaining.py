@@ -15,8 +15,7 @@ def recipe():
     features = Features(
         labels=(Label(column="clicked"),),
         features=(
-            *(Vocabulary(name=name) for name in ("kind", "noise")),
-            *(Number(name=name) for name in ("size", "void")),
+            Vocabulary(name="kind"), Vocabulary(name="noise"), Number(name="size"), Number(name="void"),
         ),
     )
     return Recipe(

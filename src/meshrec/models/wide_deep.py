@@ -33,6 +33,8 @@ class WideDeep(nn.Module):
         dropout: share of the hidden values that training drops.
         id_dropout: share of the IDs' embeddings that training drops: the model learns to do without, as it
             must for a value that it has never seen.
+        wide_scale: factor of the linear weights of IDs: it multiplies how far an update moves them, where the
+            optimizer's steps do not depend on the scale of gradients, as Adam's do not.
         dense_device: device of the dense parameters.
 
     Raises:
@@ -49,6 +51,7 @@ class WideDeep(nn.Module):
         num_members: int = 1,
         dropout: float = 0.0,
         id_dropout: float = 0.0,
+        wide_scale: float = 1.0,
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class WideDeep(nn.Module):
                 f"embedding_dim is {self.sparse_arch.D}, and the first {num_outputs} columns are linear "
                 f"weights: take {num_outputs + 8} or more."
             )
-        self.num_outputs, self.num_members = num_outputs, num_members
+        self.num_outputs, self.num_members, self.wide_scale = num_outputs, num_members, wide_scale
         width = self.sparse_arch.D
         self.numbers = NumberEmbedding(edges, width, device=dense_device)
         vectors = self.sparse_arch.F + len(edges)
@@ -82,7 +85,7 @@ class WideDeep(nn.Module):
         embeddings = arch.embedding_bag_collection(sparse_features)
         numbers = self.numbers(dense_features)
         rows = embeddings.values().view(-1, arch.F, arch.D)
-        linear = rows[:, :, :num].sum(1) + numbers[:, :, :num].sum(1)
+        linear = self.wide_scale * rows[:, :, :num].sum(1) + numbers[:, :, :num].sum(1)
         kept = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0
         vectors = torch.cat([rows[:, :, num:] * kept, numbers[:, :, num:]], dim=1)
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1))

@@ -439,7 +439,7 @@ class CostModel:
         overhead = np.array([each.row_overhead for each in formats], np.float64)[index]
         kernel_bytes = np.array([each.kernel_dtype.itemsize for each in formats], np.float64)[index]
         is_cast = np.array([each.is_cast for each in formats], bool)[index]
-        return RowOnWire(columns * value_bytes + overhead, kernel_bytes, is_cast)
+        return RowOnWire(np.ceil(columns * value_bytes) + overhead, kernel_bytes, is_cast)
 
     def _row_buffers(self, table: npt.NDArray[np.integer], columns: Floats) -> Floats:
         """Return the bytes of the buffers for one looked-up row and its gradient."""

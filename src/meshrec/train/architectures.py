@@ -140,6 +140,8 @@ class WideDeepConfig(ModelConfig):
     """Share of the hidden values that training drops."""
     id_dropout: float = 0.1
     """Share of the IDs' embeddings that training drops."""
+    wide_scale: float = 1.0
+    """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
 
     def __post_init__(self) -> None:
         for name in ("dropout", "id_dropout"):
@@ -158,6 +160,7 @@ class WideDeepConfig(ModelConfig):
             num_members=self.members,
             dropout=self.dropout,
             id_dropout=self.id_dropout,
+            wide_scale=self.wide_scale,
         )
 
 
