@@ -11,6 +11,7 @@ from benchmarks import (
     dlrm_step,
     early_bags,
     import_time,
+    index,
     inspect_auc,
     layouts,
     nbit,
@@ -46,6 +47,10 @@ def run_inspect_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_default_model(arguments: argparse.Namespace, effort: Effort) -> Result:
     return default_model.run(tiny=arguments.tiny)
+
+
+def run_index(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return index.run(effort, tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:

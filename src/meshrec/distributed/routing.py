@@ -35,11 +35,13 @@ from meshrec.plan.sharding_plan import (
     ParameterSharding,
     ShardingType,
 )
-from meshrec.tables.table import Rectangle
+from meshrec.tables.key_space import ALL_KEYS, key_at
+from meshrec.tables.table import Rectangle, Span
 
 # U uses, Q routes, L lookups, R ranks
 
 _INT32_ROWS = 1 << 31
+_LAST_KEY = (1 << 63) - 1
 
 
 class RoutedTable(NamedTuple):
@@ -50,6 +52,18 @@ class RoutedTable(NamedTuple):
     dim: int
     features: tuple[str, ...]
     mean: bool = False
+    mix_seed: int | None = None
+    """The seed of the mix that makes keys of IDs; None: keys are IDs. See [Note: the keys of hashed tables]
+    in ``tables/key_space.py``."""
+
+    @property
+    def keys(self) -> Span:
+        """The interval of all keys."""
+        return (0, self.num_rows) if self.mix_seed is None else ALL_KEYS
+
+    def key_at(self, row: int) -> int:
+        """Return the first key of a row of the plan."""
+        return row if self.mix_seed is None else key_at(row, self.num_rows)
 
 
 class Use(NamedTuple):
@@ -130,8 +144,16 @@ class Routing:
         split = [False] * len(self.tables)
         for work in self.work:
             for rectangle in work.rectangles:
-                split[rectangle.table] |= rectangle.r1 - rectangle.r0 < self.tables[rectangle.table].num_rows
+                first, end = self.tables[rectangle.table].keys
+                split[rectangle.table] |= rectangle.r1 - rectangle.r0 < end - first
         return split
+
+    def intervals(self, table: int) -> list[Span]:
+        """Return the intervals of a table's keys that no rectangle cuts."""
+        edges = set(self.tables[table].keys)
+        for work in self.work:
+            edges.update(*((x.r0, x.r1) for x in work.rectangles if x.table == table))
+        return list(pairwise(sorted(edges)))
 
     @cached_property
     def wide(self) -> bool:
@@ -155,13 +177,14 @@ class Routing:
             of_use[use].append((number, r0, r1))
         cut_begin, cuts, interval_begin, interval_routes = [0], [], [0], []
         for reader, own in zip(self.uses, of_use, strict=True):
-            edges = {0, self.tables[reader.table].num_rows}
+            edges = set(self.tables[reader.table].keys)
             use_cuts = sorted(edges.union(*((r0, r1) for _, r0, r1 in own)))
             cuts += use_cuts
             cut_begin.append(len(cuts))
             for first in use_cuts[:-1]:
                 interval_routes += [number for number, r0, r1 in own if r0 <= first < r1]
                 interval_begin.append(len(interval_routes))
+        cuts = [min(cut, _LAST_KEY) for cut in cuts]
         columns = [cut_begin, cuts, interval_begin, interval_routes, [x for q in routes for x in q[:3]]]
         return [torch.tensor(column, dtype=torch.int64) for column in columns]
 
@@ -217,9 +240,9 @@ def compile_plan(
     local: list[Rectangle] = []
     for t, table in enumerate(tables):
         if plan[table.name].sharding_type is ShardingType.DATA_PARALLEL:
-            local.append(Rectangle(t, 0, table.num_rows, 0, table.dim))
+            local.append(Rectangle(t, *table.keys, 0, table.dim))
         for rank, own in _by_rank(plan[table.name], t, in_bands=t in whole_rows).items():
-            rectangles[rank] += own
+            rectangles[rank] += [x._replace(r0=table.key_at(x.r0), r1=table.key_at(x.r1)) for x in own]
     return Routing(
         tables=tuple(tables),
         uses=tuple(uses),

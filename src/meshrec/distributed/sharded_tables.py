@@ -44,6 +44,7 @@ from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.optimizer import FusedTable
+from meshrec.tables.turnover import Turnover
 from meshrec.tables.updates import TableGradient, TableUpdates
 from meshrec.tables.writes import OwnWrites
 
@@ -86,6 +87,7 @@ class ShardedTables:
         input_dist: the routing of IDs.
         sequence: whether rows are not pooled.
         wire: the wire formats of rows and gradients, by table.
+        turnovers: the coming and going of IDs in the split tables, and in the data-parallel ones.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ShardedTables:
         input_dist: InputDist,
         sequence: bool,
         wire: TableWires,
+        turnovers: Sequence[Turnover | None] = (None, None),
     ) -> None:
         self._env = env
         self._fused = list(fused.values())
@@ -124,6 +127,7 @@ class ShardedTables:
                 {t: table for t, table in fused.items() if routing.replicated[t] == replicated},
                 writes=self._writes,
                 peers=None if replicated else functools.partial(column_peers, routing, env.shard),
+                turnover=turnovers[replicated],
             )
             for own, replicated in ((split, False), (local, True))
         ]
@@ -149,6 +153,17 @@ class ShardedTables:
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
         self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
         self._weight_grads = WeightGrads(routing, env.shard)
+
+    def recount(self) -> None:
+        """Count the rows of hashed tables on all ranks, after they were loaded or moved. Collective."""
+        for updates in self._updates:
+            if updates.turnover is not None:
+                updates.turnover.recount()
+
+    @property
+    def turnovers(self) -> list[Turnover]:
+        """The coming and going of IDs, of the tables with hashed keys."""
+        return [updates.turnover for updates in self._updates if updates.turnover is not None]
 
     @property
     def num_clamped_ids(self) -> int:

@@ -6,8 +6,9 @@ The ops share these terms (U uses, Q routes, K keys, R ranks, N IDs, B bags of a
   ``segments`` (int64 [K + 1] on the CPU: the first bag of each key; None: equally many bags per key) describe
   the IDs.
 - ``router``: five int64 tensors on the CPU. ``cuts`` holds for every use, from ``cut_begin[u]`` to
-  ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. Between two cuts lies an interval; intervals
-  are numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
+  ``cut_begin[u + 1]``, its row cuts 0 = c_0 < ... < c_P = rows. (Hashed keys have cuts from -2^63 to
+  2^63 - 1, which stands for no end: any int64 is inside.) Between two cuts lies an interval; intervals are
+  numbered through all uses. ``interval_routes`` holds, from ``interval_begin[i]``, the routes that take
   the IDs of interval i. ``routes`` [Q, 3]: rank, use, first row; ordered by rank.
 - A *message* is a sequence of int32 words: [bags of each route, if they differ between uses][lengths, route
   by route][IDs, minus the route's first row, as int32, or with ``wide`` as int64][weights, fp32]. ``header``
@@ -26,6 +27,9 @@ from torch import Tensor
 
 from meshrec.ops.library import implement
 from meshrec.ops.tbe.layout import check_offsets, segment_bounds
+
+
+_NO_END = (1 << 63) - 1
 
 
 class _Router(NamedTuple):
@@ -73,9 +77,11 @@ def _use_ids(
     offsets_B1 = offsets[begin : end + 1].long()
     ids = slice(int(offsets_B1[0]), int(offsets_B1[-1]))
     rows = values[ids].long()
-    bad = (rows < 0) | (rows >= router.num_rows(use))
+    bad = (rows < router.cuts[use][0]) | (rows >= router.num_rows(use))
+    if router.num_rows(use) == _NO_END:
+        bad = torch.zeros_like(bad)
     rows = rows.masked_fill(bad, 0)
-    cuts = torch.tensor(router.cuts[use][1:], device=values.device)
+    cuts = torch.tensor(router.cuts[use][1:-1], dtype=torch.int64, device=values.device)
     return _UseIds(ids, offsets_B1.diff(), rows, torch.searchsorted(cuts, rows, right=True), bad)
 
 
