@@ -14,7 +14,7 @@ from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
-from meshrec.train.steps import Lines, Steps
+from meshrec.train.steps import MetricLines, Steps
 from meshrec.train.stopping import StopRequest
 from meshrec.train.watch import LossError
 
@@ -79,7 +79,7 @@ class Trainer:
         self._steps = Steps(
             recipe, self.built, ranks, folder=folder, num_steps=self.num_steps, profile=profile
         )
-        self._lines = Lines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
+        self._lines = MetricLines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
 
     @property
     def validation(self) -> dict[str, float]:
