@@ -142,6 +142,8 @@ class WideDeepConfig(ModelConfig):
     """Share of the IDs' embeddings that training drops."""
     wide_scale: float = 1.0
     """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
+    shrinkage: float = 0.0
+    """L2 penalty of each row of a table, over the whole training data: what occurs rarely stays near 0."""
 
     def __post_init__(self) -> None:
         for name in ("dropout", "id_dropout"):
@@ -152,8 +154,9 @@ class WideDeepConfig(ModelConfig):
 
     def build(self, dataset: "Dataset") -> nn.Module:
         """Build the model, with its tables on ``meta``."""
+        tables = tables_on_meta(dataset, self.embedding_dim, std=self.table_std)
         return WideDeep(
-            tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
+            tables,
             dataset.number_edges or ((),) * dataset.num_dense,
             self.layers,
             num_outputs=max(1, dataset.num_classes),
@@ -161,7 +164,21 @@ class WideDeepConfig(ModelConfig):
             dropout=self.dropout,
             id_dropout=self.id_dropout,
             wide_scale=self.wide_scale,
+            shrink=self._shrink(tables, dataset),
         )
+
+    def _shrink(self, tables: EmbeddingBagCollection, dataset: "Dataset") -> list[float]:
+        """Return the penalty of a lookup by feature: its row's, divided by how often a row is looked up."""
+        if not self.shrinkage:
+            return []
+        lengths = {each.name: max(each.average_length, 1e-6) for each in dataset.features}
+        num_samples = dataset.train.num_samples
+        return [
+            self.shrinkage * config.num_embeddings / (num_samples * sum(map(lengths.__getitem__, names)))
+            for config in tables.embedding_bag_configs()
+            for names in [config.feature_names]
+            for _ in names
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
