@@ -126,7 +126,7 @@ class DeepFMConfig(ModelConfig):
 class WideDeepConfig(ModelConfig):
     """Wide and deep: linear terms, products of pairs, and an ensemble of MLPs, with embeddings of numbers."""
 
-    embedding_dim: int = 16
+    embedding_dim: int = 8
     """Width of every table; the first column is the linear weight."""
     table_std: float | None = 0.01
     """Standard deviation of the tables' initial values; if none, small values that depend on the number of
@@ -134,13 +134,13 @@ class WideDeepConfig(ModelConfig):
     """
     layers: tuple[int, ...] = (128, 64)
     """Hidden layer sizes of the MLPs."""
-    members: int = 8
+    members: int = 1
     """Number of MLPs of the ensemble; they share most of their weights."""
-    dropout: float = 0.1
+    dropout: float = 0.3
     """Share of the hidden values that training drops."""
     id_dropout: float = 0.1
     """Share of the IDs' embeddings that training drops."""
-    wide_scale: float = 1.0
+    wide_scale: float = 10.0
     """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
     shrinkage: float = 0.0
     """L2 penalty of each row of a table, over the whole training data: what occurs rarely stays near 0."""
