@@ -42,6 +42,7 @@ FLOORS = [
     {"quant"},
     {"export"},
     {"runs"},
+    {"health", "launch"},
     {"serve"},
     {"compat"},
     {"cli"},
@@ -84,6 +85,7 @@ CPP_TESTS = {
     "runs.cpp": TBE_TESTS,
     "shard.cpp": INDEX_TESTS,
     "unique.cpp": INDEX_TESTS,
+    "wire.cpp": ["tests/ops/dist/test_wire.py"],
 }
 
 

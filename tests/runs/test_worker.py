@@ -9,7 +9,8 @@ from meshrec.checkpoint import CheckpointError, CheckpointManager
 from meshrec.data import parquet
 from meshrec.data.features import Features, Integer, Label
 from meshrec.planner import load_plan
-from meshrec.runs.worker import Job, work
+from meshrec.runs.job import Job
+from meshrec.runs.worker import work
 from meshrec.train import DataSource
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder
 

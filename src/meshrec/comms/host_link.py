@@ -64,7 +64,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class _Refused(OSError):
-    """The reason for which there is no link; a log line tells it, and gloo serves."""
+    """The reason why there is not a link. A log line names it, and gloo is used instead."""
 
 
 class Address(NamedTuple):
@@ -275,7 +275,7 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
     if type(group) is not dist.ProcessGroup:  # such as a slow one for tests: its own collectives are meant
         return None
     backend: Any = group._get_backend(torch.device("cpu"))
-    link = _joined(group, backend) if backend.name() == "gloo" else None
+    link = link_or_reason(group)[0] if backend.name() == "gloo" else None
     if link is not None:
         _open_links.add(link)
         # At the end of the group, or of the process.
@@ -283,8 +283,11 @@ def open_link(group: dist.ProcessGroup) -> HostLink | None:
     return link
 
 
-def _joined(group: dist.ProcessGroup, backend: Any) -> HostLink | None:
-    """Join the ranks by a link, on all of them or on none."""
+def link_or_reason(group: dist.ProcessGroup) -> tuple[HostLink | None, str]:
+    """Join the ranks of a gloo group by a link, on all of them or on none; else return why not.
+    Collective.
+    """
+    backend: Any = group._get_backend(torch.device("cpu"))
     link, refusal = None, ""
     try:
         if os.environ.get(_SWITCH) == "0":
@@ -301,17 +304,18 @@ def _joined(group: dist.ProcessGroup, backend: Any) -> HostLink | None:
             refusal = str(error)
         (refusals,) = _gathered(group, (refusal,))
         if not any(refusals):
-            return link
+            return link, ""
     if link is not None:
         link.close()
+    reason = ", ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why)
     if group.rank() == 0 and is_one_host:
         _logger.warning(
             "the %d ranks of a process group are on one host but send messages through gloo's sockets, which "
             "is slower than reading each other's memory (%s)",
             group.size(),
-            ", ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why),
+            reason,
         )
-    return None
+    return None, reason if is_one_host else "they are on several hosts"
 
 
 def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:

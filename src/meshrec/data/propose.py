@@ -1,4 +1,4 @@
-"""From a look at data to a proposal: what to make of each column, and why."""
+"""The proposal of features for each column of a data set, with reasons."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class Proposal(NamedTuple):
 def propose(
     profile: Profile, *, label: str, time: str | None, task: Task | None = None, query: str | None = None
 ) -> Proposal:
-    """What to make of each column.
+    """Propose the role and the features of each column.
 
     Args:
         profile: what the columns hold.
@@ -56,7 +56,7 @@ def propose(
         query: the column within whose values rows are ranked; None: there is none.
 
     Raises:
-        ValueError: the label or the time is no column, or cannot be one; or nothing is left to learn from.
+        ValueError: there is no such label or time, or its type does not fit; or no other column is left.
     """
     for role, name in (("label", label), ("time", time), ("query", query)):
         if name is not None and name not in profile.columns:
@@ -152,7 +152,7 @@ def _time(column: Column) -> ColumnChoice:
 
 
 def _unit(column: Column) -> str | None:
-    """Of times that are numbers: what counts since 1970; None where they are no such times."""
+    """Return the unit of a column of times since 1970; None if the column does not look like times."""
     if column.kind == "time":
         return "s"
     middle = column.quantiles[3] if column.quantiles else 0
@@ -295,7 +295,7 @@ def _list(column: Column) -> ColumnChoice:
 
 
 def as_json(profile: Profile, proposal: Proposal) -> dict[str, Any]:
-    """For the page."""
+    """Return the profile and the proposal as JSON types, for the report page."""
     chosen = {choice.column: choice for choice in proposal.choices}
     return {
         "rows": profile.num_rows,

@@ -223,9 +223,7 @@ class MultiTaskConfig(ModelConfig):
     """Model for several labels: a mixture over embeddings and dense values, and a tower for each label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
-    """How tasks share: one bottom for all, gates over shared experts, or shared experts beside those of each
-    task.
-    """
+    """Sharing between tasks: one bottom, gates over shared experts, or shared experts beside own ones."""
     embedding_dim: int = 16
     """Width of every table."""
     table_std: float | None = None

@@ -18,6 +18,7 @@ from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
+from meshrec.train.stragglers import WaitClock
 from meshrec.train.usage import gradient_norm, memory_and_cpu
 
 _logger = logging.getLogger("meshrec.train")
@@ -108,12 +109,14 @@ class Lines:
         self._samples_per_epoch = samples_per_epoch
         self._window = Window(recipe.loss)
         self._since = (0, 0.0)
+        self._waits = WaitClock()
         self._num_untold = 0
 
     def add(self, outputs: list[Any]) -> None:
         """Add the outputs of a step."""
         self._window.add(outputs)
         self._num_untold += sum(len(output.labels) for output in outputs)
+        self._waits.stepped()
 
     @property
     def is_empty(self) -> bool:
@@ -123,6 +126,7 @@ class Lines:
     def start_clock(self) -> None:
         """Measure the next line's throughput from now on."""
         self._since = (self.progress.num_samples, time.perf_counter())
+        self._waits.start()
 
     def where(self) -> dict[str, Any]:
         """Return the place in the run, as every line has it."""
@@ -144,7 +148,7 @@ class Lines:
         samples, since = self._since
         seconds = time.perf_counter() - since
         progress.seconds += seconds
-        line = {
+        line: dict[str, Any] = {
             "kind": "train",
             **self.where(),
             **self._window.take(self._ranks),
@@ -155,5 +159,9 @@ class Lines:
             "peak_memory_mib": memory,
             "cpu_seconds": cpu,
         }
-        _logger.info("step %d: loss %.6g", progress.step, line.get("loss", math.nan))
+        slowest, waiting = self._waits.take(self._ranks, seconds), ""
+        if slowest is not None:
+            line |= {"straggler": slowest.rank, "straggler_share": slowest.share}
+            waiting = f"; {100 * slowest.share:.0f} % waiting for rank {slowest.rank}"
+        _logger.info("step %d: loss %.6g%s", progress.step, line.get("loss", math.nan), waiting)
         return line

@@ -1,7 +1,6 @@
 """The trainer: it runs the steps, metrics, evaluations and checkpoints of a run, and ends it."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.metrics.named import leading_metric, title_of
@@ -30,6 +29,7 @@ class Trainer:
         observer: receives the events of the run, on rank 0.
         stop: can request an early end.
         profile: trace a few steps.
+        keep: save checkpoints in the folder. If not, each rank keeps its part of the best weights in memory.
 
     Attributes:
         built: the model and its optimizers.
@@ -52,6 +52,7 @@ class Trainer:
         observer: Observer | None = None,
         stop: StopRequest | None = None,
         profile: bool = False,
+        keep: bool = True,
     ) -> None:
         recipe.check(ranks.size)
         self.recipe, self.dataset, self.ranks = recipe, dataset, ranks
@@ -68,6 +69,7 @@ class Trainer:
             training=recipe.training,
             ranks=ranks,
             folder=folder,
+            keep=keep,
             tell=lambda text: self._tell(Said(text)),
         )
         self._steps = Steps(
@@ -100,9 +102,8 @@ class Trainer:
     def resume(self) -> bool:
         """Continue from the folder's newest intact checkpoint; return False if there is none. Collective."""
         folder = self.keeper.folder
-        assert folder is not None
         found = self.keeper.resume()
-        if found and self.ranks.is_first:
+        if found and folder is not None and self.ranks.is_first:
             step = self.progress.step
             folder.forget_after(step, judged=self.judge.early.last_step == step)
         return found
@@ -284,12 +285,7 @@ class Trainer:
             self._observer(event)
 
     def _started(self) -> Started:
-        tables = sum(
-            config.num_embeddings * config.embedding_dim
-            for module in self.built.model.modules()
-            for config in _table_configs(module)
-        )
-        dense = sum(parameter.numel() for parameter in self.built.dense.params.values())
+        tables, dense = self.built.num_parameters()
         validation = self.dataset.validation
         return Started(
             recipe=self.recipe,
@@ -306,10 +302,3 @@ class Trainer:
             first_step=self.progress.step,
             num_steps=self.num_steps,
         )
-
-
-def _table_configs(module: Any) -> list[Any]:
-    for name in ("embedding_bag_configs", "embedding_configs"):
-        if hasattr(module, name):
-            return list(getattr(module, name)())
-    return []
