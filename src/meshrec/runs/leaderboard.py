@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshrec.metrics import Interval, auc_interval
-from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig, WideDeepConfig
+from meshrec.train.architectures import DeepFMConfig, DLRMConfig, DLRMDCNConfig
 from meshrec.train.baselines import baselines
 from meshrec.train.losses import BinaryCrossEntropy
 from meshrec.train.ranks import join
 from meshrec.train.recipe import FittedSource, ModelConfig, Placement, Recipe
 from meshrec.train.trainer import Trainer
+from meshrec.train.wide_deep import WideDeepConfig
 
 MODELS: dict[str, ModelConfig] = {
     "wide_deep": WideDeepConfig(),
