@@ -106,6 +106,8 @@ MISTAKES = [
         ("inspect clicks.csv --label country --task binary --force", "it holds text", I),
         ("inspect clicks.csv --label clicked --query usr --force", "Did you mean user?", f"{I} --query user"),
         (f"{I} --task regression", "take one of", f"{I} --task number"),
+        (f"{T} --dense.optimizer adam", "one of --dense.kind", f"{T} --dense.kind adam"),
+        (f"{T} --model.layers", "it must be one size or more", f"{T} --model.layers 16 8"),
         (f"{T} --model.members 0", "must be at least 1", f"{T} --model.members 4"),
         (f"{T} --model.dropout 1", "must be in [0, 1)", f"{T} --model.dropout 0.5"),
         ("leaderboard clicks.csv", "--label is missing", f"{B} --epochs 1"),

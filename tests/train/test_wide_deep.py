@@ -9,6 +9,8 @@ from meshrec.train import Trainer, WideDeepConfig, join
 def test_numbers_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"model\.dropout is 1; it must be in \[0, 1\)"):
         WideDeepConfig(dropout=1)
+    with pytest.raises(ValueError, match=r"model\.layers is \(\); it must be one size or more"):
+        WideDeepConfig(layers=())
     with pytest.raises(ValueError, match=r"model\.members is 0; it must be at least 1"):
         WideDeepConfig(members=0)
 

@@ -241,6 +241,10 @@ def _refused(event: Any) -> str:
     return f"{title}: {message}"
 
 
+_MOST_OF_SECTION = 6
+"""Options of a section that are listed for a word that is near none of them."""
+
+
 def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
     """Suggest the option with the nearest name: ``--training.epochs`` for ``--epochs``."""
     word = _plain(option)
@@ -251,4 +255,9 @@ def _unknown(option: str, command: str, names: Sequence[str], more: str) -> str:
     found = nearest(word, names) if "." in word else None
     near = [found] if found is not None else ends.get(tail) or ends.get(nearest(tail, ends) or "", [])
     guess = f" Did you mean {' or '.join(near[:3])}?" if near else ""
+    section = (
+        [name for name in names if name.startswith(f"{word.rpartition('.')[0]}.")] if "." in word else []
+    )
+    if found is None and 0 < len(section) <= _MOST_OF_SECTION:
+        guess = f" Did you mean one of {', '.join(section)}?"
     return f"{command}: there is no option {option.partition('=')[0]}.{guess} {more}"
