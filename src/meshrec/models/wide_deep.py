@@ -113,13 +113,13 @@ class WideDeep(nn.Module):
         numbers = self.numbers(dense_features)
         rows = embeddings.values().view(-1, arch.F, arch.D)
         if self.training and self.shrinks:
-            rows = _Shrink.apply(rows, self.shrink)
+            rows = _Shrink.apply(rows, self.shrink)  # type: ignore[no-untyped-call]
         linear = self.wide_scale * rows[:, :, :num].sum(1) + numbers[:, :, :num].sum(1)
         kept = self.id_dropout(torch.ones_like(rows[:, :, :1])) if self.training else 1.0
         vectors = torch.cat([rows[:, :, num:] * kept, numbers[:, :, num:]], dim=1)
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1))
         deep = self.mlp(torch.cat([vectors.flatten(1), pairs], dim=1))
-        logits = linear.unsqueeze(2) + deep
+        logits: Tensor = linear.unsqueeze(2) + deep
         if self.num_members == 1:
             return logits.squeeze(2)
         return logits if self.training else logits.mean(2)

@@ -82,7 +82,7 @@ def _judged(
     source = recipe.data
 
     def opened() -> Any:
-        return source.load() if features is None else source.dataset(features)
+        return source.dataset(features) if isinstance(source, FittedSource) else source.load()
 
     dataset = opened()
     if dataset.validation is None or dataset.test is None:

@@ -42,9 +42,7 @@ class WideDeepConfig(ModelConfig):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; it must be in [0, 1).")
         if not self.layers or min(self.layers) < 1:
-            raise ValueError(
-                f"model.layers is {self.layers}; it must be one size or more, each at least 1, such as 128 64."
-            )
+            raise ValueError(f"model.layers is {self.layers}; it must be one size or more, such as 128 64.")
         if self.members < 1:
             raise ValueError(f"model.members is {self.members}; it must be at least 1.")
 
