@@ -115,7 +115,22 @@ def parse(kind: Any, arguments: Sequence[str], *, program: str, description: str
     with _REGISTRY, on_parse_error(refuse):
         found = tyro.cli(kind, args=list(arguments), prog=program, description=description, config=config)
     _check_words(found, program)
+    _check_lists(found, arguments, program)
     return found
+
+
+def _check_lists(found: Any, arguments: Sequence[str], program: str) -> None:
+    """Raise UsageError if an option that takes a list of words is given none."""
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
+        if not _is_option(word) or "=" in word or not after.startswith("--"):
+            continue
+        path = _plain(word).lstrip("-").replace("-", "_").split(".")
+        for start in (found, getattr(found, "options", None)):
+            value = start
+            for name in path:
+                value = getattr(value, name, None)
+            if value == ():
+                raise UsageError(f"{program.removeprefix('meshrec ')}: {_plain(word)} needs a value.")
 
 
 def _check_words(found: Any, program: str) -> None:
