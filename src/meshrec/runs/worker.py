@@ -373,7 +373,7 @@ class _Run:
         """Compute the baselines and write the reports, on rank 0."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
         if self._store is not None:
-            self._fetch(trainer.weights_step, summary)
+            self._fetch(trainer.judge.weights_step, summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
