@@ -227,6 +227,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         nothing = nn.Parameter(storage.allocate(0, storage.columns(table.dim), device), contents.trained[t])
         own_part = held.of_table(t)
+        here: TableShards
         if isinstance(storage, HashedRows):
             turnover = turnovers[routing.replicated[t]]
             assert turnover is not None

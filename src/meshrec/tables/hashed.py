@@ -283,6 +283,14 @@ class HashedTable:
         self.forget(self.listed()[1])
         self.waiting = self._new_waiting()
 
+    def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the IDs that are alive on this rank, in the order of their keys, int64 [n], copies of their
+        rows, [n, columns], and of their optimizer state and the policy's parts, by name.
+        """
+        keys, slots = self.listed()
+        parts = self.gathered(slots, self.rectangle.columns)
+        return self.ids_of(keys), parts.pop("weight"), parts
+
     def waiting_parts(self) -> dict[str, Tensor]:
         """Return the counts of IDs that wait, for state dicts: their keys, ascending, and the counts."""
         found = list(self.waiting.stream())
