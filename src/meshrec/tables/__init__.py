@@ -4,7 +4,7 @@ from meshrec.tables.fixed import FixedTable
 from meshrec.tables.fused import TrainedTable, WholeTables
 from meshrec.tables.growing import GrowingRows
 from meshrec.tables.hashed import HashedTable
-from meshrec.tables.hashed_books import TableReport
+from meshrec.tables.hashed_books import TableCounts
 from meshrec.tables.hashed_keys import (
     LFU,
     LRU,
@@ -56,8 +56,8 @@ __all__ = [
     "RowsToJudge",
     "Score",
     "StreamedPart",
+    "TableCounts",
     "TableGradient",
-    "TableReport",
     "TableRows",
     "TableUpdates",
     "TrainedTable",

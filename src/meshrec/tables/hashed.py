@@ -28,7 +28,7 @@ from meshrec.ops.index import HashIndex, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
 from meshrec.tables.growing import GrowingRows
-from meshrec.tables.hashed_books import Books, InFlight, TableReport
+from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.index import Index, Resolved
 from meshrec.tables.storage import DenseRows, SideRows
@@ -81,7 +81,7 @@ class HashedTable:
         flight have a pending one."""
         self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
         self.waiting = self._new_waiting()
-        self.in_flight: WeakSet[InFlight] = WeakSet()
+        self.in_flight: WeakSet[PinnedRows] = WeakSet()
         self.released: deque[Tensor] = deque()
         self.books = Books()
 
@@ -101,7 +101,7 @@ class HashedTable:
         return self.books.changes
 
     @property
-    def report(self) -> TableReport:
+    def report(self) -> TableCounts:
         """What has happened so far."""
         self.books.report.early = self.waiting.early()
         return self.books.report
@@ -126,7 +126,7 @@ class HashedTable:
             report = self.books.report
             report.read += len(keys)
             report.hits += len(keys) - int(absent.sum())
-        pin = InFlight(self, slots, pending, self.released)
+        pin = PinnedRows(self, slots, pending, self.released)
         self.in_flight.add(pin)
         return Resolved(slots, pin)
 

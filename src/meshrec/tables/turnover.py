@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.hashed_books import InFlight
+from meshrec.tables.hashed_books import PinnedRows
 from meshrec.tables.hashed_keys import TTL, Clock, RowsToJudge
 from meshrec.tables.table import Span
 from meshrec.tables.waiting import in_span
@@ -262,7 +262,7 @@ class Turnover:
 
 
 def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
-    own = [pin for pin in pins if isinstance(pin, InFlight) and pin.table is table]
+    own = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
     slots = (
         own[0].slots
         if len(own) == 1
