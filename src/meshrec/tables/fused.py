@@ -32,7 +32,7 @@ class TrainedTable(NamedTuple):
     """The parameter's name."""
     weight: nn.Parameter
     spec: OptimizerSpec | None
-    """None: ordinary gradients."""
+    """The fused optimizer; None for ordinary gradients."""
     storage: RowStorage
     train_hashed: Callable[[OptimizerSpec | None], HashedTable] | None = None
     """Makes room for the optimizer's state in a table with hashed keys; None for others."""
