@@ -86,6 +86,7 @@ CPP_TESTS = {
     "batch.cpp": TBE_TESTS,
     "choose.cpp": TBE_TESTS,
     "crc32.cpp": ["tests/ops/test_checksums.py"],
+    "first_rows.cpp": ["tests/ops/test_first_rows.py"],
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,
     "hash_index.cpp": INDEX_TESTS,

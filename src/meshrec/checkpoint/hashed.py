@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from meshrec.checkpoint.blocks import read_region
 from meshrec.checkpoint.manifest import Manifest
 from meshrec.checkpoint.storage import open_data, stored_rows
-from meshrec.distributed.hashed_shards import HashedShards
+from meshrec.distributed.hashed_shards import HashedParts
+from meshrec.distributed.table_shards import TableShards
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.ops.index import mix
@@ -49,8 +50,8 @@ def hashed_places(item: nn.Module) -> dict[str, HashedPlace]:
     module = item.module if isinstance(item, DistributedModelParallel) else item
     found: dict[str, HashedPlace] = {}
     for path, child in module.named_modules():
-        if isinstance(child, HashedShards):
-            found[path] = HashedPlace(path, child.hashed, child.rows_storage, child.changed)
+        if isinstance(child, TableShards) and isinstance(child.hashed, HashedParts):
+            found[path] = HashedPlace(path, child.hashed.tables, child.hashed.storage, child.hashed.changed)
         elif isinstance(child, HashedHolder):
             found[path] = HashedPlace(path, [child.table], child.storage, lambda: None)
     return found

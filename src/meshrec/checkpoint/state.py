@@ -261,7 +261,7 @@ def _in_place(
         target.create_state([n for n in content["state"] if n in target.params and n not in present])
     own: dict[str, Tensor] = {}
     held = encode(dict(target.state_dict()), entry, own)
-    has_hashed = kind == _MODULE and bool(hashed_places(target))
+    has_hashed = isinstance(target, nn.Module) and bool(hashed_places(target))
 
     def finish() -> None:
         if (is_part or has_hashed) and kind == _MODULE:

@@ -11,7 +11,7 @@ from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.same_plan import verify_same_plan
 from meshrec.comms.wire import FULL_WIRES, TableWires
-from meshrec.distributed.hashed_shards import HashedShards, check_hashed, turnovers_of
+from meshrec.distributed.hashed_shards import HashedParts, check_hashed, turnovers_of
 from meshrec.distributed.input_dist import InputDist
 from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
@@ -231,22 +231,9 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
             continue
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         nothing = nn.Parameter(storage.allocate(0, storage.columns(table.dim), device), contents.trained[t])
-        own_part = held.of_table(t)
-        if isinstance(storage, HashedRows):
-            turnover = turnovers[routing.replicated[t]]
-            assert turnover is not None
-            here = HashedShards(
-                table,
-                storage,
-                own_part,
-                empty=nothing,
-                holders=holders[t],
-                mesh=mesh,
-                turnover=turnover,
-                axis=env.shard,
-            )
-        else:
-            here = TableShards(table, storage, own_part, empty=nothing, holders=holders[t], mesh=mesh)
+        here = TableShards(table, storage, held.of_table(t), empty=nothing, holders=holders[t], mesh=mesh)
+        if (turnover := turnovers[routing.replicated[t]]) is not None and t in turnover.storages:
+            here.hashed = HashedParts(here, t, turnover, env.shard)
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
@@ -300,7 +287,7 @@ def _kernels(
 
 def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable:
     label, dim = f"table {shards.table.name!r}", shards.table.dim
-    if isinstance(shards, HashedShards):
+    if shards.hashed is not None:
         held = shards.held
         carriers = [] if held is None or not rule.deferred else [each.parameter for each in held.carriers]
         wanted = rule.spec.state_slots()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,32 +23,26 @@ from meshrec.tables.table import Rectangle
 from meshrec.tables.turnover import Turnover
 
 
-class HashedShards(TableShards):
-    """The part of a table with hashed keys that this rank holds.
+class HashedParts:
+    """What a state dict shows of a table with hashed keys, of which this rank holds a part.
 
     ``state_dict`` has the rows at rest (see [Note: a hashed table at rest] in tables/at_rest.py): ``weight``
     and ``ids`` are split tensors of as many rows as the table has now, in the order of their keys. It is
     collective if IDs that wait for admission are counted, and loading always is.
 
-    Args: see ``TableShards``. ``turnover`` knows how many rows each interval of keys has on all ranks.
+    Args:
+        shards: the part of the table that this rank holds.
+        number: the number of the table.
+        turnover: knows how many rows each interval of keys has on all ranks.
+        axis: the ranks.
     """
 
-    def __init__(self, *args: Any, turnover: Turnover, axis: Axis, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._turnover, self._axis = turnover, axis
-        assert isinstance(self.storage, HashedRows)
-        self._rows: HashedRows = self.storage
-        self._number = next(t for t, rows in turnover.storages.items() if rows is self._rows)
-
-    @property
-    def rows_storage(self) -> HashedRows:
+    def __init__(self, shards: TableShards, number: int, turnover: Turnover, axis: Axis) -> None:
+        self._shards, self._number, self._turnover, self._axis = shards, number, turnover, axis
+        self.storage: HashedRows = turnover.storages[number]
         """How the rows lie, and the table's choices."""
-        return self._rows
-
-    @property
-    def hashed(self) -> list[HashedTable]:
+        self.tables = [table for table in shards.tables if isinstance(table, HashedTable)]
         """The rectangles that are here."""
-        return [table for table in self.tables if isinstance(table, HashedTable)]
 
     def whole_state(self, slot: StateSlot) -> Tensor:
         """Return a state of the table's rows, in the order of their keys, without a copy."""
@@ -57,16 +50,16 @@ class HashedShards(TableShards):
 
     def part_names(self) -> list[str]:
         """Return the names of the parts of a row, and of what is beside them."""
-        return whole_names(self._rows)
+        return whole_names(self.storage)
 
     def whole_parts(self) -> dict[str, Tensor]:
         """Return the parts of the table's rows by name, in the order of their keys, without a copy."""
         part_at_rest = self._at_rest()
         found = {
-            part.name: part_at_rest(part.name, part.dtype, part.per_row) for part in self._rows.row_parts
+            part.name: part_at_rest(part.name, part.dtype, part.per_row) for part in self.storage.row_parts
         }
         found[IDS] = part_at_rest(IDS, torch.int64, True)
-        if self._rows.keys.counts:
+        if self.storage.keys.counts:
             found |= self._whole_counts()
         return found
 
@@ -76,26 +69,26 @@ class HashedShards(TableShards):
         Raises:
             ValueError: a part does not fit, or there are more rows than the table may have.
         """
-        is_other = torch.tensor([0 if is_own(values, self.hashed) else 1])
-        if self.is_split:
+        is_other = torch.tensor([0 if is_own(values, self.tables) else 1])
+        if self._shards.is_split:
             all_reduce(is_other, self._axis, "loading a hashed table")
         if int(is_other):
-            load_whole(self.hashed, values, prefix)
+            load_whole(self.tables, values, prefix)
             self.changed()
 
     def changed(self) -> None:
         """Tell batches in flight, and all ranks, that rows were loaded. Collective."""
-        increment_version(self.weight)
+        increment_version(self._shards.weight)
         self._turnover.recount()
 
     def _at_rest(self) -> Callable[[str, torch.dtype, bool], Tensor]:
         """Return the function that joins a part of the rows of all ranks."""
         place = self._places(self._turnover.live[self._number])
-        tables = [table.at_rest(place(table.rectangle)[0]) for table in self.hashed]
+        tables = [table.at_rest(place(table.rectangle)[0]) for table in self.tables]
         own = [table.tensors() for table in tables]
         for table in tables:
             r = table.rectangle
-            assert (r.r0, r.r1) == place(self.hashed[tables.index(table)].rectangle), "ranks have lost count"
+            assert (r.r0, r.r1) == place(self.tables[tables.index(table)].rectangle), "ranks have lost count"
 
         def part(name: str, dtype: torch.dtype, per_row: bool) -> Tensor:
             return self._split([parts[name] for parts in own], place, dtype, per_row)
@@ -106,15 +99,15 @@ class HashedShards(TableShards):
         """Return the counts of IDs that wait, of all ranks. Collective."""
         intervals = self._turnover.intervals[self._number]
         sizes = torch.zeros(len(intervals), dtype=torch.int64)
-        found = [table.waiting_parts() for table in self.hashed]
-        for table, parts in zip(self.hashed, found, strict=True):
+        found = [table.waiting_parts() for table in self.tables]
+        for table, parts in zip(self.tables, found, strict=True):
             r = table.rectangle
             if r.c0 == 0:
                 for number, span in enumerate(intervals):
                     if r.r0 <= span[0] and span[1] <= r.r1:
                         keys = next(table.waiting.stream(span), (parts[WAITING[0]][:0],))[0]
                         sizes[number] = len(keys)
-        if self.is_split:
+        if self._shards.is_split:
             all_reduce(sizes, self._axis, "waiting IDs")
         place = self._places(sizes.tolist())
         return {
@@ -135,7 +128,7 @@ class HashedShards(TableShards):
         dtype: torch.dtype,
         per_row: bool,
     ) -> Tensor:
-        if not self.is_split:
+        if not self._shards.is_split:
             return parts[0]
         # Imported here, because torch's DTensor is slow to import.
         from meshrec.distributed.split_tensor import LocalRectangles, SplitTensor
@@ -144,13 +137,13 @@ class HashedShards(TableShards):
             rows = [place(each) for each in rectangles]
             return [each._replace(r0=r0, r1=r1) for each, (r0, r1) in zip(rectangles, rows, strict=True)]
 
-        end = place(Rectangle(0, *self.table.keys, 0, 0))[1]
-        size = [end] if per_row else [end, self.table.dim]
-        holders = [placed(each) for each in self._holders]
+        end = place(Rectangle(0, *self._shards.table.keys, 0, 0))[1]
+        size = [end] if per_row else [end, self._shards.table.dim]
+        holders = [placed(each) for each in self._shards.holders]
         # DCP tells pieces apart by where they begin, and so do empty ones and those that follow them.
         own = [
             (part, each)
-            for part, each in zip(parts, placed(self.rectangles), strict=True)
+            for part, each in zip(parts, placed(self._shards.rectangles), strict=True)
             if len(part) or not end
         ]
         if end:
@@ -158,8 +151,8 @@ class HashedShards(TableShards):
         local = LocalRectangles(
             [part for part, _ in own], [each for _, each in own], torch.empty(0, dtype=dtype), size
         )
-        assert self._mesh is not None
-        return SplitTensor.of(local, holders, self._mesh)
+        assert self._shards.mesh is not None
+        return SplitTensor.of(local, holders, self._shards.mesh)
 
 
 class ShardRanks:

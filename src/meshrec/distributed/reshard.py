@@ -331,6 +331,8 @@ def _blocks(table: TableRows, transfer: Transfer, with_per_row: bool) -> Iterato
     columns, keys = (transfer.c0, transfer.c1), (transfer.r0, transfer.r1)
     for block in table.stream(columns, keys=keys):
         parts = {name: part for name, part in block.parts.items() if with_per_row or part.dim() > 1}
+        if not parts:
+            continue  # counts of waiting IDs, which another rectangle of the same rows sends
         num_rows = len(block.keys)
         step = max(1, _TRANSFER_BYTES * num_rows // max(1, sum(part.nbytes for part in parts.values())))
         for first in range(0, num_rows, step):

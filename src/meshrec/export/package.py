@@ -114,6 +114,7 @@ def export(
         raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
     key = None if sign is None else read_private_key(sign)
     model = with_whole_tables(model)
+    _check_keys(model)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(state, features, num_dense, shared, raw)
     records = _records(state)
@@ -270,6 +271,16 @@ def _check(
             f"the raw values make {raw.keys} and {raw.num_dense} dense values, and the model reads "
             f"{list(features)} and {num_dense}. Give the features that it was trained on."
         )
+
+
+def _check_keys(model: nn.Module) -> None:
+    """Raise ValueError for a table whose rows an exported program cannot find yet."""
+    for child in model.modules():
+        for name in child.hashed_tables() if isinstance(child, TableCollection) else ():
+            raise ValueError(
+                f"table {name!r} has hashed keys, and an exported program has no index of IDs yet. Predict "
+                "with the model itself, or copy the table's items() into one with num_embeddings rows."
+            )
 
 
 def _types_of(model: nn.Module) -> dict[str, str]:

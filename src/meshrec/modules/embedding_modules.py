@@ -25,6 +25,7 @@ from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.optimizer import FusedOptimizer
+from meshrec.tables.turnover import Turnover
 
 # F features in the order of the tables, B samples, N ids, D width
 
@@ -122,7 +123,7 @@ class TableCollection(nn.Module, ABC):
             if config.keys is None:
                 init_weight(config, weight)
             else:
-                holders[config.name].reset_parameters()  # type: ignore[union-attr, operator]
+                holders[config.name].reset_parameters()  # type: ignore[operator]
 
     def _weights(self) -> list[nn.Parameter]:
         # Read in every forward: what is plain is found without a module's search for attributes.
@@ -137,12 +138,13 @@ class TableCollection(nn.Module, ABC):
         numbers = self._hashed_tables()
         return {self._configs[number].name: table for number, table in numbers.items()}
 
-    def _hashed_tables(self) -> dict[int, HashedTable]:
-        """Return the tables with hashed keys, by number.
+    @property
+    def turnovers(self) -> list[Turnover]:
+        """What lets IDs of fused tables with hashed keys come and go."""
+        return [] if self._updater is None else self._updater.turnovers
 
-        Raises:
-            ValueError: the gradient of one would go nowhere.
-        """
+    def _hashed_tables(self) -> dict[int, HashedTable]:
+        """Return the tables with hashed keys, by number."""
         found = {}
         holders = self.table_holders()[1]._modules
         for number, config in self._lookup.hashed.items():
@@ -151,7 +153,7 @@ class TableCollection(nn.Module, ABC):
             found[number] = holder.table
         return found
 
-    def _rows(self, weights: list[nn.Parameter], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
+    def _rows(self, weights: Sequence[Tensor], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
         """Return what the kernels read.
 
         Raises:

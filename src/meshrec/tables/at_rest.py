@@ -136,12 +136,12 @@ class RestingState(dict[str, Any]):
         super().__init__(step=step)
         self._at_rest = at_rest
 
-    def keys(self) -> KeysView[str]:
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
         """Return the names of the slots, as of now."""
         self.update(self._at_rest())
         return super().keys()
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """Return the slots, as of now."""
         self.update(self._at_rest())
         return super().items()

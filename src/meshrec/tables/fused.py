@@ -98,6 +98,11 @@ class WholeTables(tbe.Updater):
         self.optimizer = FusedOptimizer(named, Deferred(self._step) if update == "on_step" else None)
         """The optimizer that the collection shows."""
 
+    @property
+    def turnovers(self) -> list[Turnover]:
+        """What lets IDs come and go."""
+        return [] if self._updates.turnover is None else [self._updates.turnover]
+
     def foreign_writes(self, weights: Sequence[Tensor]) -> list[int]:
         """Return how often somebody other than the optimizer has written to each fused table.
 

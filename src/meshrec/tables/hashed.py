@@ -28,7 +28,7 @@ from meshrec.ops.index import HashIndex, mix, unique, unmix
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.at_rest import AtRest
 from meshrec.tables.growing import GrowingRows
-from meshrec.tables.hashed_books import Books, InFlight, TableReport
+from meshrec.tables.hashed_books import Books, PinnedRows, TableCounts
 from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.index import Index, Resolved
 from meshrec.tables.storage import DenseRows, SideRows
@@ -81,7 +81,7 @@ class HashedTable:
         flight have a pending one."""
         self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
         self.waiting = self._new_waiting()
-        self.in_flight: WeakSet[InFlight] = WeakSet()
+        self.in_flight: WeakSet[PinnedRows] = WeakSet()
         self.released: deque[Tensor] = deque()
         self.books = Books()
 
@@ -101,7 +101,7 @@ class HashedTable:
         return self.books.changes
 
     @property
-    def report(self) -> TableReport:
+    def report(self) -> TableCounts:
         """What has happened so far."""
         self.books.report.early = self.waiting.early()
         return self.books.report
@@ -126,7 +126,7 @@ class HashedTable:
             report = self.books.report
             report.read += len(keys)
             report.hits += len(keys) - int(absent.sum())
-        pin = InFlight(self, slots, pending, self.released)
+        pin = PinnedRows(self, slots, pending, self.released)
         self.in_flight.add(pin)
         return Resolved(slots, pin)
 
@@ -282,6 +282,14 @@ class HashedTable:
         """Forget all rows, and the IDs that wait."""
         self.forget(self.listed()[1])
         self.waiting = self._new_waiting()
+
+    def items(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the IDs that are alive on this rank, in the order of their keys, int64 [n], copies of their
+        rows, [n, columns], and of their optimizer state and the policy's parts, by name.
+        """
+        keys, slots = self.listed()
+        parts = self.gathered(slots, self.rectangle.columns)
+        return self.ids_of(keys), parts.pop("weight"), parts
 
     def waiting_parts(self) -> dict[str, Tensor]:
         """Return the counts of IDs that wait, for state dicts: their keys, ascending, and the counts."""

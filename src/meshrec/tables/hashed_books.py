@@ -9,7 +9,7 @@ from torch import Tensor
 from meshrec.tables.at_rest import AtRest
 
 
-class InFlight:
+class PinnedRows:
     """The rows of one table that a batch holds."""
 
     def __init__(self, table: object, slots: Tensor, pending: Tensor, released: deque[Tensor]) -> None:
@@ -22,7 +22,7 @@ class InFlight:
 
 
 @dataclass
-class TableReport:
+class TableCounts:
     """What has happened to the IDs of a table since it was made, on this rank.
 
     Attributes:
@@ -48,7 +48,7 @@ class TableReport:
 class Books:
     """What a table notes beside its rows."""
 
-    report: TableReport = field(default_factory=TableReport)
+    report: TableCounts = field(default_factory=TableCounts)
     evicted: list[Tensor] = field(default_factory=list)
     """The keys of rows that went, for whoever publishes them; kept if ``is_watched``."""
     is_watched: bool = False

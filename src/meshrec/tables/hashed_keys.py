@@ -245,7 +245,7 @@ class MinCountSketch(Admission):
     """Admit an ID once it was read about ``k`` times, counted in a count-min sketch of ``bytes`` bytes.
 
     An ID is never admitted late. It may be admitted early, where others fell on all of its cells;
-    ``TableReport.early`` says how often. A cell is a byte, and each row of the table has ``bytes //
+    ``TableCounts.early`` says how often. A cell is a byte, and each row of the table has ``bytes //
     max_rows`` of them, in which the IDs of that interval of keys are counted: so counts do not depend on the
     plan.
     """
@@ -294,7 +294,7 @@ class Probability(Admission):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hashed:
+class HashedKeys:
     """The keys of a table for IDs that nobody can number: any int64 is an ID, and none is reserved.
 
     Args:
@@ -358,3 +358,7 @@ class Hashed:
         if self.admit is not None:
             self.admit.check(found)
         return found
+
+
+Hashed = HashedKeys
+"""``meshrec.Hashed``. (A feature of ``meshrec.data`` has that name, too.)"""

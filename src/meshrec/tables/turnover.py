@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.hashed_books import InFlight
-from meshrec.tables.hashed_keys import Clock, RowsToJudge
+from meshrec.tables.hashed_books import PinnedRows
+from meshrec.tables.hashed_keys import TTL, Clock, RowsToJudge
 from meshrec.tables.table import Span
 from meshrec.tables.waiting import in_span
 
@@ -27,6 +27,21 @@ from meshrec.tables.waiting import in_span
 _DIGITS = 1 << 16
 _MOST = (1 << 63) - 1
 _SLACK = 64
+
+
+def set_event_time(model: nn.Module, seconds: int) -> None:
+    """Tell the tables of a model the event time, for ``TTL(seconds=...)``.
+
+    Ranks may give different times: the latest one counts.
+
+    Args:
+        model: a model with fused or sharded tables.
+        seconds: the time of the latest event in the batch, such as a Unix time.
+    """
+    for module in model.modules():
+        own = getattr(module, "turnovers", None) or getattr(getattr(module, "tables", None), "turnovers", ())
+        for turnover in own:
+            turnover.seconds = max(turnover.seconds, int(seconds))
 
 
 class Everyone(Protocol):
@@ -112,7 +127,6 @@ class Turnover:
         """The number of rows in each interval of each table, on whatever rank."""
         self.seconds = 0
         """The latest event time that was set on this rank."""
-        self._agreed_seconds = 0
 
     def recount(self) -> None:
         """Count the rows of all ranks anew. Collective."""
@@ -129,8 +143,9 @@ class Turnover:
             ValueError: a table is full and evicts nothing, or the update alone has too many IDs. All ranks
                 raise it.
         """
+        seconds = self._latest()
         due = {
-            i: _due(table, pins, Clock(steps[table.rectangle.table], self._agreed_seconds))
+            i: _due(table, pins, Clock(steps[table.rectangle.table], seconds))
             for i, table in self.tables.items()
             if table.rectangle.table in steps
         }
@@ -169,7 +184,7 @@ class Turnover:
     def _counted(self, due: Mapping[int, Due]) -> dict[int, list[int]]:
         """Return the rows that each interval will have, over all ranks."""
         sizes = [len(spans) for spans in self.intervals.values()]
-        own = torch.zeros(sum(sizes) + self._everyone.size, dtype=torch.int64)
+        own = torch.zeros(sum(sizes), dtype=torch.int64)
         begins = dict(zip(self.intervals, torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
         for i, table in self.tables.items():
             r = table.rectangle
@@ -181,11 +196,17 @@ class Turnover:
                 ]
                 for place, span in inside:
                     own[place] = _num_rows(table, due.get(i), None if len(inside) == 1 else span)
-        own[sum(sizes) + self._everyone.rank] = self.seconds
-        found = self._everyone.sum(own)
-        self._agreed_seconds = int(found[sum(sizes) :].max())
-        split = found[: sum(sizes)].split(sizes)
+        split = self._everyone.sum(own).split(sizes)
         return {table: each.tolist() for table, each in zip(self.intervals, split, strict=True)}
+
+    def _latest(self) -> int:
+        """Return the latest event time of all ranks, where a policy asks for it. Collective."""
+        policies = [storage.keys.evict for storage in self.storages.values()]
+        if not any(isinstance(policy, TTL) and policy.seconds is not None for policy in policies):
+            return 0
+        own = torch.zeros(self._everyone.size, dtype=torch.int64)
+        own[self._everyone.rank] = self.seconds
+        return int(self._everyone.sum(own).max())
 
     def _with_room(self, table: int, total: int, due: Mapping[int, Due]) -> dict[int, Due]:
         """Add the rows that must go so that ``total`` rows become no more than are allowed. Collective."""
@@ -241,7 +262,7 @@ class Turnover:
 
 
 def _due(table: HashedTable, pins: Sequence[object], clock: Clock) -> Due:
-    own = [pin for pin in pins if isinstance(pin, InFlight) and pin.table is table]
+    own = [pin for pin in pins if isinstance(pin, PinnedRows) and pin.table is table]
     slots = (
         own[0].slots
         if len(own) == 1
