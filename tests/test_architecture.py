@@ -42,6 +42,7 @@ FLOORS = [
     {"quant"},
     {"export"},
     {"runs"},
+    {"health", "launch"},
     {"serve"},
     {"compat"},
     {"cli"},
@@ -62,6 +63,7 @@ INDEX_TESTS = ["tests/ops/index/test_kernels.py", "tests/ops/index/test_naive.py
 CPP_TESTS = {
     "anneal.cpp": ["tests/ops/test_planning.py"],
     "batch.cpp": TBE_TESTS,
+    "choose.cpp": TBE_TESTS,
     "crc32.cpp": ["tests/ops/test_checksums.py"],
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,
@@ -72,6 +74,7 @@ CPP_TESTS = {
     "kernels_avx2.cpp": TBE_TESTS,
     "kernels_avx512.cpp": TBE_TESTS,
     "kernels_baseline.cpp": TBE_TESTS,
+    "mapping.cpp": ["tests/ops/test_mapping.py"],
     "memory.cpp": ["tests/ops/test_memory.py"],
     "nbit.cpp": NBIT_TESTS,
     "pooled_forward.cpp": TBE_TESTS,
@@ -83,6 +86,8 @@ CPP_TESTS = {
     "runs.cpp": TBE_TESTS,
     "shard.cpp": INDEX_TESTS,
     "unique.cpp": INDEX_TESTS,
+    "verify.cpp": ["tests/export/test_runtime.py"],
+    "wire.cpp": ["tests/ops/dist/test_wire.py"],
 }
 
 

@@ -15,7 +15,8 @@ from meshrec.distributed import EmbeddingBagCollectionSharder
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.optim import RowWiseAdagrad
 from meshrec.runs.export import export_run
-from meshrec.runs.worker import Job, work
+from meshrec.runs.job import Job
+from meshrec.runs.worker import work
 from meshrec.train import find_run, resolve
 
 ROOT = Path(__file__).parent.parent

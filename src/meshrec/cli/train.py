@@ -20,16 +20,10 @@ from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
 from meshrec.data.nearest import did_you_mean
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
+from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.runs.saved_recipe import changes, load_recipe
-from meshrec.runs.worker import (
-    BEGAN_VARIABLE,
-    RUN_VARIABLE,
-    Job,
-    commands,
-    record_failure,
-    work,
-)
+from meshrec.runs.worker import GOES_ON, commands, record_failure, work
 from meshrec.train.launch import RANK_TIMEOUT, launch
 from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
@@ -48,7 +42,7 @@ class TrainOptions:
 
     `meshrec train --resume --name RUN` continues a run; options given then are changes to it.
 
-    Several nodes: torchrun ... -m meshrec train RECIPE.
+    Several hosts: torchrun ... -m meshrec train RECIPE, or `meshrec launch`.
     """
 
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
@@ -59,6 +53,12 @@ class TrainOptions:
     """Name of the run; if none, the recipe's name with the next free number."""
     runs: Path = RUNS
     """Folder of all run folders."""
+    out: str | None = None
+    """Storage of the run that all hosts reach: a mounted folder, which takes the place of --runs, or the
+    address of an object store for the checkpoints, such as s3://bucket/runs.
+    """
+    no_checkpoints: bool = False
+    """Save no checkpoint, not even at the end: for tries on hosts that share no storage."""
     device: str | None = None
     """cpu or cuda; if none, cuda where torch sees a GPU."""
     resume: bool = False
@@ -74,16 +74,19 @@ class TrainOptions:
     --tables.OPTION.
     """
     baselines: bool = False
-    """Also judge three baselines on the same data: global mean, item popularity, logistic regression."""
+    """Also judge baselines on the same data, and say who won: global mean, item popularity, logistic
+    regression, and LightGBM where it is installed.
+    """
     track: str = ""
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0
-    """How often to restart all ranks when one fails."""
+    """Number of times that all ranks are restarted when one fails."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds to wait for a rank that does not answer during training."""
 
 
 HELP_ALL = "--help-all"
+_GOES_ON_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
 _SUMMARY = "Train this recipe; its run folder holds everything to look at."
 
 
@@ -119,7 +122,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         recipe=recipe,
         source=asked.source,
         name=options.name if resumed is None else resumed.path.name,
-        runs=options.runs,
+        runs=_runs(options),
         device=options.device,
         resume=options.resume,
         changes=[] if resumed is None else changes(asked.recipe, recipe),
@@ -127,6 +130,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         baselines=options.baselines,
         track=options.track,
         rank_timeout=options.rank_timeout,
+        keep=not options.no_checkpoints,
     )
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
@@ -147,7 +151,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if options.baselines:
         needs("scipy.optimize", "train")  # fail now, not at the end of the run
     device = choose_device(options.device)
-    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, options.runs))
+    folder = resumed or locks.enter_context(claim_run(options.name, recipe.name, _runs(options)))
     if nproc == 1 and options.max_restarts == 0:
         job = dataclasses.replace(job, folder=folder)
         return _code(work(job, make_screen(quiet=options.quiet)))
@@ -164,6 +168,16 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def _runs(options: TrainOptions) -> Path:
+    if options.out is None:
+        return options.runs
+    if options.runs != RUNS:
+        raise ValueError(
+            f"--out {options.out} and --runs {options.runs} both name the place of runs; give one."
+        )
+    return Path(options.out)
 
 
 def _is_over(run: RunFolder, job: Job) -> bool:
@@ -216,7 +230,7 @@ def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked
     if "--resume" not in rest:
         assert source is not None
         return _Asked(source, resolve(source), rest, None)
-    name, runs = _value(rest, "--name"), Path(_value(rest, "--runs") or RUNS)
+    name, runs = _value(rest, "--name"), Path(_value(rest, "--out") or _value(rest, "--runs") or RUNS)
     made = os.environ.get(RUN_VARIABLE)
     if made:
         folder = RunFolder(Path(made))
@@ -252,6 +266,8 @@ def _as_rank(job: Job, *, quiet: bool) -> int:
 
 
 def _code(summary: dict[str, Any]) -> int:
+    if summary[GOES_ON]:
+        return _GOES_ON_CODE
     return 1 if summary["state"] == "failed" else 0
 
 

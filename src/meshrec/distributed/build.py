@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from meshrec.comms.collectives import broadcast, gather_objects
 from meshrec.comms.mesh import Axis, ShardingEnv
 from meshrec.comms.same_plan import verify_same_plan
-from meshrec.comms.wire import FULL_PRECISION, WireFormats
+from meshrec.comms.wire import FULL_WIRES, TableWires
 from meshrec.distributed.hashed_shards import HashedShards, check_hashed, turnovers_of
 from meshrec.distributed.input_dist import InputDist
+from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.spread_table import SpreadTable
@@ -31,6 +32,7 @@ from meshrec.plan.sharding_plan import (
     ShardingPlan,
     TableSize,
 )
+from meshrec.tables.at_rest import RestingState
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.holdings import Holdings, allocate
 from meshrec.tables.initial import initial_rows
@@ -38,6 +40,9 @@ from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, Updat
 from meshrec.tables.rule import UpdateRule, rules_of
 from meshrec.tables.storage import RowStorage, SideRows, cut
 from meshrec.tables.table import Rectangle, RowBlock
+
+AcrossNodes = Literal["sums", "rows"]
+"""What crosses the network between nodes, see [Note: two levels] in node_rows.py."""
 
 
 class SourceTable(NamedTuple):
@@ -67,7 +72,8 @@ class BuildOptions:
     optimizer_tables: frozenset[str] | None = None
     update: UpdateMode = "in_backward"
     seed: int = DEFAULT_SEED
-    wire: WireFormats = FULL_PRECISION
+    wire: TableWires = FULL_WIRES
+    across_nodes: AcrossNodes = "sums"
     sequence: bool = False
     weighted: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR
@@ -248,9 +254,9 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
             fused[t] = _fused_table(here, rule, contents.steps[t])
+    inside = inside_node(routing, env) if options.across_nodes == "rows" else None
     input_dist = InputDist(
-        routing,
-        env,
+        *(inside or (routing, env)),
         device,
         weighted=options.weighted,
         sequence=options.sequence,
@@ -266,6 +272,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         sequence=options.sequence,
         wire=options.wire,
         turnovers=turnovers,
+        inside=inside,
     )
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made, so that their memory is returned when they are freed
@@ -292,7 +299,6 @@ def _kernels(
 
 
 def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable:
-    slots: dict[str, Any] = {"step": step}
     label, dim = f"table {shards.table.name!r}", shards.table.dim
     if isinstance(shards, HashedShards):
         held = shards.held
@@ -302,7 +308,8 @@ def _fused_table(shards: TableShards, rule: UpdateRule, step: int) -> FusedTable
         def at_rest() -> dict[str, Tensor]:
             return {slot.name: shards.whole_state(slot) for slot in wanted}
 
-        return FusedTable(shards.weight, rule, slots, label, dim, at_rest, carriers)
+        return FusedTable(shards.weight, rule, RestingState(step, at_rest), label, dim, carriers)
+    slots: dict[str, Any] = {"step": step}
     slots |= {slot.name: shards.whole_state(slot) for slot in rule.spec.state_slots()}
     return FusedTable(shards.weight, rule, slots, label, dim)
 

@@ -14,10 +14,10 @@ from meshrec.distributed.routing import Routing
 from meshrec.distributed.row_stats import ColumnPeers
 from meshrec.distributed.table_shards import TableShards
 from meshrec.optim.optimizers import StateSlot
-from meshrec.tables.at_rest import IDS, AtRest
+from meshrec.tables.at_rest import IDS
 from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.hashed_keys import Score
-from meshrec.tables.hashed_loading import WAITING, load_whole, whole_names
+from meshrec.tables.hashed_loading import WAITING, is_own, load_whole, whole_names
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.storage import RowStorage
 from meshrec.tables.table import Rectangle
@@ -40,6 +40,11 @@ class HashedShards(TableShards):
         assert isinstance(self.storage, HashedRows)
         self._rows: HashedRows = self.storage
         self._number = next(t for t, rows in turnover.storages.items() if rows is self._rows)
+
+    @property
+    def rows_storage(self) -> HashedRows:
+        """How the rows lie, and the table's choices."""
+        return self._rows
 
     @property
     def hashed(self) -> list[HashedTable]:
@@ -71,8 +76,12 @@ class HashedShards(TableShards):
         Raises:
             ValueError: a part does not fit, or there are more rows than the table may have.
         """
-        load_whole(self.hashed, values, prefix)
-        self.changed()
+        is_other = torch.tensor([0 if is_own(values, self.hashed) else 1])
+        if self.is_split:
+            all_reduce(is_other, self._axis, "loading a hashed table")
+        if int(is_other):
+            load_whole(self.hashed, values, prefix)
+            self.changed()
 
     def changed(self) -> None:
         """Tell batches in flight, and all ranks, that rows were loaded. Collective."""
@@ -82,7 +91,7 @@ class HashedShards(TableShards):
     def _at_rest(self) -> Callable[[str, torch.dtype, bool], Tensor]:
         """Return the function that joins a part of the rows of all ranks."""
         place = self._places(self._turnover.live[self._number])
-        tables = [AtRest(table, place(table.rectangle)[0]) for table in self.hashed]
+        tables = [table.at_rest(place(table.rectangle)[0]) for table in self.hashed]
         own = [table.tensors() for table in tables]
         for table in tables:
             r = table.rectangle
@@ -137,9 +146,20 @@ class HashedShards(TableShards):
 
         end = place(Rectangle(0, *self.table.keys, 0, 0))[1]
         size = [end] if per_row else [end, self.table.dim]
-        local = LocalRectangles(parts, placed(self.rectangles), torch.empty(0, dtype=dtype), size)
+        holders = [placed(each) for each in self._holders]
+        # DCP tells pieces apart by where they begin, and so do empty ones and those that follow them.
+        own = [
+            (part, each)
+            for part, each in zip(parts, placed(self.rectangles), strict=True)
+            if len(part) or not end
+        ]
+        if end:
+            holders = [[each for each in held if each.r0 < each.r1] for held in holders]
+        local = LocalRectangles(
+            [part for part, _ in own], [each for _, each in own], torch.empty(0, dtype=dtype), size
+        )
         assert self._mesh is not None
-        return SplitTensor.of(local, [placed(each) for each in self._holders], self._mesh)
+        return SplitTensor.of(local, holders, self._mesh)
 
 
 class ShardRanks:

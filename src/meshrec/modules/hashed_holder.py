@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from meshrec.optim.optimizers import OptimizerSpec
 from meshrec.tables.hashed import HashedRows, HashedTable
-from meshrec.tables.hashed_loading import load_whole, whole_names
+from meshrec.tables.hashed_loading import is_own, load_whole, whole_names
 from meshrec.tables.holder import TableHolder
 from meshrec.tables.key_space import ALL_KEYS
 from meshrec.tables.table import Rectangle
@@ -56,8 +56,9 @@ class HashedHolder(TableHolder):
         Raises:
             ValueError: a part does not fit, or there are more rows than the table may have.
         """
-        load_whole([self.table], values, prefix)
-        increment_version(self.weight)
+        if not is_own(values, [self.table]):
+            load_whole([self.table], values, prefix)
+            increment_version(self.weight)
 
     def extra_repr(self) -> str:
         """Return sizes for printing."""

@@ -7,8 +7,8 @@ the ID with the p-th key. Everything that knows fixed tables (split tensors, che
 knows this one. The counts of IDs that wait for admission are a second list, ``waiting_ids`` and ``waiting``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -122,3 +122,26 @@ class AtRest:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class RestingState(dict[str, Any]):
+    """The state of a table whose rows come and go: ``"step"``, and what the slots hold when they are listed.
+
+    Args:
+        step: the number of the table's updates.
+        at_rest: returns the slots as they are now.
+    """
+
+    def __init__(self, step: int, at_rest: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().__init__(step=step)
+        self._at_rest = at_rest
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the slots, as of now."""
+        self.update(self._at_rest())
+        return super().keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return the slots, as of now."""
+        self.update(self._at_rest())
+        return super().items()

@@ -1,5 +1,6 @@
 """The optimizer inside the backward pass, for whole tables in one process."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from meshrec.ops import tbe
 from meshrec.optim.in_backward import in_backward_spec, mark_in_backward
 from meshrec.optim.optimizers import DEFAULT_SEED, OptimizerSpec, check_seed
+from meshrec.tables.at_rest import RestingState
 from meshrec.tables.hashed import HashedTable
 from meshrec.tables.holdings import Held, Holdings, in_parameter, in_table
 from meshrec.tables.index import pins_of
@@ -30,7 +32,7 @@ class TrainedTable(NamedTuple):
     """The parameter's name."""
     weight: nn.Parameter
     spec: OptimizerSpec | None
-    """None: ordinary gradients."""
+    """The fused optimizer; None for ordinary gradients."""
     storage: RowStorage
     train_hashed: Callable[[OptimizerSpec | None], HashedTable] | None = None
     """Makes room for the optimizer's state in a table with hashed keys; None for others."""
@@ -69,8 +71,10 @@ class WholeTables(tbe.Updater):
                 here = in_table(weight, Packing([own.rectangle], storage), [own])
                 held.append(here)
                 carriers = [each.parameter for each in here.carriers] if rule.deferred else []
-                label, at_rest = f"table {name!r}", own.tensors
-                fused[index] = FusedTable(weight, rule, {"step": 0}, label, dim, at_rest, carriers)
+                state_now = functools.partial(_slots_of, own, rule.slot_names)
+                fused[index] = FusedTable(
+                    weight, rule, RestingState(0, state_now), f"table {name!r}", dim, carriers
+                )
                 mark_in_backward(weight, rule.spec)
                 continue
             packing = Packing([Rectangle(index, 0, num_rows, 0, dim)], storage)
@@ -130,3 +134,9 @@ class WholeTables(tbe.Updater):
         with self._updating:
             collected = self._updates.collected()
             self._updates.apply(self._updates.prepare(collected, deferred=True), collected)
+
+
+def _slots_of(table: HashedTable, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the optimizer state of a table's rows as they are now."""
+    found = table.tensors()
+    return {name: found[name] for name in names}

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from meshrec.tables.hashed_keys import Hashed
 from meshrec.tables.index import Index, Resolved
 from meshrec.tables.storage import DenseRows, SideRows
 from meshrec.tables.table import Rectangle, RowBlock, RowPart, RowsSnapshot, Span
-from meshrec.tables.waiting import in_span, waiting_for
+from meshrec.tables.waiting import Waiting, in_span, waiting_for
 
 # N IDs or slots
 
@@ -80,7 +80,7 @@ class HashedTable:
         """The parts by name, by slot. ``""`` tells which slots are alive, and ``pins`` how many batches in
         flight have a pending one."""
         self.slots = HashIndex(most, seed=storage.keys.seed, name=f"table {storage.name!r}")
-        self.waiting = waiting_for(storage.keys, storage.max_rows, (rectangle.r0, rectangle.r1), storage.name)
+        self.waiting = self._new_waiting()
         self.in_flight: WeakSet[InFlight] = WeakSet()
         self.released: deque[Tensor] = deque()
         self.books = Books()
@@ -207,7 +207,17 @@ class HashedTable:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the parts of the rows at rest, see ``tables/at_rest.py``."""
-        return AtRest(self).tensors()
+        return self.at_rest().tensors()
+
+    def at_rest(self, first: int = 0) -> AtRest:
+        """Return the rows as they are now, ``first`` being the position of the first; one object as long as
+        nothing has changed and somebody has it.
+        """
+        found = self.books.resting() if self.books.resting is not None else None
+        if found is None or found.rectangle.r0 != first or not found.is_of(self):
+            found = AtRest(self, first)
+            self.books.resting = ref(found)
+        return found
 
     def stream(self, columns: Span | None = None, *, keys: Span | None = None) -> Iterator[RowBlock]:
         """Yield the rows that are alive, in blocks, and then the counts of IDs that wait."""
@@ -221,6 +231,10 @@ class HashedTable:
             for first in range(0, len(waiting), 1 << 18):
                 piece = slice(first, first + (1 << 18))
                 yield RowBlock(waiting[piece], columns, {"waiting": counts[piece]})
+
+    def _new_waiting(self) -> Waiting:
+        span, storage = (self.rectangle.r0, self.rectangle.r1), self.storage
+        return waiting_for(storage.keys, storage.max_rows, span, storage.name)
 
     @property
     def block_rows(self) -> int:
@@ -265,8 +279,9 @@ class HashedTable:
                     target[slots[:, None], torch.arange(first, end)] = values.to(target.dtype)
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, and the IDs that wait."""
         self.forget(self.listed()[1])
+        self.waiting = self._new_waiting()
 
     def waiting_parts(self) -> dict[str, Tensor]:
         """Return the counts of IDs that wait, for state dicts: their keys, ascending, and the counts."""
@@ -277,7 +292,7 @@ class HashedTable:
 
     def snapshot(self) -> RowsSnapshot:
         """Return the rows as they are now, for the forked process that writes a checkpoint."""
-        return AtRest(self)
+        return self.at_rest()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,11 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from weakref import ReferenceType
 
 from torch import Tensor
+
+from meshrec.tables.at_rest import AtRest
 
 
 class InFlight:
@@ -50,3 +53,6 @@ class Books:
     """The keys of rows that went, for whoever publishes them; kept if ``is_watched``."""
     is_watched: bool = False
     changes: int = 0
+    """How often IDs came or went."""
+    resting: "ReferenceType[AtRest] | None" = None
+    """The rows at rest, as long as somebody has them."""

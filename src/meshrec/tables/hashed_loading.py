@@ -36,8 +36,6 @@ def load_whole(tables: Sequence[HashedTable], values: Mapping[str, Tensor], pref
     Raises:
         ValueError: a part does not fit, or there are more rows than the table may have.
     """
-    if tables and _is_own(values, tables):
-        return
     whole = {name: _plain(value) for name, value in values.items()}
     if not tables:
         return
@@ -80,7 +78,7 @@ def checked(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Te
     weight, dim, most = whole["weight"], storage.dim, storage.max_rows
     if weight.dim() != 2 or weight.shape[1] != dim:
         raise ValueError(
-            f"{prefix}weight: the state dict has shape {list(weight.shape)}, and the table has {dim} columns. "
+            f"{prefix}weight: the state dict has shape {list(weight.shape)}, and the table {dim} columns. "
             "Load it into a model with the same tables."
         )
     if len(weight) > most:
@@ -102,8 +100,10 @@ def checked(whole: Mapping[str, Tensor], storage: HashedRows, prefix: str) -> Te
     return ids
 
 
-def _is_own(values: Mapping[str, Tensor], tables: Sequence[HashedTable]) -> bool:
+def is_own(values: Mapping[str, Tensor], tables: Sequence[HashedTable]) -> bool:
     """Return whether the values are those that the tables have now."""
+    if not tables:
+        return True
     ids = values.get(IDS)
     local = getattr(ids, "local", None)
     parts = local.local_shards() if local is not None else [ids]

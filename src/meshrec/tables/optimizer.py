@@ -24,17 +24,15 @@ class FusedTable(NamedTuple):
     Every update reads and writes ``"step"`` here, so a loaded state dict takes effect at once.
     """
     label: str
-    """How messages call the table."""
+    """The table's name in messages."""
     dim: int
     """The width of the whole table."""
-    at_rest: Callable[[], Mapping[str, Tensor]] | None = None
-    """The state of a table with hashed keys as it is now, by slot; None: ``state`` has it."""
     carriers: Sequence[nn.Parameter] = ()
     """What has the collected gradients of such a table, see ``tables/carrier.py``."""
 
 
 class Deferred(NamedTuple):
-    """How ``FusedOptimizer.step`` applies the gradients that backward passes have collected."""
+    """The function with which ``FusedOptimizer.step`` applies collected gradients."""
 
     step: Callable[[], None]
     signal: nn.Parameter | None = None
@@ -75,8 +73,6 @@ class FusedOptimizer(KeyedOptimizer):
         self.rebind(tables, deferred)
         super().__init__(*self._shared)
         self.defaults = {}
-        self.register_state_dict_pre_hook(self.refresh)
-        self.register_load_state_dict_pre_hook(self.refresh)
 
     def rebind(self, tables: Mapping[str, FusedTable], deferred: Deferred | None) -> None:
         """Continue with tables that have moved to other parameters.
@@ -98,13 +94,6 @@ class FusedOptimizer(KeyedOptimizer):
         if deferred is not None and deferred.signal is not None:
             groups[0]["params"].append(deferred.signal)
 
-    def refresh(self, *_: Any) -> None:
-        """Take the state of tables whose rows come and go as it is now."""
-        for table in self.tables.values():
-            if table.at_rest is not None:
-                found = table.at_rest()
-                table.state.update({name: found[name] for name in table.rule.slot_names})
-
     @property
     def updates_in_backward(self) -> bool:
         """Whether there are tables and the backward pass updates them."""
@@ -112,14 +101,14 @@ class FusedOptimizer(KeyedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluate the closure, then apply the collected gradients. Collective for sharded tables."""
+        """Apply the collected gradients, after evaluating the closure. Collective for sharded tables."""
         loss = evaluated(closure)
         if self._deferred is not None:
             self._deferred.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse the group: tables join an optimizer when their module is fused or sharded.
+        """Raise an error: tables join an optimizer when their module is fused or sharded.
 
         Raises:
             ValueError: always.
@@ -131,4 +120,4 @@ class FusedOptimizer(KeyedOptimizer):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Do nothing: the state is made with the tables."""
+        """Do nothing, as the tables come with their state."""

@@ -209,10 +209,10 @@ class Turnover:
             )
         num_going = min(num_candidates, total - most + most // _SLACK)
         scores = self._scores(table, candidates, due)
-        of_owned = torch.cat([scores[i][:0] for i in due] + [scores[i] for i in owned])
+        of_owned = torch.cat([sizes[:0], *(scores[i] for i in owned)])
         last, below = nth(of_owned, num_going, self._everyone)
         keys = {i: self.tables[i].keys_of(candidates[i][scores[i] == last]) for i in due}
-        ties = torch.cat([sizes[:0]] + [keys[i] for i in owned])
+        ties = torch.cat([sizes[:0], *(keys[i] for i in owned)])
         last_key, _ = nth(ties, num_going - below, self._everyone)
         found = {}
         for i, each in due.items():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from meshrec.comms.waiting import blocked
 from meshrec.train.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -82,7 +83,8 @@ class StopRequest:
         if self._asked is None:
             return Agreement()
         (flags, work), self._asked = self._asked, None
-        work.wait()
+        with blocked():
+            work.wait()
         return Agreement(*(bool(flag) for flag in flags.tolist()))
 
     def request(self) -> None:

@@ -17,7 +17,6 @@ _ZCH = (
     "in which no two IDs share a row."
 )
 _PRUNE = "tables are not pruned while training. Nearest: fewer num_embeddings."
-_CODECS = "Nearest: precision=CommsPrecision(...) of meshrec.distributed's sharders."
 _TWO_D = (
     "2D training needs no class of its own. Nearest: meshrec.distributed.ShardingEnv.from_mesh with the axes "
     "('replicate', 'shard'), which trains exactly as 1D does."
@@ -36,7 +35,6 @@ MISSING: dict[str, str] = {
     "ShardedEmbeddingBagCollection.",
     "torchrec.distributed.embeddingbag.EmbeddingBagSharder": _ONE_BAG,
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBag": _ONE_BAG,
-    "torchrec.distributed.fbgemm_qcomm_codec": _CODECS,
     "torchrec.distributed.fp_embeddingbag": "a feature-processed collection needs no sharder of its own: the "
     "collection inside it is sharded, its processors are dense. Nearest: EmbeddingBagCollectionSharder.",
     "torchrec.distributed.fused_embedding": "Nearest: EmbeddingCollectionSharder, which fuses.",
@@ -63,7 +61,6 @@ MISSING: dict[str, str] = {
     "torchrec.distributed.quant_embeddingbag": _QUANT,
     "torchrec.distributed.train_pipeline": _LOOP,
     "torchrec.distributed.types.CacheParams": "tables are not cached. Nearest: tables on CPU.",
-    "torchrec.distributed.types.QuantizedCommCodecs": _CODECS,
     "torchrec.distributed.types.ShardedModule": "sharded modules have no common interface to implement. "
     "Nearest: ShardedEmbeddingBagCollection.",
     "torchrec.distributed.types.ShardingEnv2D": _TWO_D,
