@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from meshrec.data.columns import is_text
 from meshrec.data.dataset import Feature
 from meshrec.data.encoding import Place
 from meshrec.data.faults import Faults
 from meshrec.data.features.ids import IdFeature, check_missing
-from meshrec.data.features.values import Kind, Values, hashes_and_missing, integers_of, is_missing
+from meshrec.data.features.values import Kind, Values, hashes_and_missing, integers_of, is_missing, is_text
 from meshrec.data.samples import Bools, Ints
 from meshrec.tables.hashed_keys import LFU, LRU, Eviction, LowestNorm, MinCount
 from meshrec.tables.hashed_keys import Hashed as HashedKeys
