@@ -101,12 +101,14 @@ class Index {
     const int extra = std::max<int>(
         0, std::bit_width(uint64_t(std::max<int64_t>(num_slots, 1) - 1)) - index::kLeastSlotBits);
     const Partition parts = partition(ids, count);
-    if (!for_shards(
-            [&](size_t s) { return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra); }))
+    if (!for_shards(count, [&](size_t s) {
+          return shards_[s].prepare(parts.begins[s + 1] - parts.begins[s], extra);
+        }))
       return kNoBuckets;
     assign(count, given, num_slots, slots);
     std::vector<int64_t> done(shards_.size(), 0);
-    const bool fits = for_shards([&](size_t s) { return insert_into(s, parts, slots, extra, done[s]); });
+    const bool fits =
+        for_shards(count, [&](size_t s) { return insert_into(s, parts, slots, extra, done[s]); });
     header_.num_live += count;
     if (fits) return kDone;
     for (size_t s = 0; s < shards_.size(); ++s)
@@ -127,7 +129,7 @@ class Index {
       free_.put(slots[i]);
     }
     const Partition parts = partition(ids, count);
-    for_shards([&](size_t s) {
+    for_shards(count, [&](size_t s) {
       const int64_t end = parts.begins[s + 1];
       for (int64_t i = parts.begins[s]; i < end; ++i) {
         if (i + kAhead < end) __builtin_prefetch(shards_[s].home_bucket(parts.keys[i + kAhead]), 1, 3);
@@ -245,13 +247,19 @@ class Index {
     return parts;
   }
 
-  // Runs work for each shard, by several threads; returns whether all of it returned true.
+  // Runs work for each shard, by several threads if there are many IDs; returns whether all of it returned
+  // true.
   template <typename Work>
-  bool for_shards(const Work& work) {
+  bool for_shards(int64_t num_ids, const Work& work) {
     std::atomic<bool> all{true};
-    parallel_tasks(int64_t(shards_.size()), [&](int64_t s) {
+    const auto each = [&](int64_t s) {
       if (!work(size_t(s))) all = false;
-    });
+    };
+    if (num_ids >= kGrainIds) {
+      parallel_tasks(int64_t(shards_.size()), each);
+    } else {
+      for (size_t s = 0; s < shards_.size(); ++s) each(int64_t(s));
+    }
     return all;
   }
 

@@ -2,7 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from meshrec.data.features import Buckets, Cross, DatePart, Hashed, Label, Number, Vocabulary
+from meshrec.data.features import Buckets, Cross, DatePart, Key, Label, Number, Vocabulary
 from meshrec.data.profile import Column, profile
 from meshrec.data.propose import propose
 
@@ -85,11 +85,15 @@ def test_without_a_time_the_split_is_random_and_that_is_said():
     assert "the split is random" in proposed(time=None).warnings[-1]
 
 
-def test_large_columns_are_hashed():
+@pytest.mark.parametrize("kind", ["text", "integer"])
+def test_large_columns_get_hashed_tables_and_their_cost_is_said(kind):
     from meshrec.data.propose import _ids
 
-    choice = _ids(Column("c", "text", "string", num_rows=10**8, distinct=3_000_000))
-    assert choice.features == (Hashed(name="c", num_embeddings=6_000_000),)
+    choice = _ids(Column("c_id", kind, "string", num_rows=10**8, distinct=3_000_000))
+    assert choice.features == (Key(name="c_id", max_rows=3_000_000, min_count=2),)
+    # 3 x 16 fp32 values, 4 bytes of LRU, and 16 of the index.
+    assert "607 MiB with Adam at width 16, of which 46 MiB find them" in choice.reason
+    assert choice.rows == 3_000_000
 
 
 @pytest.mark.parametrize(

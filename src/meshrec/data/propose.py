@@ -10,8 +10,8 @@ from meshrec.data.features import (
     ColumnFeature,
     DatePart,
     Features,
-    Hashed,
     IdFeature,
+    Key,
     Label,
     Number,
     Vocabulary,
@@ -22,6 +22,7 @@ from meshrec.data.profile import Column, Profile
 from meshrec.data.propose_label import Task, label_of
 from meshrec.data.propose_more import ColumnChoice, with_what_pays
 from meshrec.modules import can_name_table
+from meshrec.ops.index import BYTES_PER_ID
 
 LEAK = 0.99
 """Columns that tell the label this well by themselves are taken for the label in other words."""
@@ -270,9 +271,10 @@ def _ids(column: Column) -> ColumnChoice:
     why = f"{distinct:,} values, each in {each:,.{0 if each >= 10 else 1}f} rows"
     why += f", {column.missing:.1%} missing" if column.num_missing else ""
     if distinct > _LARGE_VOCABULARY:
-        rows = min(2 * distinct, _LARGEST_TABLE)
-        feature: ColumnFeature = Hashed(name=name, num_embeddings=rows)
-        return ColumnChoice(name, "id", f"{why}: hashed", (feature,), rows)
+        rows = min(distinct, _LARGEST_TABLE)
+        feature: ColumnFeature = Key(name=name, max_rows=rows, min_count=2)
+        why += f": keys with rows of their own from the second read on, {_cost(rows)}"
+        return ColumnChoice(name, "id", why, (feature,), rows)
     features: list[ColumnFeature] = [Vocabulary(name=name, min_count=3 if distinct > _FEW_VALUES else 1)]
     if column.kind == "integer" and distinct > _FEW_VALUES and not _named_like_an_id(name):
         missing = column.quantiles[3] if column.num_missing else None
@@ -281,6 +283,14 @@ def _ids(column: Column) -> ColumnChoice:
         )
         why += "; as a number too, if its size means something"
     return ColumnChoice(name, "id", why, tuple(features), distinct + 2)
+
+
+def _cost(rows: int) -> str:
+    """Say how much memory a table with hashed keys takes, as the proposed recipe trains it."""
+    width, adam, last = 16, 3, 4  # weights and two moments; what LRU keeps of a row
+    row = 4 * width * adam + last
+    index = f"of which {rows * BYTES_PER_ID / 2**20:,.0f} MiB find them"
+    return f"{rows * (row + BYTES_PER_ID) / 2**20:,.0f} MiB with Adam at width {width}, {index}"
 
 
 def _list(column: Column) -> ColumnChoice:

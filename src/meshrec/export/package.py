@@ -232,6 +232,8 @@ def rows_of(model: nn.Module) -> dict[str, int]:
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
             for config, _ in child.tables().values():
+                if config.keys is not None:  # no ID is outside
+                    continue
                 for feature in config.feature_names:
                     found[feature] = min(config.num_embeddings, found.get(feature, config.num_embeddings))
     return found

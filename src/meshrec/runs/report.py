@@ -13,6 +13,7 @@ from meshrec.reports.measured import DENSE, read_phases
 from meshrec.reports.page import to_page
 from meshrec.reports.plan_report import make_report
 from meshrec.train.run_folder import CONFIG, SUMMARY, RunFolder, flat
+from meshrec.train.table_counts import PREFIX
 
 _MOST_POINTS = 800
 _CURVES = (
@@ -121,10 +122,14 @@ def _curves(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     train = [line for line in lines if line["kind"] == "train"]
     judged = [[line for line in lines if line["kind"] == kind] for kind in ("validation", "test")]
     return [
-        {name: value for name, value in line.items() if name in _CURVES or metric_of(name).is_curve}
+        {name: value for name, value in line.items() if _is_curve(name)}
         for kind in (train, *judged)
         for line in _thinned(kind)
     ]
+
+
+def _is_curve(name: str) -> bool:
+    return name in _CURVES or name.startswith(PREFIX) or metric_of(name).is_curve
 
 
 def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -419,6 +419,7 @@ def sequence_table(
     config = EmbeddingConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
+        keys=table.keys,
         embedding_dim=table.embedding_dim,
         feature_names=list(features),
         init_fn=None if std is None else partial(nn.init.normal_, std=std),

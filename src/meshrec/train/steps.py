@@ -19,6 +19,7 @@ from meshrec.train.run_folder import RunFolder
 from meshrec.train.schedule import LearningRates
 from meshrec.train.step import TrainStep
 from meshrec.train.stragglers import WaitClock
+from meshrec.train.table_counts import TableCounts
 from meshrec.train.usage import gradient_norm, memory_and_cpu
 
 _logger = logging.getLogger("meshrec.train")
@@ -110,6 +111,7 @@ class MetricLines:
         self._window = Window(recipe.loss)
         self._since = (0, 0.0)
         self._waits = WaitClock()
+        self._tables = TableCounts(built.model, ranks)
         self._num_untold = 0
 
     def add(self, outputs: list[Any]) -> None:
@@ -158,6 +160,7 @@ class MetricLines:
             "dense_gradient_norm": gradient_norm(built.dense.params.values()),
             "peak_memory_mib": memory,
             "cpu_seconds": cpu,
+            **self._tables.take(),
         }
         slowest, waiting = self._waits.take(self._ranks, seconds), ""
         if slowest is not None:

@@ -8,7 +8,14 @@ _QUANT = (
 )
 _PLANNER = "the planner searches by itself. Nearest: ParameterConstraints."
 _TIMES = "the planner has its own model of time. Nearest: `meshrec calibrate`, which measures this machine."
-_REMAP = "ids are not remapped while training. Nearest: hash the ids beforehand."
+_REMAP = (
+    "managed collisions run on one rank. Nearest: EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=...)), "
+    "which is sharded under every plan."
+)
+_ZCH = (
+    "IDs are not probed into a fixed table. Nearest: EmbeddingBagConfig(keys=meshrec.Hashed(max_rows=...)), "
+    "in which no two IDs share a row."
+)
 _PRUNE = "tables are not pruned while training. Nearest: fewer num_embeddings."
 _TWO_D = (
     "2D training needs no class of its own. Nearest: meshrec.distributed.ShardingEnv.from_mesh with the axes "
@@ -64,11 +71,9 @@ MISSING: dict[str, str] = {
     "torchrec.modules.embedding_configs.EmbeddingTableConfig": "Nearest: EmbeddingBagConfig.",
     "torchrec.modules.embedding_tower": "Nearest: a module of your own around a collection and an "
     "interaction.",
-    "torchrec.modules.hash_mc_modules": _REMAP,
+    "torchrec.modules.hash_mc_modules": _ZCH,
     "torchrec.modules.itep_embedding_modules": _PRUNE,
     "torchrec.modules.itep_modules": _PRUNE,
-    "torchrec.modules.mc_embedding_modules": _REMAP,
-    "torchrec.modules.mc_modules": _REMAP,
     "torchrec.modules.utils": "they are private helpers there.",
     "torchrec.optim.FusedOptimizer": _FUSED_OPTIMIZER,
     "torchrec.optim.FusedOptimizerModule": _FUSED_OPTIMIZER,

@@ -16,6 +16,7 @@ from meshrec.data.features.column_feature import from_json, need_fitted, to_json
 from meshrec.data.features.derived import Buckets, Cross, DatePart
 from meshrec.data.features.ids import Hashed, IdFeature, Integer
 from meshrec.data.features.join import Join
+from meshrec.data.features.keys import Key
 from meshrec.data.features.label import Label
 from meshrec.data.features.number import Number
 from meshrec.data.features.sketches import Counts, Distinct, RowSample
@@ -27,7 +28,9 @@ ColumnFeature = Number | IdFeature
 """A feature of any kind."""
 
 _VERSION = 1
-_KINDS = {each.__name__: each for each in (Number, Hashed, Integer, Vocabulary, Cross, Buckets, DatePart)}
+_KINDS = {
+    each.__name__: each for each in (Number, Hashed, Integer, Key, Vocabulary, Cross, Buckets, DatePart)
+}
 
 
 class FitState(NamedTuple):
