@@ -18,6 +18,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "inspect": Command("meshrec.cli.inspect", "Look at your data and write a recipe for it."),
     "train": Command("meshrec.cli.train", "Train a recipe; its run folder holds everything to look at."),
+    "leaderboard": Command("meshrec.cli.leaderboard", "Compare models on your data, on one split."),
     "embed": Command("meshrec.cli.embed", "Write the embeddings of a feature, with their values."),
     "recipe": Command("meshrec.cli.recipe", "Write a recipe as YAML."),
     "tune": Command("meshrec.cli.tune", "Search a recipe's options; train with several seeds."),
@@ -32,6 +33,8 @@ COMMANDS = {
     "serve": Command("meshrec.cli.serve", "Answer requests over HTTP with exported models."),
     "delta": Command("meshrec.cli.delta", "Verify the deltas that training publishes for servers."),
     "plan": Command("meshrec.cli.plan", "Plan where tables go; explain and compare plans."),
+    "launch": Command("meshrec.cli.launch", "Start a run on Slurm; print manifests for Kubernetes."),
+    "doctor": Command("meshrec.cli.doctor", "Examine the hosts before training; a remedy for each finding."),
     "calibrate": Command("meshrec.cli.calibrate", "Measure this machine for the planner."),
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT)

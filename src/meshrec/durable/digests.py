@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class FileDigest(NamedTuple):
-    """What a file must hold: its size, its SHA-256, and the CRC-32 of each block of `BLOCK` bytes."""
+    """The expected content of a file: size, SHA-256, and the CRC-32 of each block of `BLOCK` bytes."""
 
     num_bytes: int
     sha256: str

@@ -1,4 +1,4 @@
-"""From a training run to a package."""
+"""The export of a training run as a package."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -48,10 +48,26 @@ def report_data(folder: RunFolder) -> dict[str, Any]:
         "leading": leading,
         "titles": {name: title_of(name) for name in (*METRICS, leading)},
         "intervals": _intervals(summary),
+        "stragglers": stragglers(folder.metrics()),
         "metrics": _curves(folder.metrics()),
         "phases": phase_times(folder),
         "plan": _plan(folder),
     }
+
+
+def stragglers(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, by rank, the share of the other ranks' time that they waited for it; the worst rank first.
+
+    Of each line of metrics, only the rank that was waited for longest is known.
+    """
+    seconds: dict[int, float] = defaultdict(float)
+    total, before = 0.0, 0.0
+    for line in (line for line in lines if "straggler" in line):
+        passed = max(0.0, line["seconds"] - before)
+        before, total = line["seconds"], total + passed
+        seconds[line["straggler"]] += passed * line["straggler_share"]
+    found = [{"rank": rank, "share": waited / total} for rank, waited in seconds.items() if total]
+    return sorted(found, key=lambda each: -each["share"])
 
 
 def _intervals(summary: dict[str, Any]) -> dict[str, Interval]:
@@ -120,6 +136,7 @@ def _plan(folder: RunFolder) -> dict[str, Any] | None:
     if not folder.plan.is_file():
         return None
     report = make_report(load_plan(folder.plan)).to_json()
+    report.pop("inputs")  # the plan's own page has them
     for table in report["tables"]:
         table.pop("alternatives")
     return report

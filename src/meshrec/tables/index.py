@@ -1,4 +1,4 @@
-"""Indexes: where in memory the row of a key lies, for tables whose slot is not simply ``key - r0``."""
+"""The protocol of an index, which finds the slot of a key where it is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -13,8 +13,9 @@ class Resolved(NamedTuple):
     slots: Tensor
     """int64, one for each key."""
     pin: object = None
-    """The slots stay those of their keys as long as this object is alive. A batch keeps it until it is gone,
-    also where its backward pass never comes. None where slots never change."""
+    """An object that keeps the slots valid as long as it is alive; None if slots never change.
+
+    A batch keeps the pin for its own lifetime, even if its backward pass never comes."""
 
 
 class Index(Protocol):
@@ -80,3 +81,14 @@ def slots_of(
         for part, own in zip(parts, slots.split([len(part) for part in parts]), strict=True):
             part.copy_(own)
     return found, pins
+
+
+def pin(slots: Tensor, pins: Sequence[object]) -> None:
+    """Let slots keep their pins: whoever has the tensor has them."""
+    vars(slots)["_pins"] = pins
+
+
+def pins_of(slots: Tensor) -> Sequence[object]:
+    """Return the pins that slots keep."""
+    found: Sequence[object] = vars(slots).get("_pins", ())
+    return found

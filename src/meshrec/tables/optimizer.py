@@ -1,6 +1,6 @@
 """The optimizer that a module with fused tables shows to training loops, schedulers and checkpoints."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,13 +24,15 @@ class FusedTable(NamedTuple):
     Every update reads and writes ``"step"`` here, so a loaded state dict takes effect at once.
     """
     label: str
-    """How messages call the table."""
+    """The table's name in messages."""
     dim: int
     """The width of the whole table."""
+    carriers: Sequence[nn.Parameter] = ()
+    """What has the collected gradients of such a table, see ``tables/carrier.py``."""
 
 
 class Deferred(NamedTuple):
-    """How ``FusedOptimizer.step`` applies the gradients that backward passes have collected."""
+    """The function with which ``FusedOptimizer.step`` applies collected gradients."""
 
     step: Callable[[], None]
     signal: nn.Parameter | None = None
@@ -86,7 +88,7 @@ class FusedOptimizer(KeyedOptimizer):
         for name, table in tables.items():
             params[name] = table.weight
             state[table.weight] = table.state
-            table.rule.group["params"].append(table.weight)
+            table.rule.group["params"] += [table.weight, *table.carriers]
             if all(table.rule.group is not group for group in groups):
                 groups.append(table.rule.group)
         if deferred is not None and deferred.signal is not None:
@@ -99,14 +101,14 @@ class FusedOptimizer(KeyedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
-        """Evaluate the closure, then apply the collected gradients. Collective for sharded tables."""
+        """Apply the collected gradients, after evaluating the closure. Collective for sharded tables."""
         loss = evaluated(closure)
         if self._deferred is not None:
             self._deferred.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse the group: tables join an optimizer when their module is fused or sharded.
+        """Raise an error: tables join an optimizer when their module is fused or sharded.
 
         Raises:
             ValueError: always.
@@ -118,4 +120,4 @@ class FusedOptimizer(KeyedOptimizer):
         )
 
     def create_state(self, names: Collection[str], sparse_names: Collection[str] = ()) -> None:
-        """Do nothing: the state is made with the tables."""
+        """Do nothing, as the tables come with their state."""

@@ -13,8 +13,10 @@ from meshrec.models import (
     DIN,
     DLRM,
     DLRM_DCN,
+    HSTU,
     PLE,
     DeepFMModel,
+    HistoryFeatures,
     Mixture,
     MMoE,
     MultiTask,
@@ -59,7 +61,7 @@ class DLRMConfig(ModelConfig):
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
-            [*self.top, 1],
+            [*self.top, max(1, dataset.num_classes)],
         )
 
 
@@ -88,7 +90,7 @@ class DLRMDCNConfig(ModelConfig):
             tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
-            [*self.top, 1],
+            [*self.top, max(1, dataset.num_classes)],
             self.num_crosses,
             self.low_rank_dim,
         )
@@ -161,9 +163,7 @@ class MultiTaskConfig(ModelConfig):
     """Model for several labels: a mixture over embeddings and dense values, and a tower for each label."""
 
     mixture: Literal["shared_bottom", "mmoe", "ple"] = "mmoe"
-    """How tasks share: one bottom for all, gates over shared experts, or shared experts beside those of each
-    task.
-    """
+    """Sharing between tasks: one bottom, gates over shared experts, or shared experts beside own ones."""
     embedding_dim: int = 16
     """Width of every table."""
     table_std: float | None = None
@@ -243,6 +243,49 @@ class SASRecConfig(ModelConfig):
             num_heads=self.num_heads,
             dropout=self.dropout,
             num_drawn=self.num_drawn,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSTUConfig(ModelConfig):
+    """HSTU: gated attention over a history predicts the next item; see `meshrec.models.HSTU`."""
+
+    embedding_dim: int = 64
+    """Width of the item table."""
+    table_std: float | None = 0.02
+    """Standard deviation of the table's initial values; if none, small values that depend on the number of
+    rows.
+    """
+    max_length: int = 50
+    """Maximum number of items in a history."""
+    num_blocks: int = 2
+    """Number of layers."""
+    num_heads: int = 1
+    """Number of attention heads, among which the table's width is divided."""
+    dropout: float = 0.2
+    """Share of values that training drops."""
+    num_drawn: int = 512
+    """Number of items drawn per training step and rank."""
+    temperature: float = 0.05
+    """Divisor of the cosines in the loss."""
+
+    def build(self, dataset: "Dataset") -> nn.Module:
+        """Build the model, with its table on ``meta``.
+
+        Raises:
+            ValueError: the data does not have an item and exactly one history of it.
+        """
+        item, history = item_and_history(dataset)
+        table = next(each for each in dataset.tables(self.embedding_dim) if item in each.feature_names)
+        return HSTU(
+            sequence_table(table, [history, item], std=self.table_std),
+            HistoryFeatures(history, item, seen_feature(dataset)),
+            max_length=self.max_length,
+            num_blocks=self.num_blocks,
+            num_heads=self.num_heads,
+            dropout=self.dropout,
+            num_drawn=self.num_drawn,
+            temperature=self.temperature,
         )
 
 
