@@ -188,7 +188,10 @@ def test_bad_raw_tensors_are_named(client):
     head = json.dumps({"inputs": [{k: v for k, v in user.items() if k != "data"}]}).replace(
         '"shape"', '"parameters": {"binary_data_size": 6}, "shape"'
     )
-    for tail, message in ((b"\x09\0\0\0ab", "ends behind its bytes"), (b"\x02\0\0\0\xff\xff", "is no UTF-8")):
+    for tail, message in (
+        (b"\x09\0\0\0ab", "ends behind its bytes"),
+        (b"\x02\0\0\0\xff\xff", "is not UTF-8"),
+    ):
         body = head.encode() + tail
         said = client(
             "POST",

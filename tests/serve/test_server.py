@@ -174,7 +174,7 @@ def test_binary_tensors_are_counted(client):
         (len(head), b"\0" * 16, "4 bytes behind the last tensor"),
         (10**9, b"", "must be a number of bytes up to"),
         ("-1", b"", "must be a number of bytes up to"),
-        (5, b"", "the body is no JSON"),
+        (5, b"", "the body is not JSON"),
     ):
         status, _, said = client("POST", "/v2/models/clicks/infer", head + tail, {name: str(length)})
         assert status == 400

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SECONDS_TO_LOCK = 60.0
-"""How long a new folder is left alone: its owner locks it right after it has made it."""
+"""Seconds during which a new folder is left alone, as its owner locks it only after making it."""
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def _extracted() -> set[str]:
 
 
 def _pickles(path: Path) -> list[str]:
-    """What torch.export.load would unpickle: example inputs, objects, tensors that say so."""
+    """List what torch.export.load would unpickle: example inputs, objects, and tensors marked as pickles."""
     found = []
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():

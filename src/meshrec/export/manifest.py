@@ -80,18 +80,17 @@ class WeightRecord(NamedTuple):
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read what a package says of itself.
+    """Read the manifest of a package.
 
     Raises:
-        PackageError: for a folder that is not a package, one of a newer format, and a manifest that cannot be
-            true.
+        PackageError: the folder is not a package, its format is newer, or its manifest contradicts itself.
     """
     path = folder / MANIFEST
     try:
         found = parse(read_regular(path, _MOST_BYTES), "it")
     except (OSError, DamageError) as error:
         raise PackageError(
-            f"{folder} is no package: {path} cannot be read ({error}). Export a model."
+            f"{folder} is not a package: {path} cannot be read ({error}). Export a model."
         ) from error
     told = found.get("format") if isinstance(found, dict) else None
     if told != FORMAT:
@@ -120,10 +119,10 @@ def layout_of(manifest: Mapping[str, Any]) -> str:
 
 
 def interface_of(manifest: Mapping[str, Any]) -> str:
-    """Return what a program was exported with, and must be called with, as JSON.
+    """Return the interface of a program as JSON: what it was exported with and must be called with.
 
-    Every exported program has a copy. So a manifest whose weights have other types or shapes, or whose
-    features stand in another order, does not pass for that of the program.
+    Every exported program contains a copy. So a manifest with other types or shapes of weights, or with
+    another order of features, is found not to belong to the program.
     """
     said = {name: manifest[name] for name in _INTERFACE}
     return json.dumps({**said, "weights": [WeightRecord(**each) for each in manifest["weights"]]})
@@ -148,7 +147,7 @@ class CheckedPackage(NamedTuple):
 def check_package(
     folder: str | Path, *, verify: bool = True, public_key: "str | Path | None" = None
 ) -> CheckedPackage:
-    """Compare the files of a package with what was written, without executing anything of it.
+    """Check the files of a package without executing any of them.
 
     Args:
         folder: the package.
@@ -178,7 +177,7 @@ def check_package(
 def verify_package(
     folder: Path, manifest: Mapping[str, Any], key: "Ed25519PublicKey | None" = None
 ) -> FileDigest | None:
-    """Compare every file of a package with its digest; log the progress if that takes seconds.
+    """Check every file of a package against its digest; log the progress if that takes seconds.
 
     Args:
         folder: the package.
@@ -233,7 +232,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _check(found: Any) -> None:
-    """Check every field that something is done with, so that no later step meets another type."""
+    """Check the type of every field that later steps use."""
     said = fields(found, "it", _FIELDS)
     for name in ("torch", "isa", "operators"):
         _one_line(said[name], name)
@@ -259,7 +258,7 @@ def _check(found: Any) -> None:
 
 
 def _check_weights(records: Sequence[Any]) -> list[str]:
-    """Check that each weight stands right behind the one before it, as `export` writes them."""
+    """Check that each weight follows directly on the one before it, as `export` writes them."""
     names, end = [], 0
     for each in records:
         said = fields(each, "a weight", WeightRecord._fields)

@@ -1,6 +1,7 @@
-"""A package: a folder with a compiled program, the program to compile it anew, and the weights in one file.
+"""A package: a folder with a compiled program, the program it was compiled from, and the weights in one file.
 
-``manifest.json`` says what is in it, and how it was made; ``layout.txt`` the part of it that C++ reads:
+``manifest.json`` says what the package contains and how it was made. C++ reads a part of that from
+``layout.txt``:
 
     meshrec-package 2
     torch 2.13.0                      what the program was compiled with
@@ -9,8 +10,8 @@
     feature user                      one line for each feature, in their order
     weight float32 2 1000 64 4096 t.weight   dtype, dimensions, shape, offset in weights.bin, name
 
-``digests.txt`` has the size and checksums of every file (`meshrec.durable`). A package is written beside its
-place and moved there at the end, so that a folder with a manifest is whole.
+``digests.txt`` has the size and checksums of every file (`meshrec.durable`). A package is written into a
+scratch folder and renamed at the end, so that a folder with a manifest is complete.
 """
 
 import hashlib
@@ -79,25 +80,25 @@ def export(
     torchscript: bool = False,
     sign: str | Path | None = None,
 ) -> Path:
-    """Writes a package of a model that gives one number for each sample, or one vector.
+    """Write a package of a model that gives one number for each sample, or one vector.
 
-    The weights are written as they are now, each once; they are never copied in memory as a whole. Tables may
-    be quantised.
+    The current weights are written, each once; no copy of all of them is made in memory. Tables may be
+    quantised.
 
     Args:
         model: called as ``model(dense [B, num_dense], sparse)`` it gives logits, [B] or [B, 1]. In evaluation
             mode it must be a function of its input: what torch.export takes. Tables that are sharded in this
             process, also over several devices, are put together.
-        folder: the package, which must not be there yet.
+        folder: the new package, which must not exist yet.
         features: the keys of ``sparse``, in the order in which requests give them.
         num_dense: columns of the dense input.
-        scores: of logits [B] what requests are told; the default makes probabilities of clicks. With None the
-            model gives vectors [B, V], as a tower does, and so does the package.
+        scores: maps logits [B] to the scores that requests get; the default gives probabilities. With None,
+            the model gives vectors [B, V], as a tower does, and so does the package.
         shared: features of a user, or "dense", that many items are ranked for: a second program looks them up
             once a request. The scores are those of the same features repeated for each item.
-        raw: what makes ids and dense values of raw ones; requests may then give those.
+        raw: turns raw values into ids and dense values; requests may then contain raw values.
         rounding: how quantised tables were rounded (`meshrec.quant.Rounding`): deltas are rounded alike.
-        about: kept in the manifest, such as the run and step that the weights are of.
+        about: what the manifest shall say of the weights, such as their run and step.
         compile: compile the program for this machine (needs a C++ compiler); without it, or where no compiler
             is found, the package is served from Python.
         torchscript: write ``torchscript.pt`` as well, with the weights in it; see `write_torchscript`.
@@ -106,12 +107,13 @@ def export(
     Returns: the folder.
 
     Raises:
-        ValueError: for a folder that is there, a feature that the model lacks, several outputs, a weight of a
-            dtype that a package does not hold, and a model that torch.export does not take.
+        ValueError: the folder exists, the model lacks a feature or has several outputs, a weight has a dtype
+            that packages do not support, torch.export does not take the model, or the key is not one.
+        ModuleNotFoundError: a key is given, and the package cryptography is missing.
     """
     folder = Path(folder)
     if folder.exists():
-        raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
+        raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
     key = None if sign is None else read_private_key(sign)
     model = with_whole_tables(model)
     _check_keys(model)
@@ -171,27 +173,27 @@ def compile_anew(
     sign: str | Path | None = None,
     public_key: str | Path | None = None,
 ) -> Path:
-    """Writes a package that was made for another machine or torch once more, compiled for this one.
+    """Compile a package that was made for another machine or torch for this one, into a new package.
 
-    The weights are links to the same file where that can be, and copies elsewhere.
+    The weights are linked if both packages are on one file system, and copied otherwise.
 
     Args:
         package: a folder with an exported program.
-        folder: the new package, which must not be there yet.
+        folder: the new package, which must not exist yet.
         sign: PEM file of the ed25519 private key to sign the new package with.
         public_key: PEM file of the ed25519 public key that must have signed the package.
 
     Returns: the folder.
 
     Raises:
-        PackageError: for a folder that is no package, is damaged or not signed by the key, and for a program
-            that this version does not know.
-        ValueError: for a folder that is there, where nothing can be compiled here, and for a bad key.
+        PackageError: the folder is not a package, is damaged or not signed by the key, or its program needs
+            another version.
+        ValueError: the new folder exists, nothing can be compiled here, or a key is not one.
         ModuleNotFoundError: a key is given, and the package cryptography is missing.
     """
     folder = Path(folder)
     if folder.exists():
-        raise ValueError(f"{folder} is there already. Name another folder, or remove it.")
+        raise ValueError(f"{folder} exists already. Name another folder, or remove it.")
     key = None if sign is None else read_private_key(sign)
     package, manifest, _, _ = check_package(package, public_key=public_key)
     weights = Weights(package / WEIGHTS, [WeightRecord(**each) for each in manifest["weights"]]).tensors
@@ -213,7 +215,7 @@ def compile_anew(
 
 
 def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> str | None:
-    """Compiles for this machine by AOTInductor; says why it could not."""
+    """Compile a program for this machine with AOTInductor; return why that is impossible, or None."""
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} was not found; set CXX"
@@ -227,7 +229,7 @@ def compile_program(exported: "torch.export.ExportedProgram", target: Path) -> s
 
 
 def rows_of(model: nn.Module) -> dict[str, int]:
-    """By feature the rows of its table (the smallest, of several), where ids outside are errors."""
+    """Return the rows of each feature's smallest table, if that table reports ids outside as errors."""
     found: dict[str, int] = {}
     for child in model.modules():
         if isinstance(child, TableCollection) and child.bounds_check is BoundsCheckMode.ERROR:
@@ -240,12 +242,12 @@ def rows_of(model: nn.Module) -> dict[str, int]:
 
 
 def isa() -> str:
-    """The instructions that a program compiled here may use."""
+    """Return the instruction set that a program compiled here may use."""
     return str(torch.backends.cpu.get_cpu_capability())
 
 
 def operators() -> str:
-    """A digest of the operators' schemas: a program calls them as they were."""
+    """Return a digest of the operators' schemas, which a compiled program depends on."""
     return hashlib.sha256("\n".join(sorted(library.schemas())).encode()).hexdigest()[:16]
 
 
@@ -286,7 +288,7 @@ def _check_keys(model: nn.Module) -> None:
 
 
 def _types_of(model: nn.Module) -> dict[str, str]:
-    """The data types of quantised tables, by the name of the weight."""
+    """Return the data types of quantised tables, by the name of the weight."""
     found = {}
     for path, child in model.named_modules():
         if isinstance(child, TableCollection):
@@ -316,7 +318,7 @@ def _exported(
 
 
 def link(source: Path, target: Path) -> None:
-    """A second name of a file, or a copy on another file system."""
+    """Make a hard link to a file, or copy it to another file system."""
     try:
         os.link(source, target)
     except OSError:

@@ -102,7 +102,7 @@ class Predictor:
 
     @functools.cached_property
     def raw(self) -> RawValues | None:
-        """What makes ids and dense values of raw ones; None where the package has nothing of that kind."""
+        """The conversion of raw values to ids and dense values; None if the package has none."""
         found = RawValues.load(self.folder) if FITTED in self._manifest["sha256"] else None
         self._check_same()
         return found
@@ -137,18 +137,20 @@ class Predictor:
         *,
         group: Tensor | None = None,
     ) -> Tensor:
-        """Scores [B] float32, or vectors [B, V].
+        """Compute scores [B] float32, or vectors [B, V].
 
         Args:
             dense: [B, num_dense] float32.
             values: per feature ids [N] int64, those of the first sample first.
             lengths: per feature [B] int64, ids of each sample.
-            group: [B] int64, for samples that share features: the row of these that each sample has. Lengths
-                of ``shared`` features are then [R], and dense [R, num_dense] if it is among them.
+            group: [B] int64, for samples that share features: each sample's row of the shared values. Lengths
+                of ``shared`` features are then [R], and so is dense ([R, num_dense]) if it is shared.
 
         Raises:
-            ValueError: for a missing feature, wrong shapes or dtypes, lengths that do not sum, NaN, infinity,
-                and ids outside their table; and for a group where the package shares nothing.
+            ValueError: a feature is missing, shapes or dtypes are wrong, lengths do not sum to the number of
+                ids, a value is NaN or infinite, an id lies outside its table, or there is a group and the
+                package shares nothing.
+            PackageError: the file of the weights was cut short meanwhile.
         """
         self._check(dense, values, lengths, group)
         values_F, lengths_F = ([given[name] for name in self.features] for given in (values, lengths))
@@ -171,7 +173,7 @@ class Predictor:
                 assert self._shared_program is not None
                 scores = self._shared_program(self._weights.tensors, dense, values, lengths, group)
         except RuntimeError as error:
-            # The compiled program passes on what an operator said of the ids, and where it was called.
+            # The compiled program puts the place of the call around the operator's message about ids.
             said = re.match(r"(?:ValueError: )?(table '.*)", str(error))
             if said is None:
                 raise
@@ -215,7 +217,7 @@ class Predictor:
             _check_jagged(feature, values[feature], lengths[feature], batch)
 
     def _check_group(self, group: Tensor, dense: Tensor, lengths: Mapping[str, Tensor]) -> int:
-        """The rows that it chooses from."""
+        """Check a group, and return the number of rows that it chooses from."""
         num_rows = len(dense) if DENSE in self.shared else len(lengths[min(self.shared)])
         if group.dtype != torch.int64 or group.dim() != 1:
             raise ValueError(f"group must be [batch] int64, got {list(group.shape)} {group.dtype}.")
@@ -260,7 +262,7 @@ def _check_jagged(feature: str, values: Tensor, lengths: Tensor, batch: int) -> 
 def _why_not_compiled(manifest: Mapping[str, Any]) -> str | None:
     version = torch.__version__.split("+")[0]
     if not manifest["compiled"]:
-        return "the package holds no compiled one"
+        return "the package has no compiled one"
     if manifest["torch"] != version:
         return f"the compiled one is for torch {manifest['torch']} and this is {version}"
     if manifest["operators"] != operators():

@@ -113,7 +113,7 @@ class Weights:
     def _copied(self) -> Tensor:
         """Read the file into memory, and compare the copy itself with the digest."""
         memory = torch.empty(self._num_bytes, dtype=torch.uint8)
-        view = memoryview(memory.numpy())
+        view = memory.numpy().data
         try:
             for number, start in enumerate(range(0, self._num_bytes, BLOCK)):
                 block = view[start : start + BLOCK]

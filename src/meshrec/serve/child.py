@@ -1,4 +1,4 @@
-"""Processes that a server forks at its start, and that do for it what it must not do itself.
+"""Processes that a server forks at its start, for work that it must not do itself.
 
 They are forked before the server has threads or models. Reading a large body would keep the event loop from
 all other clients (`reading`); loading a damaged package could end the process (`trial`).
@@ -40,7 +40,7 @@ class Child:
         return self._socket is not None
 
     def start(self) -> None:
-        """Fork the process."""
+        """Start the process, by a fork."""
         here, there = socket.socketpair()
         with warnings.catch_warnings():
             # Python warns of threads that hold locks. A server forks before it has threads.
@@ -66,7 +66,7 @@ class Child:
             raise EOFError("the child process ended") from error
 
     def stop(self) -> None:
-        """End the process."""
+        """Stop the child process."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -1,4 +1,4 @@
-"""The models of a server: loaded, warmed up, replaced by newer versions without a lost request."""
+"""The models of a server: they are loaded, warmed up, and replaced without losing a request."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from meshrec.serve.batching import Batcher, Limits, VersionedScores
 from meshrec.serve.fresh import Codes, Deltas, Freshness, place
 from meshrec.serve.metrics import Metrics
 from meshrec.serve.requests import Request, RequestError
-from meshrec.serve.trial import Trial, WarmUp, scores_of, signature_of
+from meshrec.serve.trial import PackageTrial, WarmUp, scores_of, signature_of
 
 _log = logging.getLogger(__name__)
 _UNLOADED = "unloaded"
@@ -23,14 +23,14 @@ _MOST_SECONDS_BETWEEN_LOOKS = 5.0  # while a delta cannot be used: each look may
 
 
 class Wish(NamedTuple):
-    """What was last asked of a model: ``load`` (with the deltas up to ``delta``, or all) or ``unload``."""
+    """The last change that was requested of a model: ``load`` (up to ``delta``, or all) or ``unload``."""
 
     action: str
     delta: int | None
 
 
 class Opening(NamedTuple):
-    """How packages are opened.
+    """The options with which packages are opened.
 
     Attributes:
         verify, public_key: see `check_package`.
@@ -48,10 +48,10 @@ class Served:
     """One version of a model, ready to score.
 
     Args:
-        name: of the model.
-        predictor: of its package.
-        limits, metrics: of the server.
-        deltas: what the model's weights follow; None for a package as it is.
+        name: the name of the model.
+        predictor: the predictor of its package.
+        limits, metrics: those of the server.
+        deltas: the deltas to apply to the weights; None for a package as it is.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Served:
 
     @property
     def version(self) -> str:
-        """A digest of the package, and the number of the last delta in the weights."""
+        """The version: a digest of the package, and the number of the last delta in the weights."""
         delta = self.freshness.delta
         return self._package if delta is None else f"{self._package}+{delta}"
 
@@ -76,12 +76,12 @@ class Served:
         return Freshness(None, None, "") if self._deltas is None else self._deltas.freshness
 
     def catch_up(self) -> None:
-        """Puts all deltas that there are in place, before the model answers."""
+        """Apply all deltas that exist, before the model answers."""
         if self._deltas is not None:
             place(self._deltas)
 
     async def follow(self) -> None:
-        """Put deltas in place as they come, in portions between batches, until this is cancelled."""
+        """Apply deltas as they appear, in portions between batches, until this is cancelled."""
         if self._deltas is None:
             return
         pause = _SECONDS_BETWEEN_LOOKS
@@ -102,7 +102,7 @@ class Served:
             pause = min(2 * pause, _MOST_SECONDS_BETWEEN_LOOKS) if has_failed else _SECONDS_BETWEEN_LOOKS
 
     async def watch(self) -> PackageError:
-        """Return what is wrong once the package's file of weights changes under the model."""
+        """Wait until the package's file of weights is damaged under the model; return the error."""
         while True:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS_AT_FILES)
             try:
@@ -126,13 +126,13 @@ class Repository:
     """Models by name, each in one version at a time.
 
     Args:
-        folders: of the packages, by the model's name.
-        limits: of each model's batches and queue.
-        metrics: of the server.
-        opening: how packages are opened.
+        folders: the packages, by the model's name.
+        limits: limits of each model's batches and queue.
+        metrics: the server's metrics.
+        opening: the options with which packages are opened.
         trial: loads each package before this process does.
         deltas: folders of deltas that models follow, by name.
-        wishes: what is to become of a model at first, instead of loading it with all deltas.
+        wishes: the first change of a model, if not to load it with all deltas.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Repository:
         metrics: Metrics,
         *,
         opening: Opening,
-        trial: Trial,
+        trial: PackageTrial,
         deltas: Mapping[str, Path] | None = None,
         wishes: Mapping[str, Wish] | None = None,
     ) -> None:
@@ -158,18 +158,18 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that is to be served is: in its newest version, or still in the one before."""
+        """Whether every model that was not unloaded answers, in its newest version or an older one."""
         return all(name in self._served or why == _UNLOADED for name, why in self._reasons.items())
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why models are not loaded, serve an older version, or do not follow their deltas, by name."""
+        """The reasons why models are not loaded, serve an older version, or miss deltas, by name."""
         found = {each["name"]: each["reason"] for each in self.index()}
         return {name: reason for name, reason in found.items() if reason not in ("", _UNLOADED)}
 
     @property
     def refusal(self) -> str | None:
-        """Why a request for scores would be refused now; None if it would be answered."""
+        """The reason why a request for scores would be refused now; None if it would be answered."""
         for name in sorted(self.folders):
             served, reason = self._served.get(name), self._reasons[name]
             if served is None and reason != _UNLOADED:
@@ -179,10 +179,10 @@ class Repository:
         return None
 
     def get(self, name: str, version: str | None = None) -> Served:
-        """A model, ready to score.
+        """Return a model that is ready to score.
 
         Raises:
-            RequestError: with status 404 for one that is not there, 503 for one that is not ready.
+            RequestError: there is no such model or version (status 404), or it is not ready (503).
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
@@ -199,17 +199,17 @@ class Repository:
         return served
 
     def only(self) -> Served:
-        """The model, where there is one only.
+        """Return the only model.
 
         Raises:
-            RequestError: where there are several.
+            RequestError: there are several models (status 404), or the only one is not ready (503).
         """
         if len(self.folders) != 1:
             raise RequestError(f"there are several models: {sorted(self.folders)}. Use /predict/NAME.", 404)
         return self.get(next(iter(self.folders)))
 
     def index(self) -> list[dict[str, str]]:
-        """Name, version, state and reason of each model, as the repository API tells them."""
+        """Return name, version, state and reason of each model, in the form of the repository API."""
         found = []
         for name in sorted(self.folders):
             served = self._served.get(name)
@@ -226,15 +226,14 @@ class Repository:
         return found
 
     async def load(self, name: str, until: int | None = None) -> None:
-        """Loads a model, or what its folder holds by now; until that is ready, and if it fails, the old one
-        serves.
+        """Load a model from its folder. The old version serves until the new one is ready, and if that fails.
 
         Args:
-            name: of the model.
-            until: the last delta to put in place; without it all, and those that come.
+            name: the name of the model.
+            until: the last delta to apply; None applies all, also those that appear later.
 
         Raises:
-            RequestError: for a package that cannot be served, or a model that is not there.
+            RequestError: the package cannot be served, or there is no such model.
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
@@ -260,10 +259,10 @@ class Repository:
             _log.info("model %r: version %s is ready", name, served.version)
 
     async def unload(self, name: str) -> None:
-        """Takes a model away; requests that were admitted are answered.
+        """Remove a model. Requests that were admitted are still answered.
 
         Raises:
-            RequestError: for a model that is not there.
+            RequestError: there is no such model.
         """
         if name not in self.folders:
             raise RequestError(f"there is no model {name!r}; there are {sorted(self.folders)}.", 404)
@@ -271,7 +270,7 @@ class Repository:
             self._replace(name, None)
 
     async def load_all(self) -> None:
-        """Loads each that is not unloaded; what fails is logged, and shown in the index."""
+        """Load every model that was not unloaded. Failures are logged and shown in the index."""
         for name in [name for name, reason in self._reasons.items() if reason != _UNLOADED]:
             wish = self._wishes.pop(name, None)
             try:
@@ -280,7 +279,7 @@ class Repository:
                 continue  # logged by load
 
     def close(self) -> None:
-        """Follow no more deltas, and look at no more files."""
+        """Stop following deltas and watching files."""
         for name in list(self._tasks):
             self._cancel(name)
 
@@ -294,7 +293,7 @@ class Repository:
         return await asyncio.to_thread(Predictor, package, copy_weights=copy_weights)
 
     async def _watch(self, name: str, served: Served) -> None:
-        """Take a model away when its file of weights changes: its scores would be wrong."""
+        """Take a model away when its file of weights is damaged, since its scores would be wrong."""
         error = await served.watch()
         async with self._changing:
             if self._served.get(name) is served:
@@ -317,7 +316,7 @@ class Repository:
         return Deltas(self._deltas[name], predictor.about, predictor.weights, until, codes)
 
     def _replace(self, name: str, served: Served | None, reason: str = _UNLOADED) -> None:
-        """Have a model answer from now on, or none, for this reason."""
+        """Replace a model by another version, or by none for the given reason."""
         self._cancel(name)
         old = self._served.pop(name, None)
         if served is not None:

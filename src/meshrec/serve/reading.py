@@ -1,4 +1,4 @@
-"""Bodies read as requests: small ones at once, large ones in a process of their own.
+"""The parsing of bodies: small ones at once, large ones in a process of their own.
 
 Python reads JSON in one step that no other thread can interrupt, so all other clients would have to wait for
 a body of some megabytes.
@@ -18,7 +18,7 @@ from meshrec.serve.requests import Request, RequestError, Signature
 from meshrec.serve.samples import read_samples
 
 _AT_ONCE = 32 << 10
-"""Bytes of JSON or texts that are read in the event loop: about 2 ms."""
+"""Most bytes of JSON or texts that the event loop parses itself, in about 2 ms."""
 _MOST_SIGNATURES = 16
 _NICE = 5
 
@@ -38,7 +38,7 @@ class Body(NamedTuple):
 
 
 class BodyReader:
-    """Reads bodies, the large ones in a child process, one at a time."""
+    """The parser of bodies. A child process parses the large ones, one at a time."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read")
@@ -51,7 +51,7 @@ class BodyReader:
         """Return the request in a body.
 
         Raises:
-            RequestError: for what the protocol or the model does not take.
+            RequestError: the protocol or the model does not allow the body.
         """
         if _work(reading, signature) <= _AT_ONCE:
             return read(reading, signature)
@@ -62,7 +62,7 @@ class BodyReader:
         return found
 
     def close(self) -> None:
-        """End the child process."""
+        """Stop the child process."""
         self._pool.shutdown()
         self._child.stop()
 
@@ -95,7 +95,7 @@ def read(reading: Body, signature: Signature) -> InferRequest:
     """Return the request in a body, read here and now.
 
     Raises:
-        RequestError: for what the protocol or the model does not take.
+        RequestError: the protocol or the model does not allow the body.
     """
     try:
         if reading.is_infer:
@@ -115,7 +115,7 @@ def size_of(request: Request) -> int:
 
 
 def _work(reading: Body, signature: Signature) -> int:
-    """Return how many bytes Python has to look at one by one; tensors of numbers are copied as they are."""
+    """Return how many bytes Python has to parse; binary tensors of numbers are copied."""
     length = reading.header_length
     if signature.raw is None and length is not None and length.isdecimal() and len(length) < 10:
         return min(int(length), len(reading.body))

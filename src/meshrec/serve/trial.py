@@ -29,13 +29,13 @@ from meshrec.serve.requests import Floats, Request, Signature
 from meshrec.serve.samples import read_samples
 
 _SECONDS = 300.0
-"""How long a trial may take. It loads what the server would load, and scores a few batches."""
+"""Longest duration of a trial, which loads what the server would load and scores a few batches."""
 _MOST_BYTES = 1 << 16
 _PASSED = b"passed"
 
 
 class WarmUp(NamedTuple):
-    """What a model scores before it answers.
+    """The samples that a model scores before it answers.
 
     Attributes:
         samples: a file of samples, each a line as ``POST /predict`` takes it; None draws some.
@@ -87,15 +87,15 @@ def scores_of(predictor: Predictor, request: Request) -> Floats:
     return scores
 
 
-class Trial:
-    """Has packages loaded and warmed up by a child process, one at a time."""
+class PackageTrial:
+    """A child process that loads and warms up packages, one at a time."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trial")
         self._child = Child(_try_packages)
 
     async def __call__(self, package: CheckedPackage, warm_up: WarmUp) -> None:
-        """Return if a child process could load the package and score with it.
+        """Wait until a child process has loaded the package and scored with it.
 
         Raises:
             PackageError: it could not; the message says how it ended.
@@ -105,7 +105,7 @@ class Trial:
             raise PackageError(reason)
 
     def close(self) -> None:
-        """End the child process."""
+        """Stop the child process."""
         self._pool.shutdown()
         self._child.stop()
 
@@ -120,7 +120,7 @@ class Trial:
 
 
 def _try_packages(parent: socket.socket) -> None:
-    """Try the packages that the parent names, each in a process of its own, until the parent is gone."""
+    """Load the packages that the parent names, each in a process of its own, until the parent is gone."""
     while True:
         package, warm_up = receive(parent)
         send(parent, _outcome(package, warm_up))

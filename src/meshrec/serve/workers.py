@@ -1,4 +1,4 @@
-"""Several server processes on one socket: started, told what to do together, restarted, stopped."""
+"""Several server processes on one socket: how they start, change models together, restart and stop."""
 
 import contextlib
 import json
@@ -25,21 +25,21 @@ from meshrec.serve.peers import Peers
 
 _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
-"""The variable that says where workers leave their figures, so that each shows those of all."""
+"""Environment variable with the folder in which workers share their metrics."""
 _SECONDS_OF_A_BAD_START = 5.0
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 1) -> None:
-    """Serves models until SIGTERM or SIGINT; SIGHUP loads them anew. Call it from a program's main thread.
+    """Run a server until SIGTERM or SIGINT; SIGHUP reloads them. Call it from a program's main thread.
 
     Args:
         models: folders of packages, by name.
-        options: how.
-        workers: processes, which share the pages of the weights.
+        options: options of the server.
+        workers: the number of processes, which share the pages of the weights.
 
     Raises:
-        ValueError: for an address that cannot be had, and fewer workers than one.
+        ValueError: the address is not available, or there are fewer workers than one.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
@@ -84,7 +84,7 @@ class _Worker(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """Something that all workers do: what, which have not told how it went, what went wrong, who asked."""
+    """A change that all workers make: the change, who is not done, the errors, and who asked."""
 
     wish: dict[str, Any]
     left: set[int]
@@ -94,7 +94,7 @@ class _Task(NamedTuple):
 
 
 class _Supervisor:
-    """The parent of the workers. It runs no operator of torch, so that it can fork at any time."""
+    """The parent of the workers. It never runs an operator of torch, so it can fork at any time."""
 
     def __init__(
         self, models: Mapping[str, Path], options: ServerOptions, bound: socket.socket, num: int
@@ -109,7 +109,7 @@ class _Supervisor:
         self._wake, self._woken = multiprocessing.Pipe()
 
     def run(self) -> None:
-        """Until every worker has ended after a signal."""
+        """Run the workers until a signal has ended all of them."""
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             for index in range(self._num):
@@ -222,10 +222,10 @@ def _work(
     wishes: dict[str, tuple[str, int | None]],
     ends: Sequence[Connection],
 ) -> None:
-    """A worker, from its first line to its end.
+    """Run a worker, from its first line to its end.
 
-    ``ends`` are the parent's ends of all pipes. They are closed here: a pipe is at its end only when nobody
-    holds the other one, and that is how workers see that the parent was killed.
+    ``ends`` are the parent's ends of all pipes, which the worker closes. It notices that the parent was
+    killed when its own pipe has no other end left, so no worker may keep one open.
     """
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
