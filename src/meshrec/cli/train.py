@@ -139,13 +139,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         return 0
     if launched():
         return _as_rank(job, quiet=options.quiet)
-    nproc = options.nproc
-    if nproc is None:
-        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
-    if nproc < 1:
-        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
-    if options.rank_timeout <= 0:
-        raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
+    nproc = _num_ranks(options, resumed)
     recipe.check(nproc)
     find_trackers(options.track)
     if options.baselines:
@@ -168,6 +162,18 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
+    """Return the number of ranks to start: as asked, as before, or 1."""
+    nproc = options.nproc
+    if nproc is None:
+        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
+    if nproc < 1:
+        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
+    if options.rank_timeout <= 0:
+        raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
+    return nproc
 
 
 def _runs(options: TrainOptions) -> Path:

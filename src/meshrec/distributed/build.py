@@ -226,22 +226,13 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
             continue
         held, mesh = (contents.local, None) if routing.replicated[t] else (contents.split[0], env.shard_mesh)
         nothing = nn.Parameter(storage.allocate(0, storage.columns(table.dim), device), contents.trained[t])
-        own_part = held.of_table(t)
+        own_part, turnover = held.of_table(t), turnovers[routing.replicated[t]]
+        shared: dict[str, Any] = {"empty": nothing, "holders": holders[t], "mesh": mesh}
         if isinstance(storage, HashedRows):
-            turnover = turnovers[routing.replicated[t]]
             assert turnover is not None
-            here = HashedShards(
-                table,
-                storage,
-                own_part,
-                empty=nothing,
-                holders=holders[t],
-                mesh=mesh,
-                turnover=turnover,
-                axis=env.shard,
-            )
+            here = HashedShards(table, storage, own_part, **shared, turnover=turnover, axis=env.shard)
         else:
-            here = TableShards(table, storage, own_part, empty=nothing, holders=holders[t], mesh=mesh)
+            here = TableShards(table, storage, own_part, **shared)
         shards[table.name] = here
         mark_sharded(here.weight)
         if env.shard.group is not None and not routing.replicated[t]:
