@@ -1,8 +1,8 @@
 """The hash index: finding and inserting IDs, beside the flat hash maps of Abseil, Boost and ska (which torch
 brings along), and beside a loop that touches one cache line for each distinct ID.
 
-All arms have the same IDs, distinct and in random order, and are first checked against each other. Each map is
-built with the defaults of its library, as Debian packages it (libabsl-dev, libboost1.81-dev).
+All arms have the same IDs, distinct and in random order, and are first checked against each other. Each map
+is built with the defaults of its library, as Debian packages it (libabsl-dev, libboost1.81-dev).
 """
 
 import ctypes

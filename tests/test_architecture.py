@@ -64,7 +64,7 @@ FLOORS = [
     {"quant"},
     {"export"},
     {"runs"},
-    {"health", "launch"},
+    {"health", "launch", "train.ray"},
     {"serve"},
     {"compat"},
     {"cli"},
@@ -96,6 +96,7 @@ CPP_TESTS = {
     "kernels_avx2.cpp": TBE_TESTS,
     "kernels_avx512.cpp": TBE_TESTS,
     "kernels_baseline.cpp": TBE_TESTS,
+    "mapping.cpp": ["tests/ops/test_mapping.py"],
     "memory.cpp": ["tests/ops/test_memory.py"],
     "nbit.cpp": NBIT_TESTS,
     "pooled_forward.cpp": TBE_TESTS,
@@ -107,6 +108,7 @@ CPP_TESTS = {
     "runs.cpp": TBE_TESTS,
     "shard.cpp": INDEX_TESTS,
     "unique.cpp": INDEX_TESTS,
+    "verify.cpp": ["tests/export/test_runtime.py"],
     "wire.cpp": ["tests/ops/dist/test_wire.py"],
 }
 

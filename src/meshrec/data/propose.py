@@ -64,6 +64,11 @@ def propose(
                 f"--{role} {name}: there is no such column; there are {list(profile.columns)}."
                 f"{did_you_mean(name, profile.columns)}"
             )
+    if query is not None and task not in (None, "number"):
+        raise ValueError(
+            f"--task {task} with --query {query}: rows are ranked by the label, a number. Leave --task "
+            "out, or --query."
+        )
     chosen_label, why = label_of(profile, label, "number" if query is not None else task)
     choices = [ColumnChoice(label, "label", why)]
     for name, column in profile.columns.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from meshrec.comms.same_plan import verify_same_plan
 from meshrec.comms.wire import FULL_WIRES, TableWires
 from meshrec.distributed.hashed_shards import HashedShards, check_hashed, turnovers_of
 from meshrec.distributed.input_dist import InputDist
+from meshrec.distributed.node_rows import inside_node
 from meshrec.distributed.routing import RoutedTable, Routing, compile_plan
 from meshrec.distributed.sharded_tables import ShardedTables
 from meshrec.distributed.spread_table import SpreadTable
@@ -39,6 +40,9 @@ from meshrec.tables.optimizer import Deferred, FusedOptimizer, FusedTable, Updat
 from meshrec.tables.rule import UpdateRule, rules_of
 from meshrec.tables.storage import RowStorage, SideRows, cut
 from meshrec.tables.table import Rectangle, RowBlock
+
+AcrossNodes = Literal["sums", "rows"]
+"""What crosses the network between nodes, see [Note: two levels] in node_rows.py."""
 
 
 class SourceTable(NamedTuple):
@@ -69,6 +73,7 @@ class BuildOptions:
     update: UpdateMode = "in_backward"
     seed: int = DEFAULT_SEED
     wire: TableWires = FULL_WIRES
+    across_nodes: AcrossNodes = "sums"
     sequence: bool = False
     weighted: bool = False
     bounds_check: BoundsCheckMode = BoundsCheckMode.ERROR
@@ -240,9 +245,9 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         if rule is not None:
             mark_in_backward(here.weight, rule.spec)
             fused[t] = _fused_table(here, rule, contents.steps[t])
+    inside = inside_node(routing, env) if options.across_nodes == "rows" else None
     input_dist = InputDist(
-        routing,
-        env,
+        *(inside or (routing, env)),
         device,
         weighted=options.weighted,
         sequence=options.sequence,
@@ -258,6 +263,7 @@ def assemble(blueprint: Blueprint, contents: Contents) -> ModuleParts:
         sequence=options.sequence,
         wire=options.wire,
         turnovers=turnovers,
+        inside=inside,
     )
     if device.type == "cpu":
         keep_freed_memory()  # after the tables are made, so that their memory is returned when they are freed

@@ -8,7 +8,7 @@ in a rectangle.
 
 1. ``compile_plan`` turns the shards of each table into rectangles by rank. Neighbours on one rank are joined;
    if an optimizer needs sums over whole rows, rectangles are cut at common rows.
-2. ``_rank_work`` derives, for each rank, one route for each use and each interval of rows that the rank
+2. ``rank_work`` derives, for each rank, one route for each use and each interval of rows that the rank
    holds, and one lookup for each rectangle with exactly these rows.
 3. ``Routing.router`` numbers the routes of all ranks and lists, for every interval between two row cuts of a
    use, the routes that take its IDs. The kernel ``route_ids`` reads it. Data-parallel tables count as those
@@ -246,8 +246,8 @@ def compile_plan(
     return Routing(
         tables=tuple(tables),
         uses=tuple(uses),
-        work=tuple(_rank_work(own, uses) for own in rectangles),
-        local=_rank_work(local, uses),
+        work=tuple(rank_work(own, uses) for own in rectangles),
+        local=rank_work(local, uses),
         replicated=tuple(plan[table.name].sharding_type is ShardingType.DATA_PARALLEL for table in tables),
     )
 
@@ -309,7 +309,8 @@ def _merged(rectangles: list[Rectangle]) -> list[Rectangle]:
     return sorted(by_rows, key=lambda x: (x.r0, x.c0))
 
 
-def _rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
+def rank_work(rectangles: list[Rectangle], uses: list[Use]) -> RankWork:
+    """Return the routes and lookups of a rank with these rectangles."""
     routes = sorted(
         {Route(u, x.r0, x.r1) for u, use in enumerate(uses) for x in rectangles if x.table == use.table}
     )

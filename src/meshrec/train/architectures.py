@@ -25,7 +25,6 @@ from meshrec.models import (
     TowerRanking,
     TwoTower,
     TwoTowerClicks,
-    WideDeep,
 )
 from meshrec.modules import (
     EmbeddingBagCollection,
@@ -119,48 +118,6 @@ class DeepFMConfig(ModelConfig):
             dataset.num_dense,
             [*self.bottom, self.embedding_dim],
             [*self.deep, 1],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WideDeepConfig(ModelConfig):
-    """Wide and deep: linear terms, products of pairs, and an ensemble of MLPs, with embeddings of numbers."""
-
-    embedding_dim: int = 16
-    """Width of every table; the first column is the linear weight."""
-    table_std: float | None = 0.01
-    """Standard deviation of the tables' initial values; if none, small values that depend on the number of
-    rows.
-    """
-    layers: tuple[int, ...] = (128, 64)
-    """Hidden layer sizes of the MLPs."""
-    members: int = 8
-    """Number of MLPs of the ensemble; they share most of their weights."""
-    dropout: float = 0.1
-    """Share of the hidden values that training drops."""
-    id_dropout: float = 0.1
-    """Share of the IDs' embeddings that training drops."""
-    wide_scale: float = 1.0
-    """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
-
-    def __post_init__(self) -> None:
-        for name in ("dropout", "id_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"model.{name} is {getattr(self, name)}; it must be in [0, 1).")
-        if self.members < 1:
-            raise ValueError(f"model.members is {self.members}; it must be at least 1.")
-
-    def build(self, dataset: "Dataset") -> nn.Module:
-        """Build the model, with its tables on ``meta``."""
-        return WideDeep(
-            tables_on_meta(dataset, self.embedding_dim, std=self.table_std),
-            dataset.number_edges or ((),) * dataset.num_dense,
-            self.layers,
-            num_outputs=max(1, dataset.num_classes),
-            num_members=self.members,
-            dropout=self.dropout,
-            id_dropout=self.id_dropout,
-            wide_scale=self.wide_scale,
         )
 
 
