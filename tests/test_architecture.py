@@ -29,14 +29,15 @@ WIDER_CLASSES = {
     "Lookahead",
     "LookupTables",
     "Predictor",
+    "SequenceOutput",
     "ShardedTables",
     "TableLookup",
 }
 MAX_FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {
-    "cli.train._main",  # the steps of a command, one after the other
     "export.package.export",
     "ops.dist.triton.route_ids",  # kernels with their launch
+    "ops.dist.wire_triton_kernels.encode_rows",
     "ops.tbe.triton_kernels.update_runs",
     "serve.requests.checked",
 }

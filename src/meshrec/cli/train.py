@@ -153,13 +153,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         from meshrec.cli.on_ray import train_on_ray
 
         return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
-    nproc = options.nproc
-    if nproc is None:
-        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
-    if nproc < 1:
-        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
-    if options.rank_timeout <= 0:
-        raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
+    nproc = _num_ranks(options, resumed)
     recipe.check(nproc)
     find_trackers(options.track)
     if options.baselines:
@@ -182,6 +176,18 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
     if ended.error is not None:
         return _tell_failure(folder, ended.error, ended.code)
     return ended.code or (1 if folder.state().name == "failed" else 0)
+
+
+def _num_ranks(options: TrainOptions, resumed: RunFolder | None) -> int:
+    """Return the number of ranks to start: as asked, as before, or 1."""
+    nproc = options.nproc
+    if nproc is None:
+        nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
+    if nproc < 1:
+        raise ValueError(f"--nproc is {nproc}; it must be at least 1.")
+    if options.rank_timeout <= 0:
+        raise ValueError(f"--rank-timeout is {options.rank_timeout}; it must be above 0 seconds.")
+    return nproc
 
 
 def _runs(options: TrainOptions) -> Path:

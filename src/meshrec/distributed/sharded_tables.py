@@ -149,12 +149,9 @@ class ShardedTables:
             for own, replicated in ((split, False), (local, True))
         ]
         self._parameters = [*split.parameters, *local.parameters]
-        self.collected = (
-            GradientSignal(input_dist.device) if any(t.rule.deferred for t in fused.values()) else None
-        )
-        """The gradients that backward passes have left for ``step``; None if the backward pass updates the
-        tables.
-        """
+        is_deferred = any(table.rule.deferred for table in fused.values())
+        self.collected = GradientSignal(input_dist.device) if is_deferred else None
+        """The gradients that backward passes have left for ``step``; None without deferred updates."""
         self.watch: Callable[[Sequence[TableGradient]], None] | None = None
         """Called with the changes of each backward pass: those of the split tables, then of the data-parallel
         ones.
