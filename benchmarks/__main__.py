@@ -11,6 +11,7 @@ from benchmarks import (
     dlrm_step,
     early_bags,
     import_time,
+    index,
     inspect_auc,
     layouts,
     nbit,
@@ -19,11 +20,14 @@ from benchmarks import (
     reading,
     serve,
     serve_changes,
+    serve_hostile,
     serve_mlserver,
     stages,
     tbe,
     train_pipeline,
     trainer,
+    wire,
+    wire_auc,
 )
 from benchmarks.harness import Effort, Result, bars_table, save
 
@@ -46,6 +50,10 @@ def run_inspect_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
 
 def run_default_model(arguments: argparse.Namespace, effort: Effort) -> Result:
     return default_model.run(tiny=arguments.tiny)
+
+
+def run_index(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return index.run(effort, tiny=arguments.tiny)
 
 
 def run_import(arguments: argparse.Namespace, effort: Effort) -> Result:
@@ -102,8 +110,20 @@ def run_serve_changes(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_changes.run(effort, tiny=arguments.tiny)
 
 
+def run_serve_hostile(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return serve_hostile.run(effort, tiny=arguments.tiny)
+
+
 def run_serve_mlserver(arguments: argparse.Namespace, effort: Effort) -> Result:
     return serve_mlserver.run(effort, tiny=arguments.tiny)
+
+
+def run_wire(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire.run(effort, tiny=arguments.tiny)
+
+
+def run_wire_auc(arguments: argparse.Namespace, effort: Effort) -> Result:
+    return wire_auc.run(tiny=arguments.tiny)
 
 
 BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
@@ -113,6 +133,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "inspect_auc": run_inspect_auc,
     "default_model": run_default_model,
     "import": run_import,
+    "index": run_index,
     "planner": run_planner,
     "dlrm_step": run_dlrm_step,
     "data": run_data,
@@ -125,7 +146,10 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Effort], Result]] = {
     "early_bags": run_early_bags,
     "serve": run_serve,
     "serve_changes": run_serve_changes,
+    "serve_hostile": run_serve_hostile,
     "serve_mlserver": run_serve_mlserver,
+    "wire": run_wire,
+    "wire_auc": run_wire_auc,
 }
 
 

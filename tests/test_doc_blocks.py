@@ -22,6 +22,7 @@ from meshrec.train import find_run, resolve
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ELSEWHERE = {
+    "docs/guides/more-than-one-machine.md",  # needs a cluster of Ray; tests/hosts/test_ray.py
     "docs/from-torchrec.md",  # changes what `import torchrec` means; tests/compat
     "docs/rooms/serve.md",  # asks a server; tests/serve/test_server.py
 }

@@ -80,3 +80,11 @@ def test_findings_are_merged():
     assert merged([[well], [well, ill]]) == [(well, [0, 1]), (ill, [1])]
     assert worst([well, ill]) == "fail"
     assert worst([]) == "ok"
+
+
+def test_an_object_store(tmp_path):
+    assert host.object_store(f"file://{tmp_path}/store").level == "ok"
+    (tmp_path / "file").write_text("")
+    told = host.object_store(f"file://{tmp_path}/file")
+    assert told.level == "fail"
+    assert told.remedy.startswith("Check the address")

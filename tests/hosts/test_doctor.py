@@ -39,7 +39,7 @@ FAULTS = {
     "no shared folder": ("mount --bind PRIVATE SHARED", {}, "", "shared folder", "Mount one folder"),
     "read-only folder": ("mount -o ro,bind SHARED SHARED", {}, "", "folder of runs", "Name another folder"),
     "other version": ("", {}, OLDER, "version of torch", "Install the same torch"),
-    "no kernels": ("", {"MESHREC_NO_KERNELS": "1"}, "", "kernels", "unset MESHREC_NO_KERNELS"),
+    "no kernels": ("", {"MESHREC_LIBRARY": "/none"}, "", "kernels", "Install the wheel"),
     "skewed clock": ("", {}, LATE, "clock", "chrony"),
     "small /dev/shm": ("mount -o remount,size=64m /dev/shm", {}, "", "/dev/shm", "--shm-size"),
     "few files": ("ulimit -n 256", {}, "", "open files", "ulimit -n"),
@@ -52,7 +52,6 @@ FAULTS = {
         "bandwidth",
         "tc qdisc",
     ),
-    "many threads": ("", {"OMP_NUM_THREADS": "64"}, "", "cores", "OMP_NUM_THREADS="),
 }
 
 

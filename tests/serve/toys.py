@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from meshrec.export import PackageError
+from meshrec.export import CheckedPackage, PackageError
 
 FEATURES = ["user", "item"]
 NUM_ROWS, NUM_DENSE = 50, 3
@@ -15,8 +15,9 @@ NUM_ROWS, NUM_DENSE = 50, 3
 class Toy:
     """What a server needs of `meshrec.export.Predictor`; scores depend on every id, and on the package."""
 
-    def __init__(self, folder: Path, *, copy_weights: bool = False) -> None:
-        path = Path(folder) / "manifest.json"
+    def __init__(self, folder: Path | CheckedPackage, *, copy_weights: bool = False) -> None:
+        folder = folder.folder if isinstance(folder, CheckedPackage) else Path(folder)
+        path = folder / "manifest.json"
         if not path.is_file():
             raise PackageError(f"{folder} is no package. Export a model.")
         self.features, self.num_dense = FEATURES, NUM_DENSE
@@ -45,7 +46,7 @@ class Toy:
 
 def check_toy(folder, *, verify=True, public_key=None):
     """What a server needs of `meshrec.export.check_package`."""
-    return Path(folder).resolve()
+    return CheckedPackage(Path(folder).resolve(), {}, "", None)
 
 
 def open_with(patch, predictor, check):

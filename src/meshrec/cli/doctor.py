@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     wanted = Wanted(
         folder=None if is_store else Path(options.out),
         runs=RUNS if is_store else Path(options.out),
+        store=options.out if is_store else None,
         recipe=None if options.recipe is None else resolve(options.recipe),
         join_seconds=options.timeout,
     )

@@ -48,6 +48,8 @@ class SlurmOptions:
     """Interpreter on the nodes."""
     save_seconds: int = 120
     """Seconds before the time limit at which the run saves and ends."""
+    max_requeues: int = SlurmJob.max_requeues
+    """How often the job is queued again after a failure."""
     script: Path | None = None
     """Where to write the script; if none, NAME.sbatch."""
     dry_run: bool = False
@@ -159,6 +161,7 @@ def _slurm(arguments: Sequence[str], more: Sequence[str]) -> int:
         python=options.python,
         out=options.out,
         save_seconds=options.save_seconds,
+        max_requeues=options.max_requeues,
         sbatch={key: value if equals else None for key, equals, value in map(_parts, options.sbatch)},
         environment=_variables(options.env),
     )

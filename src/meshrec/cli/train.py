@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.cli.arguments import HELP, UsageError
 from meshrec.cli.arguments import parse as parse_arguments
 from meshrec.cli.recipe_help import recipe_help
 from meshrec.cli.screen import make_screen
 from meshrec.data.faults import needs
+from meshrec.data.locations import is_address
 from meshrec.data.nearest import did_you_mean
 from meshrec.optim.optimizers import SPECS, OptimizerSpec
 from meshrec.runs.job import BEGAN_VARIABLE, RUN_VARIABLE, Job
@@ -29,6 +31,7 @@ from meshrec.train.ranks import choose_device, launched
 from meshrec.train.recipe import Recipe
 from meshrec.train.recipes import RECIPES, resolve
 from meshrec.train.run_folder import CONFIG, RUNS, SUMMARY, RunFolder, drop_unstarted, new_run
+from meshrec.train.stored_run import download_run
 from meshrec.train.trackers import find_trackers
 from meshrec.train.yaml_recipes import SUFFIXES
 
@@ -81,6 +84,12 @@ class TrainOptions:
     """More observers: mlflow, wandb, or your own FILE.py:FUNCTION; several with commas."""
     max_restarts: int = 0
     """Number of times that all ranks are restarted when one fails."""
+    on: Literal["ray"] | None = None
+    """Train on a cluster of Ray instead of this machine; its address is in RAY_ADDRESS."""
+    num_workers: int = 1
+    """With --on ray: number of workers, which are the ranks."""
+    min_workers: int | None = None
+    """With --on ray: smallest number of workers to go on with while others are missing; if none, all."""
     rank_timeout: float = RANK_TIMEOUT
     """Seconds to wait for a rank that does not answer during training."""
 
@@ -131,6 +140,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         track=options.track,
         rank_timeout=options.rank_timeout,
         keep=not options.no_checkpoints,
+        store=options.out if options.out is not None and is_address(options.out) else None,
     )
     if resumed is not None and _is_over(resumed, job):
         if os.environ.get("RANK", "0") == "0":
@@ -139,6 +149,10 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
         return 0
     if launched():
         return _as_rank(job, quiet=options.quiet)
+    if options.on == "ray":
+        from meshrec.cli.on_ray import train_on_ray
+
+        return train_on_ray(job, options.num_workers, options.min_workers, options.max_restarts)
     nproc = options.nproc
     if nproc is None:
         nproc = 1 if resumed is None else int((resumed.read_json(CONFIG) or {}).get("ranks", 1))
@@ -171,7 +185,7 @@ def _main(arguments: Sequence[str], locks: ExitStack) -> int:
 
 
 def _runs(options: TrainOptions) -> Path:
-    if options.out is None:
+    if options.out is None or is_address(options.out):
         return options.runs
     if options.runs != RUNS:
         raise ValueError(
@@ -230,7 +244,11 @@ def _asked(arguments: Sequence[str], at: int | None, locks: ExitStack) -> _Asked
     if "--resume" not in rest:
         assert source is not None
         return _Asked(source, resolve(source), rest, None)
-    name, runs = _value(rest, "--name"), Path(_value(rest, "--out") or _value(rest, "--runs") or RUNS)
+    name, out = _value(rest, "--name"), _value(rest, "--out")
+    is_store = out is not None and is_address(out)
+    runs = Path((None if is_store else out) or _value(rest, "--runs") or RUNS)
+    if is_store and out is not None and name is not None:
+        download_run(name, runs, ObjectStore(out))
     made = os.environ.get(RUN_VARIABLE)
     if made:
         folder = RunFolder(Path(made))
@@ -266,7 +284,7 @@ def _as_rank(job: Job, *, quiet: bool) -> int:
 
 
 def _code(summary: dict[str, Any]) -> int:
-    if summary[GOES_ON]:
+    if summary.get(GOES_ON):
         return _GOES_ON_CODE
     return 1 if summary["state"] == "failed" else 0
 

@@ -3,7 +3,9 @@
 Gloo sends messages through TCP sockets even on one host. A link replaces its collectives for a process group
 whose ranks all run on one Linux host and may read each other's memory. The ranks find that out together at
 the group's first collective; if there can be no link, one log line says why. Results are the same bits. The
-environment variable ``MESHREC_HOST_LINK=0``, on any rank, switches links off.
+environment variable ``MESHREC_HOST_LINK=0``, on any rank, switches links off. ``MESHREC_HOST=NAME`` gives a
+rank's host a name: ranks with other names count as on other hosts, for trials of several nodes on one
+machine.
 
 [Note: why ranks may read each other's memory]
 
@@ -45,6 +47,7 @@ from meshrec.ops.library import c_entry_points
 
 _logger = logging.getLogger("meshrec")
 _SWITCH = "MESHREC_HOST_LINK"
+_HOST_NAME = "MESHREC_HOST"
 _FAILED, _NOT_YET = -1, -2
 _PEER_LOST = "the memory of a peer could not be read"  # the first words of the error of csrc/dist/gather.cpp
 _LEAVING_SECONDS = 5.0
@@ -327,6 +330,8 @@ def _gathered(group: dist.ProcessGroup, mine: tuple[Any, ...]) -> list[tuple[Any
 
 def _host() -> str:
     """Return a text that all processes of one host share; empty on systems other than Linux."""
+    if named := os.environ.get(_HOST_NAME):
+        return named
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text() if path.exists() else ""
 

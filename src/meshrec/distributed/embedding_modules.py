@@ -156,7 +156,7 @@ class ShardedEmbeddingCollection(_ShardedCollection):
         source = results.pending.batch.asked.source
         order = results.tables.uses_in_order
         bounds = source.bag_bounds()
-        routes, uses = self.built.routing.first_columns
+        routes, uses = results.tables.routing.first_columns
         counts = torch.zeros(len(self._dims), dtype=torch.int64)
         rows: list[int] = counts.index_add_(0, uses, source.counts[routes]).tolist()
         sizes = list(map(operator.mul, rows, self._dims))

@@ -28,11 +28,12 @@ from torch import Tensor
 from meshrec.comms.collectives import InFlight, release_read
 from meshrec.comms.mesh import ShardingEnv
 from meshrec.comms.phase_clock import OFF, phase, recorders
-from meshrec.comms.wire import TableWires
+from meshrec.comms.wire import FULL_PRECISION, TableWires
 from meshrec.distributed.collected import GradientSignal
 from meshrec.distributed.input_dist import Arrived, IdsInFlight, InputDist, LookupIds, SizesInFlight
 from meshrec.distributed.local_axis import as_played, gathered, moved_to
-from meshrec.distributed.lookup import LookupTables
+from meshrec.distributed.lookup import FetchedRows, LookupTables
+from meshrec.distributed.node_rows import Fetch, NodeRows
 from meshrec.distributed.output_dist import Asked, Codecs, PooledOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
@@ -44,6 +45,7 @@ from meshrec.optim.in_backward import in_backward_spec
 from meshrec.sparse import KeyedJaggedTensor
 from meshrec.tables.holdings import Holdings
 from meshrec.tables.optimizer import FusedTable
+from meshrec.tables.turnover import Turnover
 from meshrec.tables.updates import TableGradient, TableUpdates
 from meshrec.tables.writes import OwnWrites
 
@@ -61,6 +63,8 @@ class ArrivedBatch:
     local_ids: LookupIds | None
     """The IDs to look up in the data-parallel tables."""
     is_resolved: bool = False
+    fetch: Fetch | None = None
+    """The distinct IDs of this node, if rows cross the network in place of sums."""
 
 
 @dataclass(kw_only=True)
@@ -69,12 +73,17 @@ class PendingLookup:
 
     batch: ArrivedBatch
     in_flight: InFlight | None = None
+    fetched: Sequence[Tensor] = ()
+    """The rows of ``batch.fetch``."""
     foreign_writes: Sequence[int] = ()
     """The number of writes by others to each table at the time of the lookup."""
 
 
 class ShardedTables:
     """All work of one rank for one module.
+
+    Attributes:
+        routing: the routing of the module's IDs: that of the plan, or the one inside a node.
 
     Args:
         routing: the compiled plan.
@@ -86,6 +95,9 @@ class ShardedTables:
         input_dist: the routing of IDs.
         sequence: whether rows are not pooled.
         wire: the wire formats of rows and gradients, by table.
+        turnovers: the coming and going of IDs in the split tables, and in the data-parallel ones.
+        inside: the routing and the ranks inside a node, if rows cross the network in place of sums.
+            ``input_dist`` is for these.
     """
 
     def __init__(
@@ -99,20 +111,28 @@ class ShardedTables:
         input_dist: InputDist,
         sequence: bool,
         wire: TableWires,
+        turnovers: Sequence[Turnover | None] = (None, None),
+        inside: tuple[Routing, ShardingEnv] | None = None,
     ) -> None:
         self._env = env
         self._fused = list(fused.values())
         wires = [wire.of(table.name) for table in routing.tables]
-        self._codecs = Codecs(*(Codec(routing, wires, way, self._step) for way in (FORWARD, BACKWARD)))
-        out_dtype, split = self._codecs.forward.encoding.kernel_dtype, held[0]
-        works = routing.work if env.devices else routing.work[env.shard.rank :][:1]
+        split, here, ranks = held[0], routing, env
+        self._nodes, looked_up = None, list[Holdings | FetchedRows](held)
+        if inside is not None:
+            here, ranks = inside
+            self._nodes = NodeRows(routing, here, env, split, wires=wires, clock=self._step)
+            wires, looked_up = [FULL_PRECISION] * len(wires), [self._nodes.fetched]
+        codecs = Codecs(*(Codec(here, wires, way, self._step) for way in (FORWARD, BACKWARD)))
+        out_dtype = codecs.forward.encoding.kernel_dtype
+        works = here.work if env.devices else here.work[ranks.shard.rank :][:1]
         self._played = [
-            LookupTables(routing, work, own, sequence=sequence, out_dtype=out_dtype)
-            for work, own in zip(works, held, strict=True)
+            LookupTables(here, work, own, sequence=sequence, out_dtype=out_dtype)
+            for work, own in zip(works, looked_up, strict=True)
         ]
         self.split = self._played[0]
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
-        self.needs_resolve = bool(split.indexes or local.indexes)
+        self.needs_resolve = bool(split.indexes or local.indexes or self._nodes)
         """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
         self._is_checked = False
         self._writes = OwnWrites(
@@ -124,6 +144,7 @@ class ShardedTables:
                 {t: table for t, table in fused.items() if routing.replicated[t] == replicated},
                 writes=self._writes,
                 peers=None if replicated else functools.partial(column_peers, routing, env.shard),
+                turnover=turnovers[replicated],
             )
             for own, replicated in ((split, False), (local, True))
         ]
@@ -141,14 +162,26 @@ class ShardedTables:
         self.num_changes = 0
         """The number of updates and other changes of all rows so far. It is equal on all ranks."""
         self._input = input_dist
-        self._output = (SequenceOutput if sequence else PooledOutput)(routing, env, self._codecs)
+        self._output = (SequenceOutput if sequence else PooledOutput)(here, ranks, codecs)
         self.uses_in_order: list[int] = getattr(self._output, "uses_in_order", [])
         """The uses of sequences, in the order of their parts of the result."""
         # A process that plays all ranks has one message for each of them, and gets none from others.
         self._blocks = [0] if env.devices else self._output.blocks
         self._replicas = Replicas(self.split, env.replicate, input_dist, self._output.blocks, name="replicas")
         self._everywhere = Replicas(self.local, env.world, input_dist, [0], name="data_parallel")
-        self._weight_grads = WeightGrads(routing, env.shard)
+        self._weight_grads = WeightGrads(here, ranks.shard)
+        self._axis, self.routing = ranks.shard, here
+
+    def recount(self) -> None:
+        """Count the rows of hashed tables on all ranks, after they were loaded or moved. Collective."""
+        for updates in self._updates:
+            if updates.turnover is not None:
+                updates.turnover.recount()
+
+    @property
+    def turnovers(self) -> list[Turnover]:
+        """The coming and going of IDs, of the tables with hashed keys."""
+        return [updates.turnover for updates in self._updates if updates.turnover is not None]
 
     @property
     def num_clamped_ids(self) -> int:
@@ -205,9 +238,14 @@ class ShardedTables:
             return
         trains = batch.arrived.wishes.backward
         with phase("lookup") if recorders else OFF:
-            batch.ids = [self.split.resolve(batch.ids[0], train=trains), *batch.ids[1:]]
+            if self._nodes is None:
+                batch.ids = [self.split.resolve(batch.ids[0], train=trains), *batch.ids[1:]]
             if batch.local_ids is not None:
                 batch.local_ids = self.local.resolve(batch.local_ids, train=trains)
+        if self._nodes is not None:
+            with phase("ids") if recorders else OFF:
+                batch.fetch = self._nodes.ask(batch.ids[0], train=trains)
+            batch.ids = [batch.fetch.slots]
         batch.is_resolved = True
 
     def look_up(self, batch: ArrivedBatch) -> "Results":
@@ -224,6 +262,9 @@ class ShardedTables:
         batch = pending.batch
         if batch.arrived.wishes.backward:
             pending.foreign_writes = self._writes.foreign()
+        if self._nodes is not None:
+            assert batch.fetch is not None
+            pending.fetched = self._nodes.fetched.weights = self._nodes.look_up(batch.fetch)
         with phase("lookup") if recorders else OFF:
             rows = self.split.forward(batch.ids[0], sum(batch.asked.block_sizes))
             if len(self._played) > 1:
@@ -257,7 +298,7 @@ class ShardedTables:
         self._writes.check(pending.foreign_writes)
         # The one place where gradients are averaged over ranks.
         scale = 1.0 / self._env.world.size
-        release_read(self._env.shard)  # all ranks have read the embeddings by now
+        release_read(self._axis)  # all ranks have read the embeddings by now
         with phase("gradient") if recorders else OFF:
             pending.in_flight, local = self._output.send_gradient(grad, asked, scale)
         return local
@@ -278,9 +319,14 @@ class ShardedTables:
         with phase("gradient") if recorders else OFF:
             split_grad = self._output.receive_gradient(pending.in_flight, batch.asked)
             pending.in_flight, sample_grad = None, None
+            if self._nodes is not None:
+                self._nodes.fetched.weights, pending.fetched = pending.fetched, ()
             if batch.arrived.wishes.weight_grads:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
-        split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
+        if self._nodes is not None:
+            split = self._gradient_at_home(batch, split_grad)
+        else:
+            split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
         with phase("update") if recorders else OFF:
             self._collect(gradients)
@@ -309,6 +355,15 @@ class ShardedTables:
         self.num_changes += 1
         for (updates, gradient), each in zip(pairs, prepared, strict=True):
             updates.apply(each, gradient)
+
+    def _gradient_at_home(self, batch: ArrivedBatch, grad: Tensor) -> TableGradient:
+        """Return the gradient of this rank's rectangles from that of the rows that it fetched."""
+        assert self._nodes is not None
+        assert batch.fetch is not None
+        with phase("gradient") if recorders else OFF:
+            ids, every = batch.fetch.slots, list(range(len(self.split.work.rectangles)))
+            by_row = self.split.sparse_grads(self.split.shaped(grad, ids), ids, every)
+            return self._nodes.send_home(batch.fetch, by_row)
 
     def _step(self) -> int:
         """Return the number of updates of the tables so far; 0 if none has a fused optimizer."""

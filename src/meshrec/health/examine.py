@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshrec.comms.joining import form_group
 from meshrec.health.findings import Finding, Level, merged, worst
 from meshrec.health.group import bandwidth, clock, host_link, hosts_of, same_versions, shared_folder
-from meshrec.health.host import host_checks
+from meshrec.health.host import host_checks, object_store
 from meshrec.health.network import network_checks
 from meshrec.runs.same_start import describe_places
 from meshrec.train.ranks import Ranks, join, launched
@@ -27,12 +27,14 @@ class Wanted:
     Attributes:
         folder: the folder of runs that the hosts are to share; None: checkpoints go elsewhere.
         runs: where each host writes.
+        store: the address of the object store for checkpoints, if there is one.
         recipe: the recipe whose data is looked at, if any.
         join_seconds: how long to wait for the other ranks.
     """
 
     folder: Path | None
     runs: Path
+    store: str | None = None
     recipe: Recipe | None = None
     join_seconds: float = 60.0
 
@@ -64,6 +66,8 @@ def examine(wanted: Wanted) -> Examination:
     size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     found = _caught("this host", lambda: host_checks(num_ranks=size, local_ranks=local, folder=wanted.runs))
+    if wanted.store is not None:
+        found.append(object_store(wanted.store))
     ranks: Ranks | None = None
     if launched() and size > 1:
         found += _caught("network", network_checks)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.health.findings import Finding
 from meshrec.ops.library import has_kernels
 
@@ -48,7 +49,7 @@ def kernels() -> Finding:
         "kernels",
         "warn",
         "none: plain torch takes their place, which is much slower",
-        "Install the wheel, or a C++20 compiler and then MeshRec anew; unset MESHREC_NO_KERNELS.",
+        "Install the wheel; or a C++20 compiler, and then MeshRec anew, without MESHREC_NO_KERNELS.",
     )
 
 
@@ -153,6 +154,17 @@ def disk(folder: Path) -> Finding:
         remedy = "Make room, or name another folder (--out)."
         return Finding("folder of runs", "fail", f"{free / (1 << 20):.0f} MiB free at {place}", remedy)
     return Finding("folder of runs", "ok", f"{free / GIB:.0f} GiB free at {place}")
+
+
+def object_store(address: str) -> Finding:
+    """Write, read and remove a small object in the store of checkpoints."""
+    try:
+        ObjectStore(address).check()
+    except (OSError, ValueError) as error:
+        found = f"{address} cannot be written to: {str(error).splitlines()[0][:200]}"
+        remedy = "Check the address, the region, and the store's keys on this host (AWS_ACCESS_KEY_ID, ...)."
+        return Finding("object store", "fail", found, remedy)
+    return Finding("object store", "ok", address)
 
 
 def _read(path: Path) -> str | None:

@@ -7,8 +7,11 @@ itself.
   and queues the job again, which has ``#SBATCH --requeue``.
 - Time limit: Slurm sends SIGUSR1 to the script some seconds before (``--signal=B:USR1@SECONDS``); the script
   queues the job again itself.
-- A node that fails: Slurm queues the job again.
-- A rank that fails: the script ends with its exit code, and the job has failed.
+- A node that fails: Slurm queues the job again once it knows. The ranks of the other nodes usually fail
+  before, and the script then asks whether all nodes still start a process; if not, it queues the job again
+  itself.
+- A rank that fails: the script queues the job again if a checkpoint was saved since it started, at most
+  ``max_requeues`` times. A run that fails without getting further ends, with the exit code of its ranks.
 
 In the first two cases torchrun passes SIGTERM on, and the ranks save a checkpoint. Each time the job starts
 again, under the same job ID, the run goes on from its last checkpoint. `scancel` ends a job for good.
@@ -28,6 +31,7 @@ _TEMPLATE = """\
 {directives}
 
 set -u
+began=$(date +%s)
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Where the ranks meet: a port that other jobs on this node do not take.
 port={port}
@@ -53,7 +57,16 @@ done
 wait "$step"
 code=$?
 if [ "$asked" = USR1 ]; then
-  echo "the time limit is near: job $SLURM_JOB_ID is queued again"
+  again="the time limit is near"
+elif [ "$code" -eq 0 ] || [ -n "$asked" ] || [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then
+  again=""
+elif ! timeout 60 srun --overlap --ntasks={nodes} --ntasks-per-node=1 true 2>/dev/null; then
+  again="a node does not answer"
+elif [ -n "$(find {out} -path "*/checkpoints/*/manifest.json" -newermt "@$began" -print -quit)" ]; then
+  again="a rank failed after a checkpoint"
+fi
+if [ -n "${{again:-}}" ]; then
+  echo "$again: job $SLURM_JOB_ID is queued again"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -75,6 +88,7 @@ class SlurmJob:
         python: the interpreter on the nodes.
         out: the folder of runs that all nodes reach.
         save_seconds: seconds before the time limit at which the run saves a checkpoint and ends.
+        max_requeues: how often the script queues the job again after a failure.
         port: the port on which ranks meet; if none, one that depends on the job's ID.
         sbatch: further options of sbatch, by their long name; None: an option without a value.
         environment: variables for the ranks.
@@ -88,6 +102,7 @@ class SlurmJob:
     python: str = "python"
     out: str = "runs"
     save_seconds: int = 120
+    max_requeues: int = 20
     port: int | None = None
     sbatch: Mapping[str, str | None] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +136,8 @@ def script(job: SlurmJob) -> str:
         recipe=job.recipe,
         nodes=job.nodes,
         ranks=job.ranks_per_node,
+        max_requeues=job.max_requeues,
+        out=shlex.quote(job.out),
         python=shlex.quote(job.python),
         port=job.port if job.port is not None else "$((20000 + SLURM_JOB_ID % 12000))",
         directives="\n".join(directives),

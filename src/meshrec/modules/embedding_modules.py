@@ -17,11 +17,13 @@ from meshrec.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
+from meshrec.modules.hashed_holder import HashedHolder
 from meshrec.modules.input_checks import inverse_rows
 from meshrec.modules.quantised_table import QuantisedTable
 from meshrec.modules.table_lookup import TableLookup, init_weight, make_weight, spans, storage_of
 from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meshrec.tables.fused import WholeTables
+from meshrec.tables.hashed import HashedRows, HashedTable
 from meshrec.tables.optimizer import FusedOptimizer
 
 # F features in the order of the tables, B samples, N ids, D width
@@ -115,8 +117,12 @@ class TableCollection(nn.Module, ABC):
 
     def reset_parameters(self) -> None:
         """Fills all weights as at construction."""
+        holders = self.table_holders()[1]._modules
         for config, weight in self.tables().values():
-            init_weight(config, weight)
+            if config.keys is None:
+                init_weight(config, weight)
+            else:
+                holders[config.name].reset_parameters()  # type: ignore[union-attr, operator]
 
     def _weights(self) -> list[nn.Parameter]:
         # Read in every forward: what is plain is found without a module's search for attributes.
@@ -126,6 +132,43 @@ class TableCollection(nn.Module, ABC):
         except KeyError:  # parametrized
             return [holder.weight for holder in holders]  # type: ignore[misc]
 
+    def hashed_tables(self) -> dict[str, HashedTable]:
+        """Return the tables with hashed keys, by name; see ``HashedTable``."""
+        numbers = self._hashed_tables()
+        return {self._configs[number].name: table for number, table in numbers.items()}
+
+    def _hashed_tables(self) -> dict[int, HashedTable]:
+        """Return the tables with hashed keys, by number.
+
+        Raises:
+            ValueError: the gradient of one would go nowhere.
+        """
+        found = {}
+        holders = self.table_holders()[1]._modules
+        for number, config in self._lookup.hashed.items():
+            holder = holders[config.name]
+            assert isinstance(holder, HashedHolder)
+            found[number] = holder.table
+        return found
+
+    def _rows(self, weights: list[nn.Parameter], hashed: dict[int, HashedTable] | None) -> Sequence[Tensor]:
+        """Return what the kernels read.
+
+        Raises:
+            ValueError: the gradient of a hashed table would go nowhere.
+        """
+        if not hashed:
+            return weights
+        plain = range(len(weights)) if self._updater is None else self._updater.plain_tables
+        for number in plain:
+            if number in hashed and torch.is_grad_enabled() and weights[number].requires_grad:
+                raise ValueError(
+                    f"table {self._configs[number].name!r} has hashed keys and no fused optimizer: its "
+                    "gradients would have nowhere to stay. Call meshrec.fuse(module, optimizer=...), shard "
+                    "the module, or look up under torch.no_grad()."
+                )
+        return [hashed[n].rows if n in hashed else weight for n, weight in enumerate(weights)]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self._weights()
         if self._updater is not None and any(_is_changed(weight, fn) for weight in before):
@@ -133,6 +176,12 @@ class TableCollection(nn.Module, ABC):
                 "a fused module cannot be moved or cast: its optimizer state would stay behind. "
                 "Move it first and fuse it afterwards."
             )
+        for number, config in self._lookup.hashed.items():
+            if not before[number].is_meta and _is_changed(before[number], fn):
+                raise ValueError(
+                    f"table {config.name!r} has hashed keys: its rows stay on the CPU, in the data type of "
+                    "its configuration. Choose data_type there."
+                )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for old, new in zip(before, self._weights(), strict=True):
             vars(new).update(vars(old))
@@ -181,7 +230,7 @@ class EmbeddingBagCollection(TableCollection):
         self._bag_configs = list(tables)
         self.embedding_bags = holder_of(
             {
-                config.name: _quantised(config, device)
+                config.name: _held(config, device)
                 or nn.EmbeddingBag(
                     config.num_embeddings,
                     config.embedding_dim,
@@ -212,17 +261,19 @@ class EmbeddingBagCollection(TableCollection):
         if features.variable_stride_per_key():
             values = self._variable_batch(features, weights)
         else:
-            lookups = lookup.lookups(features, weights, flat=False)
-            values = lookup.run(weights, lookups, features.stride(), self._updater)
+            hashed = self._hashed_tables() if lookup.hashed else None
+            lookups = lookup.lookups(features, weights, flat=False, hashed=hashed)
+            values = lookup.run(self._rows(weights, hashed), lookups, features.stride(), self._updater)
         return KeyedTensor.unchecked(lookup.embedding_names, lookup.dims, values, 1)
 
     def _variable_batch(self, features: KeyedJaggedTensor, weights: Sequence[Tensor]) -> Tensor:
         lookup = self._lookup
-        lookups = lookup.lookups(features, weights, flat=True)
+        hashed = self._hashed_tables() if lookup.hashed else None
+        lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
         rows = inverse_rows(features, lookup.features)
         strides = features.stride_per_key()
         sizes = [strides[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
-        flat = lookup.run(weights, lookups, sum(sizes), self._updater)
+        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
         pieces = [
             flat[start:end].view(-1, dim).index_select(0, row)
             for (start, end), dim, row in zip(spans(sizes), lookup.dims, rows, strict=True)
@@ -266,7 +317,7 @@ class EmbeddingCollection(TableCollection):
         self._sequence_configs = list(tables)
         self.embeddings = holder_of(
             {
-                config.name: _quantised(config, device)
+                config.name: _held(config, device)
                 or nn.Embedding(
                     config.num_embeddings,
                     config.embedding_dim,
@@ -291,10 +342,11 @@ class EmbeddingCollection(TableCollection):
         """
         weights = self._weights()
         lookup = self._lookup
-        lookups = lookup.lookups(features, weights, flat=True)
+        hashed = self._hashed_tables() if lookup.hashed else None
+        lookups = lookup.lookups(features, weights, flat=True, hashed=hashed)
         counts = features.length_per_key()
         sizes = [counts[key] * dim for key, dim in zip(lookups.keys, lookup.dims, strict=True)]
-        flat = lookup.run(weights, lookups, sum(sizes), self._updater)
+        flat = lookup.run(self._rows(weights, hashed), lookups, sum(sizes), self._updater)
         ids_of = features.to_dict()
         result: dict[str, JaggedTensor] = {}
         for name, feature, dim, (start, end) in zip(
@@ -323,9 +375,13 @@ def holder_of(tables: Mapping[str, nn.Module]) -> nn.ModuleDict:
     return holder
 
 
-def _quantised(config: BaseEmbeddingConfig, device: torch.device | str | None) -> QuantisedTable | None:
-    """Make the module of a quantised table; return None for other tables."""
+def _held(
+    config: BaseEmbeddingConfig, device: torch.device | str | None
+) -> QuantisedTable | HashedHolder | None:
+    """Make the module that holds a quantised or hashed table; return None for other tables."""
     storage = storage_of(config)
+    if isinstance(storage, HashedRows):
+        return HashedHolder(storage, _as_device(device))
     if storage.is_trainable:
         return None
     return QuantisedTable(storage, config.embedding_dim, make_weight(config, _as_device(device)))

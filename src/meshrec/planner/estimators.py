@@ -70,6 +70,7 @@ class TableArrays(NamedTuple):
     pooled_T: Bools
     weight_bytes_T: Floats
     row_bytes_T: Floats
+    index_bytes_T: Floats
     trained_T: Bools
     id_bytes_T: Floats
     """Bytes of an ID on the wire, with its per-sample weight."""
@@ -210,6 +211,7 @@ class CostModel:
             loads[:, phase] += self._routes.once * passes / p.stream_bandwidth
             if way == _FORWARD_WAY:
                 loads[:, _LOOKUP] = read + kernel / p.stream_bandwidth
+        loads[:, _LOOKUP] += self._index_seconds(table, ids, share)
         loads[:, _UPDATE] = self._update_seconds(table, ids, columns, share, self.replicas)
         if self.replicas > 1:
             loads[:, _REPLICAS] = self._replica_seconds(table, ids, columns, share)
@@ -300,6 +302,7 @@ class CostModel:
         row_bytes = columns * a.weight_bytes_T[table] + a.row_bytes_T[table]
         read = ids * (p.read_row_seconds + row_bytes / p.read_bandwidth)
         loads[:, _LOOKUP] = read + a.outputs_T[table] * columns * VALUE_BYTES / p.stream_bandwidth
+        loads[:, _LOOKUP] += self._index_seconds(table, ids, one)
         loads[:, _IDS] = ids * p.route_id_seconds
         passes = a.outputs_T[table] * columns * VALUE_BYTES * 2 / p.stream_bandwidth
         loads[:, _OUTPUT] = loads[:, _GRADIENT] = passes
@@ -451,8 +454,18 @@ class CostModel:
 
     def _row_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         state: Floats = STATE_BYTES * self.arrays.state_per_row_T[table]
-        result: Floats = state + self.arrays.row_bytes_T[table]
+        result: Floats = state + self.arrays.row_bytes_T[table] + self.arrays.index_bytes_T[table]
         return result
+
+    def _index_seconds(self, table: npt.NDArray[np.integer], ids: Floats, share: Floats) -> Floats:
+        """Return the seconds [N] in which hashed keys find their slots: the keys are sorted, as for an
+        update, and a cache line of the index is read for each distinct one.
+        """
+        p = self.profile
+        line = p.read_row_seconds + _LINE_BYTES / p.read_bandwidth
+        seconds = ids * p.update_id_seconds + self._distinct(table, ids, share) * line
+        found: Floats = np.where(self.arrays.index_bytes_T[table] > 0, seconds, 0.0)
+        return found
 
     def _column_bytes(self, table: npt.NDArray[np.integer]) -> Floats:
         state: Floats = STATE_BYTES * self.arrays.state_per_column_T[table]
@@ -460,6 +473,7 @@ class CostModel:
         return result
 
 
+_LINE_BYTES = 64
 _FORWARD = [_IDS, _LOOKUP, _OUTPUT]
 _IS_EXCHANGE = np.isin(np.arange(NUM_PHASES), [_IDS, _OUTPUT, _GRADIENT])
 
@@ -469,7 +483,8 @@ def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
     ids = batch * [table.ids_per_sample for table in tables]
     bags = batch * [table.bags_per_sample for table in tables]
     rows = np.array([table.num_embeddings for table in tables], np.int64)
-    id_bytes = WIDE_ID_BYTES if (rows >= _WIDE_ROWS).any() else ID_BYTES
+    hashed = any(table.index_bytes for table in tables)  # keys have 64 bits
+    id_bytes = WIDE_ID_BYTES if hashed or (rows >= _WIDE_ROWS).any() else ID_BYTES
     wires = sorted({table.wire for table in tables}, key=str)
     hot = np.array([table.effective_rows or table.num_embeddings for table in tables], np.float64)
     return TableArrays(
@@ -481,6 +496,7 @@ def _arrays(tables: Sequence[Table], batch_size: int) -> TableArrays:
         pooled_T=np.array([table.pooled for table in tables], bool),
         weight_bytes_T=np.array([table.weight_bytes for table in tables], np.float64),
         row_bytes_T=np.array([table.row_bytes for table in tables], np.float64),
+        index_bytes_T=np.array([table.index_bytes for table in tables], np.float64),
         trained_T=np.array([table.trained for table in tables], bool),
         id_bytes_T=np.array(
             [id_bytes + SAMPLE_WEIGHT_BYTES * table.weighted for table in tables], np.float64

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshrec.comms.wire import FULL_PRECISION, TableWires, WireFormats
+from meshrec.ops.index import BYTES_PER_ID
 from meshrec.ops.nbit import row_bytes
 from meshrec.optim import OptimizerSpec, in_backward_spec
 from meshrec.planner.types import OptimizerKind, ParameterConstraints, Table
@@ -128,6 +129,7 @@ def table_of_config(
         num_poolings=None if constraints.num_poolings is None else tuple(constraints.num_poolings),
         weight_bytes=weight_bytes,
         row_bytes=row_bytes(config.embedding_dim, bits) - config.embedding_dim * bits / 8 if bits else 0,
+        index_bytes=_index_bytes(config),
         trained=not bits,
         pooled=pooled,
         weighted=weighted,
@@ -142,6 +144,16 @@ def table_of_config(
 def _bits(config: Any) -> int:
     """Return the bits per code of a quantised table; 0 for floating-point rows."""
     return getattr(getattr(config, "data_type", None), "bits", 0)
+
+
+def _index_bytes(config: Any) -> float:
+    """Return the bytes of a row in the index and the policies of a table with hashed keys; 0 for others."""
+    keys = getattr(config, "keys", None)
+    if keys is None:
+        return 0
+    policy: int = sum(part.dtype.itemsize for part in getattr(keys.evict, "parts", ()))
+    sketch: float = getattr(keys.admit, "bytes", 0) / config.num_embeddings
+    return BYTES_PER_ID + policy + sketch
 
 
 def _weight_bytes(config: Any, weight: torch.Tensor | None) -> float:

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.runs.job import RUN_VARIABLE, Job
 from meshrec.runs.lock import RunLock, claim_run
 from meshrec.train.ranks import Ranks
 from meshrec.train.run_folder import RunFolder, all_runs
+from meshrec.train.stored_run import download_run, stored_launch
 
 LAUNCH = "launch.json"
 """The file with the ID of the launch that made the run's folder."""
@@ -77,12 +79,21 @@ def ranks_without(path: Path, ranks: Ranks) -> tuple[list[int], str | None]:
     return [rank for rank, each in enumerate(found) if not each], None
 
 
-def check_storage(folder: RunFolder, blind: Sequence[int], ranks: Ranks) -> None:
+def check_storage(job: Job, folder: RunFolder, blind: Sequence[int], ranks: Ranks) -> None:
     """Check that all ranks reach the place of the checkpoints. Collective.
 
     Raises:
         ValueError: some do not; raised on every rank.
     """
+    if job.store is not None:
+        _check_store(job.store, ranks)
+        if job.recipe.training.publish_every is not None:
+            raise ValueError(
+                "training.publish_every needs a folder that servers see, and --out is "
+                f"{job.store}. Give a mounted "
+                "folder, or leave it out."
+            )
+        return
     hosts = ranks.collect(socket.gethostname())
     path = ranks.share(str(folder.path.resolve()))
     if not blind:
@@ -94,6 +105,21 @@ def check_storage(folder: RunFolder, blind: Sequence[int], ranks: Ranks) -> None
         "hosts reach: give a mounted folder (--out /mnt/shared/runs) or an object store (--out "
         "s3://bucket/runs), or --no-checkpoints to save none."
     )
+
+
+def _check_store(address: str, ranks: Ranks) -> None:
+    error = None
+    try:
+        ObjectStore(address).check()
+    except (OSError, ValueError) as refused:
+        error = str(refused).splitlines()[0]
+    for rank, each in enumerate(ranks.collect(error)):
+        if each is not None:
+            raise ValueError(
+                f"rank {rank} cannot write to {address}: {each}. Check the address and the store's "
+                "keys on every "
+                "host, or give a folder that all hosts mount (--out /mnt/shared/runs)."
+            )
 
 
 @contextmanager
@@ -132,12 +158,26 @@ def _claim(job: Job) -> RunLock:
     launch = os.environ.get(LAUNCH_VARIABLE) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if launch != "none":
         for known in reversed(all_runs(job.runs)):
-            if known.read_json(LAUNCH) == launch and known.state().name != "finished":
+            if _launch_of(known) == launch and known.state().name != "finished":
                 return _locked_again(known, job.rank_timeout)
+    if launch != "none" and job.store is not None:
+        store = ObjectStore(job.store)
+        name = stored_launch(launch, LAUNCH, store)
+        found = None if name is None else download_run(name, job.runs, store)
+        if found is not None:
+            return _locked_again(found, job.rank_timeout)
     lock = claim_run(job.name, job.recipe.name, job.runs, resume=job.resume)
     if launch != "none":
-        lock.folder.write_json(LAUNCH, launch)
+        lock.folder.write_json(LAUNCH, {"id": launch})
     return lock
+
+
+def _launch_of(folder: RunFolder) -> str | None:
+    """Return the ID of the launch that made a run's folder; None if there is none, or it cannot be read."""
+    try:
+        return str((folder.read_json(LAUNCH) or {}).get("id"))
+    except ValueError:
+        return None
 
 
 def _locked_again(folder: RunFolder, seconds: float) -> RunLock:

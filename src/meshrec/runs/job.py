@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshrec.runs.saved_recipe import Change
 from meshrec.train.launch import RANK_TIMEOUT
+from meshrec.train.observers import Observer
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RUNS, RunFolder
 
@@ -35,6 +36,8 @@ class Job:
         rank_timeout: seconds that ranks wait, during training, for a rank that does not answer.
         folder: the run's folder, if the caller has made it and holds its `RunLock`.
         keep: save checkpoints.
+        store: the address of the object store for checkpoints; if none, they are in the run's folder.
+        on_event: gets every event, on every rank.
     """
 
     recipe: Recipe
@@ -50,3 +53,5 @@ class Job:
     rank_timeout: float = RANK_TIMEOUT
     folder: RunFolder | None = None
     keep: bool = True
+    store: str | None = None
+    on_event: Observer | None = None

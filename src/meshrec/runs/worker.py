@@ -33,7 +33,9 @@ import torch
 import torch.distributed as dist
 
 from meshrec.checkpoint import find_checkpoint
+from meshrec.checkpoint.finding import BEST, CHECKPOINTS
 from meshrec.checkpoint.random_state import seed_python_and_numpy
+from meshrec.checkpoint.stored import ObjectStore, StoredCheckpoints
 from meshrec.comms.collectives import named_failure
 from meshrec.comms.leaving import leave_process_group
 from meshrec.planner import save_plan
@@ -104,7 +106,7 @@ def work(job: Job, screen: Callable[[RunFolder], Observer]) -> dict[str, Any]:
         with held_folder(job, ranks) as (folder, blind), _logged(folder, ranks):
             try:
                 if job.keep:
-                    check_storage(folder, blind, ranks)
+                    check_storage(job, folder, blind, ranks)
                 return _Run(job, ranks, folder, screen, began).do()
             except BaseException as error:
                 cause = named_failure(error) if isinstance(error, RuntimeError) else error
@@ -185,7 +187,12 @@ class _Run:
                 *make_trackers(job.track, folder),
                 screen(folder),
             ]
+        if job.on_event is not None:
+            self._observers.append(job.on_event)
         self._began, self._start = now(), began
+        self._store: ObjectStore | None = None
+        if job.store is not None:
+            self._store = ObjectStore(job.store).under(ranks.share(folder.path.name))
 
     def do(self) -> dict[str, Any]:
         """Run everything from the comparison of the ranks to the summary, which is returned."""
@@ -208,6 +215,7 @@ class _Run:
                 stop=stop,
                 profile=self._job.profile,
                 keep=self._job.keep,
+                store=self._store,
             )
             self._resume(trainer)
             self._write_inputs(trainer)
@@ -221,13 +229,15 @@ class _Run:
             if self._ranks.is_first:
                 self._conclude(trainer, summary, stop)
             self._ranks.wait_for_all()
-        return {**summary, GOES_ON: trainer.stopped and stop.signal is None and goes_on_without_a_host()}
+        if trainer.stopped and stop.signal is None and goes_on_without_a_host():
+            return {**summary, GOES_ON: True}
+        return summary
 
     def _compare_starts(self) -> None:
         """Compare how the ranks were started. Collective."""
         job = self._job
         # The name is not compared: rank 0 alone chooses the folder.
-        names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep")
+        names = ("resume", "changes", "profile", "baselines", "track", "rank_timeout", "keep", "store")
         options: dict[str, Any] = {name: to_json(getattr(job, name)) for name in names}
         options["device"] = self._ranks.device.type
         compare_ranks(self._ranks, describe_start(job.recipe, job.source, options), "were not started alike")
@@ -362,6 +372,8 @@ class _Run:
     def _conclude(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         """Compute the baselines and write the reports, on rank 0."""
         num_evaluations = sum(line["kind"] == "validation" for line in self._folder.metrics())
+        if self._store is not None:
+            self._fetch(trainer.weights_step, summary)
         summary["remarks"] = remarks(summary, self._job.recipe.training, num_evaluations)
         self._folder.write_json(SUMMARY, summary)
         dataset = trainer.dataset
@@ -374,6 +386,18 @@ class _Run:
         self._folder.write_state(summary["state"], error=summary["error"], step=summary["step"])
         write_report(self._folder)
         self._tell(Finished(summary))
+
+    def _fetch(self, step: int, summary: dict[str, Any]) -> None:
+        """Bring the reported weights from the store into the run's folder, where all commands look for
+        them.
+        """
+        assert self._store is not None
+        for name in (BEST, CHECKPOINTS):
+            kept = StoredCheckpoints(self._store.under(name), self._folder.path, group=None)
+            if step in kept.steps():
+                kept.fetch(step, self._folder.path / name)
+                break
+        summary["checkpoints"] = self._checkpoints(step)
 
     def _judge_baselines(self, trainer: Trainer, summary: dict[str, Any], stop: StopRequest) -> None:
         def tell(done: float) -> None:

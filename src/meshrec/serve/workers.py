@@ -1,15 +1,17 @@
 """Several server processes on one socket: started, told what to do together, restarted, stopped."""
 
+import contextlib
 import json
 import logging
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,11 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshrec.durable import scratch_folder
 from meshrec.serve.options import ServerOptions, listen
 from meshrec.serve.peers import Peers
 
 _log = logging.getLogger(__name__)
 _SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+"""The variable that says where workers leave their figures, so that each shows those of all."""
 _SECONDS_OF_A_BAD_START = 5.0
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -40,20 +44,37 @@ def serve(models: Mapping[str, Path], options: ServerOptions, *, workers: int = 
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     bound = listen(options)
-    if workers == 1:
+    with scratch_folder("meshrec-serve") as scratch, _environment(scratch, workers):
+        if workers > 1:
+            _Supervisor(models, options, bound, workers).run()
+            return
         from meshrec.serve.server import Server
 
         server = Server(models, options, bound)
         _log.info("serving %s at %s", ", ".join(models), server.url)
         server.run()
-        return
-    # Read when prometheus_client is imported, which the workers do.
-    with tempfile.TemporaryDirectory(prefix="meshrec-metrics-") as folder:
-        os.environ[_SHARED_METRICS] = folder
-        try:
-            _Supervisor(models, options, bound, workers).run()
-        finally:
-            del os.environ[_SHARED_METRICS]
+
+
+@contextlib.contextmanager
+def _environment(scratch: Path, workers: int) -> Iterator[None]:
+    """Put all temporary files of the server into one folder, which the next server removes after SIGKILL."""
+    changes = {"TMPDIR": str(scratch)}  # read by torch, which extracts programs there
+    if workers > 1:
+        metrics = scratch / "metrics"
+        metrics.mkdir()
+        changes[_SHARED_METRICS] = str(metrics)  # read when the workers import prometheus_client
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    tempfile.tempdir = None  # Python keeps what TMPDIR was
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
 
 
 class _Worker(NamedTuple):
@@ -214,7 +235,10 @@ def _work(
     from meshrec.serve.models import Wish
     from meshrec.serve.server import Server
 
+    parent = os.getppid()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_workers))
     server = Server(models, options, bound, peers, {m: Wish(*wish) for m, wish in wishes.items()})
     _log.info("serving %s at %s (process %d)", ", ".join(models), server.url, os.getpid())
     server.run()
+    if os.getppid() != parent:  # it was killed, and can remove nothing
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)

@@ -21,9 +21,10 @@ from meshrec.optim import (
     in_backward_optimizer_filter,
 )
 from meshrec.planner import PlannedShardingPlan
+from meshrec.planner.wire_choice import wires_of
 from meshrec.tables.initial import init_table
 from meshrec.tables.optimizer import UpdateMode
-from meshrec.train.planning import make_plan, topology_of, wires_of
+from meshrec.train.planning import make_plan, topology_of
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import DenseOptimizer, Recipe
 

@@ -61,7 +61,7 @@ class Steps:
         self._trace = folder.trace(ranks.rank) if profile and folder is not None else None
         self._profiler: StepProfiler | None = None
 
-    def run(self, batches: Iterator[Batch], num_samples: int, lines: "Lines") -> None:
+    def run(self, batches: Iterator[Batch], num_samples: int, lines: "MetricLines") -> None:
         """Train one step on ``num_samples`` samples of all ranks, and add it to ``lines``.
 
         Raises:
@@ -91,7 +91,7 @@ class Steps:
             self._profiler.step()
 
 
-class Lines:
+class MetricLines:
     """The samples, time and outputs since the last line of training metrics.
 
     Args:

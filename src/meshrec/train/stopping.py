@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -50,7 +51,10 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) while inside."""
+        """Listen for SIGINT (Ctrl-C) and SIGTERM (preemption) while inside, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():  # such as a worker of Ray
+            yield
+            return
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield

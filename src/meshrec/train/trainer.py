@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from meshrec.checkpoint.stored import ObjectStore
 from meshrec.data import Batch, Dataset, Reader, prefetch
 from meshrec.metrics.named import leading_metric, title_of
 from meshrec.train.building import Built, build
@@ -13,7 +14,7 @@ from meshrec.train.progress import Progress
 from meshrec.train.ranks import Ranks
 from meshrec.train.recipe import Recipe
 from meshrec.train.run_folder import RunFolder
-from meshrec.train.steps import Lines, Steps
+from meshrec.train.steps import MetricLines, Steps
 from meshrec.train.stopping import StopRequest
 from meshrec.train.watch import LossError
 
@@ -26,10 +27,11 @@ class Trainer:
         dataset: the dataset that ``recipe.data`` loaded.
         ranks: the ranks, from `join`.
         folder: the folder of the run; None: nothing is stored.
-        observer: receives the events of the run, on rank 0.
+        observer: receives the events of the run, on every rank that passes one.
         stop: can request an early end.
         profile: trace a few steps.
-        keep: save checkpoints in the folder. If not, each rank keeps its part of the best weights in memory.
+        keep: save checkpoints. If not, each rank keeps its part of the best weights in memory.
+        store: where checkpoints go; if none, into the folder.
 
     Attributes:
         built: the model and its optimizers.
@@ -53,10 +55,11 @@ class Trainer:
         stop: StopRequest | None = None,
         profile: bool = False,
         keep: bool = True,
+        store: ObjectStore | None = None,
     ) -> None:
         recipe.check(ranks.size)
         self.recipe, self.dataset, self.ranks = recipe, dataset, ranks
-        self._observer = observer if ranks.is_first else None
+        self._observer = observer
         self._stop = stop or StopRequest()
         self.stopped = False
         self.built: Built = build(recipe, dataset, ranks)
@@ -70,12 +73,13 @@ class Trainer:
             ranks=ranks,
             folder=folder,
             keep=keep,
+            store=store,
             tell=lambda text: self._tell(Said(text)),
         )
         self._steps = Steps(
             recipe, self.built, ranks, folder=folder, num_steps=self.num_steps, profile=profile
         )
-        self._lines = Lines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
+        self._lines = MetricLines(recipe, self.built, ranks, self.progress, dataset.train.num_samples)
 
     @property
     def validation(self) -> dict[str, float]:

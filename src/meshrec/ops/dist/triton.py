@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshrec.ops.dist.naive import SequenceRows
 from meshrec.ops.library import implement
 from meshrec.ops.sending import on_device, sent_to
 from meshrec.ops.dist.triton_plans import (
@@ -307,68 +308,36 @@ def scatter_pooled(
     return sent, local
 
 
-def gather_sequence(
-    received: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-) -> Tensor:
+def gather_sequence(received: Tensor, *arguments: Any) -> Tensor:
     """Compute ``naive.gather_sequence`` with Triton kernels."""
-    batch = values, offsets, segments, num_keys, keys
-    num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
+    batch = SequenceRows(*arguments)
+    num_elements = batch.num_elements()
     if received.numel() != num_elements:
         raise ValueError(f"received {received.numel()} elements in place of {num_elements}")
     # Each element of the result comes from exactly one rank.
     out = torch.empty(num_elements, dtype=torch.float32, device=received.device)
-    _copy_sequences(received.contiguous(), out, 1.0, batch, router, lookups, counts, dims, gather=True)
+    _copy_sequences(received.contiguous(), out, 1.0, batch, gather=True)
     return out
 
 
-def scatter_sequence(
-    grad: Tensor,
-    values: Tensor,
-    offsets: Tensor,
-    segments: Tensor | None,
-    num_keys: int,
-    keys: list[int],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-    scale: float,
-    dtype: torch.dtype,
-) -> Tensor:
+def scatter_sequence(grad: Tensor, *arguments: Any) -> Tensor:
     """Compute ``naive.scatter_sequence`` with Triton kernels."""
-    batch = values, offsets, segments, num_keys, keys
-    num_elements = int((counts.cpu()[lookups[:, 0]] * lookups[:, 3]).sum())
+    *shared, scale, dtype = arguments
+    batch = SequenceRows(*shared)
+    num_elements = batch.num_elements()
     if grad.numel() != num_elements:
         raise ValueError(f"the gradient must be float32 with {num_elements} elements, got {grad.numel()}")
     out = torch.empty(num_elements, dtype=dtype, device=grad.device)
-    _copy_sequences(grad.contiguous(), out, float(scale), batch, router, lookups, counts, dims, gather=False)
+    _copy_sequences(grad.contiguous(), out, float(scale), batch, gather=False)
     return out
 
 
 def _copy_sequences(
-    source: Tensor,
-    target: Tensor,
-    scale: float,
-    batch: tuple[Tensor, Tensor, Tensor | None, int, list[int]],
-    router: list[Tensor],
-    lookups: Tensor,
-    counts: Tensor,
-    dims: list[int],
-    *,
-    gather: bool,
+    source: Tensor, target: Tensor, scale: float, batch: SequenceRows, *, gather: bool
 ) -> None:
     from meshrec.ops.dist import triton_kernels
 
-    values, offsets, segments, num_keys, keys = batch
+    values, offsets, segments, num_keys, keys, router, lookups, counts, dims = batch
     rows: list[list[int]] = lookups.tolist()
     if not rows or not target.numel():
         return
