@@ -32,7 +32,7 @@ class WideDeepConfig(ModelConfig):
     """Share of the hidden values that training drops."""
     id_dropout: float = 0.1
     """Share of the IDs' embeddings that training drops."""
-    wide_scale: float = 10.0
+    wide_scale: float = 1.0
     """Factor of the linear weights of IDs: with Adam, they learn that many times as fast as embeddings."""
     shrinkage: float = 0.0
     """L2 penalty of each row of a table, over the whole training data: what occurs rarely stays near 0."""
