@@ -5,8 +5,11 @@ Ranks of one node reach each other through their namespace's loopback and by sha
 Making namespaces needs root; ``why_not`` says what is missing.
 """
 
+import importlib
+import inspect
 import os
 import pickle
+import runpy
 import secrets
 import shutil
 import subprocess
@@ -114,7 +117,7 @@ def run_ranks(
     world = NODES * ranks_per_node
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder) / "task"
-        task.write_bytes(pickle.dumps((work.__module__, work.__qualname__, arguments)))
+        task.write_bytes(pickle.dumps((work.__module__, inspect.getfile(work), work.__qualname__, arguments)))
         processes = []
         for rank in range(world):
             node = rank // ranks_per_node
@@ -149,16 +152,18 @@ def _run(*command: str) -> None:
 
 def _main(task: str, target: str) -> None:
     """Be one rank."""
-    import importlib
-
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    module, name, arguments = pickle.loads(Path(task).read_bytes())
+    module, file, name, arguments = pickle.loads(Path(task).read_bytes())
+    try:
+        work = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:  # a test's, which belongs to no package
+        work = runpy.run_path(file)[name]
     dist.init_process_group("gloo")
     try:
-        result = getattr(importlib.import_module(module), name)(*arguments)
+        result = work(*arguments)
         Path(target).write_bytes(pickle.dumps(result))
         dist.barrier()
     finally:

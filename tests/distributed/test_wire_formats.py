@@ -244,7 +244,4 @@ def test_feedback_forgets_the_bags_not_seen_for_longest(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "meshrec"):
         send([8])  # 5 is forgotten
     assert "error feedback remembers 3 bags" in caplog.text
-    state = feedback.state()
-    feedback = ErrorFeedback()
-    feedback.restore(state)
     assert send([5, 8]).tolist() == [[5.0, 1.0], [16.0, 2.0]]

@@ -8,11 +8,12 @@ descent", 2014).
 Where a bag occurs several times in a batch, its first row takes the residual, and the errors of all its rows
 are kept. Memory is bounded: ``CAPACITY`` bags for each column. Beyond it, the bags that have not been seen
 for longest lose their residuals, as if they had been rounded without feedback; one log line says so.
+Residuals are not part of a checkpoint: a run that resumes begins without any.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,15 +98,6 @@ class ErrorFeedback:
             sums = own.new_zeros(len(rows.bags), own.shape[1]).index_add_(0, rows.which, own)
             self._merge(rows, sums)
         self._rows, self._blocks = [], ()
-
-    def state(self) -> dict[str, Any]:
-        """Return the residuals, for a checkpoint."""
-        return {"messages": self._messages, "kept": {key: tuple(kept) for key, kept in self._kept.items()}}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned."""
-        self._messages = state.get("messages", 0)
-        self._kept = {key: _Residuals(*kept) for key, kept in state.get("kept", {}).items()}
 
     def _parts(self, values: Tensor) -> list[tuple[Block, Tensor]]:
         """Return each block with its rows, [num_rows, width]."""

@@ -5,7 +5,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 
@@ -108,15 +107,6 @@ class Codec:
     def decode(self, message: Tensor, blocks: Sequence[Block]) -> Tensor:
         """Decode the rows of consecutive blocks."""
         return self.encoding.decode(message, blocks)
-
-    def feedback_state(self) -> dict[str, Any]:
-        """Return what error feedback remembers on this rank; empty without it."""
-        return {} if self._feedback is None else self._feedback.state()
-
-    def restore_feedback(self, state: dict[str, Any]) -> None:
-        """Continue from what ``feedback_state`` returned."""
-        if self._feedback is not None:
-            self._feedback.restore(state)
 
 
 class _Watch:
