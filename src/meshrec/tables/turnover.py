@@ -39,8 +39,10 @@ def set_event_time(model: nn.Module, seconds: int) -> None:
         seconds: the time of the latest event in the batch, such as a Unix time.
     """
     for module in model.modules():
-        own = getattr(module, "turnovers", None) or getattr(getattr(module, "tables", None), "turnovers", ())
-        for turnover in own:
+        own = getattr(module, "turnovers", None) or getattr(
+            getattr(module, "tables", None), "turnovers", None
+        )
+        for turnover in own or ():
             turnover.seconds = max(turnover.seconds, int(seconds))
 
 

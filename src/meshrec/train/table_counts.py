@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from meshrec.distributed.hashed_shards import HashedShards
+from meshrec.distributed.table_shards import TableShards
 from meshrec.tables.key_space import ALL_KEYS
 from meshrec.train.ranks import Ranks
 
@@ -22,7 +22,9 @@ class TableCounts:
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._tables = [each for each in model.modules() if isinstance(each, HashedShards)]
+        self._tables = [
+            each for each in model.modules() if isinstance(each, TableShards) and each.hashed is not None
+        ]
         self._before = [dict.fromkeys(_COUNTS, 0.0) for _ in self._tables]
 
     def take(self) -> dict[str, float]:
@@ -49,10 +51,11 @@ class TableCounts:
         return found
 
 
-def _counts(table: HashedShards) -> Iterable[float]:
+def _counts(shards: TableShards) -> Iterable[float]:
     """Return the share of the keys that are on this rank, and the counts of theirs."""
     # Rectangles with other columns of the same keys count the same: take the first columns.
-    first = [each for each in table.hashed if each.rectangle.c0 == 0]
+    assert shards.hashed is not None
+    first = [each for each in shards.hashed.tables if each.rectangle.c0 == 0]
     span = ALL_KEYS[1] - ALL_KEYS[0]
     share = sum(each.rectangle.r1 - each.rectangle.r0 for each in first) / span
     return [share, *(float(sum(getattr(each.report, name) for each in first)) for name in _COUNTS)]
