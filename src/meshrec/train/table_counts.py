@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from meshrec.distributed.table_shards import TableShards
+from meshrec.tables.hashed import HashedTable
 from meshrec.tables.key_space import ALL_KEYS
 from meshrec.train.ranks import Ranks
 
@@ -54,8 +55,7 @@ class TableCounts:
 def _counts(shards: TableShards) -> Iterable[float]:
     """Return the share of the keys that are on this rank, and the counts of theirs."""
     # Rectangles with other columns of the same keys count the same: take the first columns.
-    assert shards.hashed is not None
-    first = [each for each in shards.hashed.tables if each.rectangle.c0 == 0]
+    first = [each for each in shards.tables if isinstance(each, HashedTable) and each.rectangle.c0 == 0]
     span = ALL_KEYS[1] - ALL_KEYS[0]
     share = sum(each.rectangle.r1 - each.rectangle.r0 for each in first) / span
     return [share, *(float(sum(getattr(each.report, name) for each in first)) for name in _COUNTS)]
