@@ -117,7 +117,7 @@ SPECS = {"rowwise": RowWiseAdagrad(lr=0.1), "adam": Adam(lr=0.1)}
 
 def twins(kinds, spec, update, sequence):
     for kind in kinds:
-        hashed = make(kind, Hashed(max_rows=20), SPECS[spec], update, sequence)
+        hashed = make(kind, Hashed(max_rows=16), SPECS[spec], update, sequence)
         fixed = make(kind, None, SPECS[spec], update, sequence)
         for number in range(3):
             found = []
@@ -193,7 +193,7 @@ def test_the_ids_alive_do_not_depend_on_the_plan(ranks, tmp_path, choice):
 
 def replicated(choice):
     """2 x 2 ranks keep the same rows as 4: replicas count the IDs of each other."""
-    keys, found = dataclasses.replace(CHOICES[choice], max_rows=13), []
+    keys, found = dataclasses.replace(CHOICES[choice], max_rows=15), []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for env in (default_env(), md.ShardingEnv.from_mesh(mesh)):
         tables = unsharded(keys)
