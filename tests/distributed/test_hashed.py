@@ -1,7 +1,10 @@
 """Hashed tables under every plan equal a fixed table with the same first rows, and keep the same IDs."""
 
+import dataclasses
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from meshrec import (
     EmbeddingBagCollection,
@@ -60,9 +63,9 @@ class Model(torch.nn.Module):
         self.ebc = tables
 
     def forward(self, features):
-        out = self.ebc(features)
-        values = out if isinstance(out, dict) else None
-        flat = out.values() if values is None else torch.cat([x.values().flatten() for x in values.values()])
+        values = self.ebc(features).values()
+        is_tensor = isinstance(values, torch.Tensor)
+        flat = values if is_tensor else torch.cat([each.values().flatten() for each in values])
         return flat.square().sum(), flat.detach()
 
 
@@ -114,7 +117,7 @@ SPECS = {"rowwise": RowWiseAdagrad(lr=0.1), "adam": Adam(lr=0.1)}
 
 def twins(kinds, spec, update, sequence):
     for kind in kinds:
-        hashed = make(kind, Hashed(max_rows=20), SPECS[spec], update, sequence)
+        hashed = make(kind, Hashed(max_rows=16), SPECS[spec], update, sequence)
         fixed = make(kind, None, SPECS[spec], update, sequence)
         for number in range(3):
             found = []
@@ -186,6 +189,31 @@ def life(folder, choice, kinds):
 def test_the_ids_alive_do_not_depend_on_the_plan(ranks, tmp_path, choice):
     kinds = ["rows", "columns", "everywhere"] if choice in ("count", "lru") else ["one", "grid"]
     assert all(ranks(2).run(life, str(tmp_path), choice, kinds))
+
+
+def replicated(choice):
+    """2 x 2 ranks keep the same rows as 4: replicas count the IDs of each other."""
+    keys, found = dataclasses.replace(CHOICES[choice], max_rows=15), []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for env in (default_env(), md.ShardingEnv.from_mesh(mesh)):
+        tables = unsharded(keys)
+        builders = {"t": md.row_wise(), "u": md.row_wise()}
+        plan = md.construct_module_sharding_plan(tables, builders, world_size=env.shard.size, local_size=1)
+        model = DistributedModelParallel(
+            Model(tables),
+            env,
+            plan=md.ShardingPlan({"ebc": plan}),
+            sharders=[md.EmbeddingBagCollectionSharder(SPECS["adam"])],
+            init_data_parallel=False,
+        )
+        train(model, range(4))
+        found.append(whole(model))
+    return differences(*found)
+
+
+@pytest.mark.parametrize("choice", ["lru", "count"])
+def test_replicas_keep_the_same_ids_alive(ranks, choice):
+    assert ranks(4).run(replicated, choice) == [[]] * 4
 
 
 def from_fixed(folder):

@@ -187,7 +187,7 @@ def build(
     rules = _rules(sources, options)
     _check_side_rows(sources, rules)
     routing = compiled([source.table for source in sources], plan, rules, env)
-    check_hashed(routing, [source.storage for source in sources], env)
+    check_hashed(routing, [source.storage for source in sources], env, options.across_nodes)
     if env.devices:
         _check_inference(sources, rules)
     seed = gather_objects(torch.initial_seed(), env.world, "seed")[0]

@@ -192,7 +192,9 @@ def turnovers_of(
     return found[0], found[1]
 
 
-def check_hashed(routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv) -> None:
+def check_hashed(
+    routing: Routing, storages: Sequence[RowStorage], env: ShardingEnv, across_nodes: str
+) -> None:
     """Raise ValueError for tables with hashed keys that the plan cannot place."""
     cut = {
         x.table for work in routing.work for x in work.rectangles if x.c1 - x.c0 < routing.tables[x.table].dim
@@ -203,6 +205,11 @@ def check_hashed(routing: Routing, storages: Sequence[RowStorage], env: Sharding
     for t, storage in enumerate(storages):
         if not isinstance(storage, HashedRows):
             continue
+        if across_nodes == "rows":
+            raise ValueError(
+                f"table {storage.name!r} has hashed keys, whose reads are counted where its rows are; with "
+                'across_nodes="rows" only distinct IDs come there. Choose across_nodes="sums" for its module.'
+            )
         if env.devices:
             raise ValueError(
                 f"table {storage.name!r} has hashed keys and cannot lie on several devices of one process. "
