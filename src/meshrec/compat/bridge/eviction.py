@@ -3,7 +3,6 @@
 N IDs of the history, each once; Z IDs that the module has
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -50,11 +49,13 @@ class MCHEvictionPolicyMetadataInfo(NamedTuple):
     """Whether it is kept for each entry of the history."""
 
 
-class MCHEvictionPolicy(ABC):
-    """A policy of `MCHManagedCollisionModule`.
+class MCHEvictionPolicy:
+    """A policy of `MCHManagedCollisionModule`: it keeps the IDs with the largest scores.
+
+    A policy of your own defines ``scores``, or the three methods that TorchRec's policies define.
 
     Args:
-        metadata_info: the numbers that it keeps.
+        metadata_info: the numbers that it keeps: ``counts``, ``last_access_iter``.
         threshold_filtering_func: which IDs of the history may enter; None: all.
     """
 
@@ -71,59 +72,9 @@ class MCHEvictionPolicy(ABC):
         """The numbers that the policy keeps."""
         return self._metadata_info
 
-    @abstractmethod
-    def record_history_metadata(
-        self, current_iter: int, incoming_ids: Tensor, history_metadata: dict[str, Tensor]
-    ) -> None:
-        """Write the numbers of incoming IDs to the history."""
-
-    @abstractmethod
-    def coalesce_history_metadata(
-        self,
-        current_iter: int,
-        history_metadata: dict[str, Tensor],
-        unique_ids_counts: Tensor,
-        unique_inverse_mapping: Tensor,
-        additional_ids: Tensor | None = None,
-        threshold_mask: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the numbers of the distinct IDs of the history [N]."""
-
-    @abstractmethod
-    def update_metadata_and_generate_eviction_scores(
-        self,
-        current_iter: int,
-        mch_size: int,
-        coalesced_history_argsort_mapping: Tensor,
-        coalesced_history_sorted_unique_ids_counts: Tensor,
-        coalesced_history_mch_matching_elements_mask: Tensor,
-        coalesced_history_mch_matching_indices: Tensor,
-        mch_metadata: dict[str, Tensor],
-        coalesced_history_metadata: dict[str, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Return the positions of the IDs that go, and those of the new IDs that take their places."""
-
-
-class ScoredPolicy(MCHEvictionPolicy):
-    """A policy that keeps the IDs with the largest scores.
-
-    Args:
-        counts: whether it counts reads.
-        last_access: whether it keeps the iteration of the last read.
-        threshold_filtering_func: see `MCHEvictionPolicy`.
-    """
-
-    def __init__(
-        self, *, counts: bool, last_access: bool, threshold_filtering_func: Filter | None = None
-    ) -> None:
-        info = [MCHEvictionPolicyMetadataInfo("counts", True, False)] if counts else []
-        info += [MCHEvictionPolicyMetadataInfo("last_access_iter", True, True)] if last_access else []
-        super().__init__(info, threshold_filtering_func)
-        self._keeps = [each.metadata_name for each in info]
-
-    @abstractmethod
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
         """Return the scores of IDs from what is kept of them."""
+        raise NotImplementedError
 
     def record_history_metadata(
         self, current_iter: int, incoming_ids: Tensor, history_metadata: dict[str, Tensor]
@@ -166,7 +117,8 @@ class ScoredPolicy(MCHEvictionPolicy):
         """Update what is kept, and choose the IDs with the largest scores. The last place is never taken."""
         known, at = coalesced_history_mch_matching_elements_mask, coalesced_history_mch_matching_indices
         new, merged = {}, {}
-        for name in self._keeps:
+        names = [each.metadata_name for each in self._metadata_info if each.is_mch_metadata]
+        for name in names:
             kept = mch_metadata[name]
             if name == "counts":
                 incoming = coalesced_history_sorted_unique_ids_counts
@@ -181,27 +133,31 @@ class ScoredPolicy(MCHEvictionPolicy):
         order = torch.argsort(self.scores(current_iter, merged), descending=True, stable=True)
         best, rest = order[:mch_size], order[mch_size:]
         gone, chosen = rest[rest < mch_size], best[best >= mch_size] - mch_size
-        for name in self._keeps:
+        for name in names:
             mch_metadata[name][gone] = new[name][chosen]
         return gone, chosen
 
 
-class LFU_EvictionPolicy(ScoredPolicy):
+_COUNTS = MCHEvictionPolicyMetadataInfo("counts", True, False)
+_LAST_ACCESS = MCHEvictionPolicyMetadataInfo("last_access_iter", True, True)
+
+
+class LFU_EvictionPolicy(MCHEvictionPolicy):
     """Keep the IDs that are read most often."""
 
     def __init__(self, threshold_filtering_func: Filter | None = None) -> None:
-        super().__init__(counts=True, last_access=False, threshold_filtering_func=threshold_filtering_func)
+        super().__init__([_COUNTS], threshold_filtering_func)
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
         """Return the counts."""
         return numbers["counts"]
 
 
-class LRU_EvictionPolicy(ScoredPolicy):
+class LRU_EvictionPolicy(MCHEvictionPolicy):
     """Keep the IDs that were read last."""
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
-        super().__init__(counts=False, last_access=True, threshold_filtering_func=threshold_filtering_func)
+        super().__init__([_LAST_ACCESS], threshold_filtering_func)
         self._decay_exponent = decay_exponent
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:
@@ -209,11 +165,11 @@ class LRU_EvictionPolicy(ScoredPolicy):
         return -torch.pow(current_iter - numbers["last_access_iter"] + 1, self._decay_exponent)
 
 
-class DistanceLFU_EvictionPolicy(ScoredPolicy):
+class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
     """Keep the IDs with the largest counts over the distance to the last read, raised to the exponent."""
 
     def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Filter | None = None) -> None:
-        super().__init__(counts=True, last_access=True, threshold_filtering_func=threshold_filtering_func)
+        super().__init__([_COUNTS, _LAST_ACCESS], threshold_filtering_func)
         self._decay_exponent = decay_exponent
 
     def scores(self, current_iter: int, numbers: dict[str, Tensor]) -> Tensor:

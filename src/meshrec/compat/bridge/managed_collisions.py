@@ -321,7 +321,9 @@ class ManagedCollisionCollection(nn.Module):
         self.need_preprocess = need_preprocess
         for config in embedding_configs:
             if config.name not in managed_collision_modules:
-                raise ValueError(f"Table {config.name} is not present in managed_collision_modules")
+                raise ValueError(
+                    f"Table {config.name} is not present in managed_collision_modules. Give each table one."
+                )
             size = managed_collision_modules[config.name].output_size()
             if size != config.num_embeddings:
                 raise ValueError(
