@@ -20,6 +20,7 @@ from meshrec.comms.mesh import default_env
 from meshrec.model_parallel import DistributedModelParallel
 from meshrec.modules.table_lookup import storage_of
 from meshrec.optim import Adam, RowWiseAdagrad
+from meshrec.pipeline import TrainPipeline
 from meshrec.tables.hashed_keys import LFU, LRU, TTL, LowestNorm, MinCount, MinCountSketch, Probability
 from meshrec.tables.key_space import bucket_of, first_keys, key_at
 
@@ -214,6 +215,25 @@ def replicated(choice):
 @pytest.mark.parametrize("choice", ["lru", "count"])
 def test_replicas_keep_the_same_ids_alive(ranks, choice):
     assert ranks(4).run(replicated, choice) == [[]] * 4
+
+
+def ahead(choice):
+    found = []
+    for pipelined in (False, True):
+        model = make("rows", dataclasses.replace(CHOICES[choice], max_rows=13), SPECS["adam"])
+        if pipelined:
+            pipeline, feed = TrainPipeline(model, model.fused_optimizer), (batch(step) for step in range(6))
+            for _ in range(6):
+                pipeline.progress(feed)
+        else:
+            train(model, range(6))
+        found.append(whole(model))
+    return differences(*found)
+
+
+@pytest.mark.parametrize("choice", ["lru", "count"])
+def test_a_pipeline_keeps_the_same_ids_alive(ranks, choice):
+    assert ranks(2).run(ahead, choice) == [[], []]
 
 
 def from_fixed(folder):
