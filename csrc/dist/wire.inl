@@ -23,6 +23,29 @@ inline WireInts rounded_to_ints(Vec v) {
 #endif
 }
 
+// Reads kLanes signed bytes, and writes the lowest byte of each lane. By instructions of their own: left to
+// the compiler, they take as long as all the rest.
+inline WireInts load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (WireInts)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (WireInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  WireBytes bytes;
+  std::memcpy(&bytes, p, kLanes);
+  return __builtin_convertvector(bytes, WireInts);
+#endif
+}
+
+inline void store_bytes(WireInts ints, uint8_t* p) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)ints));
+#else
+  const WireBytes bytes = __builtin_convertvector(ints, WireBytes);
+  std::memcpy(p, &bytes, kLanes);
+#endif
+}
+
 template <int kBits>
 struct WireCodes {
   static constexpr int kTop = (1 << (kBits - 1)) - 1, kMark = -kTop - 1;
@@ -50,7 +73,7 @@ struct WireRounding {
   Vec middle, inverse;
   WireInts top;
   bool stochastic;
-  uint32_t low, high;  // the row's noise
+  uint32_t low = 0, high = 0;  // the row's noise
 
   WireRounding(WireParams params, int top_code, bool is_stochastic)
       : middle(to_vector(params.middle)),
@@ -61,9 +84,9 @@ struct WireRounding {
   WireInts operator()(Vec numbers, int64_t column) const {
     WireInts codes = rounded_to_ints((numbers - middle) * inverse);
     if (stochastic) {
-      Bits x;
-      for (int j = 0; j < kLanes; ++j) x[j] = uint32_t(column + j) * 0x9E3779B9u;
-      x += low;
+      Bits lane;
+      for (int j = 0; j < kLanes; ++j) lane[j] = uint32_t(j);
+      Bits x = (lane + uint32_t(column)) * 0x9E3779B9u + low;
       x ^= x >> 16;
       x *= 0x7feb352du;
       x ^= x >> 15;
@@ -147,16 +170,14 @@ int64_t encode_row(const WireRowsArgs& a, const float* row, uint64_t key, uint8_
   constexpr int kShift = kBits == 8 ? 0 : 8;
   int64_t d = 0;
   for (; d + kLanes <= a.dim; d += kLanes) {
-    const WireBytes bytes =
-        __builtin_convertvector(round(load(row + d), a.first_column + d) + kShift, WireBytes);
-    std::memcpy(codes + d, &bytes, kLanes);
+    store_bytes(round(load(row + d), a.first_column + d) + kShift, codes + d);
   }
   if (d < a.dim) {
     float rest[kLanes] = {};
     std::memcpy(rest, row + d, (a.dim - d) * sizeof(float));
-    const WireBytes bytes =
-        __builtin_convertvector(round(load(rest), a.first_column + d) + kShift, WireBytes);
-    std::memcpy(codes + d, &bytes, a.dim - d);
+    uint8_t bytes[kLanes];
+    store_bytes(round(load(rest), a.first_column + d) + kShift, bytes);
+    std::memcpy(codes + d, bytes, a.dim - d);
   }
   if (range.others != 0)
     for (d = 0; d < a.dim; ++d)
@@ -184,9 +205,7 @@ void decode_row(const uint8_t* in, int64_t dim, float* row, uint8_t* scratch) {
   }
   int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) {
-    WireBytes bytes;
-    std::memcpy(&bytes, codes + d, kLanes);
-    store(row + d, __builtin_convertvector(__builtin_convertvector(bytes, WireInts), Vec) * scales + middle);
+    store(row + d, __builtin_convertvector(load_bytes(codes + d), Vec) * scales + middle);
   }
   for (; d < dim; ++d) row[d] = float(int8_t(codes[d])) * scale + params.middle;
   if (others == 0) return;
