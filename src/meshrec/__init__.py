@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from meshrec.modules.fusing import fuse
     from meshrec.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+    from meshrec.tables.file_rows import FileRows
 
     __version__: str
 
@@ -27,6 +28,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FileRows",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "meshrec.modules": [*__all__[:6], "PoolingType"],
     "meshrec.modules.fusing": ["fuse"],
+    "meshrec.tables.file_rows": ["FileRows"],
     "meshrec.sparse": ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -36,6 +36,7 @@ from meshrec.distributed.lookup import LookupTables
 from meshrec.distributed.output_dist import Asked, PooledOutput, SequenceOutput
 from meshrec.distributed.replicas import Replicas
 from meshrec.distributed.routing import Routing
+from meshrec.distributed.row_arrival import RowArrival
 from meshrec.distributed.row_stats import column_peers
 from meshrec.distributed.weight_grads import WeightGrads
 from meshrec.optim.in_backward import in_backward_spec
@@ -59,6 +60,8 @@ class ArrivedBatch:
     local_ids: LookupIds | None
     """The IDs to look up in the data-parallel tables."""
     is_resolved: bool = False
+    has_rows: bool = False
+    """Whether the rows of tables with an index are in memory."""
 
 
 @dataclass(kw_only=True)
@@ -84,6 +87,7 @@ class ShardedTables:
         input_dist: the routing of IDs.
         sequence: whether rows are not pooled.
         wire: the wire formats of rows and gradients.
+        may_fail: whether rows of some table, on any rank, may fail to come to memory.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class ShardedTables:
         input_dist: InputDist,
         sequence: bool,
         wire: WireFormats,
+        may_fail: bool = False,
     ) -> None:
         self._env = env
         out_dtype, split = wire.forward.kernel_dtype, held[0]
@@ -109,6 +114,7 @@ class ShardedTables:
         self.local = LookupTables(routing, routing.local, local, sequence=sequence)
         self.needs_resolve = bool(split.indexes or local.indexes)
         """Whether some table finds the slots of its keys in an index. Otherwise batches skip ``resolve``."""
+        self._row_arrival = RowArrival(routing, env, may_fail=may_fail)
         self._fused, self._is_checked = list(fused.values()), False
         self._writes = OwnWrites(
             [table.label for table in fused.values()], [t.weight for t in fused.values()]
@@ -205,12 +211,32 @@ class ShardedTables:
                 batch.local_ids = self.local.resolve(batch.local_ids, train=trains)
         batch.is_resolved = True
 
+    @property
+    def rows_arrive(self) -> bool:
+        """Whether rows may be on their way to memory after ``resolve``, so that it pays to call it early."""
+        return self._row_arrival.may_fail
+
     def look_up(self, batch: ArrivedBatch) -> "Results":
-        """Look the IDs up and start to send the results back."""
+        """Look the IDs up and start to send the results back.
+
+        Raises:
+            RowFileError: rows of a table in a file could not come; raised on every rank.
+            ValueError: they have no room in the cache; raised on every rank.
+        """
+        self._await_rows(batch)
         arrived, pending = batch.arrived, PendingLookup(batch=batch)
         # The anchor gives every rank a backward pass if any has one, because they exchange gradients.
         anchor = torch.empty(0, requires_grad=arrived.wishes.backward)
         return Results(self, pending, _send(self, pending, anchor, arrived.weights, *self._parameters))
+
+    def _await_rows(self, batch: ArrivedBatch) -> None:
+        if not self.rows_arrive or batch.has_rows:
+            return
+        self.resolve(batch)
+        with phase("lookup") if recorders else OFF:
+            local = batch.local_ids.pins if batch.local_ids is not None else ()
+            self._row_arrival.wait([*batch.ids[0].pins, *local])
+        batch.has_rows = True
 
     def send(self, pending: PendingLookup) -> Tensor:
         """Run the forward pass up to the exchange; return the rows of the data-parallel tables, fp32,

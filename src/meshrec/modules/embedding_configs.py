@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from meshrec.tables.file_rows import FileRows
+
 # What torch assigns to every module; a table is a module inside another one.
 _TAKEN_NAMES = frozenset(vars(nn.Module()))
 
@@ -105,9 +107,11 @@ class BaseEmbeddingConfig:
         init_fn: fills the new weight ``[num_embeddings, embedding_dim]`` in place. By default the elements
             are uniform in ``[weight_init_min, weight_init_max]``, which default to
             ``-sqrt(1/num_embeddings)`` and ``sqrt(1/num_embeddings)``.
+        storage: where the rows of a sharded module are; None: in memory. See ``FileRows``.
 
     Raises:
-        ValueError: a size is below 1, the name is empty or has a dot, or features are missing or given twice.
+        ValueError: a size is below 1, the name is empty or has a dot, features are missing or given twice, or
+            a quantised table has a storage.
     """
 
     num_embeddings: int
@@ -118,8 +122,14 @@ class BaseEmbeddingConfig:
     weight_init_min: float | None = None
     weight_init_max: float | None = None
     init_fn: Callable[[Tensor], object] | None = field(default=None, compare=False)
+    storage: FileRows | None = None
 
     def __post_init__(self) -> None:
+        if self.storage is not None and (not isinstance(self.storage, FileRows) or self.data_type.bits):
+            raise ValueError(
+                f"table {self.name!r}: storage={self.storage!r} with data_type {self.data_type}. A storage is "
+                "meshrec.FileRows(path=..., cache_rows=...), of a table of FP32, FP16 or BF16."
+            )
         if not self.name or "." in self.name:
             raise ValueError(f"a table's name must not be empty nor contain a dot, got {self.name!r}.")
         if self.name in _TAKEN_NAMES:

@@ -17,6 +17,7 @@ from meshrec.modules.embedding_configs import (
 from meshrec.modules.input_checks import check_device, positions_of, sample_weights
 from meshrec.ops import tbe
 from meshrec.sparse import KeyedJaggedTensor
+from meshrec.tables.file_rows import FileBackedRows
 from meshrec.tables.fused import WholeTables
 from meshrec.tables.index import KeyReader, slots_of
 from meshrec.tables.storage import DenseRows, QuantisedRows, RowStorage, lookup_of
@@ -196,7 +197,11 @@ def storage_of(config: BaseEmbeddingConfig, weight: Tensor | None = None) -> Row
     """How a table's rows lie; ``weight`` tells its type where a module was cast since it was configured."""
     storage = storage_for(config.data_type)
     was_cast = storage.is_trainable and weight is not None and weight.dtype != storage.dtype
-    return DenseRows(weight.dtype) if was_cast and weight is not None else storage
+    dtype = weight.dtype if was_cast and weight is not None else storage.dtype
+    if config.storage is not None:
+        size = (config.num_embeddings, config.embedding_dim)
+        return FileBackedRows(dtype, config.storage, config.name, size)
+    return DenseRows(dtype) if was_cast else storage
 
 
 def storage_for(data_type: DataType) -> RowStorage:

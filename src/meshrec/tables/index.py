@@ -1,7 +1,7 @@
 """Indexes: where in memory the row of a key lies, for tables whose slot is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,25 @@ class Resolved(NamedTuple):
     """int64, one for each key."""
     pin: object = None
     """The slots stay those of their keys as long as this object is alive. A batch keeps it until it is gone,
-    also where its backward pass never comes. None where slots never change."""
+    also where its backward pass never comes. None where slots never change. An ``ArrivingRows``, if the rows
+    are still on their way to the slots."""
+
+
+@runtime_checkable
+class ArrivingRows(Protocol):
+    """Rows on their way to memory."""
+
+    band: tuple[int, int, int]
+    """The table, and the first of its rows that may come, and the end."""
+    trace: int
+    """A number that differs, as good as always, where the same calls gave other slots."""
+
+    def wait(self) -> None:
+        """Wait until the rows are in memory. The second call and those after it return at once.
+
+        Raises:
+            Exception: they cannot come.
+        """
 
 
 class Index(Protocol):
@@ -25,7 +43,7 @@ class Index(Protocol):
     """
 
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
-        """Return the slot of each key, in [0, rows in memory), and bring the rows there.
+        """Return the slot of each key, in [0, rows in memory), and bring the rows there, or begin to.
 
         Args:
             keys: int64 [N], keys of the whole table within the rectangle's rows; they may repeat.
