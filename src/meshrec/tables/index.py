@@ -42,6 +42,12 @@ class Index(Protocol):
     are looked up and compared by the same slots, on one rank and on several.
     """
 
+    @property
+    def slot_keys(self) -> Tensor | None:
+        """The key of each slot, int64 [rows in memory], as a batch in flight has it; None if slots are rounded
+        by their own numbers.
+        """
+
     def resolve(self, keys: Tensor, *, train: bool) -> Resolved:
         """Return the slot of each key, in [0, rows in memory), and bring the rows there, or begin to.
 

@@ -90,6 +90,7 @@ def tbe_update(
     origins: list[int],
     runs: Tensor | None = None,
     mean_squares: Tensor | None = None,
+    row_keys: list[Tensor] | None = None,
 ) -> None:
     """Sum the gradient of every touched row, then update it once. Untouched rows and their state do not
     change.
@@ -106,6 +107,9 @@ def tbe_update(
     ``runs``: the result of ``tbe_row_squares`` for the same arguments, so that nothing is sorted again. With
     it comes ``mean_squares``, fp32 [sum of U_t]: the mean of the squared gradient over each touched whole
     row, for the optimizers that need no other statistic.
+
+    ``row_keys``: for each weight the rows of the whole table that its rows are, int64, in place of their
+    numbers and the row in ``origins``; or an empty tensor, where it has its rows in order.
     """
     _check_inputs(values, offsets, per_sample_weights, pooling)
     layout = make_layout(offsets, segments, num_keys, keys, dims, pooling=pooling, flat=flat)
@@ -134,7 +138,10 @@ def tbe_update(
                 numbers = numbers._replace(row_dim=1)  # the statistic is a mean already
             slots = state[table :: len(weights)]
             origin = origins[2 * table : 2 * table + 2] or (0, 0)
-            update_rows(weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin)
+            keys_U = row_keys[table][rows_U] if row_keys and len(row_keys[table]) else None
+            update_rows(
+                weights[table], slots, rows_U, gradient_UD, stats_U3, optimizer, numbers, origin, keys_U
+            )
 
 
 def tbe_sparse_grad(
