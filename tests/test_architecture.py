@@ -61,6 +61,7 @@ NBIT_TESTS = ["tests/ops/nbit/test_kernels.py", "tests/ops/nbit/test_naive.py"]
 CPP_TESTS = {
     "anneal.cpp": ["tests/ops/test_planning.py"],
     "batch.cpp": TBE_TESTS,
+    "choose.cpp": TBE_TESTS,
     "crc32.cpp": ["tests/ops/test_checksums.py"],
     "fused_update.cpp": TBE_TESTS,
     "gather.cpp": DIST_TESTS,

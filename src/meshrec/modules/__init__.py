@@ -21,6 +21,7 @@ from meshrec.modules.feature_processor import (
     PositionWeightedModuleCollection,
 )
 from meshrec.modules.fusing import fuse
+from meshrec.modules.hstu import HSTUBlock
 from meshrec.modules.interaction import DotInteraction
 from meshrec.modules.linear import Linear
 from meshrec.modules.mlp import MLP, Perceptron
@@ -42,6 +43,7 @@ __all__ = [
     "FeatureProcessedEmbeddingBagCollection",
     "FeatureProcessor",
     "FeatureProcessorsCollection",
+    "HSTUBlock",
     "KTRegroupAsDict",
     "Linear",
     "LowRankCrossNet",

@@ -1,4 +1,4 @@
-"""Indexes: where in memory the row of a key lies, for tables whose slot is not simply ``key - r0``."""
+"""The protocol of an index, which finds the slot of a key where it is not simply ``key - r0``."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -13,9 +13,10 @@ class Resolved(NamedTuple):
     slots: Tensor
     """int64, one for each key."""
     pin: object = None
-    """The slots stay those of their keys as long as this object is alive. A batch keeps it until it is gone,
-    also where its backward pass never comes. None where slots never change. An ``ArrivingRows``, if the rows
-    are still on their way to the slots."""
+    """An object that keeps the slots valid as long as it is alive; None if slots never change.
+
+    A batch keeps the pin for its own lifetime, even if its backward pass never comes. The pin is an
+    ``ArrivingRows`` if rows may still be on their way to the slots."""
 
 
 @runtime_checkable
@@ -23,15 +24,15 @@ class ArrivingRows(Protocol):
     """Rows on their way to memory."""
 
     band: tuple[int, int, int]
-    """The table, and the first of its rows that may come, and the end."""
+    """The table, the first of its rows that may come, and the end of these."""
     trace: int
     """A number that differs, as good as always, where the same calls gave other slots."""
 
     def wait(self) -> None:
-        """Wait until the rows are in memory. The second call and those after it return at once.
+        """Wait until the rows are in memory. Later calls return at once.
 
         Raises:
-            Exception: they cannot come.
+            Exception: the rows cannot come.
         """
 
 

@@ -71,10 +71,7 @@ _CLIPPING = {
     **_of("meshrec.optim.clipping", "GradientClipping"),
     **_of(f"{_C}.keyed", "GradientClippingOptimizer"),
 }
-_WARMUP = {
-    **_of("meshrec.optim.warmup", "WarmupPolicy"),
-    **_of(f"{_C}.keyed", "WarmupOptimizer WarmupStage"),
-}
+_WARMUP = _of(f"{_C}.warmup", "WarmupOptimizer WarmupPolicy WarmupStage")
 _ROWWISE = _of(f"{_C}.rowwise_adagrad", "RowWiseAdagrad")
 _PIPELINES = _of(
     f"{_C}.train_pipeline",

@@ -1,4 +1,7 @@
-"""Learning-rate schedules in stages, whose position is saved and resumed with the optimizer."""
+"""TorchRec's learning-rate schedules in stages, whose position is saved and resumed with the optimizer.
+
+Programs of MeshRec use ``meshrec.train.Schedule``, or a scheduler of ``torch.optim.lr_scheduler``.
+"""
 
 import math
 from collections import ChainMap
@@ -9,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from meshrec.compat.bridge.keyed import Passing, settle
 from meshrec.optim.keyed import Closure, KeyedOptimizer
 
 # Longer than any training.
@@ -40,7 +44,7 @@ class WarmupPolicy(Enum):
     """Linear from ``value`` at ``start_interpolating_iters`` to ``end_value`` at ``max_iters``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WarmupStage:
     """One stage of the schedule. Iterations count from the start of training, not from that of the stage.
 
@@ -108,7 +112,7 @@ class WarmupStage:
                 return value + (end - value) * (iteration - start) / (self.max_iters - start)
 
 
-class WarmupOptimizer(KeyedOptimizer):
+class WarmupOptimizer(Passing, KeyedOptimizer):
     """Optimizer wrapper that sets the learning rate by stages, before the first step and after every step.
 
     At iteration ``i`` every group gets ``lr * stage.multiplier(i)``, for the first stage with ``i <=
@@ -156,6 +160,7 @@ class WarmupOptimizer(KeyedOptimizer):
         )
         self.register_load_state_dict_post_hook(_resume)
         self._set_lr()
+        settle(self)
 
     @property
     def updates_in_backward(self) -> bool:

@@ -2,9 +2,9 @@
 #if defined(__AVX2__)
 #define MESHREC_NAME "avx2"
 #define MESHREC_KERNELS kernels_avx2
-#include "tbe/kernels.inl"
+#include "isa/kernels.inl"
 #else
-#include "tbe/kernels.h"
+#include "isa/kernels.h"
 namespace meshrec {
 const Kernels* kernels_avx2() { return nullptr; }
 }  // namespace meshrec

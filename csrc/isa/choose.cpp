@@ -1,13 +1,11 @@
-// The kernels that every machine of the architecture runs (SSE2, NEON), and the choice of the instruction
-// set.
-#define MESHREC_NAME "baseline"
-#define MESHREC_KERNELS kernels_baseline
+// The choice of the instruction set, once per process.
 #include <cstdlib>
+#include <cstring>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
-#include "tbe/kernels.inl"
+#include "isa/kernels.h"
 
 namespace meshrec {
 

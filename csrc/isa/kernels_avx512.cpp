@@ -2,9 +2,9 @@
 #if defined(__AVX512F__)
 #define MESHREC_NAME "avx512"
 #define MESHREC_KERNELS kernels_avx512
-#include "tbe/kernels.inl"
+#include "isa/kernels.inl"
 #else
-#include "tbe/kernels.h"
+#include "isa/kernels.h"
 namespace meshrec {
 const Kernels* kernels_avx512() { return nullptr; }
 }  // namespace meshrec

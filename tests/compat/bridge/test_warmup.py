@@ -4,7 +4,8 @@ import math
 import pytest
 import torch
 
-from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper, WarmupOptimizer, WarmupPolicy, WarmupStage
+from meshrec.compat.bridge.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from meshrec.optim import CombinedOptimizer, KeyedOptimizerWrapper
 
 
 def make(stages, lr=2.0, **kwargs):
@@ -87,7 +88,6 @@ def test_the_position_is_saved_and_resumed():
     saved = copy.deepcopy(optimizer.state_dict())
     assert saved["state"]["__warmup"]["warmup"].tolist() == [2, 0]
     assert set(saved["state"]) == {"a.x", "b.x", "__warmup"}
-    del saved["param_groups"]
     resumed, _ = make(stages)
     assert resumed.param_groups[0]["lr"] == 0
     resumed.load_state_dict(saved)

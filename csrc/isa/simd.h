@@ -1,4 +1,4 @@
-// Vectors of the greatest width that the translation unit is compiled for. Included by kernels.inl only,
+// Vectors of the greatest width that the translation unit is compiled for. Included by isa/kernels.inl only,
 // inside its unnamed namespace.
 
 #if defined(__AVX512F__)

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.slow_network import BACKEND, set_network
 from meshrec.comms.collectives import Splits, all_gather, all_to_all
 from meshrec.comms.host_link import links
 from meshrec.comms.mesh import Axis
-from meshrec.testing import RankPool, set_network
-from meshrec.testing.slow_network import BACKEND
+from meshrec.testing import RankPool
 
 LATENCY = 0.05
 

@@ -1,4 +1,4 @@
-"""A simulated network for tests and benchmarks: gloo with a chosen latency and bandwidth.
+"""A simulated network for benchmarks: gloo with a chosen latency and bandwidth.
 
 Ranks on one machine exchange data too fast to show what a pipeline hides. ``init_process_group("slow_gloo")``
 makes a process group whose collectives end no earlier than *start + latency + bytes / bandwidth*, whether
