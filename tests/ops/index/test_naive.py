@@ -100,7 +100,7 @@ def test_bad_input_changes_nothing():
     for call, ids, message in [
         (index.insert, [2, 1], "distinct and ascending"),
         (index.insert, [1, 1], "distinct and ascending"),
-        (index.insert, [-1, 7], "has ID -1"),
+        (index.insert, [-1, 7], "ID -1 has a slot"),
         (index.insert, [5, 6], "room for 3"),
         (index.remove, [0, 9], "no ID 9"),
         (index.remove, [0, 0], "distinct"),
