@@ -362,3 +362,13 @@ def test_quantised_tables_and_folders_that_cannot_be_made_are_refused(tmp_path):
 def test_the_cache_stays_within_its_bytes(tmp_path):
     options = FileRows(path=tmp_path, cache_bytes=1 << 16)
     assert options.num_cached(260) * 260 < 1 << 16
+
+
+def test_runs_that_are_killed_end_as_if_they_had_not_been(tmp_path):
+    program = Path(__file__).with_name("killed_file_rows.py")
+    kills = os.environ.get("MESHREC_KILLS", "4")
+    found = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), kills, "1"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert f"{kills} kills" in found.stdout

@@ -303,6 +303,9 @@ class ShardedTables:
                 sample_grad = self._sample_weight_grad(batch, split_grad, local_grad)
         split = self._replicas.sum_of_all(batch.arrived.message, batch.ids[0], split_grad)
         gradients = [split] if local is None else [split, local]
+        if self.rows_arrive and (self._env.replicate.size > 1 or local is not None):
+            # Rows of other replicas' IDs, which this rank did not look up.
+            self._row_arrival.wait([pin for gradient in gradients for pin in gradient.pins])
         with phase("update") if recorders else OFF:
             self._collect(gradients)
             grads = [

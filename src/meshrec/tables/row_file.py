@@ -13,17 +13,19 @@ is damage, a record of zeros among them.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshrec.ops import records
+from meshrec.ops.library import has_kernels
 from meshrec.tables.table import RowPart
 
 _SECTOR = 512
@@ -88,7 +90,7 @@ class RowFile:
         self._close()
 
     @contextlib.contextmanager
-    def _opened(self):  # type: ignore[no-untyped-def]
+    def _opened(self) -> Iterator[tuple[int, int]]:
         # A forked child has neither the threads nor, in a background checkpoint, the open file.
         if os.getpid() == self._owner:
             yield self._file, THREADS
@@ -117,11 +119,13 @@ class RowFile:
                 f"{self._what}: row {key} is damaged: {found} in the block at byte {position:,} of {self.path}. "
                 "Check the disk, and resume from the last checkpoint, which writes the file anew."
             )
-        reason = "no space is left on the disk" if cause == 28 else os.strerror(cause)
+        reason = "no space is left on the disk" if cause == errno.ENOSPC else os.strerror(cause)
+        what = f"{self._what}: cannot {verb} row {key} at byte {position:,} of {self.path}: {reason}."
+        if verb == "read":
+            return RowFileError(f"{what} Check the disk, and resume from the last checkpoint.")
         return RowFileError(
-            f"{self._what}: cannot {verb} row {key} at byte {position:,} of {self.path}: {reason}. No row is "
-            "lost: what could not be written stays in memory. Free space on that disk and go on, or resume "
-            "from the last checkpoint with another path in FileRows."
+            f"{what} No row is lost: what could not be written stays in memory. Free space on that disk and go "
+            "on, or resume from the last checkpoint with another path in FileRows."
         )
 
 
@@ -182,8 +186,8 @@ def _created(path: Path, num_bytes: int) -> tuple[int, bool]:
 
 def _direct(path: Path) -> int | None:
     """Open a file past the page cache; None where the system has no such way, or not for single sectors."""
-    if not hasattr(os, "O_DIRECT"):
-        return None
+    if not hasattr(os, "O_DIRECT") or not has_kernels:
+        return None  # plain Python has no memory that begins where a sector does
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
